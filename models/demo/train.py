@@ -1,0 +1,165 @@
+"""Train the demo models: `python models/demo/train.py --size target --steps 1700`.
+
+1 corpus      every .py file of this interpreter's standard library, tests left out; one file in fifty is held out
+2 tokenizer   byte-level BPE of 4,096 entries, trained once and shared by target and draft
+3 train       next-token loss; Muon for the matrices, AdamW for the rest; bf16 autocast, float32 master weights
+4 save        a Hugging Face folder: bf16 safetensors, config, tokenizer, generation config, loss curve
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+HERE = Path(__file__).parent
+END = "<|endoftext|>"
+VOCAB_SIZE = 4096
+CONTEXT = 2048
+LEFT_OUT = ("site-packages", "test/", "/test/", "/tests/", "idle_test", "encodings/", "pydoc_data", "config-")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}\n{% endif %}"
+)
+SIZES = {
+    "target": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2),
+    "draft": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
+}
+
+
+def corpus() -> tuple[list[str], list[str]]:
+    """(training files, held-out files), in an order that depends on nothing but the file names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = sorted(str(p.relative_to(root)) for p in root.rglob("*.py"))
+    names = [n for n in names if not any(part in n for part in LEFT_OUT)]
+    random.Random(0).shuffle(names)
+    texts = [(root / n).read_text(encoding="utf-8", errors="ignore") for n in names]
+    texts = [t for t in texts if 200 < len(t) < 400_000]
+    return [t for i, t in enumerate(texts) if i % 50], texts[::50]
+
+
+def load_or_train_tokenizer(texts: list[str]) -> Tokenizer:
+    path = HERE / "target" / "tokenizer.json"
+    if path.exists():
+        return Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    path.parent.mkdir(exist_ok=True)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def token_stream(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
+    end = tokenizer.token_to_id(END)
+    encoded = tokenizer.encode_batch(texts)
+    return torch.tensor([t for e in encoded for t in [end, *e.ids]], dtype=torch.long)
+
+
+def batches(stream: torch.Tensor, batch: int, length: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    """Windows of `length` tokens, each epoch in a new order and with a new phase. Yields (batch, length)."""
+    while True:
+        phase = int(torch.randint(length, (1,), generator=generator))
+        windows = stream[phase : phase + (len(stream) - phase) // length * length].view(-1, length)
+        for index in torch.randperm(len(windows), generator=generator).split(batch):
+            if len(index) == batch:
+                yield windows[index]
+
+
+def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def optimizers_for(model: torch.nn.Module, scale: float) -> list[torch.optim.Optimizer]:
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    known = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in known]
+    muon = torch.optim.Muon(matrices, lr=0.012 * scale, momentum=0.95, weight_decay=0.01)
+    adam = torch.optim.AdamW(others, lr=0.003 * scale, betas=(0.9, 0.95), weight_decay=0.0)
+    return [muon, adam]
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Warm up for 40 steps, hold, then fall linearly to zero over the last 60 %."""
+    return min((step + 1) / 40, 1.0, max(0.0, (steps - step) / (0.6 * steps)))
+
+
+def train(size: str, steps: int, batch: int, length: int) -> None:
+    torch.manual_seed(0)
+    training, held_out = corpus()
+    tokenizer = load_or_train_tokenizer(training)
+    stream, held = token_stream(tokenizer, training), token_stream(tokenizer, held_out)
+    print(f"{len(training)} files, {len(stream):,} training tokens, {len(held):,} held out", flush=True)
+
+    end = tokenizer.token_to_id(END)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, rope_theta=10_000.0, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, bos_token_id=end, eos_token_id=end, pad_token_id=end, **SIZES[size],
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    compiled = torch.compile(model)
+    optimizers = optimizers_for(model, 1.0)
+    base = [[group["lr"] for group in o.param_groups] for o in optimizers]
+    source = batches(stream, batch, length, torch.Generator().manual_seed(0))
+    probe = held[: len(held) // 1024 * 1024].view(-1, 1024)[:24]
+    curve: list[dict[str, float]] = []
+    started, running = time.monotonic(), 0.0
+    for step in range(steps):
+        loss = loss_of(compiled, next(source))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, rates in zip(optimizers, base, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * learning_rate(step, steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        running = loss.item() if step == 0 else 0.95 * running + 0.05 * loss.item()
+        if step % 100 == 99 or step == steps - 1:
+            with torch.no_grad():
+                held_loss = sum(loss_of(model, rows).item() for rows in probe.split(8)) / len(probe.split(8))
+            seen, seconds = (step + 1) * batch * length, time.monotonic() - started
+            curve.append({"step": step + 1, "tokens": seen, "loss": round(running, 4), "held_out": round(held_loss, 4)})
+            print(f"{curve[-1]} {seen / seconds:,.0f} tok/s {seconds:.0f} s", flush=True)
+            save(model, tokenizer, curve, size)
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, curve: list[dict[str, float]], size: str) -> None:
+    folder = HERE / size
+    clone = LlamaForCausalLM(model.config).bfloat16()
+    clone.load_state_dict(model.state_dict())
+    clone.save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)
+    fast.model_max_length = CONTEXT
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    (folder / "loss_curve.json").write_text(json.dumps(curve, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="target")
+    parser.add_argument("--steps", type=int, default=1700)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    train(options.size, options.steps, options.batch, options.length)

@@ -1,0 +1,76 @@
+from tandem.v1 import llm_pb2 as _llm_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SequenceSpec(_message.Message):
+    __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _llm_pb2.SamplingParams
+    priority: int
+    cache_salt: str
+    timeout_ms: int
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class LandingTicket(_message.Message):
+    __slots__ = ("transfer_id", "decode_worker", "decode_incarnation", "transfer_address", "kv_layout_hash", "num_cached_blocks", "num_prompt_blocks")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    decode_worker: str
+    decode_incarnation: str
+    transfer_address: str
+    kv_layout_hash: str
+    num_cached_blocks: int
+    num_prompt_blocks: int
+    def __init__(self, transfer_id: _Optional[str] = ..., decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., transfer_address: _Optional[str] = ..., kv_layout_hash: _Optional[str] = ..., num_cached_blocks: _Optional[int] = ..., num_prompt_blocks: _Optional[int] = ...) -> None: ...
+
+class SampledToken(_message.Message):
+    __slots__ = ("token_id", "logprobs")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprobs: _llm_pb2.TokenLogprobs
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_llm_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+
+class SequenceOutput(_message.Message):
+    __slots__ = ("request_id", "first_index", "tokens", "finish_reason", "num_cached_tokens", "failure")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    first_index: int
+    tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    finish_reason: _llm_pb2.FinishReason
+    num_cached_tokens: int
+    failure: Failure
+    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., finish_reason: _Optional[_Union[_llm_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
