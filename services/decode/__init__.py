@@ -1,0 +1,1 @@
+"""The decode room: KV blocks in, tokens out."""

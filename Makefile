@@ -1,0 +1,53 @@
+# The commands of this repository. `make run` and `make test` need only Python 3.11+ and make; they set up the rest.
+PYTHON ?= python3
+VENV ?= .venv
+# Another wheel index to install from as well. Where pip's default torch would bring CUDA, name PyTorch's CPU index.
+WHEEL_INDEX ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(if $(WHEEL_INDEX),--extra-index-url $(WHEEL_INDEX))
+PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint protos bench chart clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(VENV)/run.stamp ## serve the demo model: Redis, gateway, a prefill and a decode worker, on CPU
+	@$(BIN)/tandem up --sample "import " $(ARGS)
+
+test: $(VENV)/dev.stamp ## all tests, on real parts
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/dev.stamp ## ruff, mypy, buf (style and breaking changes)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/buf lint
+	@if git rev-parse --verify --quiet main:protos >/dev/null; then $(BIN)/buf breaking --against '.git#branch=main'; fi
+
+protos: $(VENV)/dev.stamp ## regenerate tandem/v1 from protos/
+	@$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=quiet:. protos/tandem/v1/*.proto
+
+bench: $(VENV)/dev.stamp ## run the benchmarks whose figures the README quotes
+	@$(BIN)/python -m benchmarks.serving $(ARGS)
+
+chart: $(VENV)/dev.stamp ## draw the benchmarks' last results as PNG
+	@$(BIN)/python -m benchmarks.chart
+
+clean: ## remove what the other commands made
+	@rm -rf $(VENV) .run build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/python.stamp:
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer: make PYTHON=...")'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/run.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
+	@$(PIP) --editable '.[gateway,worker,local]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	@$(PIP) --editable '.[gateway,worker,local,dev]'
+	@touch $@

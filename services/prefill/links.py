@@ -1,0 +1,122 @@
+"""Links to every decode worker, kept by one task.
+
+    decode worker appears in the registry --> open (handshake, warm, probe) --> its incarnation is published as linked
+    its lease or the link dies            --> close, unpublish
+
+A push that finds no link opens it itself, so a decode worker restarted a moment ago serves its first request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from tandem.clock import Clock
+from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo
+from tandem.transfer import Endpoint, Link, Sender, TransferError
+
+OPEN_TIMEOUT_S = 1.5
+CLOSE_WAIT_S = 2.0
+
+log = structlog.get_logger(__name__)
+
+
+class LinkKeeper:
+    def __init__(
+        self, sender: Sender, registry: Registry, layout_hash: str, clock: Clock, changed: Callable[[], None]
+    ) -> None:
+        self._sender = sender
+        self._registry = registry
+        self._layout_hash = layout_hash
+        self._clock = clock
+        self._changed = changed
+        self._peers: dict[str, WorkerInfo] = {}
+        self._opening: dict[str, asyncio.Task[Link]] = {}
+        self._refused: dict[str, str] = {}
+        self._published: tuple[str, ...] = ()
+
+    def linked(self) -> tuple[str, ...]:
+        """Incarnations of the decode workers with a healthy link."""
+        return self._published
+
+    def peer(self, worker_id: str) -> WorkerInfo | None:
+        return self._peers.get(worker_id)
+
+    async def keep(self, every_s: float = 0.25) -> None:
+        """Follow the registry until cancelled."""
+        while True:
+            try:
+                await self._follow(await self._registry.workers())
+            except RegistryUnavailable:
+                log.warning("registry unavailable: keeping the links there are")
+            self._publish()
+            await self._clock.sleep(every_s)
+
+    async def link_to(self, remote: Endpoint, address: str) -> Link:
+        """The link to this incarnation, opened now if need be.
+
+        Raises:
+            TransferError: it cannot be opened, with the reason.
+        """
+        link = self._sender.link(remote.worker_id, remote.incarnation)
+        if link is not None:
+            return link
+        task = self._opening.get(remote.incarnation)
+        if task is None:
+            task = asyncio.create_task(
+                asyncio.to_thread(self._sender.open_link, remote, address, timeout=OPEN_TIMEOUT_S)
+            )
+            self._opening[remote.incarnation] = task
+            task.add_done_callback(lambda done: self._opened(remote, done))
+        return await asyncio.shield(task)
+
+    def _opened(self, remote: Endpoint, task: asyncio.Task[Link]) -> None:
+        self._opening.pop(remote.incarnation, None)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            log.info("linked", decode_worker=remote.worker_id, transport=task.result().transport)
+            self._refused.pop(remote.incarnation, None)
+        elif self._refused.get(remote.incarnation) != str(error):
+            self._refused[remote.incarnation] = str(error)
+            log.warning("no link", decode_worker=remote.worker_id, reason=str(error))
+        self._publish()
+
+    async def _follow(self, workers: list[object]) -> None:
+        live = {w.info.worker_id: w.info for w in workers if w.info.role is Role.DECODE}  # type: ignore[attr-defined]
+        for worker_id, info in self._peers.items():
+            if worker_id not in live or live[worker_id].incarnation != info.incarnation:
+                await asyncio.to_thread(self._sender.close_link, worker_id, info.incarnation)
+                self._refused.pop(info.incarnation, None)
+        self._peers = live
+        opening = [
+            self._try_link(info) for info in live.values() if not self._sender.link(info.worker_id, info.incarnation)
+        ]
+        await asyncio.gather(*opening)
+
+    async def _try_link(self, info: WorkerInfo) -> None:
+        if info.layout_hash != self._layout_hash:
+            if info.incarnation not in self._refused:
+                self._refused[info.incarnation] = "KV layout"
+                log.warning(
+                    "no link: KV layouts differ",
+                    decode_worker=info.worker_id,
+                    theirs=info.layout_hash,
+                    ours=self._layout_hash,
+                )
+            return
+        try:
+            await self.link_to(Endpoint(info.worker_id, info.incarnation, info.layout_hash), info.transfer_address)
+        except TransferError:
+            return
+
+    def _publish(self) -> None:
+        healthy = tuple(
+            sorted(i.incarnation for i in self._peers.values() if self._sender.link(i.worker_id, i.incarnation))
+        )
+        if healthy != self._published:
+            self._published = healthy
+            self._changed()

@@ -1,0 +1,9 @@
+"""What a prefill worker can be told."""
+
+from __future__ import annotations
+
+from tandem.worker import WorkerSettings
+
+
+class PrefillSettings(WorkerSettings):
+    """A Tandem prefill worker: reads prompts and pushes their KV blocks to decode workers."""

@@ -1,0 +1,44 @@
+"""The `tandem` command: `up` a cluster, `generate` with one, have the `doctor` look at one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+USAGE = """usage: tandem <command> [options]
+
+commands:
+  up         start a whole cluster on this machine and serve until Ctrl-C
+  generate   send a prompt to a running cluster and stream the answer
+  doctor     check a running cluster: Redis, workers, and a block over every prefill-decode pair
+
+`tandem <command> --help` lists a command's options."""
+
+
+def main() -> None:
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    run = _command(command)
+    if run is None:
+        print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
+        raise SystemExit(0 if command in ("-h", "--help") else 2)
+    try:
+        run(sys.argv[2:])
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _command(name: str) -> Callable[[list[str]], None] | None:
+    """Imported only when asked for, so that each command starts fast."""
+    if name == "up":
+        from tandem.commands.up import main as up
+
+        return up
+    if name == "generate":
+        from tandem.commands.generate import main as generate
+
+        return generate
+    if name == "doctor":
+        from tandem.commands.doctor import main as doctor
+
+        return doctor
+    return None

@@ -1,0 +1,107 @@
+"""`tandem doctor`: is the cluster whole? Redis, every worker, a block over every prefill-decode pair, the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+import httpx
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import Field
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tandem import rpc
+from tandem.clock import SystemClock
+from tandem.registry import Registry, RegistryUnavailable, Role, Worker
+from tandem.settings import Settings, load
+from tandem.v1 import prefill_pb2, prefill_pb2_grpc
+
+
+class DoctorSettings(Settings):
+    """Check a running cluster and name what is broken."""
+
+    redis_url: str = Field("redis://127.0.0.1:6380", description="the cluster's registry")
+    gateway_url: str = Field("http://127.0.0.1:8000", description="the gateway's HTTP address")
+    timeout_s: float = Field(5.0, gt=0, description="bound of each check")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    good: bool
+    detail: str
+
+
+def main(arguments: list[str]) -> None:
+    settings = load(DoctorSettings, arguments, "tandem doctor")
+    findings = asyncio.run(examine(settings))
+    table = Table(box=None, show_header=False)
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.good else "[red]BROKEN[/]"
+        table.add_row(mark, finding.what, escape(finding.detail))
+    Console().print(table)
+    broken = [finding.what for finding in findings if not finding.good]
+    if broken:
+        raise SystemExit(f"broken: {', '.join(broken)}")
+
+
+async def examine(settings: DoctorSettings) -> list[Finding]:
+    """Every check, whatever the others find."""
+    try:
+        registry = await Registry.connect(settings.redis_url, clock=SystemClock())
+        workers = await registry.workers()
+        await registry.close()
+    except RegistryUnavailable as error:
+        return [Finding("redis", False, f"{settings.redis_url}: {error}"), await _gateway(settings)]
+    by_role = {role: [w for w in workers if w.info.role is role] for role in Role}
+    findings = [Finding("redis", True, f"{settings.redis_url}: {len(workers)} workers registered")]
+    for role, of_role in by_role.items():
+        if not of_role:
+            findings.append(Finding(f"{role.value} workers", False, "none is registered: start one, or read its log"))
+    checks: list[Awaitable[Finding]] = [_worker(w, settings) for w in workers]
+    checks += [_pair(p, d, settings) for p in by_role[Role.PREFILL] for d in by_role[Role.DECODE]]
+    return [*findings, *await asyncio.gather(*checks), await _gateway(settings)]
+
+
+async def _worker(worker: Worker, settings: DoctorSettings) -> Finding:
+    info, load_ = worker.info, worker.load
+    try:
+        async with rpc.channel(info.grpc_address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=settings.timeout_s)
+    except aio.AioRpcError as error:
+        return Finding(info.worker_id, False, f"{info.grpc_address}: {error.code().name}: {error.details()}")
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    state = "serving" if serving else "not serving"
+    blocks = f"{load_.free_blocks} of {info.num_blocks} blocks free"
+    return Finding(info.worker_id, serving, f"{info.grpc_address}: {state} {info.model}, {blocks}")
+
+
+async def _pair(prefill: Worker, decode: Worker, settings: DoctorSettings) -> Finding:
+    what = f"{prefill.info.worker_id} -> {decode.info.worker_id}"
+    if prefill.info.layout_hash != decode.info.layout_hash:
+        return Finding(what, False, "their KV layouts differ (model, revision, dtype or block size): they never pair")
+    request = prefill_pb2.ProbeLinkRequest(decode_worker=decode.info.worker_id)
+    try:
+        async with rpc.channel(prefill.info.grpc_address) as channel:
+            stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+            answer = await stub.ProbeLink(request, timeout=settings.timeout_s)
+    except aio.AioRpcError as error:
+        return Finding(what, False, f"no block moves: {error.code().name}: {error.details()}")
+    rate = answer.bytes / max(answer.elapsed_us, 1) / 1000
+    moved = f"{answer.bytes:,} bytes over {answer.transport} and back in {answer.elapsed_us / 1000:.2f} ms"
+    return Finding(what, True, f"{moved} ({rate:.1f} GB/s)")
+
+
+async def _gateway(settings: DoctorSettings) -> Finding:
+    url = f"{settings.gateway_url}/health/ready"
+    try:
+        async with httpx.AsyncClient(timeout=settings.timeout_s) as client:
+            answer = await client.get(url)
+    except httpx.TransportError as error:
+        return Finding("gateway", False, f"{url}: {error or type(error).__name__}")
+    return Finding("gateway", answer.status_code == 200, f"{url}: {answer.text}")

@@ -1,0 +1,69 @@
+"""`tandem generate "def "`: stream an answer to the terminal, over gRPC like any other client."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from grpc import aio
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from tandem import rpc
+from tandem.settings import Settings, load
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+
+
+class GenerateSettings(Settings):
+    """Stream an answer from a running cluster to the terminal."""
+
+    prompt: CliPositionalArg[str] = Field(description="text to continue")
+    address: str = Field("127.0.0.1:50051", description="the gateway's gRPC address")
+    model: str = Field("", description="default: the first model the gateway serves")
+    max_tokens: int = Field(128, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=0)
+    timeout_s: float = Field(120.0, gt=0)
+
+
+def main(arguments: list[str]) -> None:
+    try:
+        asyncio.run(run(arguments))
+    except aio.AioRpcError as error:
+        raise SystemExit(f"{error.code().name}: {error.details()}") from None
+
+
+async def run(arguments: list[str]) -> None:
+    """Raises aio.AioRpcError when the cluster refuses or fails."""
+    settings = load(GenerateSettings, arguments, "tandem generate")
+    async with rpc.channel(settings.address) as channel:
+        service = llm_pb2_grpc.LLMServiceStub(channel)
+        model = settings.model or await _first_model(service)
+        sampling = llm_pb2.SamplingParams(max_tokens=settings.max_tokens)
+        if settings.temperature is not None:
+            sampling.temperature = settings.temperature
+        if settings.seed is not None:
+            sampling.seed = settings.seed
+        request = llm_pb2.GenerateRequest(model=model, prompt=settings.prompt, sampling=sampling)
+        print(settings.prompt, end="", flush=True)
+        async for response in service.Generate(request, timeout=settings.timeout_s):
+            print(response.text, end="", flush=True)
+        print()
+        print(describe(response), file=sys.stderr)
+
+
+async def _first_model(service: llm_pb2_grpc.LLMServiceAsyncStub) -> str:
+    models = (await service.ListModels(llm_pb2.ListModelsRequest(), timeout=5.0)).models
+    if not models:
+        raise SystemExit("the gateway serves no model yet: no worker is registered")
+    return models[0].id
+
+
+def describe(last: llm_pb2.GenerateResponse) -> str:
+    """One line: what the answer cost and which way it went."""
+    usage, path = last.usage, last.path
+    way = f"{path.prefill_worker} -> {path.decode_worker}" if path.prefill_worker else path.decode_worker
+    return (
+        f"[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached, {usage.completion_tokens} new; "
+        f"{way}; {path.transfer_bytes:,} KV bytes moved {('over ' + path.transport) if path.transport else ''}]"
+    )

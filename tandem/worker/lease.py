@@ -1,0 +1,69 @@
+"""A worker's place in the registry: registered, renewed four times per TTL, given back.
+
+Redis going away never ends a worker: it serves on and registers again when Redis is back. Being replaced by a newer
+incarnation does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from tandem.clock import Clock
+from tandem.registry import Registry, RegistryUnavailable, WorkerInfo, WorkerLoad
+
+log = structlog.get_logger(__name__)
+
+
+class Lease:
+    """Keeps `info` registered with the latest `load()`. Run `hold` as a task; its end is the worker's end."""
+
+    def __init__(
+        self, registry: Registry, info: WorkerInfo, load: Callable[[], WorkerLoad], *, ttl: float, clock: Clock
+    ) -> None:
+        self._registry = registry
+        self._info = info
+        self._load = load
+        self._ttl = ttl
+        self._clock = clock
+        self._news = asyncio.Event()
+        self.held = asyncio.Event()
+
+    async def hold(self) -> None:
+        """Register and renew until cancelled.
+
+        Raises:
+            StaleIncarnation: another start of this worker took its place.
+        """
+        while True:
+            try:
+                if not self.held.is_set():
+                    await self._registry.register(self._info, self._load(), self._ttl)
+                    self.held.set()
+                    log.info("registered", worker=self._info.worker_id, incarnation=self._info.incarnation)
+                else:
+                    await self._registry.heartbeat(self._info, self._load(), self._ttl)
+            except RegistryUnavailable as error:
+                log.warning("registry unavailable", error=str(error))
+            await self._wait()
+
+    def renew_now(self) -> None:
+        """The load has changed in a way that others wait for: renew without waiting for the next beat."""
+        self._news.set()
+
+    async def give_back(self) -> None:
+        try:
+            await self._registry.deregister(self._info.worker_id, self._info.incarnation)
+        except RegistryUnavailable:
+            log.warning("registry unavailable: the lease will expire by itself")
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(self._ttl / 4):
+                await self._news.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._news.clear()

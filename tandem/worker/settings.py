@@ -1,0 +1,66 @@
+"""What prefill and decode workers both can be told."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from uuid import uuid4
+
+from pydantic import ByteSize, Field
+
+from tandem.engine import EngineConfig
+from tandem.settings import Settings
+
+
+class WorkerSettings(Settings):
+    """A Tandem worker."""
+
+    model_path: Path = Field(description="Hugging Face folder of the model")
+    model_name: str = Field("", description="name the model is served under (default: the folder's name)")
+    redis_url: str = Field("redis://127.0.0.1:6379", description="the registry")
+    worker_id: str = Field("", description="stable name of this worker (default: role, host and port)")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    advertise_host: str = Field("", description="address others reach this worker at (default: host)")
+    grpc_port: int = Field(0, ge=0, le=65535, description="0 chooses a free one")
+    transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV listener; 0 chooses a free one")
+    transports: tuple[str, ...] = Field(("shm", "tcp"), description="ways to move KV, best first")
+    device: str = Field("cpu", description="torch device")
+    dtype: str = Field("auto", description="float32, bfloat16, or auto: as the weights are stored")
+    kv_memory: ByteSize = Field(ByteSize(256 * 2**20), description="memory for the KV cache, such as 4GiB")
+    num_blocks: int | None = Field(None, ge=2, description="size of the KV cache in blocks, instead of kv-memory")
+    block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
+    max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one engine step")
+    max_num_seqs: int = Field(256, ge=1, description="sequences in one engine step")
+    max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer (default: the model's)")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine (default: torch's choice)")
+    lease_ttl_s: float = Field(2.0, gt=0.2, description="a worker silent for so long is taken for dead")
+    drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for running requests to end")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or self.model_path.resolve().name
+
+    @property
+    def reachable_host(self) -> str:
+        return self.advertise_host or (socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host)
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            model_path=self.model_path,
+            model_name=self.served_name,
+            dtype=self.dtype,
+            device=self.device,
+            block_size=self.block_size,
+            kv_budget_bytes=int(self.kv_memory),
+            num_blocks=self.num_blocks,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_threads=self.threads,
+        )
+
+
+def mint_incarnation() -> str:
+    """A name for this start of this process, never used again."""
+    return uuid4().hex

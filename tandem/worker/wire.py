@@ -1,0 +1,72 @@
+"""Between protos and the engine's own types."""
+
+from __future__ import annotations
+
+from tandem.engine import FinishReason, Request, SampledToken, SamplingParams, SequenceOutput
+from tandem.v1 import llm_pb2, worker_pb2
+
+FINISH_REASONS = {
+    None: llm_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: llm_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: llm_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: llm_pb2.FINISH_REASON_ABORT,
+}
+
+
+def request_of(spec: worker_pb2.SequenceSpec) -> Request:
+    s = spec.sampling
+    sampling = SamplingParams(
+        max_tokens=s.max_tokens,
+        min_tokens=s.min_tokens,
+        temperature=s.temperature if s.HasField("temperature") else 1.0,
+        top_k=s.top_k,
+        top_p=s.top_p if s.HasField("top_p") else 1.0,
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty if s.HasField("repetition_penalty") else 1.0,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        logit_bias=dict(s.logit_bias),
+        stop_token_ids=frozenset(s.stop_token_ids),
+        logprobs=s.logprobs if s.HasField("logprobs") else None,
+        seed=s.seed,
+    )
+    return Request(
+        request_id=spec.request_id,
+        token_ids=list(spec.token_ids),
+        sampling=sampling,
+        priority=spec.priority,
+        cache_salt=spec.cache_salt,
+    )
+
+
+def token_to_proto(token: SampledToken) -> worker_pb2.SampledToken:
+    if token.logprob is None:
+        return worker_pb2.SampledToken(token_id=token.token_id)
+    top = [llm_pb2.TopLogprob(token_id=i, logprob=p) for i, p in token.top]
+    logprobs = llm_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=top)
+    return worker_pb2.SampledToken(token_id=token.token_id, logprobs=logprobs)
+
+
+def token_of(proto: worker_pb2.SampledToken) -> SampledToken:
+    if not proto.HasField("logprobs"):
+        return SampledToken(proto.token_id, None, ())
+    top = tuple((t.token_id, t.logprob) for t in proto.logprobs.top)
+    return SampledToken(proto.token_id, proto.logprobs.logprob, top)
+
+
+def output_to_proto(output: SequenceOutput) -> worker_pb2.SequenceOutput:
+    proto = worker_pb2.SequenceOutput(
+        request_id=output.request_id,
+        first_index=output.first_index,
+        tokens=[token_to_proto(token) for token in output.tokens],
+        finish_reason=FINISH_REASONS[output.finish_reason],
+        num_cached_tokens=output.num_cached_tokens,
+    )
+    if output.error:
+        proto.failure.CopyFrom(worker_pb2.Failure(code="INTERNAL", message=output.error))
+    return proto
+
+
+def failed(request_id: str, code: str, message: str) -> worker_pb2.SequenceOutput:
+    """The last output of a sequence that ended in an error."""
+    return worker_pb2.SequenceOutput(request_id=request_id, failure=worker_pb2.Failure(code=code, message=message))
