@@ -1,0 +1,24 @@
+"""Who is in the cluster, how loaded they are, and who goes where: on Redis."""
+
+from tandem.registry.errors import NoWorkers, RegistryError, RegistryUnavailable, RequestTooLarge, StaleIncarnation
+from tandem.registry.registry import PrefillPolicy, Registry, Snapshot, Swept
+from tandem.registry.view import ClusterView
+from tandem.registry.worker import Role, Route, Worker, WorkerInfo, WorkerLoad
+
+__all__ = [
+    "ClusterView",
+    "NoWorkers",
+    "PrefillPolicy",
+    "Registry",
+    "RegistryError",
+    "RegistryUnavailable",
+    "RequestTooLarge",
+    "Role",
+    "Route",
+    "Snapshot",
+    "StaleIncarnation",
+    "Swept",
+    "Worker",
+    "WorkerInfo",
+    "WorkerLoad",
+]

@@ -1,0 +1,143 @@
+"""Redis itself: scripts called by hash, one channel listened to, every failure one error. The only file that knows it.
+
+    call      EVALSHA, one round trip; EVAL where the server does not know the script yet (first call, or it restarted)
+    changes   a subscription of its own connection; a message only says "look again"
+
+Every script takes the key prefix `{namespace}:` as its one key: the braces keep all keys of a cluster in one slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from tandem.registry.errors import RegistryUnavailable
+
+Argument: TypeAlias = str | bytes | int
+SCRIPTS = ("lease", "deregister", "workers", "select", "release", "publish", "locate", "sweep")
+UNAVAILABLE = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.OutOfMemoryError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    OSError,  # TimeoutError too
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    text: str
+    sha: str
+
+
+class Connection:
+    """A pool of connections to one Redis and the scripts run there. `close` ends it."""
+
+    def __init__(self, url: str, namespace: str, timeout: float, max_connections: int) -> None:
+        """Connects when first used.
+
+        Raises:
+            ValueError: the URL or the namespace is malformed.
+        """
+        if not namespace or set(namespace) & set("{}"):
+            raise ValueError(f"namespace must be a name without braces, got {namespace!r}")
+        if timeout <= 0:
+            raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
+        self._where = urlsplit(url).netloc.rpartition("@")[2] or url  # no password in messages
+        self._prefix = f"{{{namespace}}}:"
+        self._timeout = timeout
+        self._scripts = {name: _load(name) for name in SCRIPTS}
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=timeout,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            decode_responses=True,
+            # One quick second try covers a connection that died idle; the scripts bear being run twice.
+            retry=Retry(NoBackoff(), 1, supported_errors=(exceptions.ConnectionError,)),
+        )
+        self._redis = Redis.from_pool(pool)
+
+    async def call(self, name: str, *arguments: Argument) -> Any:
+        """Run one script, within the timeout.
+
+        Raises:
+            RegistryUnavailable: Redis did not answer; the script may have run all the same.
+        """
+        script = self._scripts[name]
+        with self._translated():
+            async with asyncio.timeout(self._timeout):
+                try:
+                    return await self._redis.evalsha(script.sha, 1, self._prefix, *arguments)
+                except exceptions.NoScriptError:
+                    return await self._redis.eval(script.text, 1, self._prefix, *arguments)
+
+    async def ping(self) -> None:
+        with self._translated():
+            async with asyncio.timeout(self._timeout):
+                await self._redis.ping()
+
+    @asynccontextmanager
+    async def changes(self) -> AsyncIterator[Changes]:
+        """Listen on the channel `changed`."""
+        pubsub = self._redis.pubsub(ignore_subscribe_messages=True)
+        try:
+            with self._translated():
+                async with asyncio.timeout(self._timeout):
+                    await pubsub.subscribe(self._prefix + "changed")
+            yield Changes(pubsub, self)
+        finally:
+            await pubsub.aclose()  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except UNAVAILABLE as error:
+            reason = str(error) or f"no answer in {self._timeout} s"
+            raise RegistryUnavailable(f"Redis at {self._where}: {reason}") from error
+
+
+class Changes:
+    """A subscription. Messages that arrived together count as one."""
+
+    def __init__(self, pubsub: PubSub, connection: Connection) -> None:
+        self._pubsub = pubsub
+        self._connection = connection
+
+    async def wait(self, timeout: float) -> bool:
+        """True as soon as something changed, False after `timeout` seconds without.
+
+        Raises:
+            RegistryUnavailable: the connection broke; changes may have been missed.
+        """
+        with self._connection._translated():
+            if not await self._pubsub.get_message(timeout=timeout):
+                return False
+            while await self._pubsub.get_message(timeout=0):
+                pass
+            return True
+
+
+def _load(name: str) -> Script:
+    folder = files(__package__)
+    text = (folder / "ledger.lua").read_text() + (folder / f"{name}.lua").read_text()
+    return Script(text, sha1(text.encode()).hexdigest())

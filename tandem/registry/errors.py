@@ -1,0 +1,28 @@
+"""The registry's answers "no"."""
+
+from __future__ import annotations
+
+
+class RegistryError(Exception):
+    """Base of everything the registry raises on purpose."""
+
+
+class RegistryUnavailable(RegistryError):
+    """Redis cannot be reached, did not answer in time, or refuses writes. The call may or may not have taken effect."""
+
+
+class StaleIncarnation(RegistryError):
+    """This incarnation was replaced or has left; it must stop serving under this worker id."""
+
+    def __init__(self, worker_id: str, incarnation: str) -> None:
+        super().__init__(f"incarnation {incarnation} of worker {worker_id} was replaced or has left")
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+
+
+class NoWorkers(RegistryError):
+    """No worker can take the request now. The message names what is missing."""
+
+
+class RequestTooLarge(NoWorkers):
+    """No live decode worker could hold the request even if it were idle: waiting does not help."""

@@ -1,0 +1,27 @@
+-- ARGV: worker id, incarnation, ttl (ms), 'register' or 'heartbeat', then field, value, … of the worker's hash
+-- Returns 'new', 'renewed' or 'stale'. Only a registration replaces another incarnation; a heartbeat that finds no
+-- lease at all takes one, which is how workers come back after Redis lost its memory.
+local worker_id, incarnation, ttl, kind = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local now = expire_due()
+local worker = key('worker', worker_id)
+
+if redis.call('EXISTS', key('fenced', worker_id .. ' ' .. incarnation)) == 1 then return 'stale' end
+local current = redis.call('HGET', worker, 'incarnation')
+if current and current ~= incarnation then
+  if kind ~= 'register' then return 'stale' end
+  redis.call('SET', key('fenced', worker_id .. ' ' .. current), '', 'PX', FENCE_MS)
+  retire(worker_id)
+end
+
+local before = redis.call('HMGET', worker, 'draining', 'linked')
+redis.call('HSET', worker, unpack(ARGV, 5))
+redis.call('ZADD', key('leases'), now + ttl, worker_id)
+if current == incarnation then
+  local after = redis.call('HMGET', worker, 'draining', 'linked')
+  if before[1] ~= after[1] or before[2] ~= after[2] then announce(worker_id) end
+  return 'renewed'
+end
+redis.call('HSET', worker, 'reserved_tokens', 0, 'reserved_blocks', 0, 'chosen', 0)
+redis.call('SET', key('epoch'), table.concat(redis.call('TIME'), '.'), 'NX')
+announce(worker_id)
+return 'new'

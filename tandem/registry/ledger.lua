@@ -1,0 +1,92 @@
+-- What every script of the registry starts with: the keys, the time, and the only code that takes things away.
+--
+--   leases                 sorted set: worker id -> when its lease ends (ms, this server's clock)
+--   worker:<id>            hash: one incarnation's info, load, reserved_tokens, reserved_blocks, chosen
+--   held:<id>              hash: tokens:<reservation> or blocks:<reservation> -> amount; sums to the two counters above
+--   blocks:<id>            set: hashes of the KV blocks this incarnation holds
+--   reservations           sorted set: reservation -> when it expires (ms)
+--   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
+--   fenced:<id> <inc>      an incarnation that may not come back
+--   epoch                  when this Redis began to be filled; changes when it lost its memory
+--   turn                   counts choices, so that equals take turns
+--   changed                channel: the id of a worker that came, went, drains or has new links
+--
+-- Every script first forgets what is past its time, so none ever sees a dead worker or counts an expired reservation.
+local prefix = KEYS[1]
+local FENCE_MS = 3600000
+local EXPIRE_BATCH = 256
+
+local function key(kind, id)
+  return id and prefix .. kind .. ':' .. id or prefix .. kind
+end
+
+local function announce(worker_id)
+  redis.call('PUBLISH', key('changed'), worker_id)
+end
+
+local function forget_if_empty(reservation)
+  if redis.call('EXISTS', key('reservation', reservation)) == 0 then
+    redis.call('ZREM', key('reservations'), reservation)
+  end
+end
+
+-- Gives one part ('tokens' or 'blocks') of a reservation back to its worker. Returns 1 if there was one, else 0.
+local function drop(reservation, part)
+  local worker_id = redis.call('HGET', key('reservation', reservation), part)
+  if not worker_id then return 0 end
+  local field = part .. ':' .. reservation
+  local amount = redis.call('HGET', key('held', worker_id), field)
+  redis.call('HDEL', key('held', worker_id), field)
+  redis.call('HINCRBY', key('worker', worker_id), 'reserved_' .. part, -tonumber(amount))
+  redis.call('HDEL', key('reservation', reservation), part)
+  forget_if_empty(reservation)
+  return 1
+end
+
+-- Ends a lease and all that hangs on it: what it held for others, and the blocks it was known for.
+-- Returns how many blocks were forgotten.
+local function retire(worker_id)
+  for _, field in ipairs(redis.call('HKEYS', key('held', worker_id))) do
+    local part, reservation = field:match('^(%a+):(.*)$')
+    redis.call('HDEL', key('reservation', reservation), part)
+    forget_if_empty(reservation)
+  end
+  local blocks = redis.call('SCARD', key('blocks', worker_id))
+  redis.call('UNLINK', key('worker', worker_id), key('held', worker_id), key('blocks', worker_id))
+  redis.call('ZREM', key('leases'), worker_id)
+  announce(worker_id)
+  return blocks
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Returns the time (ms) and how many leases, reservations and block locations were past theirs.
+local function expire_due()
+  local now, blocks = now_ms(), 0
+  local dead = redis.call('ZRANGEBYSCORE', key('leases'), '-inf', now)
+  for _, worker_id in ipairs(dead) do
+    blocks = blocks + retire(worker_id)
+  end
+  local due = redis.call('ZRANGEBYSCORE', key('reservations'), '-inf', now, 'LIMIT', 0, EXPIRE_BATCH)
+  for _, reservation in ipairs(due) do
+    drop(reservation, 'tokens')
+    drop(reservation, 'blocks')
+  end
+  return now, #dead, #due, blocks
+end
+
+local function live_workers()
+  local ids = redis.call('ZRANGE', key('leases'), 0, -1)
+  table.sort(ids)
+  return ids
+end
+
+-- Calls visit(first, last) for ranges that a single Redis command can take as arguments.
+local function in_chunks(first, last, visit)
+  for start = first, last, 1000 do
+    if visit(start, math.min(start + 999, last)) == false then return end
+  end
+end

@@ -1,0 +1,202 @@
+"""The cluster's shared truth, in Redis: who is alive, how loaded, what is promised to whom, who holds which KV block.
+
+    register ── heartbeat … ── deregister          a worker's lease; it ends by itself `ttl` after the last heartbeat
+    select_and_reserve ── release (tokens) ── release (blocks)        a request's hold on one pair of workers
+    publish_blocks ── locate                       prefix caches
+
+Each call is one Lua script, hence atomic, and one round trip. Time is Redis's own, so skewed clocks do no harm. What a
+lease held for others goes with it: a dead incarnation's reservations and blocks are nowhere to be found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, TypeAlias
+from uuid import uuid4
+
+from tandem.clock import Clock
+from tandem.registry.connection import Changes, Connection
+from tandem.registry.errors import NoWorkers, RegistryError, RequestTooLarge, StaleIncarnation
+from tandem.registry.worker import Route, Worker, WorkerInfo, WorkerLoad, decode, encode
+
+PrefillPolicy: TypeAlias = Literal["require", "prefer", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """How much was past its time."""
+
+    leases: int
+    reservations: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The live workers, by id. `epoch` changes when Redis has lost its memory; empty when it has none yet."""
+
+    epoch: str
+    workers: list[Worker]
+
+
+class Registry:
+    """A client of the registry. Safe for concurrent use within one event loop.
+
+    Every call may raise RegistryUnavailable, within `timeout` seconds; whether it took effect is then unknown.
+    """
+
+    def __init__(self, connection: Connection, clock: Clock, client: str) -> None:
+        self.clock = clock
+        self._connection = connection
+        self._client = client
+        self._numbers = count()
+        self._abandoned: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def connect(
+        cls, url: str, *, namespace: str = "tandem", clock: Clock, timeout: float = 2.0, max_connections: int = 64
+    ) -> Registry:
+        """A client of the Redis at `url`, which need not be up yet: `ping` tells.
+
+        Raises:
+            ValueError: the URL or the namespace is malformed.
+        """
+        return cls(Connection(url, namespace, timeout, max_connections), clock, uuid4().hex[:12])
+
+    async def ping(self) -> None:
+        """Return if Redis answers."""
+        await self._connection.ping()
+
+    async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
+        """Take the worker's lease for `ttl` seconds. Another incarnation of this worker loses everything at once.
+
+        Raises:
+            StaleIncarnation: a later registration has replaced this incarnation, or it has deregistered.
+        """
+        await self._lease("register", info, load, ttl)
+
+    async def heartbeat(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> bool:
+        """Renew the lease. True if it had to be taken anew (Redis lost it, or it had run out): blocks must then be
+        published again.
+
+        Raises:
+            StaleIncarnation: another incarnation holds the lease, or this one was replaced or has deregistered.
+        """
+        return await self._lease("heartbeat", info, load, ttl) == "new"
+
+    async def deregister(self, worker_id: str, incarnation: str) -> None:
+        """Give the lease back, if this incarnation has it. It cannot come back."""
+        await self._connection.call("deregister", worker_id, incarnation)
+
+    async def workers(self) -> list[Worker]:
+        """Workers with a live lease, by id."""
+        return (await self.snapshot()).workers
+
+    async def snapshot(self) -> Snapshot:
+        epoch, *rows = await self._connection.call("workers")
+        return Snapshot(epoch, [decode(row) for row in rows])
+
+    def changes(self) -> AbstractAsyncContextManager[Changes]:
+        """A subscription to workers coming, going, draining and linking."""
+        return self._connection.changes()
+
+    async def select_and_reserve(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        prefill: PrefillPolicy,
+        block_hashes: Sequence[bytes] = (),
+        ttl: float,
+        exclude: Collection[str] = (),
+    ) -> Route:
+        """Choose the pair of workers for a request and hold room on both, as one atomic step.
+
+        Reserves the uncached prompt tokens on the worker that reads the prompt and blocks for the whole sequence on
+        the one that decodes, until released or for `ttl` seconds. `exclude` names worker ids or incarnations.
+        `require` takes only a pair, `prefer` falls back to a decode worker alone, `never` takes one alone.
+        If this call fails or is cancelled, what it may have reserved is given back in the background.
+
+        Raises:
+            NoWorkers: nobody can take it now; the message says what is missing.
+            RequestTooLarge: nobody could take it ever.
+        """
+        reservation = f"{request_id}/{self._client}/{next(self._numbers)}"
+        try:
+            status, reason, *rows = await self._connection.call(
+                "select", reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl),
+                json.dumps(list(exclude)), *block_hashes,
+            )  # fmt: skip
+        except BaseException:
+            self._abandon(reservation)
+            raise
+        if status != "ok":
+            raise (RequestTooLarge if status == "too large" else NoWorkers)(reason)
+        chosen = [decode(row) for row in rows]
+        return Route(chosen[1] if len(chosen) == 2 else None, chosen[0], reservation, reason)
+
+    async def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> bool:
+        """Give back a reservation, or only its prompt tokens. True if this call freed anything."""
+        parts = ("tokens",) if prefill_done_only else ("tokens", "blocks")
+        return bool(await self._connection.call("release", reservation_id, *parts) > 0)
+
+    async def publish_blocks(
+        self, worker_id: str, incarnation: str, stored: Sequence[bytes], removed: Sequence[bytes]
+    ) -> None:
+        """Tell which KV blocks the worker's prefix cache has gained and lost, net: no hash in both.
+
+        Raises:
+            StaleIncarnation: this incarnation holds no lease.
+        """
+        if await self._connection.call("publish", worker_id, incarnation, len(removed), *removed, *stored) == "stale":
+            raise StaleIncarnation(worker_id, incarnation)
+
+    async def locate(self, hashes: Sequence[bytes]) -> list[list[str]]:
+        """For each hash, the ids of the live workers that hold the block."""
+        found: list[list[str]] = await self._connection.call("locate", *hashes)
+        return found
+
+    async def sweep(self) -> Swept:
+        """Forget leases and reservations past their time. Any number of processes may do so at once."""
+        total = Swept(0, 0, 0)
+        while True:
+            leases, reservations, blocks = await self._connection.call("sweep")
+            total = Swept(total.leases + leases, total.reservations + reservations, total.blocks + blocks)
+            if not reservations:
+                return total
+
+    async def close(self) -> None:
+        """End background releases, each bounded by the timeout, and all connections."""
+        await asyncio.gather(*self._abandoned, return_exceptions=True)
+        await self._connection.close()
+
+    async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
+        fields = encode(info) + encode(load)
+        status: str = await self._connection.call("lease", info.worker_id, info.incarnation, _ms(ttl), kind, *fields)
+        if status == "stale":
+            raise StaleIncarnation(info.worker_id, info.incarnation)
+        return status
+
+    def _abandon(self, reservation: str) -> None:
+        task = asyncio.create_task(self._release_quietly(reservation))
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+
+    async def _release_quietly(self, reservation: str) -> None:
+        try:
+            await self.release(reservation)
+        except RegistryError:
+            return  # it expires by itself
+
+
+def _ms(seconds: float) -> int:
+    if seconds <= 0:
+        raise ValueError(f"ttl must be above 0 seconds, got {seconds}")
+    return max(1, round(seconds * 1000))

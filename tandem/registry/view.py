@@ -1,0 +1,125 @@
+"""What a gateway sees of the cluster, kept up to date in the background and kept when Redis is gone.
+
+refresh on start ──> on every change (pub/sub) and every `poll` seconds ──> on close, stop
+
+Redis gone            the last view stays, `age` grows, `stale` turns true; the loop tries again every `retry` s
+Redis back, emptied   its epoch differs: known workers stay in view for `grace` seconds, time to register again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+import structlog
+
+from tandem.registry.errors import RegistryUnavailable
+from tandem.registry.registry import Registry, Snapshot
+from tandem.registry.worker import Worker
+
+log = structlog.get_logger(__name__)
+# Bursts of changes, such as a cluster starting, are read once.
+SETTLE_S = 0.02
+
+
+class ClusterView:
+    """The live workers as last read. Use as an async context manager: inside, a task keeps it fresh."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        poll: float = 1.0,
+        retry: float = 0.25,
+        stale_after: float = 3.0,
+        grace: float = 3.0,
+    ) -> None:
+        self._registry = registry
+        self._clock = registry.clock
+        self._poll = poll
+        self._retry = retry
+        self._stale_after = stale_after
+        self._grace = grace
+        self._epoch = ""
+        self._workers: dict[str, Worker] = {}
+        self._orphans: dict[str, Worker] = {}
+        self._orphaned_at = 0.0
+        self._read_at: float | None = None
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def workers(self) -> list[Worker]:
+        """By id, as of `age` seconds ago. Raises what ended the refreshing task, if anything did."""
+        if self._task and self._task.done() and not self._task.cancelled():
+            self._task.result()
+        return [worker for _, worker in sorted({**self._orphans, **self._workers}.items())]
+
+    @property
+    def age(self) -> float:
+        """Seconds since the view was last read from Redis; infinite before the first time."""
+        return float("inf") if self._read_at is None else self._clock.now() - self._read_at
+
+    @property
+    def stale(self) -> bool:
+        return self.age > self._stale_after
+
+    async def refresh(self) -> None:
+        """Read the workers now. Raises RegistryUnavailable."""
+        self._take(await self._registry.snapshot())
+
+    async def wait_changed(self, timeout: float) -> bool:
+        """True when another list of workers was read within `timeout` seconds from now."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Keep the view fresh until cancelled."""
+        while True:
+            try:
+                await self._follow()
+            except RegistryUnavailable as error:
+                log.warning(
+                    "registry unavailable: serving from the last view", age=round(self.age, 3), error=str(error)
+                )
+                await self._clock.sleep(self._retry)
+
+    async def __aenter__(self) -> ClusterView:
+        try:
+            await self.refresh()
+        except RegistryUnavailable as error:
+            log.warning("registry unavailable: no workers known yet", error=str(error))
+        self._task = asyncio.create_task(self.run(), name="cluster view")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        async with self._registry.changes() as changes:
+            while True:
+                await self.refresh()
+                if await changes.wait(self._poll):
+                    await self._clock.sleep(SETTLE_S)
+
+    def _take(self, snapshot: Snapshot) -> None:
+        now = self._clock.now()
+        before = self.workers
+        if snapshot.epoch != self._epoch and self._epoch:
+            self._orphans, self._orphaned_at = {**self._orphans, **self._workers}, now
+        if now - self._orphaned_at > self._grace:
+            self._orphans = {}
+        self._epoch = snapshot.epoch
+        self._workers = {worker.info.worker_id: worker for worker in snapshot.workers}
+        self._read_at = now
+        if self.workers != before:
+            self._changed.set()

@@ -1,0 +1,114 @@
+"""What the registry knows of a worker, and how it is written in Redis.
+
+    info   fixed for one incarnation: where it listens, what it serves
+    load   changes with every heartbeat: room and queue
+    reserved_*   what gateways have promised to send it and not yet taken back
+
+In Redis a worker is one hash whose fields are these names; lists are JSON, everything else is plain text, so that Lua
+reads a number without parsing a document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, TypeVar
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One incarnation of a worker. Sizes are in tokens or blocks of `block_size` tokens."""
+
+    worker_id: str
+    role: Role
+    incarnation: str
+    grpc_address: str
+    transfer_address: str  # host:port of the KV listener; empty for prefill
+    model: str
+    layout_hash: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    transports: tuple[str, ...]
+    host: str
+
+    def __post_init__(self) -> None:
+        for name in ("worker_id", "incarnation", "grpc_address", "model", "layout_hash"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty")
+        for name in ("block_size", "num_blocks", "max_num_seqs", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker says of itself in a heartbeat. Blocks kept only as prefix cache count as free."""
+
+    free_blocks: int
+    num_waiting: int
+    num_running: int
+    queued_tokens: int  # prompt tokens accepted and not yet computed
+    draining: bool = False  # finish what you have, take nothing new
+    linked: tuple[str, ...] = ()  # prefill: incarnations of decode workers it has moved a block to
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker with a live lease."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+    reserved_tokens: int  # prompt tokens routed here and not yet computed
+    reserved_blocks: int  # blocks promised to sequences routed here
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one request goes. `prefill` is None where the decode worker reads the prompt itself."""
+
+    prefill: Worker | None
+    decode: Worker
+    reservation_id: str
+    reason: str
+
+
+T = TypeVar("T", WorkerInfo, WorkerLoad)
+# By the type of a field: how its text is read back.
+READ: Mapping[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": int,
+    "bool": lambda text: text == "1",
+    "Role": Role,
+    "tuple[str, ...]": lambda text: tuple(json.loads(text)),
+}
+
+
+def encode(part: WorkerInfo | WorkerLoad) -> list[str]:
+    """Name, value, name, value … as written in the worker's hash."""
+    return [text for field in fields(part) for text in (field.name, _write(getattr(part, field.name)))]
+
+
+def decode(flat: Sequence[str]) -> Worker:
+    """The worker of one hash, given as name, value, name, value …"""
+    row = dict(zip(flat[::2], flat[1::2], strict=True))
+    reserved = int(row["reserved_tokens"]), int(row["reserved_blocks"])
+    return Worker(_read(WorkerInfo, row), _read(WorkerLoad, row), *reserved)
+
+
+def _write(value: object) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _read(kind: type[T], row: Mapping[str, str]) -> T:
+    return kind(**{field.name: READ[str(field.type)](row[field.name]) for field in fields(kind)})
