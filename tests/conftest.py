@@ -1,0 +1,17 @@
+"""What every test folder may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    return ROOT / "models" / "demo" / "target"

@@ -1,0 +1,85 @@
+"""A real cluster for a test: `tandem up` on free ports, as a user would start it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+START_BOUND_S = 90.0
+STOP_BOUND_S = 30.0
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def eventually(check: Callable[[], bool], within_s: float, what: str) -> float:
+    """Waits until `check()` holds; returns how long that took."""
+    start = time.monotonic()
+    while time.monotonic() - start < within_s:
+        if check():
+            return time.monotonic() - start
+        time.sleep(0.02)
+    raise AssertionError(f"not within {within_s} s: {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    http: str
+    grpc: str
+    redis_url: str
+    logs: Path
+    process: subprocess.Popen[str]
+
+    def pids(self, service: str) -> list[int]:
+        """Process ids of a service's processes, such as "decode"."""
+        children = psutil.Process(self.process.pid).children()
+        return [c.pid for c in children if f"services.{service}" in c.cmdline()]
+
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.http}/health/ready", timeout=2.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@contextmanager
+def running_cluster(folder: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[RunningCluster]:
+    http, grpc, redis = free_ports(3)
+    arguments = [f"--http-port={http}", f"--grpc-port={grpc}", f"--redis-port={redis}", f"--logs={folder / 'logs'}"]
+    output = (folder / "up.log").open("w+")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", "up", *arguments, *options],
+        stdout=output, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {}),
+    )  # fmt: skip
+    cluster = RunningCluster(
+        f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"redis://127.0.0.1:{redis}", folder / "logs", process
+    )
+    try:
+        eventually(lambda: cluster.ready() or process.poll() is not None, START_BOUND_S, "cluster ready")
+        assert process.poll() is None, (folder / "up.log").read_text()
+        yield cluster
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_BOUND_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        finally:
+            output.close()

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.clock import SystemClock
+from tandem.engine import Engine, EngineConfig
+from tandem.registry import Registry
+from tests.e2e.cluster import RunningCluster, running_cluster
+
+NUM_BLOCKS = 2048
+MEMORY = "64MiB"
+
+
+@pytest.fixture(scope="session")
+def shm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """float32, KV over shared memory."""
+    folder = tmp_path_factory.mktemp("shm")
+    with running_cluster(folder, "--dtype=float32", "--transports=shm", "--disaggregation=require") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def tcp_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """float32, KV over TCP."""
+    folder = tmp_path_factory.mktemp("tcp")
+    with running_cluster(folder, "--dtype=float32", "--transports=tcp", "--disaggregation=require") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def one_process_engine(demo_model: Path) -> Engine:
+    """The oracle: the same weights in one engine, prefill and decode together."""
+    config = EngineConfig(
+        model_path=demo_model, model_name="oracle", dtype="float32", num_blocks=512, enable_prefix_caching=False
+    )
+    return Engine(config)
+
+
+@pytest.fixture
+def at_baseline() -> Callable[[RunningCluster], object]:
+    """Is everything given back: blocks on every worker, reservations and load in Redis?"""
+
+    async def check(cluster: RunningCluster) -> bool:
+        registry = await Registry.connect(cluster.redis_url, clock=SystemClock())
+        try:
+            workers = await registry.workers()
+        finally:
+            await registry.close()
+        return all(
+            w.load.free_blocks == w.info.num_blocks
+            and w.load.num_running == w.load.num_waiting == 0
+            and w.reserved_tokens == w.reserved_blocks == 0
+            for w in workers
+        )
+
+    return check

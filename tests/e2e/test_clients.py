@@ -1,0 +1,176 @@
+"""The official clients against a running cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+from grpc import StatusCode, aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.e2e.cluster import RunningCluster
+
+MODEL = "tandem-demo"
+
+
+@pytest.fixture
+def client(shm_cluster: RunningCluster) -> OpenAI:
+    return OpenAI(base_url=f"{shm_cluster.http}/v1", api_key="none", max_retries=0)
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_completion_streamed_equals_completion_whole(client: OpenAI) -> None:
+    options = {"model": MODEL, "prompt": "def read_file(path", "max_tokens": 40, "temperature": 0}
+    whole = client.completions.create(**options)
+    parts = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(p.choices[0].text for p in parts if p.choices) == whole.choices[0].text
+    assert whole.choices[0].text
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.choices[0].finish_reason in ("length", "stop")
+
+
+def test_chat(client: OpenAI) -> None:
+    messages = [{"role": "user", "content": "import os"}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=16, temperature=0)
+    stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=16, temperature=0, stream=True)
+    text = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].message.role == "assistant"
+
+
+def test_seeded_choices_and_logprobs(client: OpenAI) -> None:
+    options = {
+        "model": MODEL,
+        "prompt": "class ",
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "n": 3,
+        "seed": 5,
+        "logprobs": 2,
+    }
+    one, two = client.completions.create(**options), client.completions.create(**options)
+    assert [c.text for c in one.choices] == [c.text for c in two.choices]
+    assert len({c.text for c in one.choices}) > 1
+    logprobs = one.choices[0].logprobs
+    assert logprobs is not None
+    assert len(logprobs.token_logprobs) == len(logprobs.tokens)
+    assert all(value <= 0 for value in logprobs.token_logprobs)
+
+
+def test_stop_text_ends_the_answer(client: OpenAI) -> None:
+    options = {"model": MODEL, "prompt": "import os\nimport ", "max_tokens": 60, "temperature": 0}
+    free = client.completions.create(**options).choices[0].text
+    stop = free[len(free) // 2 : len(free) // 2 + 3]
+    stopped = client.completions.create(**options, stop=stop).choices[0]
+    assert stopped.text == free[: free.index(stop)]
+    assert stopped.finish_reason == "stop"
+
+
+def test_errors_name_the_field(client: OpenAI, shm_cluster: RunningCluster) -> None:
+    with pytest.raises(NotFoundError) as unknown:
+        client.completions.create(model="nope", prompt="x")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(BadRequestError) as hot:
+        client.completions.create(model=MODEL, prompt="x", temperature=9)
+    assert hot.value.param == "temperature"
+    with pytest.raises(BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt=[5] * 5000)
+    assert long.value.code == "context_length_exceeded"
+    assert httpx.post(f"{shm_cluster.http}/v1/completions", content=b"{").status_code == 400
+
+
+async def test_grpc_service_health_and_reflection(shm_cluster: RunningCluster) -> None:
+    async with aio.insecure_channel(shm_cluster.grpc) as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service="tandem.v1.LLMService"), timeout=5
+        )
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        answers = [answer async for answer in reflect.ServerReflectionInfo(iter([question]), timeout=5)]
+        assert "tandem.v1.LLMService" in {s.name for s in answers[0].list_services_response.service}
+        service = llm_pb2_grpc.LLMServiceStub(channel)
+        request = llm_pb2.GenerateRequest(model=MODEL, prompt="import ", sampling=llm_pb2.SamplingParams(max_tokens=8))
+        unary = await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request), timeout=30)
+        assert unary.usage.completion_tokens == len(unary.token_ids)
+        with pytest.raises(aio.AioRpcError) as refused:
+            await service.GenerateUnary(
+                llm_pb2.GenerateUnaryRequest(generate=llm_pb2.GenerateRequest(model="nope", prompt="x")), timeout=30
+            )
+        assert refused.value.code() is StatusCode.NOT_FOUND
+        assert "model" in (refused.value.details() or "")
+
+
+async def test_two_hundred_streams_finish(
+    shm_cluster: RunningCluster, at_baseline: Callable[[RunningCluster], object]
+) -> None:
+    client = AsyncOpenAI(base_url=f"{shm_cluster.http}/v1", api_key="none", max_retries=0, timeout=100)
+
+    async def stream(i: int) -> int:
+        parts = await client.completions.create(
+            model=MODEL, prompt=f"def function_{i}(", max_tokens=24, stream=True, extra_body={"ignore_eos": True},
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        tokens = 0
+        async for part in parts:
+            tokens = part.usage.completion_tokens if part.usage else tokens
+        return tokens
+
+    assert await asyncio.gather(*(stream(i) for i in range(200))) == [24] * 200
+    await _becomes_baseline(shm_cluster, at_baseline)
+
+
+async def test_disconnect_and_cancel_free_everything(
+    shm_cluster: RunningCluster, at_baseline: Callable[[RunningCluster], object]
+) -> None:
+    body = {"model": MODEL, "prompt": "def ", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    async with (
+        httpx.AsyncClient() as http,
+        http.stream("POST", f"{shm_cluster.http}/v1/completions", json=body) as answer,
+    ):
+        async for _ in answer.aiter_lines():
+            break
+    async with aio.insecure_channel(shm_cluster.grpc) as channel:
+        call = llm_pb2_grpc.LLMServiceStub(channel).Generate(
+            llm_pb2.GenerateRequest(
+                model=MODEL, prompt="def ", sampling=llm_pb2.SamplingParams(max_tokens=1500, ignore_eos=True)
+            )
+        )
+        await call.read()
+        call.cancel()
+        await _becomes_baseline(shm_cluster, at_baseline)
+
+
+async def test_a_deadline_ends_the_request_everywhere(
+    shm_cluster: RunningCluster, at_baseline: Callable[[RunningCluster], object]
+) -> None:
+    async with aio.insecure_channel(shm_cluster.grpc) as channel:
+        request = llm_pb2.GenerateRequest(
+            model=MODEL, prompt="def ", sampling=llm_pb2.SamplingParams(max_tokens=1900, ignore_eos=True)
+        )
+        with pytest.raises(aio.AioRpcError) as late:
+            async for _ in llm_pb2_grpc.LLMServiceStub(channel).Generate(request, timeout=0.5):
+                pass
+        assert late.value.code() is StatusCode.DEADLINE_EXCEEDED
+    body = {"model": MODEL, "prompt": "def ", "max_tokens": 1900, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=10) as http:
+        answer = await http.post(
+            f"{shm_cluster.http}/v1/completions", json=body, headers={"x-request-timeout-ms": "400"}
+        )
+    assert answer.status_code == 504
+    await _becomes_baseline(shm_cluster, at_baseline)
+
+
+async def _becomes_baseline(cluster: RunningCluster, at_baseline: Callable[[RunningCluster], object]) -> None:
+    """I3 says two seconds; a worker's load then needs one heartbeat to show."""
+    async with asyncio.timeout(2.0 + 0.6):
+        while not await at_baseline(cluster):  # type: ignore[misc]
+            await asyncio.sleep(0.05)

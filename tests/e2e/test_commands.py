@@ -1,0 +1,83 @@
+"""The `tandem` command against a running cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+
+
+def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_generate_streams_an_answer(shm_cluster: RunningCluster) -> None:
+    result = tandem("generate", "import ", "--address", shm_cluster.grpc, "--max-tokens=12", "--temperature=0")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("import ")
+    assert len(result.stdout) > len("import \n")
+    assert "prefill-0 -> decode-0" in result.stderr
+
+
+def test_generate_says_what_is_wrong() -> None:
+    result = tandem("generate", "x", "--address=127.0.0.1:1", "--timeout-s=2")
+    assert result.returncode == 1
+    assert "UNAVAILABLE" in result.stderr or "DEADLINE_EXCEEDED" in result.stderr
+
+
+def test_doctor_finds_a_whole_cluster_whole(shm_cluster: RunningCluster) -> None:
+    result = tandem("doctor", f"--redis-url={shm_cluster.redis_url}", f"--gateway-url={shm_cluster.http}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "prefill-0 -> decode-0" in result.stdout
+    assert "BROKEN" not in result.stdout
+
+
+def test_doctor_names_a_frozen_worker(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster:
+        (pid,) = cluster.pids("decode")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            options = [f"--redis-url={cluster.redis_url}", f"--gateway-url={cluster.http}", "--timeout-s=2"]
+            result = tandem("doctor", *options)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert result.returncode == 1
+    assert "decode" in result.stderr
+
+
+def test_doctor_without_a_cluster() -> None:
+    result = tandem("doctor", "--redis-url=redis://127.0.0.1:1", "--gateway-url=http://127.0.0.1:1")
+    assert result.returncode == 1
+    assert "redis" in result.stderr
+
+
+def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster:
+        family = psutil.Process(cluster.process.pid).children(recursive=True)
+        assert len(family) >= 5
+    eventually(lambda: not any(p.is_running() for p in family), 5, "every process ends")
+    assert cluster.process.returncode == 0
+
+
+def test_a_port_in_use_is_named(shm_cluster: RunningCluster, tmp_path: Path) -> None:
+    port = shm_cluster.http.rpartition(":")[2]
+    result = tandem("up", f"--http-port={port}", "--grpc-port=0", f"--logs={tmp_path}")
+    assert result.returncode != 0
+
+
+def test_up_refuses_a_folder_that_holds_no_model(tmp_path: Path) -> None:
+    result = tandem("up", f"--model-path={tmp_path}")
+    assert result.returncode == 1
+    assert "model-path" in result.stderr
+
+
+def test_unknown_command_shows_the_commands() -> None:
+    result = tandem("fly")
+    assert result.returncode == 2
+    assert "doctor" in result.stderr

@@ -1,0 +1,113 @@
+"""I2: tokens of the disaggregated cluster equal the one-process engine's, token for token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from tandem.engine import Engine, FinishReason, Request, SamplingParams
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.e2e.cluster import RunningCluster
+
+BLOCK = 16
+REASONS = {llm_pb2.FINISH_REASON_STOP: FinishReason.STOP, llm_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH}
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def cluster(request: pytest.FixtureRequest) -> RunningCluster:
+    return request.getfixturevalue(f"{request.param}_cluster")
+
+
+@pytest.fixture
+def service(cluster: RunningCluster) -> Iterator[llm_pb2_grpc.LLMServiceStub]:
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        yield llm_pb2_grpc.LLMServiceStub(channel)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1, 4096), k=length)
+
+
+def oracle(engine: Engine, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
+    engine.add(Request("oracle", prompt, sampling))
+    tokens: list[int] = []
+    while True:
+        for output in engine.step():
+            tokens += [token.token_id for token in output.tokens]
+            if output.finished:
+                assert output.finish_reason is not None
+                engine.check_integrity()
+                return tokens, output.finish_reason
+
+
+def generate(
+    service: llm_pb2_grpc.LLMServiceStub, prompt: list[int], sampling: llm_pb2.SamplingParams
+) -> tuple[list[int], llm_pb2.GenerateResponse]:
+    request = llm_pb2.GenerateRequest(model="tandem-demo", token_ids=llm_pb2.TokenIds(ids=prompt), sampling=sampling)
+    tokens: list[int] = []
+    for response in service.Generate(request, timeout=60):
+        tokens += response.token_ids
+    return tokens, response
+
+
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 600]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_tokens_equal_the_one_process_engines(
+    service: llm_pb2_grpc.LLMServiceStub, one_process_engine: Engine, length: int, temperature: float
+) -> None:
+    prompt = prompt_of(length, seed=length)
+    expected, reason = oracle(
+        one_process_engine,
+        prompt,
+        SamplingParams(max_tokens=40, temperature=temperature, seed=7, stop_token_ids=frozenset({0})),
+    )
+    sampling = llm_pb2.SamplingParams(max_tokens=40, temperature=temperature, seed=7)
+    tokens, last = generate(service, prompt, sampling)
+    assert tokens == expected
+    assert REASONS[last.finish_reason] is reason
+    assert last.usage.prompt_tokens == length
+    assert last.usage.completion_tokens == len(expected)
+
+
+def test_kv_bytes_really_move(
+    service: llm_pb2_grpc.LLMServiceStub, cluster: RunningCluster, one_process_engine: Engine
+) -> None:
+    layout = one_process_engine.layout
+    prompt = prompt_of(5 * BLOCK + 3, seed=99)
+    _, last = generate(service, prompt, llm_pb2.SamplingParams(max_tokens=4, temperature=0))
+    assert last.path.kind == llm_pb2.Path.KIND_REMOTE_PREFILL
+    assert last.path.transport == ("shm" if "shm" in str(cluster.logs) else "tcp")
+    assert last.path.transfer_bytes == 6 * layout.num_layers * layout.block_bytes
+
+
+def test_one_token(service: llm_pb2_grpc.LLMServiceStub, one_process_engine: Engine) -> None:
+    prompt = prompt_of(2 * BLOCK, seed=5)
+    expected, _ = oracle(one_process_engine, prompt, SamplingParams(max_tokens=1, temperature=0))
+    tokens, last = generate(service, prompt, llm_pb2.SamplingParams(max_tokens=1, temperature=0))
+    assert tokens == expected
+    assert last.finish_reason == llm_pb2.FINISH_REASON_LENGTH
+
+
+def test_stop_on_the_first_token(service: llm_pb2_grpc.LLMServiceStub, one_process_engine: Engine) -> None:
+    prompt = prompt_of(2 * BLOCK, seed=6)
+    (first,), _ = oracle(one_process_engine, prompt, SamplingParams(max_tokens=1, temperature=0))
+    sampling = llm_pb2.SamplingParams(max_tokens=8, temperature=0, stop_token_ids=[first])
+    tokens, last = generate(service, prompt, sampling)
+    assert tokens == [first]
+    assert last.finish_reason == llm_pb2.FINISH_REASON_STOP
+    assert last.text == ""
+
+
+def test_a_repeated_prompt_is_cached_and_equal(service: llm_pb2_grpc.LLMServiceStub) -> None:
+    prompt = prompt_of(10 * BLOCK + 1, seed=11)
+    sampling = llm_pb2.SamplingParams(max_tokens=12, temperature=0)
+    first, _ = generate(service, prompt, sampling)
+    second, last = generate(service, prompt, sampling)
+    assert first == second
+    assert last.usage.cached_tokens == 10 * BLOCK

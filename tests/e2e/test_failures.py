@@ -1,0 +1,114 @@
+"""`kill -9` of a worker: a clean error in under two seconds, and the next request, after its restart, succeeds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+
+DETECT_S = 2.0
+RESTART_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    with running_cluster(tmp_path_factory.mktemp("failures"), "--disaggregation=require") as cluster:
+        yield cluster
+
+
+def request(max_tokens: int, prompt: str = "def ") -> llm_pb2.GenerateRequest:
+    sampling = llm_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return llm_pb2.GenerateRequest(model="tandem-demo", prompt=prompt, sampling=sampling)
+
+
+def succeeds(cluster: RunningCluster) -> bool:
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        try:
+            call = llm_pb2.GenerateUnaryRequest(generate=request(8))
+            answer = llm_pb2_grpc.LLMServiceStub(channel).GenerateUnary(call, timeout=10)
+        except grpc.RpcError:
+            return False
+    return len(answer.token_ids) == 8
+
+
+def test_decode_killed_in_mid_stream(cluster: RunningCluster) -> None:
+    (pid,) = cluster.pids("decode")
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        stream = llm_pb2_grpc.LLMServiceStub(channel).Generate(request(1900), timeout=60)
+        next(stream)
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(grpc.RpcError) as error:
+            for _ in stream:
+                pass
+    assert time.monotonic() - killed < DETECT_S
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    eventually(cluster.ready, RESTART_S, "ready after the decode worker's restart")
+    assert succeeds(cluster)
+    assert cluster.pids("decode") != [pid]
+
+
+def test_decode_killed_in_mid_sse_stream_ends_with_a_typed_event(cluster: RunningCluster) -> None:
+    body = {"model": "tandem-demo", "prompt": "def ", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    (pid,) = cluster.pids("decode")
+    events: list[str] = []
+    with httpx.stream("POST", f"{cluster.http}/v1/completions", json=body, timeout=30) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                events.append(line)
+            if len(events) == 1:
+                os.kill(pid, signal.SIGKILL)
+    assert '"error"' in events[-1] or '"error"' in events[-2]
+    eventually(cluster.ready, RESTART_S, "ready after the decode worker's restart")
+    assert succeeds(cluster)
+
+
+def test_prefill_killed_while_prompts_are_read(cluster: RunningCluster) -> None:
+    (pid,) = cluster.pids("prefill")
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        service = llm_pb2_grpc.LLMServiceStub(channel)
+        calls = [
+            service.GenerateUnary.future(
+                llm_pb2.GenerateUnaryRequest(generate=request(4, f"# {i}\n" + "import os\n" * 150)), timeout=60
+            )
+            for i in range(8)
+        ]
+        time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        codes = {call.code() for call in calls}
+    assert time.monotonic() - killed < DETECT_S
+    assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+    eventually(cluster.ready, RESTART_S, "ready after the prefill worker's restart")
+    assert succeeds(cluster)
+
+
+def test_redis_gone_for_a_moment_fails_no_request(cluster: RunningCluster) -> None:
+    """The gateway serves from its last view; workers register again."""
+    import psutil
+
+    (server,) = [
+        p
+        for p in psutil.Process(cluster.process.pid).children(recursive=True)
+        if "redis-server" in " ".join(p.cmdline())
+    ]
+    server.suspend()
+    try:
+        assert succeeds(cluster)
+    finally:
+        server.resume()
+    eventually(cluster.ready, 5.0, "reconverged")
+
+
+def test_logs_hold_no_traceback_of_ours(cluster: RunningCluster) -> None:
+    for path in Path(cluster.logs).glob("*.log"):
+        assert "Traceback" not in path.read_text(), path

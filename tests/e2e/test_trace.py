@@ -1,0 +1,102 @@
+"""I5: one trace per request, received over real OTLP, every hop parented."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    def __init__(self) -> None:
+        self.spans: dict[str, list[tuple[str, Span]]] = {}
+        self._lock = threading.Lock()
+
+    def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        with self._lock:
+            for resource in request.resource_spans:
+                attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
+                for scope in resource.scope_spans:
+                    for span in scope.spans:
+                        self.spans.setdefault(span.trace_id.hex(), []).append((attributes["service.name"], span))
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def names(self, trace_id: str) -> set[str]:
+        with self._lock:
+            return {span.name for _, span in self.spans.get(trace_id, [])}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[tuple[Collector, str]]:
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    collector = Collector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield collector, f"http://127.0.0.1:{port}"
+    server.stop(1).wait()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, collector: tuple[Collector, str]) -> Iterator[RunningCluster]:
+    folder: Path = tmp_path_factory.mktemp("trace")
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector[1], "OTEL_BSP_SCHEDULE_DELAY": "200"}
+    with running_cluster(folder, "--disaggregation=require", env=env) as cluster:
+        yield cluster
+
+
+EXPECTED = {"text_completion tandem-demo", "route", "reserve", "prefill", "kv.transfer", "decode"}
+
+
+def attributes(span: Span) -> dict[str, object]:
+    return {a.key: getattr(a.value, a.value.WhichOneof("value") or "string_value") for a in span.attributes}
+
+
+def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Collector, str]) -> None:
+    trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    body = {"model": "tandem-demo", "prompt": "import os\n" * 40, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(
+        f"{cluster.http}/v1/completions", json=body, headers={"traceparent": f"00-{trace_id}-{parent_id}-01"}
+    )
+    assert answer.status_code == 200
+    eventually(lambda: collector[0].names(trace_id) >= EXPECTED, 10, "every span of the request arrives")
+    spans = collector[0].spans[trace_id]
+    by_id = {span.span_id.hex(): span for _, span in spans}
+    root = next(span for _, span in spans if span.name == "text_completion tandem-demo")
+    assert root.parent_span_id.hex() == parent_id
+    assert all(span is root or span.parent_span_id.hex() in by_id for _, span in spans)
+    services = {span.name: service for service, span in spans}
+    assert services["kv.transfer"] == "tandem-prefill"
+    assert services["decode"] in ("tandem-decode", "tandem-gateway")
+    assert {"tandem-gateway", "tandem-prefill", "tandem-decode"} <= {service for service, _ in spans}
+    transfer = next(span for _, span in spans if span.name == "kv.transfer")
+    assert by_id[transfer.parent_span_id.hex()].name == "prefill"
+    moved = attributes(transfer)
+    assert moved["kv.transfer.bytes"] > 0
+    assert moved["kv.transfer.layers"] == 8
+    assert moved["kv.transfer.blocks"] > 1
+    usage = attributes(root)
+    assert usage["gen_ai.request.model"] == "tandem-demo"
+    assert usage["gen_ai.usage.output_tokens"] == 8
+    assert all(span.start_time_unix_nano <= span.end_time_unix_nano for _, span in spans)
+
+
+def test_a_failed_request_has_a_failed_span(cluster: RunningCluster, collector: tuple[Collector, str]) -> None:
+    trace_id = "1af7651916cd43dd8448eb211c80319d"
+    body = {"model": "tandem-demo", "prompt": "def ", "max_tokens": 1900, "ignore_eos": True}
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-timeout-ms": "300"}
+    assert httpx.post(f"{cluster.http}/v1/completions", json=body, headers=headers).status_code == 504
+    eventually(lambda: "text_completion tandem-demo" in collector[0].names(trace_id), 10, "the root span arrives")
+    root = next(s for _, s in collector[0].spans[trace_id] if s.name == "text_completion tandem-demo")
+    assert root.status.code == 2
