@@ -1,0 +1,116 @@
+"""The life of a kvstore process.
+
+1 redis     its own redis-server, unless one is given; started again at the same port should it die
+2 serve     gRPC with health and reflection; healthy while Redis answers
+3 sweep     every `sweep_s`: what is past its time is forgotten, and Redis is seen to answer
+4 end       SIGTERM or SIGINT, or the death of a task: calls end, connections close, the own redis-server stops
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import structlog
+
+from services.kvstore.server import KVStoreService
+from services.kvstore.settings import KVStoreSettings
+from tandem import rpc
+from tandem.clock import Clock
+from tandem.redis_server import RedisServer
+from tandem.registry import Registry, RegistryUnavailable
+
+log = structlog.get_logger(__name__)
+WATCH_S = 0.1
+
+
+class OwnRedis:
+    """The redis-server that this process runs. Starting again loses its memory, which workers and gateways bear."""
+
+    def __init__(self, settings: KVStoreSettings) -> None:
+        self._memory_mb = settings.redis_memory_mb
+        self._server = RedisServer.start(settings.redis_port, max_memory_mb=self._memory_mb)
+        self.url = self._server.url
+
+    async def keep(self, clock: Clock) -> None:
+        """Start it again whenever it dies, until cancelled.
+
+        Raises:
+            RuntimeError: it does not start any more.
+        """
+        while True:
+            await clock.sleep(WATCH_S)
+            if not self._server.running:
+                log.error("redis-server died: starting it again, empty", port=self._server.port)
+                self._server.stop()
+                # On this thread on purpose: the child dies with the thread that starts it.
+                self._server = RedisServer.start(self._server.port, max_memory_mb=self._memory_mb)
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+async def sweep(registry: Registry, server: rpc.Server, interval: float, clock: Clock) -> None:
+    """Forget what is past its time, and report healthy exactly while Redis answers; until cancelled."""
+    healthy = False
+    while True:
+        try:
+            swept = await registry.sweep()
+            answers = True
+            if swept.leases or swept.reservations:
+                log.info("swept", leases=swept.leases, reservations=swept.reservations, blocks=swept.blocks)
+        except RegistryUnavailable as error:
+            answers = False
+            log.warning("registry unavailable", error=str(error))
+        if answers != healthy:
+            healthy = answers
+            await server.set_serving(healthy)
+        await clock.sleep(interval)
+
+
+async def run(settings: KVStoreSettings, clock: Clock) -> None:
+    """Keep the registry until a signal.
+
+    Raises:
+        OSError, RuntimeError, ValueError: it cannot start, or a task died; the message says why.
+    """
+    own = None if settings.redis_url else OwnRedis(settings)
+    try:
+        registry = await Registry.connect(
+            own.url if own else settings.redis_url, namespace=settings.namespace, clock=clock
+        )
+        try:
+            await _serve(settings, registry, own, clock)
+        finally:
+            await registry.close()
+    finally:
+        if own:
+            own.stop()
+    log.info("stopped")
+
+
+async def _serve(settings: KVStoreSettings, registry: Registry, own: OwnRedis | None, clock: Clock) -> None:
+    server = await rpc.serve([KVStoreService(registry).servicer], settings.host, settings.grpc_port)
+    tasks = [asyncio.create_task(sweep(registry, server, settings.sweep_s, clock), name="sweep")]
+    if own:
+        tasks.append(asyncio.create_task(own.keep(clock), name="redis"))
+    log.info("serving", host=settings.host, grpc_port=server.port, redis_url=own.url if own else "given")
+    try:
+        await _stopped_or_failed(tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.stop(settings.stop_grace_s)
+
+
+async def _stopped_or_failed(tasks: list[asyncio.Task[None]]) -> None:
+    """Return on SIGTERM or SIGINT; raise what a task died of."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stopped = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait((stopped, *tasks), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    for task in done:
+        task.result()

@@ -1,0 +1,33 @@
+"""What the kvstore can be told."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import Field
+
+from tandem.settings import Settings
+
+
+def redis_url_of_environment() -> str:
+    """REDIS_URL, the name that hosting platforms use."""
+    return os.environ.get("REDIS_URL", "")
+
+
+class KVStoreSettings(Settings):
+    """Tandem's registry keeper: on the Redis at redis-url, or on one that it runs itself."""
+
+    redis_url: str = Field(
+        default_factory=redis_url_of_environment,
+        description="the Redis to use; without one, a redis-server is started here",
+    )
+    redis_port: int = Field(
+        6379, ge=0, le=65535, description="port of the redis-server started here; 0 takes a free one"
+    )
+    redis_memory_mb: int = Field(512, ge=16, description="memory bound of the redis-server started here")
+    namespace: str = Field("tandem", min_length=1, description="prefix of every key: one per cluster")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    grpc_port: int = Field(50052, ge=0, le=65535, description="0 takes a free one")
+    sweep_s: float = Field(1.0, gt=0, description="seconds between two sweeps of what is past its time")
+    stop_grace_s: float = Field(2.0, ge=0, description="on SIGTERM, time for running calls to end")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
