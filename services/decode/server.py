@@ -159,7 +159,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         request_id = sequence.request_id
 
         def joined(payload: bytes, num_bytes: int) -> None:
-            token = wire.token_of(worker_pb2.SampledToken.FromString(payload))
+            token = wire.token_of(worker_pb2.SequenceOutput.FromString(payload))
             self._host.thread.submit(lambda engine: engine.join(request_id, token))
             self._loop.call_soon_threadsafe(self._landed, request_id, num_bytes)
 

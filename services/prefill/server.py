@@ -106,11 +106,12 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         except BaseException as error:
             push.abort(f"prefill ended: {type(error).__name__}")
             raise
-        push.commit(wire.token_to_proto(output.tokens[0]).SerializeToString())
+        first = wire.output_to_proto(output)
+        push.commit(first.SerializeToString())
         computing = push.first_push_at or time.monotonic()
         span.set_attributes({"prefill.cached_tokens": output.num_cached_tokens, "prefill.queue_s": computing - started})
         return prefill_pb2.PrefillResponse(
-            output=wire.output_to_proto(output),
+            output=first,
             transfer_bytes=push.bytes_sent,
             transport=link.transport,
             queue_ms=int((computing - started) * 1000),

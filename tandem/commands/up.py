@@ -142,17 +142,18 @@ async def _now() -> None:
 
 async def _registry_answers(settings: UpSettings, cluster: Cluster) -> None:
     broken = asyncio.create_task(cluster.ended())
+    registry = await Registry.connect(settings.registry_url, clock=SystemClock())
     try:
         async with asyncio.timeout(settings.ready_timeout_s):
             while not broken.done():
                 try:
-                    registry = await Registry.connect(settings.registry_url, clock=SystemClock())
-                    return await registry.close()
+                    return await registry.ping()
                 except RegistryUnavailable:
                     await asyncio.sleep(0.05)
         broken.result()
     finally:
         broken.cancel()
+        await registry.close()
 
 
 async def _wait_until_ready(settings: UpSettings, cluster: Cluster, console: Console) -> None:

@@ -43,29 +43,23 @@ class LandingTicket(_message.Message):
     num_prompt_blocks: int
     def __init__(self, transfer_id: _Optional[str] = ..., decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., transfer_address: _Optional[str] = ..., kv_layout_hash: _Optional[str] = ..., num_cached_blocks: _Optional[int] = ..., num_prompt_blocks: _Optional[int] = ...) -> None: ...
 
-class SampledToken(_message.Message):
-    __slots__ = ("token_id", "logprobs")
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    token_id: int
-    logprobs: _llm_pb2.TokenLogprobs
-    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_llm_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
-
 class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "first_index", "tokens", "finish_reason", "num_cached_tokens", "failure")
+    __slots__ = ("request_id", "first_index", "token_ids", "finish_reason", "num_cached_tokens", "failure", "logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_index: int
-    tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _llm_pb2.FinishReason
     num_cached_tokens: int
     failure: Failure
-    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., finish_reason: _Optional[_Union[_llm_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_llm_pb2.TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_llm_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_llm_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message")

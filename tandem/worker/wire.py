@@ -39,28 +39,22 @@ def request_of(spec: worker_pb2.SequenceSpec) -> Request:
     )
 
 
-def token_to_proto(token: SampledToken) -> worker_pb2.SampledToken:
-    if token.logprob is None:
-        return worker_pb2.SampledToken(token_id=token.token_id)
-    top = [llm_pb2.TopLogprob(token_id=i, logprob=p) for i, p in token.top]
-    logprobs = llm_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=top)
-    return worker_pb2.SampledToken(token_id=token.token_id, logprobs=logprobs)
-
-
-def token_of(proto: worker_pb2.SampledToken) -> SampledToken:
-    if not proto.HasField("logprobs"):
-        return SampledToken(proto.token_id, None, ())
-    top = tuple((t.token_id, t.logprob) for t in proto.logprobs.top)
-    return SampledToken(proto.token_id, proto.logprobs.logprob, top)
+def token_of(output: worker_pb2.SequenceOutput) -> SampledToken:
+    """The one token of a prefill's output."""
+    if not output.logprobs:
+        return SampledToken(output.token_ids[0])
+    top = tuple((t.token_id, t.logprob) for t in output.logprobs[0].top)
+    return SampledToken(output.token_ids[0], output.logprobs[0].logprob, top)
 
 
 def output_to_proto(output: SequenceOutput) -> worker_pb2.SequenceOutput:
     proto = worker_pb2.SequenceOutput(
         request_id=output.request_id,
         first_index=output.first_index,
-        tokens=[token_to_proto(token) for token in output.tokens],
+        token_ids=[token.token_id for token in output.tokens],
         finish_reason=FINISH_REASONS[output.finish_reason],
         num_cached_tokens=output.num_cached_tokens,
+        logprobs=[_logprobs(token) for token in output.tokens if token.logprob is not None],
     )
     if output.error:
         proto.failure.CopyFrom(worker_pb2.Failure(code="INTERNAL", message=output.error))
@@ -70,3 +64,8 @@ def output_to_proto(output: SequenceOutput) -> worker_pb2.SequenceOutput:
 def failed(request_id: str, code: str, message: str) -> worker_pb2.SequenceOutput:
     """The last output of a sequence that ended in an error."""
     return worker_pb2.SequenceOutput(request_id=request_id, failure=worker_pb2.Failure(code=code, message=message))
+
+
+def _logprobs(token: SampledToken) -> llm_pb2.TokenLogprobs:
+    top = [llm_pb2.TopLogprob(token_id=i, logprob=p) for i, p in token.top]
+    return llm_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=top)
