@@ -1,0 +1,122 @@
+"""KV blocks and the prefix cache over them: who may write where, and what can be found again.
+
+    free ──take──> referenced ──register (full, named by its chained hash)──> referenced + cached
+      ^                │ release                                                   │ release
+      └────────────────┘                 take evicts the oldest first     free but still cached <── match, take: back
+                                                                                                    to referenced
+
+`free` is one queue: nameless blocks in front, cached ones behind in the order they were released. A sequence releases
+its last block first, so the leaves of a chain are evicted before the blocks that lead to them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from tandem.engine.types import BlockRemoved, BlockStored
+
+
+class BlockPool:
+    """Counts references to physical blocks 0 … num_blocks - 1. Whoever takes blocks releases them, once each."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._stored: dict[bytes, bytes] = {}
+        self._removed: dict[bytes, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence references, cached or not."""
+        return len(self._free)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix of a chain; they stay unreferenced until taken."""
+        found: list[int] = []
+        for name in hashes:
+            block = self._block_of.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def take(self, num_new: int, cached: Sequence[int] = ()) -> list[int] | None:
+        """Reference `cached` blocks and `num_new` more, in this order; None, and nothing taken, without room."""
+        if num_new > len(self._free) - sum(block in self._free for block in cached):
+            return None
+        for block in cached:
+            self._references[block] += 1
+            self._free.pop(block, None)
+        return [*cached, *(self._take_new() for _ in range(num_new))]
+
+    def _take_new(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._references[block] = 1
+        self._forget(block)
+        return block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference to each of a sequence's `blocks`, given in logical order."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                self._free.move_to_end(block, last=block in self._hash_of)
+
+    def register(self, block: int, name: bytes, parent: bytes) -> None:
+        """Make a full, referenced block findable as `name`, whose chain goes on from `parent`.
+
+        Of two blocks with the same contents the one in use is kept findable.
+        """
+        known = self._block_of.get(name)
+        if known is not None and known not in self._free:
+            return
+        if known is not None:
+            self._forget(known)
+            self._free.move_to_end(known, last=False)
+        self._block_of[name], self._hash_of[block] = block, name
+        if name in self._removed:
+            del self._removed[name]
+        else:
+            self._stored[name] = parent
+
+    def _forget(self, block: int) -> None:
+        name = self._hash_of.pop(block, None)
+        if name is None:
+            return
+        del self._block_of[name]
+        if name in self._stored:
+            del self._stored[name]
+        else:
+            self._removed[name] = None
+
+    def take_events(self) -> list[BlockStored | BlockRemoved]:
+        """What changed since the last call. Only the net change is kept, so a slow reader costs bounded memory."""
+        events: list[BlockStored | BlockRemoved] = []
+        if self._removed:
+            events.append(BlockRemoved(tuple(self._removed)))
+        chain: list[bytes] = []
+        for name, parent in self._stored.items():
+            if chain and parent != chain[-1]:
+                events.append(BlockStored(tuple(chain), self._stored[chain[0]]))
+                chain = []
+            chain.append(name)
+        if chain:
+            events.append(BlockStored(tuple(chain), self._stored[chain[0]]))
+        self._removed, self._stored = {}, {}
+        return events
+
+    def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """AssertionError unless exactly the blocks of `block_tables`, those of every live sequence, are referenced."""
+        counted = Counter(block for table in block_tables for block in table)
+        for block, references in enumerate(self._references):
+            live = counted[block]
+            assert references == live, f"block {block}: {references} references, {live} sequences hold it"
+            assert (block in self._free) == (live == 0), f"block {block}: free although {live} sequences hold it"
+        assert len(self._free) <= self.num_blocks, f"{len(self._free)} of {self.num_blocks} blocks are free"
+        names = {name: block for block, name in self._hash_of.items()}
+        assert names == self._block_of, "the prefix cache's two directions disagree"

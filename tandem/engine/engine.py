@@ -1,0 +1,236 @@
+"""Token ids in, token ids out.
+
+    add ────────────────┐                                   ┌──> SequenceOutput
+    reserve ─> join ────┴─> step: schedule, execute, update ┴──> KVSink.push (while executing)
+    abort, any time
+
+One thread calls everything. The engine owns the weights, the KV cache and every sequence between its add or reserve and
+its last output or abort.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.layout import KVLayout, torch_dtype
+from tandem.engine.loader import load_weights, weights_revision
+from tandem.engine.models import Decoder, ModelConfig, read_model_config
+from tandem.engine.runner import Runner
+from tandem.engine.scheduler import Scheduled, Scheduler
+from tandem.engine.sequence import Sequence, Status, new_sequence
+from tandem.engine.types import (
+    BlockRemoved,
+    BlockStored,
+    EngineConfig,
+    EngineStats,
+    KVSink,
+    Progress,
+    Request,
+    SampledToken,
+    SequenceOutput,
+)
+
+
+class Engine:
+    """Loads a model and runs sequences on it.
+
+    `layout` names the KV bytes, `kv_cache[layer]` holds them, `model_config` describes the model. Raises ValueError
+    naming what in the config or the checkpoint is wrong. `on_progress` is called while weights load.
+    """
+
+    def __init__(self, config: EngineConfig, *, on_progress: Progress | None = None) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.model_config = read_model_config(config.model_path, config.max_model_len)
+        self.layout = _layout(config, self.model_config)
+        self.kv_cache = _kv_cache(config, self.layout)
+        model = Decoder(self.model_config, self.layout.torch_dtype, config.device)
+        load_weights(model, config.model_path, on_progress)
+        self._runner = Runner(model, self.kv_cache)
+        self._pool = BlockPool(len(self.kv_cache[0]))
+        self._scheduler = Scheduler(
+            self._pool,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            prefix_caching=config.enable_prefix_caching,
+        )
+        self._live: dict[str, Sequence] = {}
+        self._num_arrived = 0
+        self._ended_at_join: dict[str, SequenceOutput] = {}
+
+    def add(
+        self, request: Request, *, sink: KVSink | None = None, first_block: int = 0, prefill_only: bool = False
+    ) -> None:
+        """Queue a request. ValueError names the field that can never be served.
+
+        `sink` gets the prompt's blocks from `first_block` on: each as soon as a chunk completes it, ones found in the
+        prefix cache with the first chunk, a part-full last one with the last chunk. `prefill_only` ends the sequence
+        with its first token.
+        """
+        total = len(request.token_ids) if prefill_only else self._max_tokens(request)
+        seq = self._new_sequence(request, total)
+        seq.sink, seq.num_pushed_blocks, seq.prefill_only = sink, first_block, prefill_only
+        self._scheduler.add(seq)
+        self._live[seq.request_id] = seq
+
+    def reserve(self, request: Request) -> int | None:
+        """Take blocks for the prompt and max_tokens and park the sequence until `join`; None if there is no room now.
+
+        Returns how many of the prompt's tokens, a multiple of block_size and never all, are in this engine's blocks
+        already. ValueError names the field that can never be served.
+        """
+        total = self._max_tokens(request)
+        seq = self._new_sequence(request, total)
+        if not self._scheduler.reserve(seq, total):
+            return None
+        self._live[seq.request_id] = seq
+        return seq.num_cached_tokens
+
+    def landing_blocks(self, request_id: str) -> list[int]:
+        """Where a reserved sequence's prompt lies in the cache: physical ids in logical order, cached ones included."""
+        seq = self._reserved(request_id)
+        return seq.block_table[: self._scheduler.blocks_for(seq.num_prompt_tokens)]
+
+    def join(self, request_id: str, first_token: SampledToken) -> None:
+        """A reserved sequence's whole prompt is in place and prefill has sampled token 0: go on with token 1.
+
+        If token 0 already ends it, the next step's output says so with no tokens.
+        """
+        seq = self._reserved(request_id)
+        self._check_token_ids("first_token", [first_token.token_id])
+        self._scheduler.join(seq)
+        seq.append(first_token.token_id)
+        reason = seq.check_stop(self.model_config.max_model_len)
+        if reason is not None:
+            self._remove(seq)
+            cached = seq.num_cached_tokens or 0
+            self._ended_at_join[request_id] = SequenceOutput(request_id, 1, [], reason, cached, finished=True)
+
+    def abort(self, request_id: str) -> bool:
+        """End a sequence in any state, free all it holds and emit nothing more of it; False if there is none."""
+        if self._ended_at_join.pop(request_id, None) is not None:
+            return True
+        seq = self._live.get(request_id)
+        if seq is not None:
+            self._remove(seq)
+        return seq is not None
+
+    def step(self) -> list[SequenceOutput]:
+        """Compute one batch; returns the new tokens of every sequence that got some, or ended."""
+        batch = self._scheduler.schedule()
+        tokens = self._runner.execute(batch)
+        return self._update(batch, tokens)
+
+    def has_work(self) -> bool:
+        """Whether a step could bring something on: reservations that were not joined are not work."""
+        return bool(self._scheduler.waiting or self._scheduler.running or self._ended_at_join)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        queued = (*scheduler.waiting, *scheduler.running)
+        unread = [max(0, seq.num_prompt_tokens - seq.num_computed_tokens) for seq in queued]
+        return EngineStats(
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_reserved=len(scheduler.reserved),
+            free_blocks=self._pool.num_free,
+            num_blocks=self._pool.num_blocks,
+            queued_tokens=sum(unread),
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError saying which block or sequence is not where it belongs."""
+        self._scheduler.check_integrity()
+        held = sum(map(len, (self._scheduler.waiting, self._scheduler.running, self._scheduler.reserved)))
+        assert held == len(self._live), f"{held} sequences are scheduled, {len(self._live)} live"
+
+    def take_block_events(self) -> list[BlockStored | BlockRemoved]:
+        """What the prefix cache gained and lost since the last call, removals first."""
+        return self._pool.take_events()
+
+    def _new_sequence(self, request: Request, total: int) -> Sequence:
+        """`total`: how many tokens the sequence may come to hold KV for."""
+        if request.request_id in self._live or request.request_id in self._ended_at_join:
+            raise ValueError(f"request_id: {request.request_id!r} is in the engine already")
+        length, longest = len(request.token_ids), self.model_config.max_model_len
+        if not 0 < length < longest:
+            raise ValueError(f"token_ids: {length} tokens are not between 1 and max_model_len - 1 = {longest - 1}")
+        self._check_token_ids("token_ids", request.token_ids)
+        request.sampling.check(self.model_config.vocab_size)
+        needed, there_are = self._scheduler.blocks_for(total), self._pool.num_blocks
+        if needed > there_are:
+            raise ValueError(f"token_ids: with max_tokens they need {needed} KV blocks, there are {there_are}")
+        self._num_arrived += 1
+        return new_sequence(request, self._num_arrived, self.layout)
+
+    def _check_token_ids(self, field: str, token_ids: list[int]) -> None:
+        vocab_size = self.model_config.vocab_size
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+            raise ValueError(f"{field}: {wrong} is outside the vocabulary of {vocab_size}")
+
+    def _max_tokens(self, request: Request) -> int:
+        """The most tokens, prompt and answer, that a request can come to."""
+        return min(len(request.token_ids) + request.sampling.max_tokens, self.model_config.max_model_len)
+
+    def _reserved(self, request_id: str) -> Sequence:
+        seq = self._live.get(request_id)
+        if seq is None or seq.status is not Status.RESERVED:
+            raise ValueError(f"request_id: {request_id!r} holds no reservation")
+        return seq
+
+    def _update(self, batch: list[Scheduled], tokens: dict[str, SampledToken]) -> list[SequenceOutput]:
+        outputs = list(self._ended_at_join.values())
+        self._ended_at_join = {}
+        for item in batch:
+            output = self._advance(item.seq, item.num_tokens, tokens.get(item.seq.request_id))
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _advance(self, seq: Sequence, num_tokens: int, token: SampledToken | None) -> SequenceOutput | None:
+        output = SequenceOutput(seq.request_id, seq.num_output_tokens, [], None, seq.num_cached_tokens or 0, seq.error)
+        if seq.error is None:
+            seq.num_computed_tokens += num_tokens
+            self._scheduler.register_blocks(seq)
+            if token is None:
+                return None
+            seq.append(token.token_id)
+            output.tokens = [token]
+            output.finish_reason = seq.check_stop(self.model_config.max_model_len)
+        output.finished = seq.error is not None or output.finish_reason is not None or seq.prefill_only
+        if output.finished:
+            self._remove(seq)
+        return output
+
+    def _remove(self, seq: Sequence) -> None:
+        self._scheduler.remove(seq)
+        del self._live[seq.request_id]
+
+
+def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    torch_dtype(dtype)
+    return KVLayout(
+        model=config.model_name,
+        revision=config.revision or weights_revision(config.model_path),
+        dtype=dtype,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+    )
+
+
+def _kv_cache(config: EngineConfig, layout: KVLayout) -> list[Tensor]:
+    """All blocks at once, zeroed: what was never written must be a number, for a masked one still is multiplied."""
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = (config.kv_budget_bytes or 0) // (layout.block_bytes * layout.num_layers)
+    if num_blocks < 1:
+        raise ValueError(f"kv_budget_bytes: {config.kv_budget_bytes} bytes do not hold one block")
+    shape = layout.block_shape(num_blocks)
+    return [torch.zeros(shape, dtype=layout.torch_dtype, device=config.device) for _ in range(layout.num_layers)]

@@ -1,0 +1,6 @@
+"""Models: a Hugging Face folder's config and the decoder it describes."""
+
+from tandem.engine.models.config import ModelConfig, Rope, read_model_config
+from tandem.engine.models.decoder import Attend, Decoder
+
+__all__ = ["Attend", "Decoder", "ModelConfig", "Rope", "read_model_config"]

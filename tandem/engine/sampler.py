@@ -1,0 +1,173 @@
+"""From logits to tokens, all rows of a step at once.
+
+    logits ─ logit_bias ─ repetition, presence, frequency ─ min_tokens ─┬─ temperature 0: argmax
+                                                                        └─ / temperature ─ top_k, top_p, min_p ─ draw
+    logits ─ log_softmax ─> logprobs: the model's own, before any of the above
+
+A row's token depends on nothing but that row: filters are thresholds on values, so ties are kept whatever order a sort
+leaves them in, and the draw turns one number made from (seed, token index) into a token by the inverse CDF over the
+vocabulary in its natural order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from tandem.engine.sequence import Sequence
+from tandem.engine.types import SampledToken, SamplingParams
+
+
+def sample(logits: Tensor, seqs: Rows[Sequence]) -> list[SampledToken]:
+    """One token for each row of `logits` (rows, vocab_size) float32, the row of the sequence in `seqs`."""
+    adjusted = logits if all(_is_plain(seq) for seq in seqs) else _adjust(logits.clone(), seqs)
+    token_ids = _choose(adjusted, [seq.sampling for seq in seqs], [seq.num_output_tokens for seq in seqs])
+    return _report(logits, [seq.sampling.logprobs for seq in seqs], token_ids)
+
+
+def uniform(seed: int, index: int) -> float:
+    """The random number in [0, 1) of token `index` of a sequence."""
+    key = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
+    # 48 bits: times any total, the product stays below that total in float64.
+    return int.from_bytes(blake2b(key, digest_size=6).digest(), "little") / 2.0**48
+
+
+def _is_plain(seq: Sequence) -> bool:
+    sampling = seq.sampling
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    return penalties == (1.0, 0.0, 0.0) and not sampling.logit_bias and seq.num_output_tokens >= sampling.min_tokens
+
+
+def _adjust(logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
+    _add_bias(logits, seqs)
+    _penalize_repetition(logits, seqs)
+    _penalize_counts(logits, seqs)
+    _mask_stop_tokens(logits, seqs)
+    return logits
+
+
+def _add_bias(logits: Tensor, seqs: Rows[Sequence]) -> None:
+    entries = [(row, *item) for row, seq in enumerate(seqs) for item in seq.sampling.logit_bias.items()]
+    if entries:
+        rows, ids, values = zip(*entries, strict=True)
+        logits[list(rows), list(ids)] += logits.new_tensor(values)
+
+
+def _penalize_repetition(logits: Tensor, seqs: Rows[Sequence]) -> None:
+    """Divide positive scores, multiply negative ones, of every token in the prompt or the answer."""
+    penalized = [row for row, seq in enumerate(seqs) if seq.sampling.repetition_penalty != 1.0]
+    if not penalized:
+        return
+    rows, ids = _seen(penalized, [_ids(seqs[row], 0) for row in penalized], logits.device)
+    penalty = _per_row(logits, seqs, lambda sampling: sampling.repetition_penalty)[rows]
+    scores = logits[rows, ids]
+    logits[rows, ids] = torch.where(scores > 0, scores / penalty, scores * penalty)
+
+
+def _penalize_counts(logits: Tensor, seqs: Rows[Sequence]) -> None:
+    """Subtract presence_penalty once and frequency_penalty per occurrence for every token in the answer."""
+    penalized = [
+        row for row, seq in enumerate(seqs)
+        if seq.num_output_tokens and (seq.sampling.presence_penalty or seq.sampling.frequency_penalty)
+    ]  # fmt: skip
+    if not penalized:
+        return
+    rows, ids = _seen(penalized, [_ids(seqs[row], seqs[row].num_prompt_tokens) for row in penalized], logits.device)
+    cells, counts = torch.unique(rows * logits.shape[1] + ids, return_counts=True)
+    rows = cells // logits.shape[1]
+    presence = _per_row(logits, seqs, lambda sampling: sampling.presence_penalty)[rows]
+    frequency = _per_row(logits, seqs, lambda sampling: sampling.frequency_penalty)[rows]
+    logits.view(-1)[cells] -= presence + frequency * counts
+
+
+def _mask_stop_tokens(logits: Tensor, seqs: Rows[Sequence]) -> None:
+    for row, seq in enumerate(seqs):
+        if seq.num_output_tokens < seq.sampling.min_tokens:
+            # An id beyond the vocabulary can never be sampled.
+            logits[row, [t for t in seq.sampling.stop_token_ids if 0 <= t < logits.shape[1]]] = -math.inf
+
+
+def _ids(seq: Sequence, start: int) -> Tensor:
+    """The sequence's tokens from `start` on, without a copy: let go of it before the sequence grows."""
+    return torch.frombuffer(seq.token_ids, dtype=torch.int64, offset=start * seq.token_ids.itemsize)
+
+
+def _seen(rows: list[int], ids: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pairs (row, token id) as two tensors."""
+    lengths = torch.tensor([len(row_ids) for row_ids in ids])
+    return torch.tensor(rows).repeat_interleave(lengths).to(device), torch.cat(ids).to(device)
+
+
+def _per_row(logits: Tensor, seqs: Rows[Sequence], read: Callable[[SamplingParams], float]) -> Tensor:
+    return logits.new_tensor([read(seq.sampling) for seq in seqs])
+
+
+def _choose(logits: Tensor, params: list[SamplingParams], indices: list[int]) -> list[int]:
+    token_ids: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
+    if drawn:
+        uniforms = [uniform(params[row].seed, indices[row]) for row in drawn]
+        picked = _draw(logits[drawn], [params[row] for row in drawn], uniforms)
+        for row, token_id in zip(drawn, picked, strict=True):
+            token_ids[row] = token_id
+    return token_ids
+
+
+def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> list[int]:
+    temperatures = logits.new_tensor([sampling.temperature for sampling in params])[:, None]
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures  # the best is 0, so nothing overflows
+    scaled.masked_fill_(scaled < _thresholds(scaled, params)[:, None], -math.inf)
+    cdf = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    targets = torch.tensor(uniforms, dtype=torch.float64, device=cdf.device)[:, None] * cdf[:, -1:]
+    picked: list[int] = torch.searchsorted(cdf, targets, right=True).clamp_(max=cdf.shape[1] - 1)[:, 0].tolist()
+    return picked
+
+
+def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The least value in each row that top_k, top_p and min_p keep: (rows,)."""
+    lowest = scaled.new_tensor([sampling.min_p for sampling in params]).log()
+    top_k = [row for row, sampling in enumerate(params) if sampling.top_k > 0]
+    only_top_p = [row for row, sampling in enumerate(params) if sampling.top_k == 0 and sampling.top_p < 1]
+    vocab_size = scaled.shape[1]
+    for rows in (top_k, only_top_p):
+        if rows:
+            k = [min(params[row].top_k or vocab_size, vocab_size) for row in rows]
+            best = _best(scaled[rows], max(k))
+            top_p = best.new_tensor([params[row].top_p for row in rows])
+            lowest[rows] = lowest[rows].maximum(_last_kept(best, torch.tensor(k, device=best.device), top_p))
+    return lowest
+
+
+def _best(values: Tensor, width: int) -> Tensor:
+    """The `width` largest values of each row, descending."""
+    if width < values.shape[1]:
+        return values.topk(width).values
+    return values.sort(dim=-1, descending=True).values
+
+
+def _last_kept(best: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest of the first top_k values that the nucleus of top_p needs; `best` (rows, width) is descending."""
+    kept = torch.arange(best.shape[1], device=best.device) < top_k[:, None]
+    probs = best.masked_fill(~kept, -math.inf).softmax(dim=-1, dtype=torch.float64)
+    kept &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (top_p == 1)[:, None]
+    return best.masked_fill(~kept, math.inf).amin(dim=-1)
+
+
+def _report(logits: Tensor, wanted: list[int | None], token_ids: list[int]) -> list[SampledToken]:
+    """Tokens with log-probabilities for the rows that want them."""
+    tokens = [SampledToken(token_id) for token_id in token_ids]
+    rows = [row for row, count in enumerate(wanted) if count is not None]
+    if not rows:
+        return tokens
+    logprobs = logits[rows].log_softmax(dim=-1)
+    chosen = logprobs[range(len(rows)), [token_ids[row] for row in rows]].tolist()
+    best = logprobs.topk(max(wanted[row] or 0 for row in rows))
+    for row, logprob, ids, values in zip(rows, chosen, best.indices.tolist(), best.values.tolist(), strict=True):
+        top = tuple(zip(ids, values, strict=True))[: wanted[row]]
+        tokens[row] = SampledToken(token_ids[row], logprob, top)
+    return tokens

@@ -1,0 +1,202 @@
+"""Which tokens are computed next: one token budget a step, shared by decode and chunked prefill.
+
+    1 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
+                preempted: it gives its blocks back and waits to compute everything again
+    2 prefill   running sequences with more tokens left get what remains of the budget, in order
+    3 admit     waiting sequences take blocks for all their tokens and join the running ones, in order
+
+Order is (priority, arrival). A sequence that came by reserve holds all its blocks, so it is never preempted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """The next `num_tokens` tokens of a sequence."""
+
+    seq: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether a new token follows: nothing of the sequence is left to compute after this."""
+        return self.num_tokens == self.seq.num_uncomputed_tokens
+
+
+@dataclass(slots=True)
+class Batch:
+    budget: int
+    scheduled: list[Scheduled] = field(default_factory=list)
+
+    def add(self, seq: Sequence) -> None:
+        num_tokens = min(seq.num_uncomputed_tokens, self.budget)
+        self.budget -= num_tokens
+        self.scheduled.append(Scheduled(seq, num_tokens))
+
+
+class SequenceQueue:
+    """Sequences ordered by key."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._sequences)
+
+    def first(self) -> Sequence:
+        return self._sequences[0]
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._sequences, seq, key=lambda s: s.key)
+
+    def remove(self, seq: Sequence) -> None:
+        del self._sequences[bisect_left(self._sequences, seq.key, key=lambda s: s.key)]
+
+
+class Scheduler:
+    """Owns every live sequence and its blocks: what it takes from the pool goes back when the sequence leaves."""
+
+    def __init__(
+        self, pool: BlockPool, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int, prefix_caching: bool
+    ) -> None:
+        self._pool, self._block_size, self._prefix_caching = pool, block_size, prefix_caching
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
+        self._queues = {status: SequenceQueue() for status in Status}
+        self.waiting, self.running, self.reserved = (self._queues[status] for status in Status)
+
+    def add(self, seq: Sequence) -> None:
+        self._enter(seq, Status.WAITING)
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Take blocks for `num_tokens` tokens and park the sequence; False without room for it."""
+        if self._num_free_seats() < 1 or not self._take_blocks(seq, num_tokens, seq.num_prompt_tokens):
+            return False
+        seq.holds_all_blocks = True
+        self._enter(seq, Status.RESERVED)
+        return True
+
+    def join(self, seq: Sequence) -> None:
+        """The KV of a reserved sequence's whole prompt is in place: run it."""
+        seq.num_computed_tokens = seq.num_prompt_tokens
+        self.register_blocks(seq)
+        self._move(seq, Status.RUNNING)
+
+    def remove(self, seq: Sequence) -> None:
+        """The sequence leaves, whatever it was doing."""
+        self._queues[seq.status].remove(seq)
+        self._release_blocks(seq)
+
+    def schedule(self) -> list[Scheduled]:
+        batch = Batch(self._max_num_batched_tokens)
+        preempted = self._schedule_decodes(batch)
+        for seq in self.running:
+            if batch.budget and seq.num_uncomputed_tokens > 1:
+                batch.add(seq)
+        if not preempted:
+            self._admit(batch)
+        return batch.scheduled
+
+    def register_blocks(self, seq: Sequence) -> None:
+        """Make the blocks that the sequence has filled findable."""
+        if not self._prefix_caching:
+            return
+        for block in range(seq.num_registered_blocks, seq.num_computed_tokens // self._block_size):
+            self._pool.register(seq.block_table[block], *seq.hashes.link(seq.token_ids, block))
+            seq.num_registered_blocks = block + 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _schedule_decodes(self, batch: Batch) -> bool:
+        """Returns whether any sequence was preempted."""
+        preempted = False
+        for seq in tuple(self.running):
+            # Preempted ones come later in the order than the one that needed their blocks, so none is in the batch.
+            if seq.status is not Status.RUNNING or seq.num_uncomputed_tokens != 1:
+                continue
+            while seq.status is Status.RUNNING and not self._grow(seq):
+                self._preempt(next(s for s in reversed(self.running) if not s.holds_all_blocks))
+                preempted = True
+            if seq.status is Status.RUNNING:
+                batch.add(seq)
+        return preempted
+
+    def _grow(self, seq: Sequence) -> bool:
+        if seq.num_tokens <= len(seq.block_table) * self._block_size:
+            return True
+        new = self._pool.take(1)
+        seq.block_table += new or ()
+        return new is not None
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._release_blocks(seq)
+        seq.num_computed_tokens = 0
+        self._move(seq, Status.WAITING)
+
+    def _admit(self, batch: Batch) -> None:
+        while batch.budget and self.waiting and self._num_free_seats() > 0:
+            seq = self.waiting.first()
+            # One token more than it has: what it samples next must not send it straight back here.
+            num_tokens = seq.num_tokens + (not seq.prefill_only)
+            if not self._take_blocks(seq, num_tokens, seq.num_tokens):
+                return
+            self._move(seq, Status.RUNNING)
+            batch.add(seq)
+
+    def _num_free_seats(self) -> int:
+        return self._max_num_seqs - len(self.running) - len(self.reserved)
+
+    def _take_blocks(self, seq: Sequence, num_tokens: int, num_known: int) -> bool:
+        """Blocks for `num_tokens`, cached ones first; one of the `num_known` tokens is left to compute."""
+        cached = self._cached_blocks(seq, num_known - 1)
+        blocks = self._pool.take(self.blocks_for(num_tokens) - len(cached), cached)
+        if blocks is None:
+            return False
+        seq.block_table, seq.num_registered_blocks = blocks, len(cached)
+        seq.num_computed_tokens = len(cached) * self._block_size
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        return True
+
+    def _cached_blocks(self, seq: Sequence, num_tokens: int) -> list[int]:
+        if not self._prefix_caching:
+            return []
+        return self._pool.match(seq.hashes.up_to(seq.token_ids, num_tokens // self._block_size))
+
+    def _release_blocks(self, seq: Sequence) -> None:
+        self._pool.release(seq.block_table)
+        seq.block_table, seq.num_registered_blocks = [], 0
+
+    def _enter(self, seq: Sequence, status: Status) -> None:
+        seq.status = status
+        self._queues[status].add(seq)
+
+    def _move(self, seq: Sequence, status: Status) -> None:
+        self._queues[seq.status].remove(seq)
+        self._enter(seq, status)
+
+    def check_integrity(self) -> None:
+        """AssertionError if a block is held by none or too many, or a sequence is not where its status says."""
+        for status, queue in self._queues.items():
+            keys = [seq.key for seq in queue]
+            assert keys == sorted(set(keys)), f"{status.value} is out of order: {keys}"
+            for seq in queue:
+                assert seq.status is status, f"{seq.request_id}: {seq.status.value} among the {status.value}"
+                room = len(seq.block_table) * self._block_size
+                assert seq.num_computed_tokens <= room, f"{seq.request_id}: KV for more tokens than it has blocks"
+        self._pool.check_integrity(seq.block_table for queue in self._queues.values() for seq in queue)

@@ -1,0 +1,107 @@
+"""One request inside the engine.
+
+add ──> WAITING ──admit──> RUNNING ──stop, length, error, abort──> gone
+           ^                 │ ^
+           └────preempt──────┘ │ join
+reserve ──> RESERVED ──────────┘
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from tandem.block_hash import next_hash, root_hash
+from tandem.engine.layout import KVLayout
+from tandem.engine.types import FinishReason, KVSink, Request, SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    RESERVED = "reserved"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's tokens, how many of them have KV, and where that KV lies.
+
+    The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
+    """
+
+    request_id: str
+    key: tuple[int, int]
+    sampling: SamplingParams
+    token_ids: array[int]
+    num_prompt_tokens: int
+    hashes: BlockHashes
+    sink: KVSink | None = None
+    num_pushed_blocks: int = 0
+    prefill_only: bool = False
+    status: Status = Status.WAITING
+    holds_all_blocks: bool = False
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_registered_blocks: int = 0
+    num_cached_tokens: int | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    def check_stop(self, max_model_len: int) -> FinishReason | None:
+        """What the last token means: STOP or LENGTH ends the sequence."""
+        sampling, num_output = self.sampling, self.num_output_tokens
+        if num_output > sampling.min_tokens and self.token_ids[-1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if num_output >= sampling.max_tokens or self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+
+class BlockHashes:
+    """The chained hashes of a sequence's full blocks, extended as it grows."""
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        self._chain, self._block_size = [root], block_size
+
+    def up_to(self, token_ids: array[int], num_blocks: int) -> list[bytes]:
+        """Names of the first `num_blocks` blocks of `token_ids`, which must be full."""
+        self._extend(token_ids, num_blocks)
+        return self._chain[1 : num_blocks + 1]
+
+    def link(self, token_ids: array[int], block: int) -> tuple[bytes, bytes]:
+        """Name and parent's name of one full block."""
+        self._extend(token_ids, block + 1)
+        return self._chain[block + 1], self._chain[block]
+
+    def _extend(self, token_ids: array[int], num_blocks: int) -> None:
+        size = self._block_size
+        for block in range(len(self._chain) - 1, num_blocks):
+            self._chain.append(next_hash(self._chain[-1], token_ids[block * size : (block + 1) * size]))
+
+
+def new_sequence(request: Request, arrival: int, layout: KVLayout) -> Sequence:
+    """A sequence that waits for its turn; `arrival` counts up with every request."""
+    root = root_hash(layout.model, layout.revision, "", request.cache_salt)
+    return Sequence(
+        request_id=request.request_id,
+        key=(request.priority, arrival),
+        sampling=request.sampling,
+        token_ids=array("q", request.token_ids),
+        num_prompt_tokens=len(request.token_ids),
+        hashes=BlockHashes(root, layout.block_size),
+    )

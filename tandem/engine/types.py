@@ -1,0 +1,179 @@
+"""What goes into the engine and what comes out of it: token ids, how to sample them, and where KV blocks go.
+
+Request ── add / reserve ──> Engine ── step ──> SequenceOutput (SampledToken, FinishReason)
+                               │ └── push ──> KVSink               a prefill's blocks, as they are computed
+                               └── take_block_events ──> BlockStored, BlockRemoved      what the prefix cache holds
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Every default is resolved: `stop_token_ids` includes the end-of-text ids.
+
+    `temperature` 0 is greedy; `top_k` 0 and `logprobs` None are off. `logprobs` n reports the chosen token and the n
+    most likely ones, from the model's own distribution. The draw for token t depends only on (`seed`, t).
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    seed: int = 0
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError naming the first field that no model of `vocab_size` tokens can serve."""
+        for name, (ok, allowed) in self._checks(vocab_size):
+            if not ok:
+                raise ValueError(f"{name}: {getattr(self, name)} is not {allowed}")
+
+    def _checks(self, vocab_size: int) -> Iterator[tuple[str, tuple[bool, str]]]:
+        top = self.logprobs
+        yield "max_tokens", (self.max_tokens >= 1, "at least 1")
+        yield "min_tokens", (0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        yield "temperature", (0.0 <= self.temperature < float("inf"), "a finite number from 0 up")
+        yield "top_k", (self.top_k >= 0, "0 (off) or more")
+        yield "top_p", (0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        yield "min_p", (0.0 <= self.min_p <= 1.0, "between 0 and 1")
+        yield "repetition_penalty", (0.0 < self.repetition_penalty < float("inf"), "a finite number above 0")
+        yield "presence_penalty", (abs(self.presence_penalty) < float("inf"), "finite")
+        yield "frequency_penalty", (abs(self.frequency_penalty) < float("inf"), "finite")
+        yield "logit_bias", (all(0 <= t < vocab_size for t in self.logit_bias), f"over ids below {vocab_size}")
+        yield "logit_bias", (all(abs(v) < float("inf") for v in self.logit_bias.values()), "finite")
+        yield "logprobs", (top is None or 0 <= top <= vocab_size, f"between 0 and {vocab_size}")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt to continue. Lower `priority` goes first; equal ones go in order of arrival."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token and, where asked for, its log-probability and the most likely (token id, log-probability), best first."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What one step did for one sequence. `tokens[0]` is token `first_index` of its answer, counted from 0.
+
+    `finished`: the sequence left the engine: with a finish reason, with an `error`, or (prefill only) with neither when
+    decode should go on.
+    """
+
+    request_id: str
+    first_index: int
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    finished: bool = False
+
+
+class KVSink(Protocol):
+    """Takes a prefill's KV blocks away. Called on the engine's thread."""
+
+    def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: Tensor) -> None:
+        """Copy logical prompt blocks `first_block`, `first_block + 1`, … out of `kv` before returning.
+
+        `kv` is the layer's whole cache (num_blocks, 2, num_kv_heads, block_size, head_dim), `block_ids` where those
+        blocks lie in it. Anything raised ends that sequence with `SequenceOutput.error` and disturbs nothing else.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A chain of blocks became findable: `hashes[0]` follows `parent`, each other one follows the one before it."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks that can no longer be found."""
+
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A moment's load. `free_blocks`: referenced by no live sequence. `queued_tokens`: prompt tokens yet to compute."""
+
+    num_waiting: int
+    num_running: int
+    num_reserved: int
+    free_blocks: int
+    num_blocks: int
+    queued_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made from. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds.
+
+    `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a fingerprint
+    of the weights.
+    """
+
+    model_path: Path
+    model_name: str
+    dtype: str = "auto"
+    device: str = "cpu"
+    block_size: int = 16
+    kv_budget_bytes: int | None = 1 << 30
+    num_blocks: int | None = None
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    num_threads: int | None = None
+    revision: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
+        for name in ("kv_budget_bytes", "num_blocks", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} is not at least 1")
+        if self.num_blocks is None and self.kv_budget_bytes is None:
+            raise ValueError("kv_budget_bytes: set it or num_blocks")
+
+
+# (what is being loaded, bytes done, bytes in all)
+Progress = Callable[[str, int, int], None]
