@@ -6,6 +6,7 @@
 --   blocks:<id>            set: hashes of the KV blocks this incarnation holds
 --   reservations           sorted set: reservation -> when it expires (ms)
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
+--   abandoned:<res>        its caller went away while asking for it
 --   fenced:<id> <inc>      an incarnation that may not come back
 --   epoch                  when this Redis began to be filled; changes when it lost its memory
 --   turn                   counts choices, so that equals take turns

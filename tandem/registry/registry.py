@@ -19,11 +19,18 @@ from itertools import count
 from typing import Literal, TypeAlias
 from uuid import uuid4
 
+import structlog
+
 from tandem.clock import Clock
 from tandem.registry.connection import Changes, Connection
-from tandem.registry.errors import NoWorkers, RegistryError, RequestTooLarge, StaleIncarnation
+from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
 from tandem.registry.worker import Route, Worker, WorkerInfo, WorkerLoad, decode, encode
 
+log = structlog.get_logger(__name__)
+# A reservation that cannot be given back for so long is left to expire.
+GIVE_BACK_S = 60.0
+GIVE_BACK_RETRY_S = 0.5
+CLOSE_WAIT_S = 1.0
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "never"]
 
 
@@ -47,7 +54,8 @@ class Snapshot:
 class Registry:
     """A client of the registry. Safe for concurrent use within one event loop.
 
-    Every call may raise RegistryUnavailable, within `timeout` seconds; whether it took effect is then unknown.
+    Every call may raise RegistryUnavailable, within `timeout` seconds; whether it took effect is then unknown. What
+    such a call, or a cancelled one, should have given back is given back in the background once Redis answers.
     """
 
     def __init__(self, connection: Connection, clock: Clock, client: str) -> None:
@@ -55,7 +63,7 @@ class Registry:
         self._connection = connection
         self._client = client
         self._numbers = count()
-        self._abandoned: set[asyncio.Task[None]] = set()
+        self._giving_back: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def connect(
@@ -122,20 +130,21 @@ class Registry:
         Reserves the uncached prompt tokens on the worker that reads the prompt and blocks for the whole sequence on
         the one that decodes, until released or for `ttl` seconds. `exclude` names worker ids or incarnations.
         `require` takes only a pair, `prefer` falls back to a decode worker alone, `never` takes one alone.
-        If this call fails or is cancelled, what it may have reserved is given back in the background.
 
         Raises:
             NoWorkers: nobody can take it now; the message says what is missing.
             RequestTooLarge: nobody could take it ever.
         """
-        reservation = f"{request_id}/{self._client}/{next(self._numbers)}"
+        if prompt_tokens < 1 or max_new_tokens < 0:
+            raise ValueError(f"prompt_tokens and max_new_tokens must not be {prompt_tokens} and {max_new_tokens}")
+        reservation, ttl_ms = f"{request_id}/{self._client}/{next(self._numbers)}", _ms(ttl)
         try:
             status, reason, *rows = await self._connection.call(
-                "select", reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl),
+                "select", reservation, model, prompt_tokens, max_new_tokens, prefill, ttl_ms,
                 json.dumps(list(exclude)), *block_hashes,
             )  # fmt: skip
         except BaseException:
-            self._abandon(reservation)
+            self._give_back_later("abandon", reservation)
             raise
         if status != "ok":
             raise (RequestTooLarge if status == "too large" else NoWorkers)(reason)
@@ -143,9 +152,18 @@ class Registry:
         return Route(chosen[1] if len(chosen) == 2 else None, chosen[0], reservation, reason)
 
     async def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> bool:
-        """Give back a reservation, or only its prompt tokens. True if this call freed anything."""
+        """Give back a reservation, or only its prompt tokens. True if this call freed anything.
+
+        An empty id, as of a route that the view chose, is nothing to give back.
+        """
+        if not reservation_id:
+            return False
         parts = ("tokens",) if prefill_done_only else ("tokens", "blocks")
-        return bool(await self._connection.call("release", reservation_id, *parts) > 0)
+        try:
+            return bool(await self._connection.call("release", reservation_id, *parts) > 0)
+        except (RegistryUnavailable, asyncio.CancelledError):
+            self._give_back_later("release", reservation_id, *parts)
+            raise
 
     async def publish_blocks(
         self, worker_id: str, incarnation: str, stored: Sequence[bytes], removed: Sequence[bytes]
@@ -173,8 +191,12 @@ class Registry:
                 return total
 
     async def close(self) -> None:
-        """End background releases, each bounded by the timeout, and all connections."""
-        await asyncio.gather(*self._abandoned, return_exceptions=True)
+        """Try once more what is still to be given back, then end all connections."""
+        if self._giving_back:
+            await asyncio.wait(self._giving_back, timeout=CLOSE_WAIT_S)
+        for task in self._giving_back:
+            task.cancel()
+        await asyncio.gather(*self._giving_back, return_exceptions=True)
         await self._connection.close()
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
@@ -184,16 +206,24 @@ class Registry:
             raise StaleIncarnation(info.worker_id, info.incarnation)
         return status
 
-    def _abandon(self, reservation: str) -> None:
-        task = asyncio.create_task(self._release_quietly(reservation))
-        self._abandoned.add(task)
-        task.add_done_callback(self._abandoned.discard)
+    def _give_back_later(self, script: str, *arguments: str) -> None:
+        task = asyncio.create_task(self._give_back(script, *arguments))
+        self._giving_back.add(task)
+        task.add_done_callback(self._gave_back)
 
-    async def _release_quietly(self, reservation: str) -> None:
-        try:
-            await self.release(reservation)
-        except RegistryError:
-            return  # it expires by itself
+    async def _give_back(self, script: str, *arguments: str) -> None:
+        give_up = self.clock.now() + GIVE_BACK_S
+        while self.clock.now() < give_up:
+            try:
+                await self._connection.call(script, *arguments)
+                return
+            except RegistryUnavailable:
+                await self.clock.sleep(GIVE_BACK_RETRY_S)
+
+    def _gave_back(self, task: asyncio.Task[None]) -> None:
+        self._giving_back.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("giving back a reservation failed", error=repr(error))
 
 
 def _ms(seconds: float) -> int:

@@ -162,6 +162,7 @@ local now = expire_due()
 -- The same reservation asked for again (its answer was lost on the way) is made anew, not twice.
 drop(reservation, 'tokens')
 drop(reservation, 'blocks')
+if redis.call('EXISTS', key('abandoned', reservation)) == 1 then return {'none', 'the reservation was given up'} end
 local workers = {}
 for _, worker_id in ipairs(live_workers()) do workers[#workers + 1] = read(worker_id) end
 local route, reason, too_large = choose(workers)
