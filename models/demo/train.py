@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -24,14 +25,27 @@ HERE = Path(__file__).parent
 END = "<|endoftext|>"
 VOCAB_SIZE = 4096
 CONTEXT = 2048
+CUTS = 0.1
 LEFT_OUT = ("site-packages", "test/", "/test/", "/tests/", "idle_test", "encodings/", "pydoc_data", "config-")
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}\n{% endif %}"
 )
 SIZES = {
-    "target": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2),
-    "draft": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
+    "target": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "draft": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
 }
 
 
@@ -65,10 +79,23 @@ def load_or_train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def token_stream(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
-    end = tokenizer.token_to_id(END)
-    encoded = tokenizer.encode_batch(texts)
-    return torch.tensor([t for e in encoded for t in [end, *e.ids]], dtype=torch.long)
+def token_stream(tokenizer: Tokenizer, texts: list[str], cuts: float) -> torch.Tensor:
+    """All texts as one row of tokens, each behind an end-of-text.
+
+    A share `cuts` of the single spaces ends a token of its own there: people end prompts with "def ", and a model that
+    only ever saw " name" as one token would not know how to go on.
+    """
+    end, dice = tokenizer.token_to_id(END), random.Random(1)
+    pieces: list[str] = []
+    starts: list[int] = []
+    for text in texts:
+        starts.append(len(pieces))
+        points = [m.end() for m in re.finditer(r"(?<=\S) (?=\S)", text) if dice.random() < cuts]
+        pieces += [text[a:b] for a, b in zip([0, *points], [*points, len(text)], strict=True)]
+    encoded = [e.ids for e in tokenizer.encode_batch(pieces)]
+    for start in starts:
+        encoded[start] = [end, *encoded[start]]
+    return torch.tensor([token for ids in encoded for token in ids], dtype=torch.long)
 
 
 def batches(stream: torch.Tensor, batch: int, length: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
@@ -96,16 +123,16 @@ def optimizers_for(model: torch.nn.Module, scale: float) -> list[torch.optim.Opt
     return [muon, adam]
 
 
-def learning_rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int, start: int) -> float:
     """Warm up for 40 steps, hold, then fall linearly to zero over the last 60 %."""
-    return min((step + 1) / 40, 1.0, max(0.0, (steps - step) / (0.6 * steps)))
+    return min((step - start + 1) / 40, 1.0) * min(1.0, (steps - step) / (0.6 * steps))
 
 
-def train(size: str, steps: int, batch: int, length: int) -> None:
+def train(size: str, steps: int, batch: int, length: int, start: int) -> None:
     torch.manual_seed(0)
     training, held_out = corpus()
     tokenizer = load_or_train_tokenizer(training)
-    stream, held = token_stream(tokenizer, training), token_stream(tokenizer, held_out)
+    stream, held = token_stream(tokenizer, training, CUTS), token_stream(tokenizer, held_out, 0.0)
     print(f"{len(training)} files, {len(stream):,} training tokens, {len(held):,} held out", flush=True)
 
     end = tokenizer.token_to_id(END)
@@ -113,31 +140,31 @@ def train(size: str, steps: int, batch: int, length: int) -> None:
         vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, rope_theta=10_000.0, tie_word_embeddings=True,
         rms_norm_eps=1e-5, bos_token_id=end, eos_token_id=end, pad_token_id=end, **SIZES[size],
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM.from_pretrained(HERE / size).float() if start else LlamaForCausalLM(config)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     compiled = torch.compile(model)
     optimizers = optimizers_for(model, 1.0)
     base = [[group["lr"] for group in o.param_groups] for o in optimizers]
-    source = batches(stream, batch, length, torch.Generator().manual_seed(0))
+    source = batches(stream, batch, length, torch.Generator().manual_seed(start))
     probe = held[: len(held) // 1024 * 1024].view(-1, 1024)[:24]
-    curve: list[dict[str, float]] = []
+    curve = json.loads((HERE / size / "loss_curve.json").read_text()) if start else []
     started, running = time.monotonic(), 0.0
-    for step in range(steps):
+    for step in range(start, steps):
         loss = loss_of(compiled, next(source))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, rates in zip(optimizers, base, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * learning_rate(step, steps)
+                group["lr"] = rate * learning_rate(step, steps, start)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        running = loss.item() if step == 0 else 0.95 * running + 0.05 * loss.item()
+        running = loss.item() if step == start else 0.95 * running + 0.05 * loss.item()
         if step % 100 == 99 or step == steps - 1:
             with torch.no_grad():
                 held_loss = sum(loss_of(model, rows).item() for rows in probe.split(8)) / len(probe.split(8))
             seen, seconds = (step + 1) * batch * length, time.monotonic() - started
             curve.append({"step": step + 1, "tokens": seen, "loss": round(running, 4), "held_out": round(held_loss, 4)})
-            print(f"{curve[-1]} {seen / seconds:,.0f} tok/s {seconds:.0f} s", flush=True)
+            print(f"{curve[-1]} {(seen - start * batch * length) / seconds:,.0f} tok/s {seconds:.0f} s", flush=True)
             save(model, tokenizer, curve, size)
 
 
@@ -159,7 +186,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=1700)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--start", type=int, default=0, help="go on from the saved model at this step")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    train(options.size, options.steps, options.batch, options.length)
+    train(options.size, options.steps, options.batch, options.length, options.start)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import structlog
 
 from tandem.clock import Clock
-from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo
+from tandem.registry import Registry, RegistryUnavailable, Role, Worker, WorkerInfo
 from tandem.transfer import Endpoint, Link, Sender, TransferError
 
 OPEN_TIMEOUT_S = 1.5
@@ -85,8 +85,8 @@ class LinkKeeper:
             log.warning("no link", decode_worker=remote.worker_id, reason=str(error))
         self._publish()
 
-    async def _follow(self, workers: list[object]) -> None:
-        live = {w.info.worker_id: w.info for w in workers if w.info.role is Role.DECODE}  # type: ignore[attr-defined]
+    async def _follow(self, workers: list[Worker]) -> None:
+        live = {w.info.worker_id: w.info for w in workers if w.info.role is Role.DECODE}
         for worker_id, info in self._peers.items():
             if worker_id not in live or live[worker_id].incarnation != info.incarnation:
                 await asyncio.to_thread(self._sender.close_link, worker_id, info.incarnation)

@@ -10,7 +10,7 @@ import torch
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
-from tandem.transfer import Link, Push
+from tandem.transfer import Link, Push, TransferError
 
 tracer = trace.get_tracer("tandem.prefill")
 
@@ -26,6 +26,7 @@ class TracedPush:
         self._blocks = 0
         self._layers = 0
         self.first_push_at: float | None = None
+        self.failure: TransferError | None = None
 
     @property
     def bytes_sent(self) -> int:
@@ -39,7 +40,11 @@ class TracedPush:
             self._blocks += len(block_ids)
             self._parent.add_event("chunk", {"first_block": first_block, "blocks": len(block_ids)})
         self._layers = max(self._layers, layer + 1)
-        self._push.push(layer, first_block, block_ids, kv)
+        try:
+            self._push.push(layer, first_block, block_ids, kv)
+        except TransferError as error:
+            self.failure = error
+            raise
 
     def commit(self, payload: bytes) -> Future[None]:
         committed = self._push.commit(payload)

@@ -124,7 +124,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         push = link.begin(
             ticket.transfer_id,
             first_block=ticket.num_cached_blocks,
-            num_blocks=ticket.num_prompt_blocks,
+            num_blocks=ticket.num_prompt_blocks - ticket.num_cached_blocks,
             num_layers=self._host.engine.layout.num_layers,
             deadline=time.monotonic() + sequence.timeout_ms / 1000,
         )
@@ -152,6 +152,8 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             raise
         finally:
             del self._waiting[request_id]
+        if push.failure is not None:
+            raise push.failure
         if output.error:
             raise rpc.Refused(grpc.StatusCode.INTERNAL, output.error)
         return output

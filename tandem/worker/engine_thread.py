@@ -74,8 +74,10 @@ class EngineThread:
             stalled = False
             while not self._closing.is_set():
                 self._serve_inbox(stalled)
-                stalled = self._step()
+                before = self.stats
+                outputs = self._step()
                 self.stats = self._engine.stats()
+                stalled = not outputs and self.stats == before
         except BaseException as error:
             log.error("engine died", exc_info=error)
             self._loop.call_soon_threadsafe(self._on_death, error)
@@ -92,11 +94,8 @@ class EngineThread:
         except Empty:
             return
 
-    def _step(self) -> bool:
-        """One engine step. True when there was work and none of it could go on."""
-        if not self._engine.has_work():
-            return False
-        outputs = self._engine.step()
+    def _step(self) -> list[SequenceOutput]:
+        outputs = self._engine.step() if self._engine.has_work() else []
         if outputs:
             self._loop.call_soon_threadsafe(self._on_outputs, outputs)
-        return not outputs and not self._engine.progressed
+        return outputs

@@ -24,6 +24,7 @@ from tandem import rpc, telemetry
 from tandem.clock import Clock, SystemClock
 from tandem.engine import Engine, SequenceOutput
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
+from tandem.worker.block_news import BlockNews
 from tandem.worker.engine_thread import EngineThread
 from tandem.worker.lease import Lease
 from tandem.worker.settings import WorkerSettings, mint_incarnation
@@ -101,9 +102,11 @@ async def _serve(
         )  # fmt: skip
 
     info = _info(host, role, worker.transfer_address, server.port)
-    lease = Lease(registry, info, load, ttl=settings.lease_ttl_s, clock=clock)
+    news = BlockNews(thread, registry, worker_id, host.incarnation, clock)
+    lease = Lease(registry, info, load, ttl=settings.lease_ttl_s, clock=clock, on_taken_anew=news.tell_all_again)
     thread.start()
-    tasks = [asyncio.create_task(task) for task in (lease.hold(), _announce(lease, server), *worker.tasks())]
+    life = (lease.hold(), _announce(lease, server), _after(lease.held, news.tell), *worker.tasks())
+    tasks = [asyncio.create_task(task) for task in life]
     _stop_on_signal(ended)
     for task in tasks:
         task.add_done_callback(lambda done: _task_ended(ended, done))
@@ -137,10 +140,15 @@ def _info(host: Host, role: Role, transfer_address: str, grpc_port: int) -> Work
         block_size=settings.block_size,
         num_blocks=engine.stats().num_blocks,
         max_num_seqs=settings.max_num_seqs,
-        max_model_len=engine.max_model_len,
+        max_model_len=engine.model_config.max_model_len,
         transports=settings.transports,
         host=socket.gethostname(),
     )
+
+
+async def _after(event: asyncio.Event, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await event.wait()
+    await then()
 
 
 async def _announce(lease: Lease, server: rpc.Server) -> None:
@@ -181,10 +189,13 @@ class _Progress:
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._bar: tqdm[Any] | None = None
+        self._tenths = -1
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if not sys.stderr.isatty():
-            log.info("loading", what=what, done=done, total=total)
+            if done * 10 // total > self._tenths:
+                self._tenths = done * 10 // total
+                log.info("loading", what=what, done=done, total=total)
             return
         if self._bar is None:
             self._bar = tqdm(total=total, desc=f"{self._worker_id} {what}", leave=False)

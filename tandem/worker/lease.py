@@ -18,16 +18,27 @@ log = structlog.get_logger(__name__)
 
 
 class Lease:
-    """Keeps `info` registered with the latest `load()`. Run `hold` as a task; its end is the worker's end."""
+    """Keeps `info` registered with the latest `load()`. Run `hold` as a task; its end is the worker's end.
+
+    `on_taken_anew` is called when the registry had lost the lease, and with it all that it knew of this worker.
+    """
 
     def __init__(
-        self, registry: Registry, info: WorkerInfo, load: Callable[[], WorkerLoad], *, ttl: float, clock: Clock
+        self,
+        registry: Registry,
+        info: WorkerInfo,
+        load: Callable[[], WorkerLoad],
+        *,
+        ttl: float,
+        clock: Clock,
+        on_taken_anew: Callable[[], None],
     ) -> None:
         self._registry = registry
         self._info = info
         self._load = load
         self._ttl = ttl
         self._clock = clock
+        self._on_taken_anew = on_taken_anew
         self._news = asyncio.Event()
         self.held = asyncio.Event()
 
@@ -43,8 +54,8 @@ class Lease:
                     await self._registry.register(self._info, self._load(), self._ttl)
                     self.held.set()
                     log.info("registered", worker=self._info.worker_id, incarnation=self._info.incarnation)
-                else:
-                    await self._registry.heartbeat(self._info, self._load(), self._ttl)
+                elif await self._registry.heartbeat(self._info, self._load(), self._ttl):
+                    self._on_taken_anew()
             except RegistryUnavailable as error:
                 log.warning("registry unavailable", error=str(error))
             await self._wait()

@@ -1,0 +1,62 @@
+"""What this worker's prefix cache holds, told to the registry in batches.
+
+    engine's block events --> held (a set) --> stored / removed since the last time --> registry
+
+Whatever the registry lost (it restarted, or was gone for longer than the lease) is told again, whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import structlog
+
+from tandem.clock import Clock
+from tandem.engine import BlockRemoved, BlockStored
+from tandem.registry import Registry, RegistryUnavailable, StaleIncarnation
+from tandem.worker.engine_thread import EngineThread
+
+EVERY_S = 0.25
+log = structlog.get_logger(__name__)
+
+
+class BlockNews:
+    def __init__(
+        self, thread: EngineThread, registry: Registry, worker_id: str, incarnation: str, clock: Clock
+    ) -> None:
+        self._thread = thread
+        self._registry = registry
+        self._owner = (worker_id, incarnation)
+        self._clock = clock
+        self._held: set[bytes] = set()
+        self._stored: set[bytes] = set()
+        self._removed: set[bytes] = set()
+
+    def tell_all_again(self) -> None:
+        """The registry knows nothing of this worker's blocks any more."""
+        self._stored, self._removed = set(self._held), set()
+
+    async def tell(self) -> None:
+        """Follow the engine's cache until cancelled."""
+        while True:
+            self._note(await self._thread.call(lambda engine: engine.take_block_events()))
+            await self._publish()
+            await self._clock.sleep(EVERY_S)
+
+    def _note(self, events: Iterable[BlockStored | BlockRemoved]) -> None:
+        for event in events:
+            gained, lost, change = self._stored, self._removed, self._held.update
+            if isinstance(event, BlockRemoved):
+                gained, lost, change = self._removed, self._stored, self._held.difference_update
+            change(event.hashes)
+            gained.update(event.hashes)
+            lost.difference_update(event.hashes)
+
+    async def _publish(self) -> None:
+        if not self._stored and not self._removed:
+            return
+        stored, removed, self._stored, self._removed = self._stored, self._removed, set(), set()
+        try:
+            await self._registry.publish_blocks(*self._owner, list(stored), list(removed))
+        except (RegistryUnavailable, StaleIncarnation) as error:
+            log.warning("block news not told: all of it will be when the lease is back", error=str(error))
