@@ -1,0 +1,31 @@
+"""Which (layer, logical block) pairs of one transfer have come: both sides keep the same account."""
+
+from __future__ import annotations
+
+
+class Coverage:
+    def __init__(self, first_block: int, num_blocks: int, num_layers: int) -> None:
+        self.first_block, self.num_blocks, self.num_layers = first_block, num_blocks, num_layers
+        self.missing = num_blocks * num_layers
+        self._seen = bytearray(self.missing)
+
+    def fault(self, layer: int, first_block: int, num_blocks: int) -> str:
+        """Why these blocks may not come now; empty when they may."""
+        end = self.first_block + self.num_blocks
+        if not 0 <= layer < self.num_layers:
+            return f"layer {layer} is outside [0, {self.num_layers})"
+        if num_blocks < 1 or first_block < self.first_block or first_block + num_blocks > end:
+            return f"blocks [{first_block}, {first_block + num_blocks}) are outside [{self.first_block}, {end})"
+        if self._seen.find(1, *self._span(layer, first_block, num_blocks)) >= 0:
+            return f"layer {layer}, blocks [{first_block}, {first_block + num_blocks}) came twice"
+        return ""
+
+    def add(self, layer: int, first_block: int, num_blocks: int) -> None:
+        """Call only where `fault` is empty."""
+        start, stop = self._span(layer, first_block, num_blocks)
+        self._seen[start:stop] = b"\1" * num_blocks
+        self.missing -= num_blocks
+
+    def _span(self, layer: int, first_block: int, num_blocks: int) -> tuple[int, int]:
+        start = layer * self.num_blocks + first_block - self.first_block
+        return start, start + num_blocks

@@ -1,0 +1,34 @@
+"""Who is at each end of a link, and how a transfer fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One start of one worker. `layout_hash` names the shape and dtype of its KV blocks."""
+
+    worker_id: str
+    incarnation: str
+    layout_hash: str
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}/{self.incarnation}"
+
+
+class TransferError(Exception):
+    """A link or a transfer failed.
+
+    code: a gRPC status name. UNAVAILABLE: the peer or the link is gone. DEADLINE_EXCEEDED: time ran out. DATA_LOSS:
+    bytes were damaged or missing. FAILED_PRECONDITION: the two sides disagree. ABORTED: one side gave up.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+    def fresh(self) -> TransferError:
+        """The same failure, to raise once more: a raised exception keeps its frames, and what they hold, alive."""
+        return TransferError(self.code, self.message)

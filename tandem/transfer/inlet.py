@@ -1,0 +1,80 @@
+"""The receiver's half of a link at work: it lands frames in the cache between two looks at the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.clock import Clock
+from tandem.transfer.arena import Arena
+from tandem.transfer.blocks import KVCache
+from tandem.transfer.endpoint import Endpoint, TransferError
+from tandem.transfer.inbox import Inbox
+from tandem.transfer.receiving import Landing, ReceiverProtocol
+from tandem.transfer.wire import INLINE, Hello, Message, checksum
+
+
+class Inlet:
+    def __init__(
+        self, local: Endpoint, inbox: Inbox, cache: KVCache, *, transports: Sequence[str], max_frame_bytes: int,
+        nonce: int, clock: Clock,
+    ) -> None:  # fmt: skip
+        self._inbox, self._cache, self._clock, self._transports = inbox, cache, clock, transports
+        self._arena: Arena | None = None
+        self.max_frame_bytes = max(max_frame_bytes, cache.block_bytes)
+        self._protocol = ReceiverProtocol(
+            local, inbox.table, num_layers=cache.num_layers, block_bytes=cache.block_bytes,
+            max_frame_bytes=self.max_frame_bytes, nonce=nonce, choose=self._choose, now=clock.now(),
+        )  # fmt: skip
+        self.liveness = self._protocol.liveness
+
+    def take(self) -> Message | None:
+        with self._inbox.changed:
+            return self._protocol.outbox.popleft() if self._protocol.outbox else None
+
+    def sent(self, message: Message) -> None:
+        self._protocol.sent(message, self._clock.now())
+
+    def receive(self, message: Message) -> None:
+        with self._inbox.changed:
+            landing = self._protocol.receive(message, self._clock.now())
+        if landing:
+            self._land(landing)
+        self._inbox.tell(self._protocol.endings)
+
+    def tick(self) -> None:
+        with self._inbox.changed:
+            self._protocol.tick(self._clock.now())
+        self._inbox.tell(self._protocol.endings)
+
+    def closed(self, error: TransferError) -> None:
+        with self._inbox.changed:
+            self._protocol.fail(error)
+        self._inbox.tell(self._protocol.endings)
+        self._arena = None
+
+    def _land(self, landing: Landing) -> None:
+        """Copies first and sums the source after: what the sum vouches for is what was copied."""
+        seen = -1
+        try:
+            payload = self._payload(landing.message)
+            if landing.inbound:
+                self._cache.write(landing.message.layer, landing.block_ids, payload)
+            seen = checksum(payload)
+        finally:
+            with self._inbox.changed:
+                self._protocol.landed(landing, seen)
+                self._inbox.changed.notify_all()
+
+    def _payload(self, message: Message) -> memoryview:
+        if message.offset == INLINE or self._arena is None:
+            return memoryview(message.body)
+        return self._arena.view[message.offset : message.offset + message.length]
+
+    def _choose(self, hello: Hello) -> str:
+        """The first transport of the sender's list that works here."""
+        for name in hello.transports:
+            if name == "shm" and hello.shm and name in self._transports:
+                self._arena = Arena.attach(hello.shm)
+            if name in self._transports and (name != "shm" or self._arena):
+                return name
+        return ""

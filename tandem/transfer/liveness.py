@@ -1,0 +1,28 @@
+"""Is the peer alive? Silence is noticed from both sides, without a clock of its own.
+
+Each side sends a PING once it has sent nothing for `interval` seconds, and answers a PING with a PONG. A side that has
+heard no byte for `limit` seconds holds its peer for dead or frozen. Because both sides ping unasked, a direction
+crowded with KV blocks never hides the life of the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Liveness:
+    heard_at: float
+    sent_at: float
+    interval: float = 0.4
+    limit: float = 1.5
+
+    def ping_due(self, now: float) -> bool:
+        return now - self.sent_at >= self.interval
+
+    def lost(self, now: float) -> bool:
+        return now - self.heard_at >= self.limit
+
+    def next_at(self) -> float:
+        """When something falls due, if nothing is sent or heard until then."""
+        return min(self.sent_at + self.interval, self.heard_at + self.limit)

@@ -1,0 +1,212 @@
+"""The sender's half of a link at work: the protocol, the arena and whoever waits, behind one lock.
+
+Two kinds of threads meet here. Engine threads take a slot, gather into it without the lock, and queue a frame; the
+link's channel writes frames, takes answers in, and gives slots back. Futures resolve outside the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import torch
+
+from tandem.clock import Clock
+from tandem.transfer.arena import Arena, Slot, Slots
+from tandem.transfer.blocks import gather
+from tandem.transfer.endpoint import TransferError
+from tandem.transfer.sending import Outgoing, SenderProtocol
+from tandem.transfer.wire import MAX_CONTROL_BYTES, Message, Welcome, checksum
+
+POLL_SECONDS = 0.1
+
+
+class Outlet:
+    def __init__(self, protocol: SenderProtocol, arena: Arena, frame_bytes: int, clock: Clock) -> None:
+        self.liveness = protocol.liveness
+        self.max_frame_bytes = MAX_CONTROL_BYTES  # nothing larger comes back from a receiver
+        self._protocol, self._frame_bytes, self._clock = protocol, frame_bytes, clock
+        self._arena: Arena | None = arena
+        self._slots: Slots | None = None
+        self._changed = threading.Condition()
+        self._futures: dict[Outgoing, Future[None]] = {}
+
+    # The port: called by the channel's thread.
+
+    def take(self) -> Message | None:
+        with self._changed:
+            return self._protocol.outbox.popleft() if self._protocol.outbox else None
+
+    def sent(self, message: Message) -> None:
+        with self._turn() as protocol:
+            protocol.sent(message, self._clock.now())
+
+    def receive(self, message: Message) -> None:
+        with self._turn() as protocol:
+            protocol.receive(message)
+            if protocol.welcome and self._slots is None:
+                self._cut(protocol.welcome)
+
+    def tick(self) -> None:
+        with self._turn() as protocol:
+            protocol.tick(self._clock.now())
+
+    def closed(self, error: TransferError) -> None:
+        with self._turn() as protocol:
+            protocol.fail(error)
+            if self._arena:
+                self._arena.sent_out()
+            self._arena = self._slots = None
+
+    # For links and pushes: called by any thread.
+
+    @property
+    def error(self) -> TransferError | None:
+        return self._protocol.error
+
+    @property
+    def slots(self) -> Slots:
+        """How frames are cut. Raises why the link is not open."""
+        with self._changed:
+            if self._slots is None:
+                self._protocol.opened()
+                raise TransferError("UNAVAILABLE", "the link is still opening")
+            return self._slots
+
+    def opened(self, deadline: float) -> Welcome:
+        """Waits for the receiver's answer. Raises its refusal, or DEADLINE_EXCEEDED."""
+
+        def done() -> bool:
+            return self._slots is not None or self._protocol.error is not None
+
+        with self._changed:
+            self._wait(done, deadline, f"no answer from {self._protocol.remote}")
+            return self._protocol.opened()
+
+    def begin(self, transfer_id: str, first_block: int, num_blocks: int, num_layers: int, deadline: float) -> Outgoing:
+        with self._turn() as protocol:
+            return protocol.begin(
+                transfer_id, first_block=first_block, num_blocks=num_blocks, num_layers=num_layers, deadline=deadline
+            )
+
+    def push(self, outgoing: Outgoing, layer: int, first_block: int, rows: torch.Tensor, ids: torch.Tensor) -> None:
+        """Copies blocks that fit one slot into one, waiting for it, and queues the frame."""
+        slot = self._slot(outgoing, layer, first_block, len(ids))
+        try:
+            gather(rows, ids, slot.octets)
+            payload_sum = checksum(slot.view)
+        except BaseException:
+            self._give(slot)
+            raise
+        with self._turn() as protocol:
+            protocol.frame(
+                outgoing, layer, first_block, len(ids), slot=slot.offset, payload=slot.view, payload_sum=payload_sum
+            )
+
+    def commit(self, outgoing: Outgoing, payload: bytes) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # only the receiver's word ends it
+        with self._turn() as protocol:
+            protocol.commit(outgoing, payload)
+            self._futures[outgoing] = future
+        return future
+
+    def abort(self, outgoing: Outgoing, error: TransferError) -> None:
+        with self._turn() as protocol:
+            protocol.abort(outgoing, error)
+
+    def probe(self, payload: bytes, deadline: float) -> int:
+        """Queues a probe that fits one slot, waiting for it; returns its handle."""
+        taken: list[Slot] = []
+
+        def room() -> bool:
+            if slot := self.slots.take(len(payload)):
+                taken.append(slot)
+            return bool(taken)
+
+        with self._changed:
+            self._wait(room, deadline, "probe: no room to send")
+            slot = taken[0]
+            slot.view[:] = payload
+            return self._protocol.probe(slot.offset, slot.view, checksum(slot.view))
+
+    def probed(self, handles: set[int], deadline: float) -> bool:
+        """Waits for the answers to these probes; whether the receiver saw the bytes that were sent."""
+        answers = self._protocol.probed
+
+        def done() -> bool:
+            return self._protocol.error is not None or handles <= answers.keys()
+
+        with self._changed:
+            self._wait(done, deadline, f"probe: no answer from {self._protocol.remote}")
+            self._protocol.opened()
+            return {answers.pop(handle) for handle in handles} <= {True}
+
+    def _slot(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> Slot:
+        with self._turn() as protocol:
+            while True:
+                protocol.expire(self._clock.now())
+                protocol.check(outgoing, layer, first_block, num_blocks)
+                if slot := self.slots.take(num_blocks * self.slots.block_bytes):
+                    return slot
+                self._changed.wait(POLL_SECONDS)
+
+    def _give(self, slot: Slot) -> None:
+        with self._changed:
+            if self._slots:
+                self._slots.give(slot.offset)
+            self._changed.notify_all()
+
+    def _cut(self, welcome: Welcome) -> None:
+        """The receiver has its map of the arena, or wants none; blocks are as large as it says."""
+        if self._arena is None:
+            return
+        self._arena.sent_out()
+        slots = Slots(self._arena, welcome.block_bytes, min(self._frame_bytes, welcome.max_frame_bytes))
+        if slots.count == 0:
+            text = f"arena_bytes: {self._arena.size} cannot hold one block of {welcome.block_bytes} bytes"
+            raise TransferError("FAILED_PRECONDITION", text)
+        self._slots = slots
+        self._changed.notify_all()
+
+    def _wait(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+        while not done():
+            left = deadline - self._clock.now()
+            if left <= 0:
+                raise TransferError("DEADLINE_EXCEEDED", what)
+            self._changed.wait(min(left, POLL_SECONDS))
+
+    @contextmanager
+    def _turn(self) -> Iterator[SenderProtocol]:
+        """The protocol under the lock; then slots it gave back are free and futures it settled resolve."""
+        ended: list[Outgoing] = []
+        try:
+            with self._changed:
+                try:
+                    yield self._protocol
+                finally:
+                    ended = self._collect()
+        finally:
+            for outgoing in ended:
+                self._resolve(outgoing)
+
+    def _collect(self) -> list[Outgoing]:
+        protocol = self._protocol
+        for slot in protocol.credits:
+            if self._slots:
+                self._slots.give(slot)
+        protocol.credits.clear()
+        ended, protocol.ended = protocol.ended, []
+        self._changed.notify_all()
+        return ended
+
+    def _resolve(self, outgoing: Outgoing) -> None:
+        future = self._futures.pop(outgoing, None)
+        if future is None:
+            return
+        if outgoing.error:
+            future.set_exception(outgoing.error.fresh())
+        else:
+            future.set_result(None)

@@ -1,0 +1,134 @@
+"""Ordered bytes between two workers: what a link needs from a transport, and TCP's answer to it.
+
+A stream never blocks in `send` or `recv_into`; one thread owns it and sleeps in `wait`, any thread may `wake` it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem.transfer.wire import Bytes
+
+SOCKET_BUFFER_BYTES = 4 << 20
+
+
+class Stream(Protocol):
+    def send(self, parts: Sequence[Bytes]) -> int:
+        """Bytes taken, 0 when there is no room now. Raises OSError when the peer is gone."""
+
+    def recv_into(self, view: memoryview) -> int:
+        """Bytes read, 0 when there are none now. Raises OSError when the peer is gone."""
+
+    def wait(self, *, write: bool, timeout: float) -> None:
+        """Until there is something to read, room to write if asked for, a wake, or `timeout` seconds have passed."""
+
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Listener(Protocol):
+    address: str
+
+    def accept(self, timeout: float) -> Stream | None:
+        """A new stream, or None after `timeout` seconds."""
+
+    def close(self) -> None: ...
+
+
+class Network(Protocol):
+    """Where streams come from. `carries`: transports that can run over them."""
+
+    carries: frozenset[str]
+
+    def listen(self, host: str, port: int) -> Listener: ...
+    def dial(self, address: str, timeout: float) -> Stream:
+        """Raises OSError."""
+
+
+class SocketStream:
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+
+    def send(self, parts: Sequence[Bytes]) -> int:
+        try:
+            return self._socket.sendmsg(parts)
+        except BlockingIOError:
+            return 0
+
+    def recv_into(self, view: memoryview) -> int:
+        try:
+            count = self._socket.recv_into(view)
+        except BlockingIOError:
+            return 0
+        if count == 0:
+            raise ConnectionResetError("closed by the peer")
+        return count
+
+    def wait(self, *, write: bool, timeout: float) -> None:
+        self._poll.register(self._socket, select.POLLIN | (select.POLLOUT if write else 0))
+        ready = self._poll.poll(max(0.0, timeout) * 1000)
+        if any(fd == self._woken.fileno() for fd, _ in ready):
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: a wake is pending; closed: nobody waits
+            self._waker.send(b"\0")
+
+    def close(self) -> None:
+        for sock in (self._socket, self._woken, self._waker):
+            sock.close()
+
+
+class SocketListener:
+    def __init__(self, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=128)
+        _buffers(self._socket)
+        name = self._socket.getsockname()[0]
+        self.address = f"[{name}]:{self._port}" if family == socket.AF_INET6 else f"{name}:{self._port}"
+
+    @property
+    def _port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def accept(self, timeout: float) -> Stream | None:
+        self._socket.settimeout(timeout)
+        try:
+            return SocketStream(self._socket.accept()[0])
+        except TimeoutError:
+            return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class SocketNetwork:
+    carries = frozenset({"shm", "tcp"})
+
+    def listen(self, host: str, port: int) -> Listener:
+        return SocketListener(host, port)
+
+    def dial(self, address: str, timeout: float) -> Stream:
+        host, _, port = address.rpartition(":")
+        if not port.isdigit():
+            raise OSError(f"address {address!r} is not host:port")
+        sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
+        _buffers(sock)
+        return SocketStream(sock)
+
+
+def _buffers(sock: socket.socket) -> None:
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)

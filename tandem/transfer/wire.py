@@ -1,0 +1,178 @@
+"""What crosses a link: 64-byte headers, each with the body it announces.
+
+    header   magic version kind | link nonce | transfer handle | layer, first block, blocks | length, offset | sums
+    body     `length` bytes behind the header; or, where `offset` is not INLINE, at that offset of the shared arena
+
+The payload's xxh3_64 stands in the header and the header's own xxh3_64 covers it, so together they cover all. A header
+that fails means the stream cannot be followed any more and the link ends; a payload that fails costs one transfer.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from xxhash import xxh3_64_intdigest
+
+from tandem.transfer.endpoint import Endpoint, TransferError
+
+MAGIC = b"TDKV"
+VERSION = 1
+INLINE = 2**64 - 1
+HEADER_BYTES = 64
+MAX_CONTROL_BYTES = 1 << 20
+
+_FIELDS = struct.Struct("<4sBB2xQQIIIIQQ")
+_SUM = struct.Struct("<Q")
+
+Bytes = bytes | memoryview
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    REFUSE = 3
+    PROBE = 4
+    PROBE_ACK = 5
+    BEGIN = 6
+    FRAME = 7
+    COMMIT = 8
+    ABORT = 9
+    ACK = 10  # every frame of the transfer verified
+    NACK = 11  # the transfer failed at the receiver
+    CREDIT = 12  # the arena slot at `offset` has been read
+    PING = 13
+    PONG = 14
+
+
+PAYLOAD_KINDS = frozenset({Kind.PROBE, Kind.FRAME})
+
+
+@dataclass(slots=True)
+class Message:
+    """One header and its body. `handle` is the link's own number for a transfer (or a probe)."""
+
+    kind: Kind
+    nonce: int = 0
+    handle: int = 0
+    layer: int = 0
+    first_block: int = 0
+    num_blocks: int = 0
+    length: int = 0
+    offset: int = INLINE
+    payload_sum: int = 0
+    body: Bytes = b""
+    slot: int = -1  # the sender's arena slot behind the payload; never on the wire
+
+    def header(self) -> bytes:
+        """The 64 bytes that go ahead of an inline body."""
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, self.kind, self.nonce, self.handle, self.layer, self.first_block,
+            self.num_blocks, self.length, self.offset, self.payload_sum,
+        )  # fmt: skip
+        return fields + _SUM.pack(xxh3_64_intdigest(fields))
+
+    @property
+    def inline_bytes(self) -> int:
+        """Bytes of body that follow the header on the stream."""
+        return self.length if self.offset == INLINE else 0
+
+
+def control(kind: Kind, body: bytes = b"", *, nonce: int = 0, handle: int = 0) -> Message:
+    """A message whose body is small and travels inline."""
+    if len(body) > MAX_CONTROL_BYTES:
+        raise ValueError(f"{kind.name} body: {len(body)} bytes, at most {MAX_CONTROL_BYTES} are allowed")
+    return Message(kind, nonce, handle, length=len(body), payload_sum=checksum(body), body=body)
+
+
+def parse_header(data: Bytes) -> Message:
+    """The message a header announces, its body still empty. Raises TransferError(DATA_LOSS): the stream is lost."""
+    fields = bytes(data[: _FIELDS.size])
+    (seen,) = _SUM.unpack(data[_FIELDS.size :])
+    magic, version, kind, *rest = _FIELDS.unpack(fields)
+    if magic != MAGIC or seen != checksum(fields):
+        raise TransferError("DATA_LOSS", "a damaged frame header: the stream cannot be followed any more")
+    if version != VERSION or kind not in Kind._value2member_map_:
+        raise TransferError("FAILED_PRECONDITION", f"wire version {version}, kind {kind}: this side speaks {VERSION}")
+    return Message(Kind(kind), *rest)
+
+
+def checksum(data: Bytes) -> int:
+    return xxh3_64_intdigest(data)
+
+
+def link_nonce(sender: Endpoint, receiver: Endpoint, sender_nonce: int, receiver_nonce: int) -> int:
+    """A number that only these two incarnations' messages on this one link carry."""
+    text = "\0".join((sender.incarnation, receiver.incarnation, str(sender_nonce), str(receiver_nonce)))
+    return xxh3_64_intdigest(text.encode())
+
+
+class Body(BaseModel):
+    """A control message's body: JSON, every field checked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def packed(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+class ShmOffer(Body):
+    """An arena the sender offers: the memory file `name`, descriptor `fd` of process `pid`, `size` bytes."""
+
+    pid: int
+    fd: int
+    name: str
+    size: int
+
+
+class Hello(Body):
+    """transports: best first. receiver: whom the sender means to reach."""
+
+    sender: Endpoint
+    receiver: Endpoint
+    nonce: int
+    transports: list[str]
+    shm: ShmOffer | None = None
+
+
+class Welcome(Body):
+    receiver: Endpoint
+    nonce: int
+    transport: str
+    num_layers: int
+    block_bytes: int
+    max_frame_bytes: int
+
+
+class Begin(Body):
+    """Blocks [first_block, first_block + num_blocks) of every one of `num_layers` layers will come."""
+
+    transfer_id: str
+    first_block: int
+    num_blocks: int
+    num_layers: int
+
+
+class Failure(Body):
+    """Body of REFUSE, ABORT and NACK."""
+
+    code: str
+    message: str
+
+    def error(self) -> TransferError:
+        return TransferError(self.code, self.message)
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(body: type[B], data: Bytes) -> B:
+    """Raises TransferError(DATA_LOSS) naming the fields that are wrong."""
+    try:
+        return body.model_validate_json(bytes(data))
+    except ValidationError as error:
+        fields = ", ".join(".".join(map(str, problem["loc"])) or "body" for problem in error.errors())
+        raise TransferError("DATA_LOSS", f"{body.__name__}: bad {fields}") from None
