@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tandem import telemetry
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+telemetry.set_up("tests", "tests", "warning")
 
 ROOT = Path(__file__).parents[1]
 

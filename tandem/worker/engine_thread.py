@@ -79,8 +79,8 @@ class EngineThread:
                 self.stats = self._engine.stats()
                 stalled = not outputs and self.stats == before
         except BaseException as error:
-            log.error("engine died", exc_info=error)
             self._loop.call_soon_threadsafe(self._on_death, error)
+            log.error("engine died", exc_info=error)
 
     def _serve_inbox(self, stalled: bool) -> None:
         """Everything in the inbox; waits for the first where the engine has nothing it could do."""

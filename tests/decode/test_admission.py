@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.decode.admission import Admission
+from tandem.engine import Engine, EngineConfig, Request, SamplingParams
+from tandem.worker import EngineThread
+
+BLOCKS = 4
+
+
+@pytest.fixture
+async def thread(demo_model: Path) -> AsyncIterator[EngineThread]:
+    engine = Engine(EngineConfig(model_path=demo_model, model_name="demo", num_blocks=BLOCKS, num_threads=1))
+    thread = EngineThread(engine, lambda outputs: None, lambda error: None)
+    thread.start()
+    yield thread
+    await thread.call(lambda engine: engine.check_integrity())
+    thread.close()
+
+
+def request(name: str, blocks: int, priority: int = 0) -> Request:
+    prompt = [1 + len(name)] * (16 * blocks - 8)
+    return Request(name, prompt, SamplingParams(max_tokens=8, temperature=0), priority)
+
+
+async def free(thread: EngineThread, admission: Admission, name: str) -> None:
+    assert await thread.call(lambda engine: engine.abort(name))
+    admission.room()
+
+
+async def still_waits(task: asyncio.Task[object]) -> bool:
+    await asyncio.wait([task], timeout=0.2)
+    return not task.done()
+
+
+async def admitted(task: asyncio.Task[object]) -> None:
+    await asyncio.wait_for(task, 20)
+
+
+async def test_first_come_first_served_and_big_ones_are_not_passed_by(thread: EngineThread) -> None:
+    admission = Admission(thread)
+    await admission.reserve(request("a", 3))
+    big = asyncio.create_task(admission.reserve(request("big", 4)))
+    await asyncio.sleep(0.05)
+    small = asyncio.create_task(admission.reserve(request("small", 1)))
+    assert await still_waits(big)
+    assert await still_waits(small)
+    await free(thread, admission, "a")
+    await admitted(big)
+    assert not small.done()
+    await free(thread, admission, "big")
+    await admitted(small)
+    await free(thread, admission, "small")
+    assert len(admission) == 0
+
+
+async def test_priority_goes_before_arrival(thread: EngineThread) -> None:
+    admission = Admission(thread)
+    await admission.reserve(request("a", 4))
+    late = asyncio.create_task(admission.reserve(request("late", 4, priority=1)))
+    await asyncio.sleep(0.05)
+    urgent = asyncio.create_task(admission.reserve(request("urgent", 4, priority=0)))
+    await asyncio.sleep(0.05)
+    await free(thread, admission, "a")
+    await admitted(urgent)
+    assert not late.done()
+    await free(thread, admission, "urgent")
+    await admitted(late)
+    await free(thread, admission, "late")
+
+
+async def test_giving_up_leaves_nothing_behind(thread: EngineThread) -> None:
+    admission = Admission(thread)
+    await admission.reserve(request("a", 4))
+    waiting = asyncio.create_task(admission.reserve(request("b", 1)))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await free(thread, admission, "a")
+    assert len(admission) == 0
+    assert await thread.call(lambda engine: engine.stats().free_blocks) == BLOCKS
+
+
+async def test_what_never_fits_is_refused_at_once(thread: EngineThread) -> None:
+    with pytest.raises(ValueError, match="token_ids"):
+        await Admission(thread).reserve(request("huge", BLOCKS + 1))

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.engine import Engine, EngineConfig, Request, SamplingParams
+
+
+@pytest.fixture
+def engine_of(demo_model: Path) -> Callable[[int], Engine]:
+    def build(num_blocks: int) -> Engine:
+        return Engine(EngineConfig(model_path=demo_model, model_name="demo", num_blocks=num_blocks, num_threads=1))
+
+    return build
+
+
+def request(name: str, prompt: int = 8, max_tokens: int = 8, priority: int = 0) -> Request:
+    return Request(name, list(range(1, prompt + 1)), SamplingParams(max_tokens=max_tokens, temperature=0), priority)
