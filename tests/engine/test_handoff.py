@@ -1,0 +1,207 @@
+"""Prefill on one engine, decode on another: the tokens are those of one engine doing both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.engine import Engine, FinishReason, Request, SampledToken, SamplingParams, SequenceOutput
+from tests.engine.tiny import assert_idle, generate, greedy, make_engine, prompt_of, run, tokens
+
+BLOCK = 4
+SEEDED = SamplingParams(max_tokens=10, temperature=1.3, top_p=0.95, seed=11)
+
+
+@dataclass
+class Copy:
+    """Puts pushed blocks where the decode engine wants them."""
+
+    target: Engine
+    landing: list[int]
+    pushed: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
+        places = self.landing[first_block : first_block + len(block_ids)]
+        self.target.kv_cache[layer][places] = kv[list(block_ids)]
+        self.pushed.append((layer, first_block, len(block_ids)))
+
+
+@pytest.fixture(scope="module")
+def engines(llama: Path) -> tuple[Engine, Engine, Engine]:
+    """Prefill, decode, and the one that does both."""
+    one = make_engine(llama, enable_prefix_caching=False)
+    return make_engine(llama, max_num_batched_tokens=10), make_engine(llama), one
+
+
+def prefill(source: Engine, request: Request, copy: Copy, first_block: int) -> SequenceOutput:
+    source.add(request, sink=copy, first_block=first_block, prefill_only=True)
+    (output,) = run(source)[request.request_id]
+    assert output.finished
+    assert output.first_index == 0
+    assert len(output.tokens) == 1
+    return output
+
+
+def disaggregated(source: Engine, target: Engine, prompt: list[int], sampling: SamplingParams) -> list[int]:
+    request = Request("r", prompt, sampling)
+    cached = target.reserve(request)
+    assert cached is not None
+    assert cached % BLOCK == 0
+    assert cached < len(prompt)
+    copy = Copy(target, target.landing_blocks("r"))
+    assert len(copy.landing) == -(-len(prompt) // BLOCK)
+    assert not target.has_work()
+    first = prefill(source, request, copy, cached // BLOCK)
+    layers = range(target.layout.num_layers)
+    pushed = {
+        layer: [b for at, start, n in copy.pushed if at == layer for b in range(start, start + n)] for layer in layers
+    }
+    assert all(blocks == list(range(cached // BLOCK, len(copy.landing))) for blocks in pushed.values())
+    target.join("r", first.tokens[0])
+    outputs = run(target)["r"]
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    numbered = [o.first_index + i for o in outputs for i in range(len(o.tokens))]
+    assert numbered == list(range(1, 1 + len(numbered)))
+    assert all(o.num_cached_tokens == cached for o in outputs)
+    if first.finish_reason is not None:
+        assert [(o.tokens, o.finish_reason) for o in outputs] == [([], first.finish_reason)]
+    return tokens([first, *outputs])
+
+
+@pytest.mark.parametrize("sampling", [greedy(10), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 23, 24, 25])
+def test_tokens_equal_one_engines(
+    engines: tuple[Engine, Engine, Engine], length: int, sampling: SamplingParams
+) -> None:
+    source, target, one = engines
+    prompt = prompt_of(length, seed=length)
+    expected = generate(one, prompt, sampling)
+    assert len(expected) == 10
+    for _ in range(2):  # the second time both prefix caches hold most of the prompt
+        assert disaggregated(source, target, prompt, sampling) == expected
+    assert_idle(source)
+    assert_idle(target)
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_one_token_and_stop_as_the_first(engines: tuple[Engine, Engine, Engine], length: int) -> None:
+    source, target, one = engines
+    prompt = prompt_of(length, seed=100 + length)
+    first = generate(one, prompt, greedy(1))
+    assert disaggregated(source, target, prompt, greedy(1)) == first
+    stop = greedy(5, stop_token_ids=frozenset(first))
+    assert disaggregated(source, target, prompt, stop) == first == generate(one, prompt, stop)
+    assert_idle(target)
+
+
+def test_the_last_possible_prompt_length(engines: tuple[Engine, Engine, Engine]) -> None:
+    source, target, one = engines
+    for length in (126, 127):
+        prompt = prompt_of(length, seed=length)
+        expected = generate(one, prompt, greedy(5))
+        assert len(expected) == 128 - length
+        assert disaggregated(source, target, prompt, greedy(5)) == expected
+
+
+def test_kv_bytes_are_the_prompts_own(llama: Path) -> None:
+    source, target, one = make_engine(llama), make_engine(llama), make_engine(llama, max_num_batched_tokens=64)
+    prompt = prompt_of(13)
+    request = Request("r", prompt, greedy(4))
+    target.reserve(request)
+    landing = target.landing_blocks("r")
+    prefill(source, request, Copy(target, landing), 0)
+    one.reserve(Request("r", prompt, greedy(4)))
+    reference = one.landing_blocks("r")
+    prefill(make_engine(llama, max_num_batched_tokens=64), Request("r", prompt, greedy(4)), Copy(one, reference), 0)
+    for here, there in zip(target.kv_cache, one.kv_cache, strict=True):
+        torch.testing.assert_close(here[landing], there[reference], atol=1e-5, rtol=1e-5)
+
+
+def test_each_chunk_pushes_what_it_completes(llama: Path) -> None:
+    source, target = make_engine(llama, max_num_batched_tokens=6), make_engine(llama)
+    request = Request("r", prompt_of(15), greedy(4))
+    target.reserve(request)
+    copy = Copy(target, target.landing_blocks("r"))
+    source.add(request, sink=copy, prefill_only=True)
+    steps = []
+    while source.has_work():
+        source.step()
+        steps.append([block for layer, *block in copy.pushed if layer == 2])
+        copy.pushed.clear()
+    assert steps == [[[0, 1]], [[1, 2]], [[3, 1]]]
+
+
+def test_a_failing_sink_fails_its_sequence_alone(llama: Path) -> None:
+    class Broken:
+        calls = 0
+
+        def push(self, *_: object) -> None:
+            self.calls += 1
+            raise ConnectionError("peer is gone")
+
+    engine, broken = make_engine(llama), Broken()
+    alone = generate(engine, prompt_of(6, 1), greedy(6))
+    engine.add(Request("bad", prompt_of(30), greedy(6)), sink=broken, prefill_only=True)
+    engine.add(Request("good", prompt_of(6, 1), greedy(6)))
+    outputs = run(engine)
+    (failed,) = outputs["bad"]
+    assert failed.error == "KV push failed: ConnectionError: peer is gone"
+    assert (failed.finished, failed.tokens, failed.finish_reason) == (True, [], None)
+    assert broken.calls == 1
+    assert tokens(outputs["good"]) == alone
+    assert_idle(engine)
+
+
+def test_reservations_wait_outside_and_hold_their_blocks(llama: Path) -> None:
+    engine = make_engine(llama, num_blocks=8)
+    assert engine.reserve(Request("a", prompt_of(9), greedy(11))) == 0
+    stats = engine.stats()
+    assert (stats.num_reserved, stats.free_blocks, stats.queued_tokens) == (1, 3, 0)
+    assert engine.reserve(Request("b", prompt_of(9), greedy(4))) is None
+    assert engine.reserve(Request("b", prompt_of(8), greedy(4))) == 0
+    assert engine.step() == []
+    engine.check_integrity()
+    assert engine.abort("a")
+    assert engine.abort("b")
+    assert_idle(engine)
+
+
+def test_a_reservation_that_ended_can_still_be_aborted(llama: Path) -> None:
+    engine = make_engine(llama)
+    engine.reserve(Request("a", prompt_of(5), greedy(1)))
+    engine.join("a", SampledToken(3))
+    assert engine.has_work()
+    assert engine.stats().free_blocks == engine.stats().num_blocks
+    assert engine.abort("a")
+    assert not engine.has_work()
+    assert engine.step() == []
+
+
+def test_prefill_says_whether_decode_should_go_on(llama: Path) -> None:
+    engine = make_engine(llama)
+    prompt = prompt_of(5)
+    (token,) = generate(engine, prompt, greedy(1))
+    for sampling, reason in (
+        (greedy(1), FinishReason.LENGTH),
+        (greedy(2), None),
+        (greedy(2, stop_token_ids=frozenset({token})), FinishReason.STOP),
+    ):
+        engine.add(Request("r", prompt, sampling), prefill_only=True)
+        (output,) = run(engine)["r"]
+        assert (output.finish_reason, output.finished) == (reason, True)
+        assert_idle(engine)
+
+
+def test_join_and_landing_need_a_reservation(llama: Path) -> None:
+    engine = make_engine(llama)
+    engine.add(Request("a", prompt_of(5), greedy(2)))
+    for call in (lambda: engine.join("a", SampledToken(1)), lambda: engine.landing_blocks("b")):
+        with pytest.raises(ValueError, match=r"request_id: '[ab]' holds no reservation"):
+            call()
+    engine.reserve(Request("c", prompt_of(5), greedy(2)))
+    with pytest.raises(ValueError, match="first_token: 96 is outside the vocabulary"):
+        engine.join("c", SampledToken(96))
