@@ -1,0 +1,152 @@
+"""One request's answer: its choices side by side, told of in one stream of pieces; its span and its metrics.
+
+    choice 0: pipeline -> text ─┐
+    choice 1: pipeline -> text ─┼─> pieces, as they come ──> HTTP or gRPC
+    choice 2: pipeline -> text ─┘
+
+The first choice that fails fails the answer, and ends the others. Closing `pieces` ends all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from opentelemetry.trace import Span, Tracer
+
+from services.gateway import tracing
+from services.gateway.attempt import Outcome
+from services.gateway.choice import Choice, Piece
+from services.gateway.errors import GatewayError
+from services.gateway.metrics import Metrics
+from services.gateway.pipeline import Pipeline
+from services.gateway.request import Generation
+from tandem.clock import Clock
+from tandem.v1 import llm_pb2
+
+REASONS = {
+    llm_pb2.FINISH_REASON_STOP: "stop",
+    llm_pb2.FINISH_REASON_LENGTH: "length",
+}
+PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
+CLIENT_LEFT = 499
+
+
+class Answer:
+    """`pieces` once; everything else can be asked at any time."""
+
+    def __init__(
+        self, request: Generation, pipeline: Pipeline, metrics: Metrics, clock: Clock, spans: Tracer,
+        *, max_model_len: int, seed: int,
+    ) -> None:  # fmt: skip
+        self.request = request
+        self.outcomes = [Outcome() for _ in range(request.num_choices)]
+        self._pipeline = pipeline
+        self._metrics = metrics
+        self._clock = clock
+        self._spans = spans
+        self._sequences = [request.sequence(i, max_model_len, seed) for i in range(request.num_choices)]
+        self._choices = [
+            Choice(i, request.model.tokenizer, request.sampling.stop, sequence.sampling.stop_token_ids)
+            for i, sequence in enumerate(self._sequences)
+        ]
+
+    @property
+    def usage(self) -> llm_pb2.Usage:
+        """Each prompt counts once, however many answers it has."""
+        return llm_pb2.Usage(
+            prompt_tokens=sum(len(prompt) for prompt in self.request.prompts),
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            cached_tokens=sum(outcome.num_cached_tokens for outcome in self.outcomes[:: self.request.n]),
+        )
+
+    @property
+    def path(self) -> llm_pb2.Path:
+        """The way of the first choice that has one."""
+        return next((outcome.path for outcome in self.outcomes if outcome.path.kind), self.outcomes[0].path)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """
+        Raises:
+            GatewayError
+        """
+        span = tracing.start_root(self._spans, self.request)
+        status = CLIENT_LEFT
+        try:
+            async with aclosing(self._merged(span)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            status = 200
+        except GatewayError as error:
+            status = error.status
+            tracing.fail(span, error)
+            raise
+        except BaseException as error:
+            tracing.fail(span, error)
+            raise
+        finally:
+            self._end(span, status)
+
+    def _merged(self, span: Span) -> AsyncGenerator[Piece, None]:
+        runs = [self._run(choice, span) for choice in self._choices]
+        return runs[0] if len(runs) == 1 else merge(runs)
+
+    async def _run(self, choice: Choice, span: Span) -> AsyncGenerator[Piece, None]:
+        """One choice, counted."""
+        request, outcome = self.request, self.outcomes[choice.index]
+        tokens = self._pipeline.tokens(
+            self._sequences[choice.index], f"{request.request_id}-{choice.index}", request.deadline,
+            tracing.under(span), outcome,
+        )  # fmt: skip
+        meter = self._metrics.choice(self._clock.now)
+        try:
+            async with aclosing(tokens):
+                async for new in tokens:
+                    piece = choice.feed(new, outcome.finish_reason)
+                    meter.count(len(piece.tokens.ids))
+                    yield piece
+                    if piece.finish_reason:
+                        break
+            meter.success(REASONS.get(choice.finish_reason, "abort"), len(request.prompts[choice.index // request.n]))
+        finally:
+            meter.close()
+
+    def _end(self, span: Span, status: int) -> None:
+        usage, metrics = self.usage, self._metrics
+        tracing.set_usage(span, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        reasons = [REASONS.get(choice.finish_reason, "error") for choice in self._choices]
+        span.set_attribute("gen_ai.response.finish_reasons", reasons)
+        span.set_attribute("tandem.path", PATHS.get(self.path.kind, "none"))
+        span.end()
+        metrics.request(PATHS.get(self.path.kind, "none"), status)
+        for outcome in self.outcomes:
+            metrics.transfer_bytes.inc(outcome.path.transfer_bytes)
+            if outcome.path.kind == llm_pb2.Path.KIND_LOCAL_PREFILL:
+                metrics.local_prefill(outcome.path.reason)
+
+
+async def merge(runs: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    """Pieces of all runs as they come. One failure ends all, and is raised."""
+    queue: asyncio.Queue[Piece | None] = asyncio.Queue()
+
+    async def pump(run: AsyncGenerator[Piece, None]) -> None:
+        try:
+            async with aclosing(run):
+                async for piece in run:
+                    queue.put_nowait(piece)
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(run)) for run in runs]
+    try:
+        for _ in tasks:
+            while (piece := await queue.get()) is not None:
+                yield piece
+            for task in tasks:
+                if task.done():
+                    task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,233 @@
+"""One try of one choice on one pair of workers.
+
+    route     (P, D) chosen and reserved                                  registry
+    reserve   D's token stream open, blocks held; a ticket, or D reads    DecodeService.Reserve
+    prefill   P's reply carries the first token                           PrefillService.Prefill
+    decode    the other tokens come by the stream
+    close     D told to abort unless it knows the end; the reservation given back
+
+Whatever ends it, `close` frees everything; it runs apart from the request, so a second cancellation cannot stop it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import structlog
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Tracer
+
+from services.gateway import tracing
+from services.gateway.errors import GatewayError, TimedOut, WorkerLost
+from services.gateway.router import Router, Wanted
+from services.gateway.workers import Link, Mailbox, Tokens, WorkerPool
+from tandem.clock import Clock
+from tandem.registry import Route, WorkerInfo
+from tandem.v1 import decode_pb2, llm_pb2, prefill_pb2, worker_pb2
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+# After a last token from P, D is about to end the sequence by itself and keep its blocks as cache.
+LINGER_S = 1.0
+ABORT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What an attempt reaches the cluster with. `later` runs a coroutine to its end, whatever the request does."""
+
+    model: str
+    gateway_id: str
+    router: Router
+    pool: WorkerPool
+    clock: Clock
+    spans: Tracer
+    later: Callable[[Coroutine[Any, Any, None]], None]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is known of one choice besides its tokens; filled in as it goes."""
+
+    path: llm_pb2.Path = field(default_factory=llm_pb2.Path)
+    num_cached_tokens: int = 0
+    finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class Attempt:
+    """`tokens` once, then `close` once."""
+
+    def __init__(
+        self, cluster: Cluster, sequence: worker_pb2.SequenceSpec, deadline: float, parent: Context, outcome: Outcome
+    ) -> None:
+        self._cluster = cluster
+        self._sequence = sequence
+        self._deadline = deadline
+        self._parent = parent
+        self._outcome = outcome
+        self._route: Route | None = None
+        self._links: list[Link] = []
+        self._mailbox: Mailbox | None = None
+        self._reserving = False
+        self._ended_by_decode = False
+        self._timer: asyncio.Task[None] | None = None
+
+    @property
+    def lost_decode(self) -> set[str]:
+        """The decode worker, where its stream has failed this sequence."""
+        failed = self._mailbox is not None and self._mailbox.failed.done()
+        return {self._route.decode.info.worker_id} if failed and self._route else set()
+
+    async def tokens(self, exclude: Collection[str]) -> AsyncIterator[Tokens]:
+        """New tokens as they come, ending once the outcome's finish_reason is set.
+
+        Raises:
+            GatewayError
+        """
+        route = await self._choose(exclude)
+        decode = self._use(route.decode.info)
+        mailbox, ticket = await self._reserve(decode, local_prefill=route.prefill is None)
+        if route.prefill is not None:
+            yield await self._prefill(self._use(route.prefill.info), ticket, mailbox)
+        with tracing.child(self._cluster.spans, "decode", self._parent) as span:
+            while not mailbox.finish_reason:
+                tokens = await mailbox.get()
+                self._ended_by_decode = bool(mailbox.finish_reason)
+                self._note_progress(route, mailbox, len(tokens.ids))
+                yield tokens
+            span.set_attribute("decode.tokens", mailbox.next_index)
+        if mailbox.finish_reason == llm_pb2.FINISH_REASON_ABORT:
+            raise WorkerLost(route.decode.info.worker_id, "it aborted the sequence")
+
+    async def close(self) -> None:
+        """Free everything this attempt holds, here and on workers. Bounded."""
+        if self._timer:
+            self._timer.cancel()
+        mailbox, route = self._mailbox, self._route
+        if mailbox is not None and self._reserving and not self._ended_by_decode:
+            await self._end_on_decode(mailbox, self._links[0])
+        if mailbox is not None:
+            self._links[0].stream.detach(mailbox)
+        for link in self._links:
+            link.running -= 1
+        if route is not None:
+            await self._cluster.router.release(route)
+
+    # --- the steps ---
+
+    async def _choose(self, exclude: Collection[str]) -> Route:
+        sequence, cluster, left = self._sequence, self._cluster, self._left()
+        wanted = Wanted(
+            sequence.request_id, cluster.model, len(sequence.token_ids), sequence.sampling.max_tokens, left + 1.0
+        )
+        with tracing.child(cluster.spans, "route", self._parent) as span:
+            route = self._route = await self._within(cluster.router.choose(wanted, exclude))
+            self._note_route(route)
+            span.set_attribute("tandem.path.reason", route.reason)
+        return route
+
+    async def _reserve(self, decode: Link, local_prefill: bool) -> tuple[Mailbox, worker_pb2.LandingTicket]:
+        with tracing.child(self._cluster.spans, "reserve", self._parent, SpanKind.CLIENT) as span:
+            span.set_attribute("tandem.worker", decode.info.worker_id)
+            await decode.stream.wait_open(self._deadline)
+            mailbox = self._mailbox = decode.stream.attach(self._sequence.request_id)
+            self._timer = asyncio.create_task(self._expire(mailbox))
+            request = decode_pb2.ReserveRequest(
+                sequence=self._timed(),
+                gateway_id=self._cluster.gateway_id,
+                decode_incarnation=decode.info.incarnation,
+                local_prefill=local_prefill,
+            )
+            self._reserving = True
+            response = await self._call(decode, decode.decode.Reserve, request, span, mailbox)
+        return mailbox, response.ticket
+
+    async def _prefill(self, prefill: Link, ticket: worker_pb2.LandingTicket, mailbox: Mailbox) -> Tokens:
+        with tracing.child(self._cluster.spans, "prefill", self._parent, SpanKind.CLIENT) as span:
+            span.set_attribute("tandem.worker", prefill.info.worker_id)
+            request = prefill_pb2.PrefillRequest(sequence=self._timed(), ticket=ticket)
+            response = await self._call(prefill, prefill.prefill.Prefill, request, span, mailbox)
+            self._outcome.path.transfer_bytes = response.transfer_bytes
+            self._outcome.path.transport = response.transport
+            span.set_attribute("kv.transfer.bytes", response.transfer_bytes)
+        tokens = mailbox.accept(response.output)
+        assert self._route is not None
+        self._note_progress(self._route, mailbox, len(tokens.ids))
+        return tokens
+
+    async def _end_on_decode(self, mailbox: Mailbox, decode: Link) -> None:
+        if mailbox.finish_reason:
+            await self._linger(mailbox)
+            if mailbox.ended:
+                return
+        request = decode_pb2.AbortRequest(request_ids=[mailbox.request_id])
+        try:
+            # A stream that comes back at once keeps the worker from freeing this by itself: wait for the link.
+            await decode.call(decode.decode.Abort, request, timeout=ABORT_TIMEOUT_S, wait_for_ready=True)
+        except GatewayError as error:
+            log.warning("sequence not aborted", request_id=mailbox.request_id, reason=error.message)
+
+    async def _linger(self, mailbox: Mailbox) -> None:
+        ended = asyncio.create_task(mailbox.wait_ended())
+        pause = asyncio.create_task(self._cluster.clock.sleep(LINGER_S))
+        await asyncio.wait({ended, pause}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        pause.cancel()
+
+    # --- bounds ---
+
+    def _left(self) -> float:
+        left = self._deadline - self._cluster.clock.now()
+        if left <= 0:
+            raise TimedOut("the request's deadline passed")
+        return left
+
+    def _timed(self) -> worker_pb2.SequenceSpec:
+        self._sequence.timeout_ms = max(1, int(self._left() * 1000))
+        return self._sequence
+
+    async def _expire(self, mailbox: Mailbox) -> None:
+        await self._cluster.clock.sleep(max(0.0, self._deadline - self._cluster.clock.now()))
+        mailbox.fail(TimedOut("the request's deadline passed"))
+
+    async def _within(self, awaitable: Awaitable[T]) -> T:
+        """Bounded by the deadline."""
+        work = asyncio.ensure_future(awaitable)
+        pause = asyncio.create_task(self._cluster.clock.sleep(self._left()))
+        try:
+            await asyncio.wait({work, pause}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise TimedOut("the request's deadline passed while choosing workers")
+            return work.result()
+        finally:
+            pause.cancel()
+            work.cancel()
+
+    async def _call(self, link: Link, method: Any, request: Any, span: Span, mailbox: Mailbox) -> Any:
+        """A unary call, ended early when the sequence fails: the deadline, or the decode worker's death."""
+        metadata = tracing.metadata(tracing.under(span))
+        return await link.call(method, request, timeout=self._left(), metadata=metadata, unless=mailbox.failed)
+
+    # --- notes ---
+
+    def _use(self, info: WorkerInfo) -> Link:
+        link = self._cluster.pool.link(info)
+        link.running += 1
+        self._links.append(link)
+        return link
+
+    def _note_route(self, route: Route) -> None:
+        path = self._outcome.path = llm_pb2.Path(decode_worker=route.decode.info.worker_id, reason=route.reason)
+        path.kind = llm_pb2.Path.KIND_LOCAL_PREFILL
+        if route.prefill is not None:
+            path.kind = llm_pb2.Path.KIND_REMOTE_PREFILL
+            path.prefill_worker = route.prefill.info.worker_id
+
+    def _note_progress(self, route: Route, mailbox: Mailbox, num_new: int) -> None:
+        self._outcome.num_cached_tokens = mailbox.num_cached_tokens
+        self._outcome.finish_reason = mailbox.finish_reason
+        if mailbox.next_index == num_new:
+            self._cluster.later(self._cluster.router.release_prefill(route))

@@ -1,0 +1,66 @@
+"""The text of one choice.
+
+    tokens -> detokenizer -> stop strings -> Piece
+
+A stop token's own text is not shown. A stop string ends the choice at the token that completes it: later tokens of
+the same message do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway.text import StopStrings, Tokenizer
+from services.gateway.workers import Tokens
+from tandem.v1 import llm_pb2
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of one choice."""
+
+    choice: int
+    text: str
+    tokens: Tokens
+    offsets: list[int]  # where each token's text begins in the answer, in characters
+    finish_reason: llm_pb2.FinishReason
+
+
+class Choice:
+    def __init__(self, index: int, tokenizer: Tokenizer, stops: Sequence[str], stop_ids: Sequence[int]) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
+        self._detokenizer = tokenizer.detokenizer()
+        self._stops = StopStrings(stops)
+        self._stop_ids = frozenset(stop_ids)
+        self._length = 0
+
+    def feed(self, tokens: Tokens, finish_reason: llm_pb2.FinishReason) -> Piece:
+        """Tokens as they came, and the finish reason that came with them."""
+        shown, offsets = [], []
+        last = len(tokens.ids) - 1 if finish_reason == llm_pb2.FINISH_REASON_STOP else -1
+        for i, token_id in enumerate(tokens.ids):
+            offsets.append(self._length)
+            silent = i == last and token_id in self._stop_ids
+            shown.append("" if silent else self._show(self._detokenizer.feed(token_id)))
+            if self._stops.matched is not None:
+                finish_reason = llm_pb2.FINISH_REASON_STOP
+                tokens = Tokens(tokens.ids[: i + 1], tokens.logprobs[: i + 1])
+                break
+        if finish_reason:
+            shown.append(self._rest())
+        self.num_tokens += len(tokens.ids)
+        self.finish_reason = finish_reason
+        return Piece(self.index, "".join(shown), tokens, offsets, finish_reason)
+
+    def _show(self, text: str) -> str:
+        self._length += len(text)
+        return self._stops.feed(text)
+
+    def _rest(self) -> str:
+        """What was held back, at the end; nothing behind a stop string."""
+        if self._stops.matched is not None:
+            return ""
+        return self._show(self._detokenizer.flush()) + ("" if self._stops.matched else self._stops.flush())

@@ -1,0 +1,102 @@
+"""Every way a request can fail, and what each client sees of it.
+
+    class              HTTP   error.type                gRPC
+    InvalidRequest     400    invalid_request_error     INVALID_ARGUMENT
+    ModelNotFound      404    not_found_error           NOT_FOUND
+    BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
+    Overloaded         429    overloaded_error          RESOURCE_EXHAUSTED
+    Internal           500    internal_error            INTERNAL
+    Unavailable        503    service_unavailable       UNAVAILABLE
+    TimedOut           504    timeout                   DEADLINE_EXCEEDED
+
+After the first byte of an answer the HTTP status is spent: the same error then comes as the stream's last event,
+`data: {"error": {...}}`, and no `[DONE]` follows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from grpc import StatusCode
+
+
+class GatewayError(Exception):
+    """A typed answer "no". `param` names the field at fault, where there is one."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_error"
+    grpc: ClassVar[StatusCode] = StatusCode.INTERNAL
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI words it."""
+        code = self.code or self.status
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": code}}
+
+
+class InvalidRequest(GatewayError):
+    status, type, grpc = 400, "invalid_request_error", StatusCode.INVALID_ARGUMENT
+
+
+class ModelNotFound(GatewayError):
+    status, type, grpc = 404, "not_found_error", StatusCode.NOT_FOUND
+
+
+class BodyTooLarge(GatewayError):
+    status, type, grpc = 413, "invalid_request_error", StatusCode.RESOURCE_EXHAUSTED
+
+
+class Overloaded(GatewayError):
+    status, type, grpc = 429, "overloaded_error", StatusCode.RESOURCE_EXHAUSTED
+
+
+class Internal(GatewayError):
+    pass
+
+
+class Unavailable(GatewayError):
+    status, type, grpc = 503, "service_unavailable", StatusCode.UNAVAILABLE
+
+
+class TimedOut(GatewayError):
+    status, type, grpc = 504, "timeout", StatusCode.DEADLINE_EXCEEDED
+
+
+class WorkerLost(Unavailable):
+    """A worker failed this request in a way that says nothing of the request: another worker may serve it."""
+
+    def __init__(self, worker_id: str, message: str) -> None:
+        super().__init__(f"worker {worker_id}: {message}", code="worker_lost")
+        self.worker_id = worker_id
+
+
+LOST = {
+    StatusCode.UNAVAILABLE,
+    StatusCode.CANCELLED,
+    StatusCode.FAILED_PRECONDITION,
+    StatusCode.ABORTED,
+    StatusCode.UNIMPLEMENTED,
+}
+BY_STATUS: dict[StatusCode, type[GatewayError]] = {
+    StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    StatusCode.OUT_OF_RANGE: InvalidRequest,
+    StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    StatusCode.DEADLINE_EXCEEDED: TimedOut,
+}
+
+
+def from_status(worker_id: str, code: StatusCode, message: str) -> GatewayError:
+    """A worker's refusal, in the gateway's words."""
+    if code in LOST:
+        return WorkerLost(worker_id, message or code.name)
+    return BY_STATUS.get(code, Internal)(f"worker {worker_id}: {message or code.name}")
+
+
+def from_failure(worker_id: str, code: str, message: str) -> GatewayError:
+    """The failure of one sequence, as a worker's stream names it."""
+    return from_status(worker_id, StatusCode.__members__.get(code, StatusCode.INTERNAL), message)

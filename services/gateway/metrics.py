@@ -1,0 +1,111 @@
+"""What Prometheus reads. Names and meanings are vLLM's where vLLM has them, so that its dashboards work.
+
+waiting   accepted, no token yet        running   from the first token to the last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = ("model_name",)
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+
+
+class Metrics:
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry = registry
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, LABELS, registry=registry).labels(model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, LABELS, registry=registry).labels(model)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, LABELS, registry=registry, buckets=buckets).labels(model)
+
+        self.waiting = gauge("vllm:num_requests_waiting", "Choices accepted that have no token yet.")
+        self.running = gauge("vllm:num_requests_running", "Choices that are being written.")
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT)
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Between messages of one choice, per token.", ITL)
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", E2E)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered choices.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens written.")
+        self._success = Counter(
+            "vllm:request_success", "Choices that ended well.", (*LABELS, "finished_reason"), registry=registry
+        )
+        self._requests = Counter(
+            "tandem_requests", "Requests by path and HTTP status.", ("path", "status"), registry=registry
+        )
+        self.transfer_bytes = Counter("tandem_kv_transfer_bytes", "KV bytes moved for requests.", registry=registry)
+        self._local = Counter("tandem_local_prefill", "Choices read by decode workers.", ("reason",), registry=registry)
+        self._model = model
+
+    def choice(self, now: Callable[[], float]) -> Meter:
+        """Of one choice that is accepted now."""
+        return Meter(self, now)
+
+    def success(self, reason: str) -> None:
+        self._success.labels(self._model, reason).inc()
+
+    def request(self, path: str, status: int) -> None:
+        """One request has ended; 499 is a client that left."""
+        self._requests.labels(path, str(status)).inc()
+
+    def local_prefill(self, reason: str) -> None:
+        self._local.labels(_kind(reason)).inc()
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class Meter:
+    """One choice's way from waiting to running to its end. `close` it."""
+
+    def __init__(self, metrics: Metrics, now: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._now = now
+        self._born = self._last = now()
+        self._num_tokens = 0
+        self._state = metrics.waiting
+        self._state.inc()
+
+    def count(self, num_tokens: int) -> None:
+        """So many new tokens."""
+        if not num_tokens:
+            return
+        now = self._now()
+        if self._num_tokens:
+            self._metrics.itl.observe((now - self._last) / num_tokens)
+        else:
+            self._metrics.ttft.observe(now - self._born)
+            self._move(self._metrics.running)
+        self._num_tokens += num_tokens
+        self._last = now
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def success(self, reason: str, prompt_tokens: int) -> None:
+        self._metrics.e2e.observe(self._now() - self._born)
+        self._metrics.prompt_tokens.inc(prompt_tokens)
+        self._metrics.success(reason)
+
+    def close(self) -> None:
+        self._state.dec()
+
+    def _move(self, state: Gauge) -> None:
+        self._state.dec()
+        self._state = state
+        state.inc()
+
+
+def _kind(reason: str) -> str:
+    """A reason without what varies from one request to the next, so that series stay few."""
+    for kind in ("registry unavailable", "proven link", "KV layout", "draining", "excluded", "large enough", "no live"):
+        if kind in reason:
+            return kind.replace(" ", "_")
+    return "other"

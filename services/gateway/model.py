@@ -1,0 +1,70 @@
+"""The served model as the gateway knows it: its words, its chat format, its defaults. No weights.
+
+tokenizer.json                                  -> Tokenizer
+chat_template.jinja | tokenizer_config.json     -> ChatTemplate
+generation_config.json                          -> what a request that says nothing gets
+config.json                                     -> end-of-text ids, context length
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.gateway.text import ChatTemplate, Tokenizer
+
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    defaults: Mapping[str, float]
+    max_model_len: int
+    created: int  # Unix seconds
+
+    @classmethod
+    def load(cls, folder: Path, name: str, created: int) -> ServedModel:
+        """
+        Raises:
+            FileNotFoundError: the folder lacks tokenizer.json or config.json.
+            ValueError: config.json does not say how long a context may be.
+        """
+        config, generation = _read(folder / "config.json"), _read_if_there(folder / "generation_config.json")
+        return cls(
+            name=name or folder.resolve().name,
+            tokenizer=Tokenizer.load(folder),
+            chat_template=ChatTemplate.load(folder),
+            eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+            defaults={key: generation[key] for key in DEFAULTS if generation.get(key) is not None},
+            max_model_len=_context_length(config, folder),
+            created=created,
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def _read_if_there(file: Path) -> dict[str, Any]:
+    return _read(file) if file.is_file() else {}
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _context_length(config: Mapping[str, Any], folder: Path) -> int:
+    length = config.get("max_position_embeddings")
+    if not isinstance(length, int):
+        raise ValueError(f"{folder / 'config.json'}: max_position_embeddings is missing")
+    return length

@@ -1,0 +1,131 @@
+"""Which pair of workers takes a request.
+
+Redis answers   select_and_reserve: one atomic decision that every gateway sees, held until released
+Redis is gone   the last view: the workers with least of this gateway's own work on them, nothing reserved
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from services.gateway.errors import GatewayError, InvalidRequest, Unavailable
+from services.gateway.settings import Disaggregation
+from tandem.registry import (
+    NoWorkers,
+    PrefillPolicy,
+    Registry,
+    RegistryUnavailable,
+    RequestTooLarge,
+    Role,
+    Route,
+    Worker,
+)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a sequence needs of the cluster."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    max_new_tokens: int
+    seconds: float  # how long a forgotten reservation may live
+
+
+class Router:
+    """Routes and their reservations. Whoever got a route gives it back with `release`."""
+
+    def __init__(self, registry: Registry, workers: Callable[[], list[Worker]], policy: Disaggregation) -> None:
+        self._registry = registry
+        self._workers = workers
+        self._policy: PrefillPolicy = "require" if policy is Disaggregation.REQUIRE else "prefer"
+        self._own: Counter[str] = Counter()
+
+    async def choose(self, wanted: Wanted, exclude: Collection[str]) -> Route:
+        """
+        Raises:
+            InvalidRequest: no worker is large enough.
+            Unavailable: no worker can take it now; says what is missing.
+        """
+        try:
+            route = await self._registry.select_and_reserve(
+                request_id=wanted.request_id,
+                model=wanted.model,
+                prompt_tokens=wanted.prompt_tokens,
+                max_new_tokens=wanted.max_new_tokens,
+                prefill=self._policy,
+                ttl=wanted.seconds,
+                exclude=exclude,
+            )
+        except RegistryUnavailable as error:
+            route = self._from_view(wanted, exclude, str(error))
+        except NoWorkers as error:
+            raise _refusal(error) from None
+        self._own.update(worker.info.worker_id for worker in _taking_part(route))
+        return route
+
+    async def release_prefill(self, route: Route) -> None:
+        """The prompt was read: its tokens no longer wait for anyone."""
+        await self._give_back(route, prefill_done_only=True)
+
+    async def release(self, route: Route) -> None:
+        """Give the route back. Redis being gone is no error: reservations end by themselves."""
+        self._own.subtract(worker.info.worker_id for worker in _taking_part(route))
+        self._own += Counter()
+        await self._give_back(route, prefill_done_only=False)
+
+    async def _give_back(self, route: Route, prefill_done_only: bool) -> None:
+        if not route.reservation_id:
+            return
+        try:
+            await self._registry.release(route.reservation_id, prefill_done_only=prefill_done_only)
+        except RegistryUnavailable as error:
+            log.warning("reservation not released: it will expire", error=str(error))
+
+    def _from_view(self, wanted: Wanted, exclude: Collection[str], why: str) -> Route:
+        usable = [w for w in self._workers() if _usable(w, exclude)]
+        decodes = [w for w in usable if w.info.role is Role.DECODE and _fits(w, wanted)]
+        if not decodes:
+            raise Unavailable(f"no decode worker of model {wanted.model} in the last view; {why}", code="no_workers")
+        pairs = [(p, d) for p in usable if p.info.role is Role.PREFILL for d in decodes if _linked(p, d)]
+        reason = f"registry unavailable, chosen from the last view: {why}"
+        if pairs:
+            prefill, decode = min(pairs, key=self._work)
+            return Route(prefill, decode, "", f"remote prefill: {reason}")
+        if self._policy == "require":
+            raise Unavailable(f"no linked prefill worker of model {wanted.model} in the last view", code="no_workers")
+        return Route(None, min(decodes, key=lambda d: self._work((d,))), "", f"local prefill: no linked pair; {reason}")
+
+    def _work(self, workers: Iterable[Worker]) -> int:
+        return sum(self._own[worker.info.worker_id] for worker in workers)
+
+
+def _refusal(error: NoWorkers) -> GatewayError:
+    if isinstance(error, RequestTooLarge):
+        return InvalidRequest(str(error), "max_tokens", "context_length_exceeded")
+    return Unavailable(str(error), code="no_workers")
+
+
+def _taking_part(route: Route) -> list[Worker]:
+    return [route.decode] if route.prefill is None else [route.prefill, route.decode]
+
+
+def _usable(worker: Worker, exclude: Collection[str]) -> bool:
+    info = worker.info
+    return not worker.load.draining and info.worker_id not in exclude and info.incarnation not in exclude
+
+
+def _fits(worker: Worker, wanted: Wanted) -> bool:
+    tokens = wanted.prompt_tokens + wanted.max_new_tokens
+    return tokens <= min(worker.info.max_model_len, worker.info.num_blocks * worker.info.block_size)
+
+
+def _linked(prefill: Worker, decode: Worker) -> bool:
+    return prefill.info.layout_hash == decode.info.layout_hash and decode.info.incarnation in prefill.load.linked

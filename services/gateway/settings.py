@@ -1,0 +1,34 @@
+"""Everything that can be set about a gateway. Times are in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import Field
+
+from tandem.settings import Settings
+
+
+class Disaggregation(StrEnum):
+    """Who reads prompts."""
+
+    REQUIRE = "require"  # a prefill worker, or the request fails
+    PREFER = "prefer"  # a prefill worker; the decode worker itself where none can
+    AUTO = "auto"  # as prefer
+
+
+class GatewaySettings(Settings):
+    model_path: Path = Field(description="Hugging Face folder: tokenizer.json, chat template, config.json")
+    model_name: str = Field("", description="name that clients and workers use; the folder's name when empty")
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
+    host: str = "0.0.0.0"
+    http_port: int = Field(8000, ge=1, le=65535)
+    grpc_port: int = Field(50051, ge=0, le=65535, description="0 chooses a free one")
+    disaggregation: Disaggregation = Disaggregation.AUTO
+    timeout_s: float = Field(600, gt=0, description="deadline of a request that brings none")
+    drain_s: float = Field(30, ge=0, description="how long running requests may go on after SIGTERM")
+    max_body_bytes: int = Field(16 * 2**20, gt=0)
+    max_choices: int = Field(128, ge=1, description="most prompts times n of one request")
+    log_level: str = "info"

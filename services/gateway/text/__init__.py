@@ -1,0 +1,20 @@
+"""Text in, token ids out, and back: the only folder that knows what a token says.
+
+chat messages -> ChatTemplate -> text -> Tokenizer -> token ids
+token ids -> Detokenizer -> text -> StopStrings -> the client
+"""
+
+from services.gateway.text.chat_template import ChatTemplate, TemplateRefused
+from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.gateway.text.stop import StopStrings
+from services.gateway.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ByteDetokenizer",
+    "ChatTemplate",
+    "Detokenizer",
+    "StopStrings",
+    "TemplateRefused",
+    "Tokenizer",
+    "WindowDetokenizer",
+]

@@ -1,0 +1,87 @@
+"""A model's chat template: messages to the text the model was trained on.
+
+Rendered as Hugging Face does it: a sandboxed Jinja environment with trimmed blocks, `raise_exception`,
+`strftime_now`, a `tojson` that leaves characters alone, and the model's bos and eos tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class TemplateRefused(ValueError):
+    """The template does not take these messages; the text says why."""
+
+
+class ChatTemplate:
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = lambda: datetime.now().astimezone()
+    ) -> None:
+        """`tokens` are the special tokens by role: bos_token, eos_token, ...
+
+        Raises:
+            jinja2.TemplateSyntaxError
+        """
+        self._tokens = dict(tokens)
+        self._template = _compile(source, now)
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate | None:
+        """From chat_template.jinja, else tokenizer_config.json; None where the model has none."""
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}
+        beside = folder / "chat_template.jinja"
+        source = beside.read_text() if beside.is_file() else _default(config.get("chat_template"))
+        return cls(source, _special_tokens(config)) if source else None
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt, ready for the assistant's answer.
+
+        Raises:
+            TemplateRefused: the template raised, or does not fit the messages.
+        """
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise TemplateRefused(str(error)) from None
+
+
+def _compile(source: str, now: Callable[[], datetime]) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment.from_string(source)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+
+def _default(template: Any) -> str | None:
+    """A template, or of several named ones the default."""
+    if isinstance(template, list):
+        return next((str(t["template"]) for t in template if t["name"] == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found

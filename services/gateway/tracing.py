@@ -1,0 +1,102 @@
+"""Spans of one request, through OpenTelemetry's API alone.
+
+chat {model}  (SERVER; GenAI semantic conventions, and vLLM's names beside them)
+ ├─ route      which pair, and why
+ ├─ reserve    blocks on the decode worker        (CLIENT)
+ ├─ prefill    the prefill worker's unary call    (CLIENT; its server span is the child)
+ └─ decode     from there to the last token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+
+from services.gateway.errors import GatewayError
+from services.gateway.request import Generation
+
+PROVIDER = "tandem"
+
+
+def tracer() -> Tracer:
+    return trace.get_tracer("tandem.gateway")
+
+
+def incoming(headers: Mapping[str, str]) -> Context:
+    """The caller's trace context."""
+    return propagate.extract(headers)
+
+
+def metadata(context: Context) -> list[tuple[str, str]]:
+    """A trace context, for an outgoing call."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, context=context)
+    return list(carrier.items())
+
+
+def start_root(spans: Tracer, request: Generation) -> Span:
+    model, sampling = request.model.name, request.sampling
+    span = spans.start_span(f"{request.operation} {model}", context=request.parent, kind=SpanKind.SERVER)
+    if not span.is_recording():
+        return span
+    asked = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
+    asked |= {name: getattr(sampling, name) for name in ("frequency_penalty", "presence_penalty")}
+    span.set_attributes({f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None})
+    span.set_attributes(
+        {
+            "gen_ai.operation.name": request.operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": model,
+            "gen_ai.request.id": request.request_id,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.response.model": model,
+            "gen_ai.request.choice.count": request.num_choices,
+            "gen_ai.request.n": request.n,
+        }
+    )
+    if sampling.stop:
+        span.set_attribute("gen_ai.request.stop_sequences", list(sampling.stop))
+    return span
+
+
+def set_usage(span: Span, prompt_tokens: int, output_tokens: int, cached_tokens: int) -> None:
+    span.set_attributes(
+        {
+            "gen_ai.usage.input_tokens": prompt_tokens,
+            "gen_ai.usage.output_tokens": output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": cached_tokens,
+            "gen_ai.usage.prompt_tokens": prompt_tokens,
+            "gen_ai.usage.completion_tokens": output_tokens,
+        }
+    )
+
+
+def fail(span: Span, error: BaseException) -> None:
+    """Mark a span as failed."""
+    kind = error.type if isinstance(error, GatewayError) else type(error).__name__
+    span.set_attribute("error.type", kind)
+    span.set_status(Status(StatusCode.ERROR, str(error) or kind))
+
+
+@contextmanager
+def child(spans: Tracer, name: str, parent: Context, kind: SpanKind = SpanKind.INTERNAL) -> Iterator[Span]:
+    """A span for the length of a block; failed if the block is."""
+    span = spans.start_span(name, context=parent, kind=kind)
+    try:
+        yield span
+    except GeneratorExit:
+        raise  # the reader has had enough, at a stop string for one
+    except BaseException as error:
+        fail(span, error)
+        raise
+    finally:
+        span.end()
+
+
+def under(span: Span) -> Context:
+    """A context whose spans are children of this one."""
+    return trace.set_span_in_context(span, Context())
