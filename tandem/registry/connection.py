@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 from tandem.registry.errors import RegistryUnavailable
 
 Argument: TypeAlias = str | bytes | int
-SCRIPTS = ("lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "sweep")
+SCRIPTS = ("lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "sweep", "check")
 UNAVAILABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,

@@ -190,6 +190,11 @@ class Registry:
             if not reservations:
                 return total
 
+    async def check_integrity(self) -> list[str]:
+        """Compare counters with reservations. One line for each contradiction; none is what should be."""
+        problems: list[str] = await self._connection.call("check")
+        return problems
+
     async def close(self) -> None:
         """Try once more what is still to be given back, then end all connections."""
         if self._giving_back:

@@ -1,0 +1,28 @@
+-- Compares everything the registry holds twice. Returns one line for each contradiction.
+expire_due()
+local wrong = {}
+local function complain(...) wrong[#wrong + 1] = table.concat({...}, ' ') end
+
+local num_held, num_parts = 0, 0
+for _, worker_id in ipairs(live_workers()) do
+  local sums, held = {tokens = 0, blocks = 0}, redis.call('HGETALL', key('held', worker_id))
+  for i = 1, #held, 2 do
+    local part, reservation = held[i]:match('^(%a+):(.*)$')
+    sums[part] = sums[part] + tonumber(held[i + 1])
+    num_held = num_held + 1
+    if redis.call('HGET', key('reservation', reservation), part) ~= worker_id then
+      complain(worker_id, 'holds', held[i], 'which its reservation does not name')
+    end
+  end
+  for part, sum in pairs(sums) do
+    local counter = redis.call('HGET', key('worker', worker_id), 'reserved_' .. part)
+    if tonumber(counter) ~= sum then complain(worker_id, 'counts', counter, part, 'and holds', sum) end
+  end
+end
+for _, reservation in ipairs(redis.call('ZRANGE', key('reservations'), 0, -1)) do
+  local parts = redis.call('HLEN', key('reservation', reservation))
+  num_parts = num_parts + parts
+  if parts == 0 then complain('reservation', reservation, 'names no worker') end
+end
+if num_parts ~= num_held then complain(num_parts, 'parts are reserved and', num_held, 'are held') end
+return wrong

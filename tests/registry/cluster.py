@@ -1,0 +1,48 @@
+"""Workers for a test to register, and a wait with a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
+
+MODEL = "demo"
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+TTL = 30.0
+
+
+def worker_info(worker_id: str, role: Role, incarnation: str = "", **changed: object) -> WorkerInfo:
+    fields: dict[str, object] = {
+        "worker_id": worker_id, "role": role, "incarnation": incarnation or f"{worker_id}-first",
+        "grpc_address": f"{worker_id}:1", "transfer_address": f"{worker_id}:2" if role is Role.DECODE else "",
+        "model": MODEL, "layout_hash": "layout", "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS,
+        "max_num_seqs": 8, "max_model_len": 512, "transports": ("shm", "tcp"), "host": "here",
+    }  # fmt: skip
+    return WorkerInfo(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+def worker_load(**changed: object) -> WorkerLoad:
+    fields: dict[str, object] = {"free_blocks": NUM_BLOCKS, "num_waiting": 0, "num_running": 0, "queued_tokens": 0}
+    return WorkerLoad(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+async def register_pool(registry: Registry, prefill: int = 1, decode: int = 1, ttl: float = TTL) -> None:
+    """p0, p1 … and d0, d1 …, every pair linked."""
+    incarnations = tuple(f"d{i}-first" for i in range(decode))
+    for i in range(decode):
+        await registry.register(worker_info(f"d{i}", Role.DECODE), worker_load(), ttl)
+    for i in range(prefill):
+        await registry.register(worker_info(f"p{i}", Role.PREFILL), worker_load(linked=incarnations), ttl)
+
+
+async def eventually(check: Callable[[], Awaitable[bool]], within_s: float, what: str) -> float:
+    """Waits until `check()` holds; returns how long that took."""
+    start = time.monotonic()
+    while time.monotonic() - start < within_s:
+        if await check():
+            return time.monotonic() - start
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not within {within_s} s: {what}")

@@ -1,0 +1,259 @@
+"""What is reserved is given back exactly: under concurrency, cancellation, expiry, death, in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from redis import Redis as BlockingRedis
+from redis.asyncio import Redis
+
+from tandem.clock import SystemClock
+from tandem.redis_server import RedisServer
+from tandem.registry import NoWorkers, Registry, Role
+from tests.registry.cluster import BLOCK_SIZE, MODEL, TTL, eventually, register_pool, worker_info, worker_load
+from tests.registry.conftest import Connect
+
+CLIENTS = 4
+TASKS = 40
+ROUNDS = 10
+
+
+async def reserve(registry: Registry, tokens: int = 40, ttl: float = TTL, prefill: str = "require") -> str:
+    route = await registry.select_and_reserve(
+        request_id="r", model=MODEL, prompt_tokens=tokens, max_new_tokens=8, prefill=prefill, ttl=ttl  # type: ignore[arg-type]
+    )  # fmt: skip
+    return route.reservation_id
+
+
+async def totals(registry: Registry) -> tuple[int, int]:
+    workers = await registry.workers()
+    return sum(w.reserved_tokens for w in workers), sum(w.reserved_blocks for w in workers)
+
+
+async def test_many_clients_reserve_and_release_at_once(registry: Registry, connect: Connect) -> None:
+    await register_pool(registry, prefill=2, decode=3)
+    clients = [await connect() for _ in range(CLIENTS)]
+
+    async def request(number: int) -> int:
+        chance, freed = random.Random(number), 0
+        for _ in range(ROUNDS):
+            one, other = chance.sample(clients, 2)
+            reservation = await reserve(one, tokens=chance.randrange(1, 400))
+            if chance.random() < 0.5:
+                assert await other.release(reservation, prefill_done_only=True)
+            freed += sum(await asyncio.gather(one.release(reservation), other.release(reservation)))
+        return freed
+
+    freed = await asyncio.gather(*(request(number) for number in range(TASKS)))
+    assert sum(freed) == TASKS * ROUNDS
+    assert await totals(registry) == (0, 0)
+
+
+async def test_counters_equal_what_is_outstanding(registry: Registry) -> None:
+    await register_pool(registry, prefill=2, decode=2)
+    reservations = await asyncio.gather(*(reserve(registry, tokens=40) for _ in range(50)))
+    assert len(set(reservations)) == 50
+    assert await totals(registry) == (50 * 40, 50 * 3)
+    await asyncio.gather(*(registry.release(r, prefill_done_only=True) for r in reservations[:20]))
+    await asyncio.gather(*(registry.release(r) for r in reservations[40:]))
+    assert await totals(registry) == (20 * 40, 40 * 3)
+
+
+async def test_a_reservation_ends_by_itself(registry: Registry) -> None:
+    await register_pool(registry)
+    reservation = await reserve(registry, ttl=0.1)
+
+    async def back() -> bool:
+        return await totals(registry) == (0, 0)
+
+    await eventually(back, 2.0, "reservation expired")
+    assert not await registry.release(reservation)
+
+
+async def test_sweeping_finds_what_nobody_asked_for(registry: Registry, redis: Redis, namespace: str) -> None:
+    await register_pool(registry)
+    await registry.publish_blocks("d0", "d0-first", [b"a" * 16, b"b" * 16], [])
+    for _ in range(600):
+        await reserve(registry)
+    keys = f"{{{namespace}}}:"
+    members = [member async for member, _ in redis.zscan_iter(keys + "reservations")]
+    await redis.zadd(keys + "reservations", dict.fromkeys(members, 1))
+    assert (await registry.sweep()).reservations == 600
+    assert await totals(registry) == (0, 0)
+    await redis.zadd(keys + "leases", {"d0": 1})
+    swept = await registry.sweep()
+    assert (swept.leases, swept.blocks) == (1, 2)
+    assert await registry.sweep() == type(swept)(0, 0, 0)
+
+
+async def test_many_sweepers_sweep_once(registry: Registry, connect: Connect, redis: Redis, namespace: str) -> None:
+    await register_pool(registry, decode=4)
+    await redis.zadd(f"{{{namespace}}}:leases", {"d0": 1, "d1": 1, "d2": 1})
+    sweepers = [await connect() for _ in range(CLIENTS)]
+    swept = await asyncio.gather(*(sweeper.sweep() for sweeper in sweepers))
+    assert sum(s.leases for s in swept) == 3
+    assert [w.info.worker_id for w in await registry.workers()] == ["d3", "p0"]
+
+
+async def test_a_cancelled_call_keeps_nothing(registry: Registry) -> None:
+    """Whenever the caller goes away: before the request is sent, on its way, or just before the answer is read."""
+    await register_pool(registry)
+    for i in range(60):
+        call = asyncio.create_task(reserve(registry))
+        await asyncio.sleep(i * 2e-5)
+        call.cancel()
+        (outcome,) = await asyncio.gather(call, return_exceptions=True)
+        if isinstance(outcome, str):
+            await registry.release(outcome)
+
+    async def back() -> bool:
+        return await totals(registry) == (0, 0)
+
+    await eventually(back, 2.0, "given back")
+
+
+async def test_the_check_sees_a_wrong_counter(registry: Registry, redis: Redis, namespace: str) -> None:
+    await register_pool(registry)
+    await reserve(registry)
+    await redis.hincrby(f"{{{namespace}}}:worker:d0", "reserved_blocks", 1)
+    assert await registry.check_integrity() == ["d0 counts 4 blocks and holds 3"]
+    await redis.hincrby(f"{{{namespace}}}:worker:d0", "reserved_blocks", -1)
+    assert await registry.check_integrity() == []
+
+
+Part = tuple[str, int]
+"""Worker id and amount."""
+
+
+@dataclass
+class Model:
+    """What the registry should say: plain counting."""
+
+    incarnation: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, Part] = field(default_factory=dict)
+    blocks: dict[str, Part] = field(default_factory=dict)
+
+    def forget_worker(self, worker_id: str) -> None:
+        self.incarnation.pop(worker_id, None)
+        for held in (self.tokens, self.blocks):
+            for reservation in [r for r, (holder, _) in held.items() if holder == worker_id]:
+                del held[reservation]
+
+    def release(self, reservation: str, prefill_done_only: bool = False) -> bool:
+        freed = self.tokens.pop(reservation, None) is not None
+        if not prefill_done_only:
+            freed |= self.blocks.pop(reservation, None) is not None
+        return freed
+
+    def counters(self) -> dict[str, tuple[int, int, int]]:
+        return {
+            worker_id: (
+                number,
+                sum(amount for holder, amount in self.tokens.values() if holder == worker_id),
+                sum(amount for holder, amount in self.blocks.values() if holder == worker_id),
+            )
+            for worker_id, number in self.incarnation.items()
+        }
+
+
+WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
+CHOICE = st.integers(0, 10**6)
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of workers coming, dying and returning, and of requests reserving, releasing and expiring."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        namespace = uuid4().hex
+        self.keys = f"{{{namespace}}}:"
+        self.loop = asyncio.Runner()
+        self.registry = self.loop.run(Registry.connect(url, namespace=namespace, clock=SystemClock()))
+        self.redis = BlockingRedis.from_url(url, decode_responses=True)
+        self.model = Model()
+        self.starts = 0
+        self.made: list[str] = []
+
+    def teardown(self) -> None:
+        self.loop.run(self.registry.close())
+        self.loop.close()
+        self.redis.close()
+
+    @rule(worker_id=WORKERS)
+    def start(self, worker_id: str) -> None:
+        """The first time, or a restart: a new incarnation either way."""
+        self.starts += 1
+        role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
+        links = tuple(str(n) for n in range(200)) if role is Role.PREFILL else ()
+        info = worker_info(worker_id, role, str(self.starts))
+        self.loop.run(self.registry.register(info, worker_load(linked=links), TTL))
+        self.model.forget_worker(worker_id)
+        self.model.incarnation[worker_id] = self.starts
+
+    @rule(worker_id=WORKERS)
+    def leave(self, worker_id: str) -> None:
+        incarnation = self.model.incarnation.get(worker_id, 0)
+        self.loop.run(self.registry.deregister(worker_id, str(incarnation)))
+        self.model.forget_worker(worker_id)
+
+    @precondition(lambda self: self.model.incarnation)
+    @rule(worker_id=WORKERS)
+    def fall_silent(self, worker_id: str) -> None:
+        self.redis.zadd(self.keys + "leases", {worker_id: 1}, xx=True)
+        self.model.forget_worker(worker_id)
+
+    @rule(tokens=st.integers(1, 400), policy=st.sampled_from(["require", "prefer", "never"]))
+    def reserve(self, tokens: int, policy: str) -> None:
+        alive = self.model.incarnation
+        prefills, decodes = ([w for w in alive if w.startswith(role)] for role in "pd")
+        possible = decodes and (prefills or policy != "require")
+        try:
+            reservation = self.loop.run(reserve(self.registry, tokens=tokens, prefill=policy))
+        except NoWorkers:
+            assert not possible
+            return
+        assert possible
+        key = f"{self.keys}reservation:{reservation}"
+        reader, writer = str(self.redis.hget(key, "tokens")), str(self.redis.hget(key, "blocks"))
+        assert writer in decodes
+        assert reader in prefills if prefills and policy != "never" else reader == writer
+        self.model.tokens[reservation] = (reader, tokens)
+        self.model.blocks[reservation] = (writer, -(-(tokens + 8) // BLOCK_SIZE))
+        self.made.append(reservation)
+
+    @precondition(lambda self: self.made)
+    @rule(choice=CHOICE, prefill_done_only=st.booleans())
+    def release(self, choice: int, prefill_done_only: bool) -> None:
+        reservation = self.made[choice % len(self.made)]
+        freed = self.loop.run(self.registry.release(reservation, prefill_done_only=prefill_done_only))
+        assert freed == self.model.release(reservation, prefill_done_only)
+
+    @precondition(lambda self: self.made)
+    @rule(choice=CHOICE)
+    def expire(self, choice: int) -> None:
+        reservation = self.made[choice % len(self.made)]
+        self.redis.zadd(self.keys + "reservations", {reservation: 1}, xx=True)
+        self.model.release(reservation)
+
+    @invariant()
+    def books_balance(self) -> None:
+        workers = self.loop.run(self.registry.workers())
+        seen = {w.info.worker_id: (int(w.info.incarnation), w.reserved_tokens, w.reserved_blocks) for w in workers}
+        assert seen == self.model.counters()
+        assert self.loop.run(self.registry.check_integrity()) == []
+        assert self.redis.zcard(self.keys + "reservations") == len({*self.model.tokens, *self.model.blocks})
+
+
+def test_the_books_balance_in_any_order(redis_server: RedisServer) -> None:
+    run_state_machine_as_test(
+        lambda: Books(redis_server.url),  # type: ignore[arg-type]
+        settings=settings(
+            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

@@ -1,0 +1,159 @@
+"""A worker's lease: taken, renewed, lost, replaced, given back."""
+
+from __future__ import annotations
+
+import pytest
+from redis.asyncio import Redis
+
+from tandem.registry import Registry, RegistryUnavailable, Role, StaleIncarnation
+from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
+from tests.registry.conftest import Connect
+
+OLD = worker_info("d0", Role.DECODE, "old")
+NEW = worker_info("d0", Role.DECODE, "new")
+
+
+async def reserve(registry: Registry) -> str:
+    route = await registry.select_and_reserve(
+        request_id="r", model="demo", prompt_tokens=40, max_new_tokens=8, prefill="prefer", ttl=TTL
+    )
+    return route.reservation_id
+
+
+async def test_a_registered_worker_is_seen_whole_by_other_clients(registry: Registry, connect: Connect) -> None:
+    load = worker_load(
+        free_blocks=3, num_waiting=1, num_running=2, queued_tokens=77, draining=True, linked=("a", 'b",')
+    )
+    await registry.register(OLD, load, TTL)
+    (worker,) = await (await connect()).workers()
+    assert worker.info == OLD
+    assert worker.load == load
+    assert worker.reserved_tokens == worker.reserved_blocks == 0
+
+
+async def test_a_heartbeat_changes_the_load_and_keeps_reservations(registry: Registry) -> None:
+    await registry.register(OLD, worker_load(), TTL)
+    await reserve(registry)
+    assert not await registry.heartbeat(OLD, worker_load(num_running=5), TTL)
+    (worker,) = await registry.workers()
+    assert worker.load.num_running == 5
+    assert (worker.reserved_tokens, worker.reserved_blocks) == (40, 3)
+
+
+async def test_a_silent_worker_is_gone_after_its_ttl_and_comes_back_clean(registry: Registry) -> None:
+    await registry.register(OLD, worker_load(), 0.2)
+    await registry.publish_blocks("d0", "old", [b"a" * 16], [])
+    reservation = await reserve(registry)
+
+    async def gone() -> bool:
+        return await registry.workers() == []
+
+    await eventually(gone, 2.0, "lease expired")
+    assert not await registry.release(reservation)
+    assert await registry.heartbeat(OLD, worker_load(), TTL)
+    (worker,) = await registry.workers()
+    assert (worker.reserved_tokens, worker.reserved_blocks) == (0, 0)
+    assert await registry.locate([b"a" * 16]) == [[]]
+
+
+async def test_heartbeats_keep_a_lease_beyond_its_ttl(registry: Registry, redis: Redis, namespace: str) -> None:
+    await registry.register(OLD, worker_load(), 1.0)
+    first = await redis.zscore(f"{{{namespace}}}:leases", "d0")
+    await registry.heartbeat(OLD, worker_load(), 5.0)
+    second = await redis.zscore(f"{{{namespace}}}:leases", "d0")
+    assert first is not None
+    assert second is not None
+    assert second - first >= 4000
+
+
+async def test_a_new_incarnation_replaces_the_old_at_once(registry: Registry) -> None:
+    await registry.register(OLD, worker_load(), TTL)
+    await registry.publish_blocks("d0", "old", [b"a" * 16], [])
+    reservation = await reserve(registry)
+    await registry.register(NEW, worker_load(), TTL)
+    (worker,) = await registry.workers()
+    assert worker.info.incarnation == "new"
+    assert (worker.reserved_tokens, worker.reserved_blocks) == (0, 0)
+    assert await registry.locate([b"a" * 16]) == [[]]
+    assert not await registry.release(reservation)
+    (worker,) = await registry.workers()
+    assert (worker.reserved_tokens, worker.reserved_blocks) == (0, 0)
+
+
+async def test_the_replaced_incarnation_is_refused_everything(registry: Registry) -> None:
+    await registry.register(OLD, worker_load(), TTL)
+    await registry.register(NEW, worker_load(), TTL)
+    with pytest.raises(StaleIncarnation, match="old of worker d0"):
+        await registry.register(OLD, worker_load(), TTL)
+    with pytest.raises(StaleIncarnation):
+        await registry.heartbeat(OLD, worker_load(), TTL)
+    with pytest.raises(StaleIncarnation):
+        await registry.publish_blocks("d0", "old", [b"a" * 16], [])
+    await registry.deregister("d0", "old")
+    assert [w.info.incarnation for w in await registry.workers()] == ["new"]
+
+
+async def test_a_replaced_incarnation_stays_out_when_its_successor_is_gone(registry: Registry) -> None:
+    await registry.register(OLD, worker_load(), TTL)
+    await registry.register(NEW, worker_load(), TTL)
+    await registry.deregister("d0", "new")
+    with pytest.raises(StaleIncarnation):
+        await registry.heartbeat(OLD, worker_load(), TTL)
+    assert await registry.workers() == []
+
+
+async def test_a_heartbeat_never_replaces_another_incarnation(registry: Registry) -> None:
+    await registry.register(OLD, worker_load(), TTL)
+    with pytest.raises(StaleIncarnation):
+        await registry.heartbeat(NEW, worker_load(), TTL)
+
+
+async def test_a_late_heartbeat_does_not_undo_deregistering(registry: Registry) -> None:
+    await registry.register(OLD, worker_load(), TTL)
+    await registry.deregister("d0", "old")
+    with pytest.raises(StaleIncarnation):
+        await registry.heartbeat(OLD, worker_load(), TTL)
+    await registry.deregister("d0", "old")
+    assert await registry.workers() == []
+
+
+async def test_one_half_of_a_reservation_survives_the_death_of_the_other(registry: Registry) -> None:
+    await register_pool(registry)
+    reservation = await reserve(registry)
+    await registry.deregister("p0", "p0-first")
+    (decode,) = await registry.workers()
+    assert decode.reserved_blocks == 3
+    assert not await registry.release(reservation, prefill_done_only=True)
+    assert await registry.release(reservation)
+    (decode,) = await registry.workers()
+    assert decode.reserved_blocks == 0
+
+
+async def test_nothing_is_left_when_every_worker_is_gone(registry: Registry, redis: Redis, namespace: str) -> None:
+    await register_pool(registry, prefill=2, decode=2)
+    for _ in range(8):
+        await reserve(registry)
+    await registry.publish_blocks("p1", "p1-first", [bytes([i]) * 16 for i in range(9)], [])
+    for worker in await registry.workers():
+        await registry.deregister(worker.info.worker_id, worker.info.incarnation)
+    kinds = {key.split(":", 2)[1] async for key in redis.scan_iter(f"{{{namespace}}}:*")}
+    assert kinds == {"epoch", "turn", "fenced"}
+
+
+async def test_bad_input_names_the_field(registry: Registry) -> None:
+    with pytest.raises(ValueError, match="ttl must be above 0"):
+        await registry.register(OLD, worker_load(), 0)
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        worker_info("d0", Role.DECODE, block_size=0)
+    with pytest.raises(ValueError, match="model must not be empty"):
+        worker_info("d0", Role.DECODE, model="")
+    with pytest.raises(ValueError, match="namespace"):
+        await Registry.connect("redis://127.0.0.1:1", namespace="{x}", clock=registry.clock)
+
+
+async def test_without_redis_every_call_says_where_it_was_expected(registry: Registry) -> None:
+    nowhere = await Registry.connect("redis://user:secret@127.0.0.1:1", clock=registry.clock, timeout=1.0)
+    with pytest.raises(RegistryUnavailable, match=r"127\.0\.0\.1:1") as raised:
+        await nowhere.ping()
+    assert "secret" not in str(raised.value)
+    await nowhere.close()

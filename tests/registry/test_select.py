@@ -1,0 +1,255 @@
+"""Which pair a request gets, and why it may get none."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tandem.registry import NoWorkers, Registry, RequestTooLarge, Role, Route, Worker
+from tandem.registry.choose import choose
+from tests.registry.cluster import BLOCK_SIZE, NUM_BLOCKS, TTL, register_pool, worker_info, worker_load
+
+HASHES = [bytes([i]) * 16 for i in range(1, 5)]
+
+
+async def select(registry: Registry, **changed: Any) -> Route:
+    arguments = {
+        "request_id": "r", "model": "demo", "prompt_tokens": 64, "max_new_tokens": 16, "prefill": "require", "ttl": TTL,
+    }  # fmt: skip
+    return await registry.select_and_reserve(**{**arguments, **changed})
+
+
+def names(route: Route) -> tuple[str | None, str]:
+    return route.prefill.info.worker_id if route.prefill else None, route.decode.info.worker_id
+
+
+async def reserved(registry: Registry) -> dict[str, tuple[int, int]]:
+    return {w.info.worker_id: (w.reserved_tokens, w.reserved_blocks) for w in await registry.workers()}
+
+
+async def test_a_pair_is_chosen_and_room_held_on_both(registry: Registry) -> None:
+    await register_pool(registry)
+    route = await select(registry)
+    assert names(route) == ("p0", "d0")
+    assert route.prefill is not None
+    assert route.prefill.reserved_tokens == 64
+    assert route.decode.reserved_blocks == 5
+    assert route.reason.startswith("remote prefill")
+    assert await reserved(registry) == {"p0": (64, 0), "d0": (0, 5)}
+
+
+async def test_prefill_may_be_released_first_and_each_part_once(registry: Registry) -> None:
+    await register_pool(registry)
+    reservation = (await select(registry)).reservation_id
+    assert await registry.release(reservation, prefill_done_only=True)
+    assert await reserved(registry) == {"p0": (0, 0), "d0": (0, 5)}
+    assert not await registry.release(reservation, prefill_done_only=True)
+    assert await registry.release(reservation)
+    assert await reserved(registry) == {"p0": (0, 0), "d0": (0, 0)}
+    assert not await registry.release(reservation)
+    assert not await registry.release("never made")
+    assert not await registry.release("")
+
+
+async def test_requests_spread_evenly_over_equal_workers(registry: Registry) -> None:
+    await register_pool(registry, prefill=3, decode=4)
+    routes = [names(await select(registry)) for _ in range(24)]
+    assert Counter(p for p, _ in routes) == {"p0": 8, "p1": 8, "p2": 8}
+    assert Counter(d for _, d in routes) == {"d0": 6, "d1": 6, "d2": 6, "d3": 6}
+
+
+async def test_idle_equals_take_turns(registry: Registry) -> None:
+    await register_pool(registry, decode=3)
+    seen = []
+    for _ in range(6):
+        route = await select(registry)
+        seen.append(route.decode.info.worker_id)
+        await registry.release(route.reservation_id)
+    assert seen == ["d0", "d1", "d2"] * 2
+
+
+async def test_reported_load_counts_as_much_as_reserved(registry: Registry) -> None:
+    await register_pool(registry, prefill=2, decode=2)
+    links = ("d0-first", "d1-first")
+    await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(queued_tokens=500, linked=links), TTL)
+    await registry.heartbeat(worker_info("d1", Role.DECODE), worker_load(free_blocks=10), TTL)
+    assert names(await select(registry)) == ("p1", "d0")
+
+
+async def test_a_worker_with_room_now_comes_before_one_without(registry: Registry) -> None:
+    await registry.register(worker_info("d0", Role.DECODE, num_blocks=1000), worker_load(free_blocks=4), TTL)
+    await registry.register(worker_info("d1", Role.DECODE), worker_load(num_running=8), TTL)
+    assert names(await select(registry, prefill="never"))[1] == "d1"
+
+
+async def test_a_full_cluster_still_routes(registry: Registry) -> None:
+    await register_pool(registry)
+    for _ in range(NUM_BLOCKS):
+        await select(registry)
+    assert (await reserved(registry))["d0"] == (0, 5 * NUM_BLOCKS)
+
+
+async def test_cached_prefixes_draw_requests_and_shrink_the_work(registry: Registry) -> None:
+    await register_pool(registry, prefill=2, decode=2)
+    await registry.publish_blocks("p1", "p1-first", HASHES[:3], [])
+    await registry.publish_blocks("d1", "d1-first", HASHES[:2], [])
+    route = await select(registry, prompt_tokens=70, block_hashes=HASHES)
+    assert names(route) == ("p1", "d1")
+    assert (await reserved(registry))["p1"] == (70 - 3 * BLOCK_SIZE, 0)
+    assert "48 prompt tokens cached there, 32 at decode" in route.reason
+
+
+async def test_a_prefix_counts_only_from_its_start(registry: Registry) -> None:
+    await register_pool(registry, prefill=2)
+    await registry.publish_blocks("p1", "p1-first", HASHES[1:], [])
+    route = await select(registry, block_hashes=HASHES)
+    assert names(route)[0] == "p0"
+    assert route.reason.startswith("remote prefill: 0 prompt tokens")
+
+
+async def test_a_fully_cached_prompt_still_computes_a_token(registry: Registry) -> None:
+    await register_pool(registry)
+    await registry.publish_blocks("p0", "p0-first", HASHES, [])
+    await select(registry, block_hashes=HASHES)
+    assert (await reserved(registry))["p0"] == (1, 0)
+
+
+async def test_thousands_of_hashes_fit_in_one_call(registry: Registry) -> None:
+    hashes = [i.to_bytes(16, "big") for i in range(5000)]
+    info = worker_info("d0", Role.DECODE, num_blocks=6000, max_model_len=100_000)
+    await registry.register(info, worker_load(free_blocks=6000), TTL)
+    await registry.publish_blocks("d0", "d0-first", hashes, [])
+    route = await select(registry, prompt_tokens=5000 * 16 + 3, prefill="never", block_hashes=hashes)
+    assert route.decode.reserved_tokens == 3
+
+
+async def test_never_reserves_both_parts_on_the_decode_worker(registry: Registry) -> None:
+    await register_pool(registry)
+    route = await select(registry, prefill="never")
+    assert names(route) == (None, "d0")
+    assert await reserved(registry) == {"p0": (0, 0), "d0": (64, 5)}
+    assert route.reason == "local prefill: asked for"
+
+
+async def test_prefer_falls_back_and_says_why(registry: Registry) -> None:
+    await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    route = await select(registry, prefill="prefer")
+    assert names(route) == (None, "d0")
+    assert route.reason == "local prefill: no live prefill worker of model demo"
+
+
+async def missing(registry: Registry, **changed: Any) -> str:
+    with pytest.raises(NoWorkers) as raised:
+        await select(registry, **changed)
+    assert all(amounts == (0, 0) for amounts in (await reserved(registry)).values())
+    return str(raised.value)
+
+
+async def test_a_model_nobody_serves(registry: Registry) -> None:
+    assert await missing(registry) == "no live worker serves model demo"
+    await register_pool(registry)
+    assert await missing(registry, model="other") == "no live worker serves model other"
+
+
+async def test_one_role_missing(registry: Registry) -> None:
+    await registry.register(worker_info("p0", Role.PREFILL), worker_load(), TTL)
+    assert await missing(registry) == "no live decode worker of model demo"
+    await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    await registry.deregister("p0", "p0-first")
+    assert await missing(registry) == "no live prefill worker of model demo"
+
+
+async def test_only_workers_of_one_kv_layout_pair(registry: Registry) -> None:
+    info = worker_info("p0", Role.PREFILL, layout_hash="old layout")
+    await registry.register(info, worker_load(linked=("d0-first",)), TTL)
+    await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    assert "has the KV layout of a decode worker" in await missing(registry)
+    await registry.register(worker_info("d1", Role.DECODE, layout_hash="old layout"), worker_load(), TTL)
+    assert "proven link" in await missing(registry)
+    await registry.heartbeat(info, worker_load(linked=("d0-first", "d1-first")), TTL)
+    assert names(await select(registry)) == ("p0", "d1")
+
+
+async def test_a_link_is_to_one_incarnation(registry: Registry) -> None:
+    await register_pool(registry)
+    await registry.register(worker_info("d0", Role.DECODE, "second"), worker_load(), TTL)
+    assert "proven link" in await missing(registry)
+    await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(linked=("second",)), TTL)
+    assert names(await select(registry)) == ("p0", "d0")
+
+
+async def test_draining_workers_take_nothing_new(registry: Registry) -> None:
+    await register_pool(registry, decode=2)
+    await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(draining=True), TTL)
+    assert {names(await select(registry))[1] for _ in range(4)} == {"d1"}
+    await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(draining=True, linked=("d1-first",)), TTL)
+    with pytest.raises(NoWorkers, match="every prefill worker of model demo that could take the request is draining"):
+        await select(registry)
+
+
+@pytest.mark.parametrize("name", ["d0", "d0-first"])
+async def test_workers_and_incarnations_can_be_excluded(registry: Registry, name: str) -> None:
+    await register_pool(registry, decode=2)
+    assert {names(await select(registry, exclude={name}))[1] for _ in range(4)} == {"d1"}
+    with pytest.raises(NoWorkers, match="every decode worker of model demo that could take the request is excluded"):
+        await select(registry, exclude=[name, "d1"])
+
+
+async def test_a_request_too_large_for_anyone_is_told_apart(registry: Registry) -> None:
+    await register_pool(registry)
+    with pytest.raises(RequestTooLarge, match=r"no decode worker .* large enough for 500 prompt and 13 new tokens"):
+        await select(registry, prompt_tokens=500, max_new_tokens=13)
+    await select(registry, prompt_tokens=500, max_new_tokens=12)
+    small = worker_info("d0", Role.DECODE, "small", num_blocks=2)
+    await registry.register(small, worker_load(free_blocks=2), TTL)
+    with pytest.raises(RequestTooLarge):
+        await select(registry, prompt_tokens=32, max_new_tokens=1, prefill="never")
+    await select(registry, prompt_tokens=31, max_new_tokens=1, prefill="never")
+
+
+async def test_an_empty_prompt_is_refused(registry: Registry) -> None:
+    with pytest.raises(ValueError, match="prompt_tokens"):
+        await select(registry, prompt_tokens=0)
+
+
+async def random_pool(registry: Registry, chance: random.Random) -> None:
+    for i in range(3):
+        load = worker_load(
+            free_blocks=chance.randrange(NUM_BLOCKS), num_running=chance.randrange(8), draining=chance.random() < 0.2
+        )
+        await registry.register(worker_info(f"d{i}", Role.DECODE, layout_hash=chance.choice("AB")), load, TTL)
+    for i in range(3):
+        linked = tuple(f"d{j}-first" for j in range(3) if chance.random() < 0.7)
+        load = worker_load(queued_tokens=chance.randrange(4096), linked=linked)
+        await registry.register(worker_info(f"p{i}", Role.PREFILL, layout_hash=chance.choice("AB")), load, TTL)
+
+
+@pytest.mark.parametrize("policy", ["require", "prefer", "never"])
+async def test_the_choice_without_redis_is_the_same(registry: Registry, policy: str) -> None:
+    outcomes = Counter[str]()
+    for seed in range(25):
+        chance = random.Random(seed)
+        await random_pool(registry, chance)
+        need = {"model": "demo", "prompt_tokens": chance.randrange(1, 500), "max_new_tokens": 12, "prefill": policy}
+        need["exclude"] = ["d1"] if chance.random() < 0.2 else []
+        here = chosen(await registry.workers(), need)
+        try:
+            route = await select(registry, **need)
+            await registry.release(route.reservation_id)
+            there = names(route)
+        except NoWorkers:
+            there = None
+        assert here == there, seed
+        outcomes[type(there).__name__] += 1
+    assert outcomes["tuple"] > 5
+
+
+def chosen(workers: Sequence[Worker], need: dict[str, Any]) -> tuple[str | None, str] | None:
+    try:
+        return names(choose(workers, **need))
+    except NoWorkers:
+        return None

@@ -1,0 +1,190 @@
+"""The gateway's picture of the cluster, with Redis well, gone, frozen, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from tandem.clock import SystemClock
+from tandem.redis_server import RedisServer
+from tandem.registry import ClusterView, NoWorkers, Registry, RegistryUnavailable, Role
+from tests.registry.cluster import MODEL, TTL, eventually, register_pool, worker_info, worker_load
+from tests.registry.conftest import Connect
+
+RECONVERGED_S = 5.0
+
+
+def ids(view: ClusterView) -> list[str]:
+    return [worker.info.worker_id for worker in view.workers]
+
+
+@pytest.fixture
+async def own(own_redis: RedisServer) -> AsyncIterator[Registry]:
+    """A client of the server that may die."""
+    registry = await Registry.connect(own_redis.url, clock=SystemClock(), timeout=0.5)
+    yield registry
+    await registry.close()
+
+
+async def reserve(registry: Registry) -> str:
+    route = await registry.select_and_reserve(
+        request_id="r", model=MODEL, prompt_tokens=40, max_new_tokens=8, prefill="require", ttl=TTL
+    )
+    return route.reservation_id
+
+
+async def heartbeat_all(registry: Registry) -> list[bool]:
+    """As the workers d0 and p0 of register_pool do."""
+    decode = await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    load = worker_load(linked=("d0-first",))
+    return [decode, await registry.heartbeat(worker_info("p0", Role.PREFILL), load, TTL)]
+
+
+async def test_changes_are_seen_long_before_the_next_poll(registry: Registry, connect: Connect) -> None:
+    async with ClusterView(await connect(), poll=60.0) as view:
+        assert view.workers == []
+        await asyncio.sleep(0.2)  # subscribed by then
+        for change, expected in (
+            (register_pool(registry), ["d0", "p0"]),
+            (registry.register(worker_info("d0", Role.DECODE, "second"), worker_load(), TTL), ["d0", "p0"]),
+            (registry.deregister("p0", "p0-first"), ["d0"]),
+        ):
+            await change
+
+            async def arrived(expected: list[str] = expected) -> bool:
+                return ids(view) == expected
+
+            await eventually(arrived, 1.0, str(expected))
+        assert view.workers[0].info.incarnation == "second"
+
+
+async def test_draining_and_links_are_changes(registry: Registry, connect: Connect) -> None:
+    await register_pool(registry)
+    async with ClusterView(await connect(), poll=60.0) as view:
+        await asyncio.sleep(0.2)
+        await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(linked=("x",), draining=True), TTL)
+
+        async def seen() -> bool:
+            load = view.workers[1].load
+            return load.draining and load.linked == ("x",)
+
+        await eventually(seen, 1.0, "draining seen")
+
+
+async def test_load_and_silent_death_are_seen_by_polling(registry: Registry, connect: Connect) -> None:
+    await registry.register(worker_info("d0", Role.DECODE), worker_load(), 0.3)
+    async with ClusterView(await connect(), poll=0.05) as view:
+        assert ids(view) == ["d0"]
+        assert await view.wait_changed(2.0)
+        assert ids(view) == []
+        assert view.age < 1.0
+        assert not view.stale
+        assert not await view.wait_changed(0.1)
+
+
+async def test_redis_killed_and_restarted(own: Registry, own_redis: RedisServer) -> None:
+    await register_pool(own)
+    reservation = await reserve(own)
+    async with ClusterView(own, poll=0.1, stale_after=0.3, grace=1.0) as view:
+        own_redis.kill()
+        with pytest.raises(RegistryUnavailable):
+            await own.workers()
+
+        async def stale() -> bool:
+            return view.stale
+
+        await eventually(stale, 2.0, "stale")
+        assert ids(view) == ["d0", "p0"]
+        with RedisServer.start(own_redis.port):
+            back = time.monotonic()
+
+            async def fresh() -> bool:
+                return not view.stale
+
+            await eventually(fresh, RECONVERGED_S, "read again")
+            assert ids(view) == ["d0", "p0"], "kept while they register again"
+            assert await heartbeat_all(own) == [True, True]
+            assert await heartbeat_all(own) == [False, False]
+            assert [w.info.worker_id for w in await own.workers()] == ["d0", "p0"]
+            assert not await own.release(reservation)
+            assert await own.release(await reserve(own))
+            assert await own.check_integrity() == []
+            assert time.monotonic() - back < RECONVERGED_S
+
+
+async def test_who_does_not_come_back_leaves_the_view(own: Registry, own_redis: RedisServer) -> None:
+    await register_pool(own)
+    async with ClusterView(own, poll=0.05, retry=0.05, grace=0.5) as view:
+        own_redis.kill()
+        with RedisServer.start(own_redis.port):
+            await own.register(worker_info("d0", Role.DECODE, "second"), worker_load(), TTL)
+
+            async def only_the_new() -> bool:
+                return [w.info.incarnation for w in view.workers] == ["second"]
+
+            await eventually(only_the_new, RECONVERGED_S, "the dead prefill worker is forgotten")
+
+
+async def test_redis_not_there_yet(own: Registry, own_redis: RedisServer) -> None:
+    """Any start order: the view opens empty and fills."""
+    own_redis.kill()
+    async with ClusterView(own, poll=0.05, retry=0.05) as view:
+        assert view.workers == []
+        assert view.stale
+        with RedisServer.start(own_redis.port):
+            await register_pool(own)
+
+            async def filled() -> bool:
+                return ids(view) == ["d0", "p0"]
+
+            await eventually(filled, RECONVERGED_S, "filled")
+
+
+async def test_frozen_redis_bounds_every_call_and_keeps_nothing(own: Registry, own_redis: RedisServer) -> None:
+    """Requests sent into the frozen server are carried out when it thaws, by when nobody waits for them."""
+    await register_pool(own)
+    held = [await reserve(own) for _ in range(3)]
+    own_redis.pause()
+    start = time.monotonic()
+    calls = [reserve(own) for _ in range(5)] + [own.release(r) for r in held]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {RegistryUnavailable}
+    assert time.monotonic() - start < 1.5
+    own_redis.resume()
+
+    async def empty() -> bool:
+        return all(w.reserved_tokens == w.reserved_blocks == 0 for w in await own.workers())
+
+    await eventually(empty, 2.0, "everything given back")
+    assert await own.check_integrity() == []
+
+
+async def test_routes_from_the_view_spread_too(registry: Registry) -> None:
+    await register_pool(registry, prefill=2, decode=3)
+    view = ClusterView(registry)
+    await view.refresh()
+    routes = [view.choose(model=MODEL, prompt_tokens=40, max_new_tokens=8, prefill="require") for _ in range(12)]
+    assert Counter(route.decode.info.worker_id for route in routes) == {"d0": 4, "d1": 4, "d2": 4}
+    assert Counter(route.prefill.info.worker_id for route in routes if route.prefill) == {"p0": 6, "p1": 6}
+    assert not await registry.release(routes[0].reservation_id)
+    with pytest.raises(NoWorkers, match="from the last view"):
+        view.choose(model="other", prompt_tokens=40, max_new_tokens=8, prefill="prefer")
+
+
+async def test_what_ends_the_view_is_raised_to_its_readers(registry: Registry, redis: Redis, namespace: str) -> None:
+    await register_pool(registry)
+    async with ClusterView(registry, poll=0.05) as view:
+        await redis.hset(f"{{{namespace}}}:worker:d0", "num_blocks", "many")
+
+        async def broken() -> bool:
+            try:
+                return view.workers is None
+            except ValueError as error:
+                return "many" in str(error)
+
+        await eventually(broken, 2.0, "the reader is told")
