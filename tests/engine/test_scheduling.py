@@ -99,7 +99,7 @@ def test_a_preempted_prefill_pushes_each_block_once(llama: Path) -> None:
 
     class Record:
         def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
-                assert len(kv) == 12
+            assert len(kv) == 12
             if layer == 0:
                 pushed.extend(range(first_block, first_block + len(block_ids)))
 
