@@ -1,24 +1,30 @@
 """The thread of one end of a link: it alone touches the stream, and carries messages between it and a port.
 
-each turn  write what the port has to say -> read at most one message and hand it over -> tick
-           -> sleep if neither moved, until the stream is ready, somebody wakes it, or something falls due
-the end    of the stream, of the peer's life, by a bad message or by `close`: the port hears of it exactly once
+    each turn  read a few messages and hand them over -> write what the port has to say -> tick, now and then
+               -> sleep if nothing moved, until the stream is ready, somebody wakes it, or something falls due
+    the end    of the stream, of the peer's life, by a bad message or by `close`: the port hears of it exactly once
+
+Messages are read and written in bursts: on a busy link a thread switch costs more than the message.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Protocol
-
-import numpy as np
 
 from tandem.clock import Clock
 from tandem.transfer.endpoint import TransferError
 from tandem.transfer.liveness import Liveness
+from tandem.transfer.reader import Reader
 from tandem.transfer.stream import Stream
-from tandem.transfer.wire import HEADER_BYTES, MAX_CONTROL_BYTES, PAYLOAD_KINDS, Message, parse_header
+from tandem.transfer.wire import Message
 
 JOIN_SECONDS = 5.0
+TICK_SECONDS = 0.05
+READ_BURST = 8
+WRITE_BURST_MESSAGES = 32
+WRITE_BURST_BYTES = 256 << 10
 
 
 class Port(Protocol):
@@ -27,26 +33,37 @@ class Port(Protocol):
     liveness: Liveness
     max_frame_bytes: int
 
-    def take(self) -> Message | None:
-        """The next message to write."""
+    def pending(self) -> bool:
+        """Whether `take` would return something."""
 
-    def sent(self, message: Message) -> None: ...
+    def take(self) -> list[Message]:
+        """The next messages to write."""
+
+    def sent(self, messages: list[Message]) -> None: ...
     def receive(self, message: Message) -> None: ...
     def tick(self) -> None: ...
     def closed(self, error: TransferError) -> None: ...
 
 
+def burst(outbox: deque[Message]) -> list[Message]:
+    """Takes from `outbox` what is worth one call of the stream."""
+    taken: list[Message] = []
+    size = 0
+    while outbox and len(taken) < WRITE_BURST_MESSAGES and size < WRITE_BURST_BYTES:
+        taken.append(outbox.popleft())
+        size += taken[-1].inline_bytes
+    return taken
+
+
 class Channel:
     def __init__(self, stream: Stream, port: Port, clock: Clock, name: str) -> None:
         self._stream, self._port, self._clock = stream, port, clock
+        self._reader = Reader(stream, port.max_frame_bytes)
         self._closing: TransferError | None = None
-        self._writing: Message | None = None
-        self._parts: list[memoryview] = []
-        self._header = memoryview(bytearray(HEADER_BYTES))
-        self._body = memoryview(b"")
-        self._buffer = np.empty(0, np.uint8)
-        self._reading: Message | None = None
-        self._filled = 0
+        self._writing: list[Message] = []
+        self._parts: deque[memoryview] = deque()
+        self._tick_at = 0.0
+        self._asleep = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -58,7 +75,9 @@ class Channel:
 
     def wake(self) -> None:
         """From any thread: the port has something to write."""
-        self._stream.wake()
+        if self._asleep:
+            self._asleep = False
+            self._stream.wake()
 
     def close(self, error: TransferError) -> None:
         """Ends the link for this reason and waits, at most JOIN_SECONDS, until its thread has gone."""
@@ -79,66 +98,55 @@ class Channel:
         except Exception as why:
             error = TransferError("UNAVAILABLE", f"link thread died: {why!r}")
         self._stream.close()
-        self._writing, self._parts, self._reading = None, [], None  # they may hold on to an arena
-        self._port.closed(error)
+        self._writing.clear()  # messages may hold on to an arena
+        self._parts.clear()
+        self._port.closed(error.fresh())
 
     def _turn(self) -> None:
-        moved = self._write()
-        moved = self._read() or moved
-        self._port.tick()
+        moved = self._read()
+        moved = self._write() or moved
+        now = self._clock.now()
+        if now >= self._tick_at:
+            self._port.tick()
+            self._tick_at = now + TICK_SECONDS
         if not moved:
-            timeout = self._port.liveness.next_at() - self._clock.now()
-            self._stream.wait(write=bool(self._parts), timeout=min(timeout, 0.1))
+            self._sleep(now)
+
+    def _sleep(self, now: float) -> None:
+        self._asleep = True  # before the last look at the port: whoever queues a message after it will wake us
+        if not self._port.pending() or self._parts:
+            self._stream.wait(write=bool(self._parts), timeout=self._tick_at - now)
+        self._asleep = False
+
+    def _read(self) -> bool:
+        for count in range(READ_BURST):
+            message = self._reader.next()
+            if self._reader.heard:
+                self._port.liveness.heard_at = self._clock.now()
+                self._reader.heard = False
+            if message is None:
+                return count > 0
+            self._port.receive(message)
+        return True
 
     def _write(self) -> bool:
-        if self._writing is None:
+        if not self._writing:
             self._writing = self._port.take()
-            if self._writing is None:
-                return False
-            body = memoryview(self._writing.body)
-            self._parts = [memoryview(self._writing.header()), *([body] if body else [])]
+            for message in self._writing:
+                self._parts.append(memoryview(message.header()))
+                if message.inline_bytes:
+                    self._parts.append(memoryview(message.body))
+        if not self._writing:
+            return False
         count = self._stream.send(self._parts)
         self._skip(count)
         if not self._parts:
-            done, self._writing = self._writing, None
+            done, self._writing = self._writing, []
             self._port.sent(done)
         return count > 0
 
     def _skip(self, count: int) -> None:
         while self._parts and count >= len(self._parts[0]):
-            count -= len(self._parts.pop(0))
+            count -= len(self._parts.popleft())
         if count:
             self._parts[0] = self._parts[0][count:]
-
-    def _read(self) -> bool:
-        if self._reading is None:
-            if not self._fill(self._header):
-                return False
-            self._reading = parse_header(self._header)
-            self._body, self._filled = self._room(self._reading), 0
-        if not self._fill(self._body):
-            return False
-        message, self._reading, self._filled = self._reading, None, 0
-        message.body = self._body
-        self._port.receive(message)
-        return True
-
-    def _fill(self, view: memoryview) -> bool:
-        """Reads on into `view`; whether it is full."""
-        while self._filled < len(view):
-            count = self._stream.recv_into(view[self._filled :])
-            if count == 0:
-                return False
-            self._filled += count
-            self._port.liveness.heard_at = self._clock.now()
-        return True
-
-    def _room(self, message: Message) -> memoryview:
-        """Where the body goes: memory kept from message to message, as large as the largest so far."""
-        size = message.inline_bytes
-        limit = self._port.max_frame_bytes if message.kind in PAYLOAD_KINDS else MAX_CONTROL_BYTES
-        if size > limit:
-            raise TransferError("DATA_LOSS", f"{message.kind.name} announces {size} bytes, at most {limit} are allowed")
-        if size > len(self._buffer):
-            self._buffer = np.empty(size, np.uint8)
-        return self._buffer[:size].data

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tandem.clock import Clock
 from tandem.transfer.arena import Arena
 from tandem.transfer.blocks import KVCache
+from tandem.transfer.channel import burst
 from tandem.transfer.endpoint import Endpoint, TransferError
 from tandem.transfer.inbox import Inbox
 from tandem.transfer.receiving import Landing, ReceiverProtocol
@@ -27,12 +28,15 @@ class Inlet:
         )  # fmt: skip
         self.liveness = self._protocol.liveness
 
-    def take(self) -> Message | None:
-        with self._inbox.changed:
-            return self._protocol.outbox.popleft() if self._protocol.outbox else None
+    def pending(self) -> bool:
+        return bool(self._protocol.outbox)
 
-    def sent(self, message: Message) -> None:
-        self._protocol.sent(message, self._clock.now())
+    def take(self) -> list[Message]:
+        with self._inbox.changed:
+            return burst(self._protocol.outbox)
+
+    def sent(self, messages: list[Message]) -> None:
+        self._protocol.sent(messages, self._clock.now())
 
     def receive(self, message: Message) -> None:
         with self._inbox.changed:

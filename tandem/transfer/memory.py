@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from tandem.transfer.stream import Listener, Stream
 from tandem.transfer.wire import Bytes
@@ -28,7 +28,7 @@ class MemoryStream:
         self._changed = incoming.changed
         self._woken = False
 
-    def send(self, parts: Sequence[Bytes]) -> int:
+    def send(self, parts: Iterable[Bytes]) -> int:
         with self._changed:
             if self._out.closed:
                 raise BrokenPipeError("closed by the peer")

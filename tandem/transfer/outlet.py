@@ -16,6 +16,7 @@ import torch
 from tandem.clock import Clock
 from tandem.transfer.arena import Arena, Slot, Slots
 from tandem.transfer.blocks import gather
+from tandem.transfer.channel import burst
 from tandem.transfer.endpoint import TransferError
 from tandem.transfer.sending import Outgoing, SenderProtocol
 from tandem.transfer.wire import MAX_CONTROL_BYTES, Message, Welcome, checksum
@@ -35,13 +36,16 @@ class Outlet:
 
     # The port: called by the channel's thread.
 
-    def take(self) -> Message | None:
-        with self._changed:
-            return self._protocol.outbox.popleft() if self._protocol.outbox else None
+    def pending(self) -> bool:
+        return bool(self._protocol.outbox)
 
-    def sent(self, message: Message) -> None:
+    def take(self) -> list[Message]:
+        with self._changed:
+            return burst(self._protocol.outbox)
+
+    def sent(self, messages: list[Message]) -> None:
         with self._turn() as protocol:
-            protocol.sent(message, self._clock.now())
+            protocol.sent(messages, self._clock.now())
 
     def receive(self, message: Message) -> None:
         with self._turn() as protocol:
@@ -145,10 +149,10 @@ class Outlet:
             return {answers.pop(handle) for handle in handles} <= {True}
 
     def _slot(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> Slot:
-        with self._turn() as protocol:
+        with self._changed:
             while True:
-                protocol.expire(self._clock.now())
-                protocol.check(outgoing, layer, first_block, num_blocks)
+                self._protocol.expire(self._clock.now())
+                self._protocol.check(outgoing, layer, first_block, num_blocks)
                 if slot := self.slots.take(num_blocks * self.slots.block_bytes):
                     return slot
                 self._changed.wait(POLL_SECONDS)

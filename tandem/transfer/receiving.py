@@ -12,7 +12,7 @@ the two is found out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,9 +124,9 @@ class ReceiverProtocol:
             self.table.end(inbound, error)
         self.outbox.clear()
 
-    def sent(self, message: Message, now: float) -> None:
+    def sent(self, messages: Sequence[Message], now: float) -> None:
         self.liveness.sent_at = now
-        if message.kind is Kind.REFUSE:
+        if messages[-1].kind is Kind.REFUSE:
             raise TransferError("FAILED_PRECONDITION", "the link was refused")
 
     def tick(self, now: float) -> None:

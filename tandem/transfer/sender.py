@@ -26,7 +26,7 @@ class Sender:
 
     def __init__(
         self, local: Endpoint, *, transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None,
-        clock: Clock | None = None, arena_bytes: int = 64 << 20, frame_bytes: int = 1 << 20,
+        clock: Clock | None = None, arena_bytes: int = 64 << 20, frame_bytes: int = 2 << 20,
     ) -> None:  # fmt: skip
         self.local = local
         self._network: Network = network or SocketNetwork()

@@ -153,10 +153,11 @@ class SenderProtocol:
         for outgoing in list(self._live.values()):
             self._end(outgoing, error)
 
-    def sent(self, message: Message, now: float) -> None:
+    def sent(self, messages: Sequence[Message], now: float) -> None:
         self.liveness.sent_at = now
-        if message.slot >= 0 and message.offset == INLINE:
-            self._return(message.slot)
+        for message in messages:
+            if message.slot >= 0 and message.offset == INLINE:
+                self._return(message.slot)
 
     def tick(self, now: float) -> None:
         """Raises TransferError(UNAVAILABLE) once the peer has been silent for too long."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from tandem.transfer.wire import Bytes
@@ -17,7 +17,7 @@ SOCKET_BUFFER_BYTES = 4 << 20
 
 
 class Stream(Protocol):
-    def send(self, parts: Sequence[Bytes]) -> int:
+    def send(self, parts: Iterable[Bytes]) -> int:
         """Bytes taken, 0 when there is no room now. Raises OSError when the peer is gone."""
 
     def recv_into(self, view: memoryview) -> int:
@@ -60,7 +60,7 @@ class SocketStream:
         self._poll = select.poll()
         self._poll.register(self._woken, select.POLLIN)
 
-    def send(self, parts: Sequence[Bytes]) -> int:
+    def send(self, parts: Iterable[Bytes]) -> int:
         try:
             return self._socket.sendmsg(parts)
         except BlockingIOError:

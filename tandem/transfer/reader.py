@@ -1,0 +1,80 @@
+"""Messages out of a stream: headers come through a small buffer, many at a time, large bodies go straight to memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tandem.transfer.endpoint import TransferError
+from tandem.transfer.stream import Stream
+from tandem.transfer.wire import HEADER_BYTES, MAX_CONTROL_BYTES, PAYLOAD_KINDS, Message, parse_header
+
+STAGE_BYTES = 16 << 10
+
+
+class Reader:
+    """`heard` becomes true whenever a byte has come. max_frame_bytes: the largest payload the peer may send inline."""
+
+    def __init__(self, stream: Stream, max_frame_bytes: int) -> None:
+        self.heard = False
+        self._stream, self._max_frame_bytes = stream, max_frame_bytes
+        self._stage = memoryview(bytearray(STAGE_BYTES))
+        self._start = self._end = 0  # staged bytes not yet used
+        self._memory = np.empty(0, np.uint8)
+        self._message: Message | None = None
+        self._body = memoryview(b"")
+        self._filled = 0
+
+    def next(self) -> Message | None:
+        """The next whole message, or None when its bytes have not come yet. Its body lasts until the next call.
+
+        Raises OSError when the peer is gone, TransferError where the stream cannot be followed.
+        """
+        if self._message is None:
+            while self._end - self._start < HEADER_BYTES:
+                if not self._refill():
+                    return None
+            self._message = parse_header(self._stage[self._start : self._start + HEADER_BYTES])
+            self._start += HEADER_BYTES
+            self._body, self._filled = self._room(self._message), 0
+        if not self._fill_body():
+            return None
+        message, self._message = self._message, None
+        message.body = self._body
+        return message
+
+    def _refill(self) -> bool:
+        left = self._end - self._start
+        if left:
+            self._stage[:left] = bytes(self._stage[self._start : self._end])
+        self._start, self._end = 0, left
+        count = self._receive(self._stage[left:])
+        self._end += count
+        return count > 0
+
+    def _fill_body(self) -> bool:
+        size = len(self._body)
+        if staged := min(size - self._filled, self._end - self._start):
+            self._body[self._filled : self._filled + staged] = self._stage[self._start : self._start + staged]
+            self._start += staged
+            self._filled += staged
+        while self._filled < size:
+            count = self._receive(self._body[self._filled :])
+            if count == 0:
+                return False
+            self._filled += count
+        return True
+
+    def _receive(self, view: memoryview) -> int:
+        count = self._stream.recv_into(view)
+        self.heard = self.heard or count > 0
+        return count
+
+    def _room(self, message: Message) -> memoryview:
+        """Where the body goes: memory kept from message to message, as large as the largest so far."""
+        size = message.inline_bytes
+        limit = self._max_frame_bytes if message.kind in PAYLOAD_KINDS else MAX_CONTROL_BYTES
+        if size > limit:
+            raise TransferError("DATA_LOSS", f"{message.kind.name} announces {size} bytes, at most {limit} are allowed")
+        if size > len(self._memory):
+            self._memory = np.empty(size, np.uint8)
+        return self._memory[:size].data
