@@ -19,37 +19,38 @@ from torch import Tensor
 class Group:
     """Neighbouring sequences of a step with `query_len` tokens each, tokens `start` … `end` of its row.
 
-    block_tables (sequences, blocks) repeats a sequence's first block where it has no more; `visible` (sequences, 1,
-    query_len, blocks * block_size) says what each token may see. `last_block` (sequences,) is the block that the
-    context ends in and `unwritten` (sequences, 1, 1, block_size, 1) its slots behind that end.
+    `slabs` (2, sequences, kv_heads, blocks) are the contexts' parts of the cache, each one block's K or V of one head;
+    where a sequence has no more blocks its first one is repeated. `visible` (sequences, 1, query_len, blocks *
+    block_size) says what each token may see, `last_block` (sequences,) which block the context ends in and `unwritten`
+    (sequences, 1, 1, block_size, 1) that block's slots behind the end.
     """
 
     start: int
     end: int
     query_len: int
-    block_tables: Tensor
+    slabs: Tensor
     visible: Tensor
     last_block: Tensor
     unwritten: Tensor
 
 
-def make_group(start: int, query_len: int, tables: list[list[int]], lengths: list[int], block_size: int) -> Group:
-    """Sequences whose contexts, `query_len` new tokens included, are `lengths` tokens in the blocks of `tables`."""
+def make_group(start: int, query_len: int, tables: list[list[int]], lengths: list[int], kv: Tensor) -> Group:
+    """Sequences whose contexts, `query_len` new tokens included, are `lengths` tokens in the blocks of `tables`.
+
+    `kv` is the cache of any layer.
+    """
+    kv_heads, block_size = kv.shape[2:4]
     width = max(-(-length // block_size) for length in lengths)
     blocks = torch.tensor([(table + [table[0]] * (width - len(table)))[:width] for table in tables])
+    slabs = blocks[None, :, None, :] * 2 * kv_heads + torch.arange(2 * kv_heads).view(2, 1, kv_heads, 1)
     ends = torch.tensor(lengths)
     asked = ends[:, None] - query_len + torch.arange(query_len)
     visible = torch.arange(width * block_size) <= asked[:, None, :, None]
     last_block = (ends - 1) // block_size
-    unwritten = torch.arange(block_size) >= (ends - last_block * block_size)[:, None]
+    unwritten = (torch.arange(block_size) >= (ends - last_block * block_size)[:, None])[:, None, None, :, None]
     end = start + query_len * len(tables)
-    return Group(start, end, query_len, blocks, visible, last_block, unwritten[:, None, None, :, None])
-
-
-def to_device(group: Group, device: str) -> Group:
-    blocks, visible = group.block_tables.to(device), group.visible.to(device)
-    last_block, unwritten = group.last_block.to(device), group.unwritten.to(device)
-    return Group(group.start, group.end, group.query_len, blocks, visible, last_block, unwritten)
+    tensors = (tensor.to(kv.device) for tensor in (slabs, visible, last_block, unwritten))
+    return Group(start, end, query_len, *tensors)
 
 
 def write_kv(kv: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
@@ -67,18 +68,25 @@ def paged_attention(q: Tensor, kv: Tensor, groups: list[Group]) -> Tensor:
 
 
 def _group_attention(q: Tensor, kv: Tensor, group: Group) -> Tensor:
-    num_seqs, width = group.block_tables.shape
-    _, _, kv_heads, block_size, head_dim = kv.shape
-    past = kv[group.block_tables]  # (sequences, blocks, 2, kv_heads, block_size, head_dim)
-    # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
-    rows = torch.arange(num_seqs, device=kv.device)
-    past[rows, group.last_block] = past[rows, group.last_block].masked_fill(group.unwritten, 0)
-    k, v = past.permute(2, 0, 3, 1, 4, 5).reshape(2, num_seqs, kv_heads, width * block_size, head_dim)
+    k, v = _gather(kv, group)
+    _, num_seqs, kv_heads, _ = group.slabs.shape
     # Query heads that share a KV head are rows of one product: (sequences, kv_heads, share * query_len, head_dim).
-    share = q.shape[1] // kv_heads
-    shape = (num_seqs, group.query_len, kv_heads, share, head_dim)
-    query = q.view(shape).permute(0, 2, 3, 1, 4).reshape(num_seqs, kv_heads, -1, head_dim)
+    share, head_dim = q.shape[1] // kv_heads, q.shape[2]
+    query = q.view(num_seqs, group.query_len, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(num_seqs, kv_heads, -1, head_dim)
     visible = group.visible if group.query_len == 1 else group.visible.repeat(1, 1, share, 1)
     out = F.scaled_dot_product_attention(query, k, v, attn_mask=visible)
     out = out.view(num_seqs, kv_heads, share, group.query_len, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(q.shape)
+
+
+def _gather(kv: Tensor, group: Group) -> Tensor:
+    """K and V of the group's contexts: (2, sequences, kv_heads, blocks * block_size, head_dim)."""
+    block_size, head_dim = kv.shape[3:]
+    past = kv.view(-1, block_size * head_dim).index_select(0, group.slabs.view(-1))
+    past = past.view(*group.slabs.shape, block_size, head_dim)
+    # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
+    rows = torch.arange(len(group.last_block), device=kv.device)
+    ends = past[:, rows, :, group.last_block]  # (sequences, 2, kv_heads, block_size, head_dim)
+    past[:, rows, :, group.last_block] = ends.masked_fill(group.unwritten, 0)
+    return past.flatten(3, 4)

@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import Group, make_group, paged_attention, to_device, write_kv
+from tandem.engine.attention import Group, make_group, paged_attention, write_kv
 from tandem.engine.models import Decoder
 from tandem.engine.sampler import sample
 from tandem.engine.scheduler import Scheduled
@@ -114,7 +114,7 @@ class Runner:
         blocks, offsets = torch.tensor(slots, device=self._device).unbind(dim=1)
         groups, start = [], 0
         for _, items in groupby(batch, key=self._group_key):
-            groups.append(to_device(self._group(start, list(items)), self._device))
+            groups.append(self._group(start, list(items)))
             start = groups[-1].end
         pushes = [push for item in batch if (push := self._push(item))]
         return PagedContext(self._kv_cache, blocks, offsets, groups, pushes)
@@ -126,7 +126,7 @@ class Runner:
     def _group(self, start: int, items: list[Scheduled]) -> Group:
         lengths = [item.seq.num_computed_tokens + item.num_tokens for item in items]
         tables = [item.seq.block_table for item in items]
-        return make_group(start, items[0].num_tokens, tables, lengths, self._block_size)
+        return make_group(start, items[0].num_tokens, tables, lengths, self._kv_cache[0])
 
     def _group_key(self, item: Scheduled) -> tuple[int, int, int]:
         """Single tokens whose contexts differ by less than twice share a group, so that little of it is padding."""

@@ -22,6 +22,8 @@ from torch import Tensor
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import SampledToken, SamplingParams
 
+_NARROW = 256
+
 
 def sample(logits: Tensor, seqs: Rows[Sequence]) -> list[SampledToken]:
     """One token for each row of `logits` (rows, vocab_size) float32, the row of the sequence in `seqs`."""
@@ -132,15 +134,34 @@ def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     """The least value in each row that top_k, top_p and min_p keep: (rows,)."""
     lowest = scaled.new_tensor([sampling.min_p for sampling in params]).log()
     top_k = [row for row, sampling in enumerate(params) if sampling.top_k > 0]
-    only_top_p = [row for row, sampling in enumerate(params) if sampling.top_k == 0 and sampling.top_p < 1]
-    vocab_size = scaled.shape[1]
-    for rows in (top_k, only_top_p):
-        if rows:
-            k = [min(params[row].top_k or vocab_size, vocab_size) for row in rows]
-            best = _best(scaled[rows], max(k))
-            top_p = best.new_tensor([params[row].top_p for row in rows])
-            lowest[rows] = lowest[rows].maximum(_last_kept(best, torch.tensor(k, device=best.device), top_p))
+    if top_k:
+        _raise_to_top_k(lowest, scaled, top_k, params)
+    nucleus = [row for row, sampling in enumerate(params) if sampling.top_k == 0 and sampling.top_p < 1]
+    for width in (_NARROW, scaled.shape[1]):  # most nuclei lie within a few tokens, and a whole sort is dear
+        if nucleus:
+            nucleus = _raise_to_top_p(lowest, scaled, nucleus, params, width)
     return lowest
+
+
+def _raise_to_top_k(lowest: Tensor, scaled: Tensor, rows: list[int], params: list[SamplingParams]) -> None:
+    """top_k of `rows`, and within it their top_p."""
+    k = scaled.new_tensor([min(params[row].top_k, scaled.shape[1]) for row in rows])[:, None]
+    best = _best(scaled[rows], int(k.max()))
+    best = best.masked_fill(torch.arange(best.shape[1], device=best.device) >= k, -math.inf)
+    needed = _needed(best, best.logsumexp(dim=-1), [params[row].top_p for row in rows]) & best.isfinite()
+    lowest[rows] = lowest[rows].maximum(best.masked_fill(~needed, math.inf).amin(dim=-1))
+
+
+def _raise_to_top_p(
+    lowest: Tensor, scaled: Tensor, rows: list[int], params: list[SamplingParams], width: int
+) -> list[int]:
+    """top_p of those `rows` whose nucleus lies within the `width` best tokens; returns the other ones."""
+    best = _best(scaled[rows], width)
+    needed = _needed(best, scaled[rows].logsumexp(dim=-1), [params[row].top_p for row in rows])
+    value = best.masked_fill(~needed, math.inf).amin(dim=-1)
+    within = ~needed[:, -1] if width < scaled.shape[1] else torch.ones_like(needed[:, -1])
+    lowest[rows] = torch.where(within, lowest[rows].maximum(value), lowest[rows])
+    return [row for row, done in zip(rows, within.tolist(), strict=True) if not done]
 
 
 def _best(values: Tensor, width: int) -> Tensor:
@@ -150,12 +171,14 @@ def _best(values: Tensor, width: int) -> Tensor:
     return values.sort(dim=-1, descending=True).values
 
 
-def _last_kept(best: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest of the first top_k values that the nucleus of top_p needs; `best` (rows, width) is descending."""
-    kept = torch.arange(best.shape[1], device=best.device) < top_k[:, None]
-    probs = best.masked_fill(~kept, -math.inf).softmax(dim=-1, dtype=torch.float64)
-    kept &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (top_p == 1)[:, None]
-    return best.masked_fill(~kept, math.inf).amin(dim=-1)
+def _needed(best: Tensor, total: Tensor, top_p: list[float]) -> Tensor:
+    """Which of the values of `best` (rows, width), descending, the nucleus of top_p needs.
+
+    `total` (rows,) is the logarithm of the mass that top_p is a part of.
+    """
+    probs = (best - total[:, None]).double().exp()
+    limit = probs.new_tensor([p if p < 1 else math.inf for p in top_p])
+    return probs.cumsum(dim=-1) - probs < limit[:, None]
 
 
 def _report(logits: Tensor, wanted: list[int | None], token_ids: list[int]) -> list[SampledToken]:

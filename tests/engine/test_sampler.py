@@ -33,7 +33,7 @@ def reference_scores(logits: torch.Tensor, sampling: SamplingParams) -> list[flo
     """What greedy or the draw then sees, written out token by token."""
     scores = logits.tolist()
     counts = Counter(OUTPUT)
-    for token in range(VOCAB):
+    for token in range(len(logits)):
         score = scores[token] + sampling.logit_bias.get(token, 0.0)
         if token in PROMPT + OUTPUT:
             score = score / sampling.repetition_penalty if score > 0 else score * sampling.repetition_penalty
@@ -46,16 +46,16 @@ def reference_scores(logits: torch.Tensor, sampling: SamplingParams) -> list[flo
 def reference_probs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """The distribution that is drawn from, (vocab,) float64."""
     scaled = torch.tensor(reference_scores(logits, sampling), dtype=torch.float64) / sampling.temperature
-    order = sorted(range(VOCAB), key=lambda token: -scaled[token])
-    kept = order[: sampling.top_k or VOCAB]
-    probs = torch.zeros(VOCAB, dtype=torch.float64)
+    order = sorted(range(len(logits)), key=lambda token: -scaled[token])
+    kept = order[: sampling.top_k or len(logits)]
+    probs = torch.zeros(len(logits), dtype=torch.float64)
     probs[kept] = scaled[kept].softmax(0)
     nucleus, mass = [], 0.0
     for token in kept:
         if mass < sampling.top_p and probs[token] >= sampling.min_p * probs[kept[0]]:
             nucleus.append(token)
         mass += float(probs[token])
-    filtered = torch.zeros(VOCAB, dtype=torch.float64)
+    filtered = torch.zeros(len(logits), dtype=torch.float64)
     filtered[nucleus] = probs[nucleus] / probs[nucleus].sum()
     return filtered
 
@@ -114,6 +114,17 @@ def test_the_draw_is_the_inverse_cdf_of_its_own_number() -> None:
         cdf = reference_probs(row, sampling).cumsum(0)
         expected = int((cdf <= uniform(seed, len(OUTPUT)) * cdf[-1]).sum())
         assert sample(row[None], [sequence(sampling)])[0].token_id == expected
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_nuclei_narrow_and_wide(top_p: float) -> None:
+    """Peaked rows keep a few tokens of a large vocabulary, flat ones most of it."""
+    logits = torch.randn(40, 1000, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 9, 40)[:, None]
+    rows = [sequence(SamplingParams(20, seed=seed, top_p=top_p)) for seed in range(40)]
+    drawn = [token.token_id for token in sample(logits, rows)]
+    for row, token_id, seq in zip(logits, drawn, rows, strict=True):
+        cdf = reference_probs(row, seq.sampling).cumsum(0)
+        assert token_id == int((cdf <= uniform(seq.sampling.seed, len(OUTPUT)) * cdf[-1]).sum())
 
 
 def test_the_random_number_depends_on_seed_and_index_alone() -> None:
