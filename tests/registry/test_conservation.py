@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from tandem.clock import SystemClock
 from tandem.redis_server import RedisServer
 from tandem.registry import NoWorkers, Registry, Role
+from tandem.registry.connection import Connection
 from tests.registry.cluster import BLOCK_SIZE, MODEL, TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -116,6 +117,24 @@ async def test_a_cancelled_call_keeps_nothing(registry: Registry) -> None:
         return await totals(registry) == (0, 0)
 
     await eventually(back, 2.0, "given back")
+
+
+async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
+    registry: Registry, redis_server: RedisServer, namespace: str
+) -> None:
+    """What a broken connection can do to a call: answer lost and sent again, or carried out after it was given up."""
+    await register_pool(registry)
+    wire = Connection(redis_server.url, namespace, 2.0, 1)
+    for _ in range(2):
+        status, *_ = await wire.call("select", "twice", MODEL, 40, 8, "require", 1000, "[]")
+        assert status == "ok"
+    assert await totals(registry) == (40, 3)
+    await wire.call("abandon", "twice")
+    await wire.call("abandon", "late")
+    status, *_ = await wire.call("select", "late", MODEL, 40, 8, "require", 1000, "[]")
+    assert status == "none"
+    assert await totals(registry) == (0, 0)
+    await wire.close()
 
 
 async def test_the_check_sees_a_wrong_counter(registry: Registry, redis: Redis, namespace: str) -> None:
