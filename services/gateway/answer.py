@@ -38,11 +38,12 @@ class Answer:
 
     def __init__(
         self, request: Generation, pipeline: Pipeline, metrics: Metrics, clock: Clock, spans: Tracer,
-        *, max_model_len: int, seed: int,
+        *, max_model_len: int, seed: int, running: set[Answer],
     ) -> None:  # fmt: skip
         self.request = request
         self.outcomes = [Outcome() for _ in range(request.num_choices)]
         self._pipeline = pipeline
+        self._running = running
         self._metrics = metrics
         self._clock = clock
         self._spans = spans
@@ -71,6 +72,7 @@ class Answer:
         Raises:
             GatewayError
         """
+        self._running.add(self)
         span = tracing.start_root(self._spans, self.request)
         status = CLIENT_LEFT
         try:
@@ -86,6 +88,7 @@ class Answer:
             tracing.fail(span, error)
             raise
         finally:
+            self._running.discard(self)
             self._end(span, status)
 
     def _merged(self, span: Span) -> AsyncGenerator[Piece, None]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import structlog
 from grpc import aio
 
-from services.gateway.errors import WorkerLost
+from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.workers.link import Link
 from tandem.clock import Clock
 from tandem.registry import ClusterView, Worker, WorkerInfo
@@ -93,6 +93,11 @@ class WorkerPool:
                 self._retire(link, "internal error in its token stream")
             elif worker_id not in seen and not link.running:
                 self._retire(link, "it left the cluster")
+
+    def stop(self, error: GatewayError) -> None:
+        """No more sequences; those that run end with this error. Aborts still get through."""
+        for link in self._links.values():
+            link.stream.stop(error)
 
     async def close(self) -> None:
         for link in list(self._links.values()):

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 from grpc import aio
 
-from services.gateway.errors import TimedOut, WorkerLost
+from services.gateway.errors import GatewayError, TimedOut, WorkerLost
 from services.gateway.workers.mailbox import Mailbox
 from tandem.clock import Clock
 from tandem.registry import WorkerInfo
@@ -36,6 +36,7 @@ class TokenStream:
         self._clock = clock
         self._mailboxes: dict[str, Mailbox] = {}
         self._gone = ""
+        self._stopped: GatewayError | None = None
 
     def __len__(self) -> int:
         return len(self._mailboxes)
@@ -44,7 +45,10 @@ class TokenStream:
         """
         Raises:
             WorkerLost: the stream is not open.
+            GatewayError: it was stopped.
         """
+        if self._stopped:
+            raise self._stopped
         if self._gone or not self.open.is_set():
             raise WorkerLost(self._worker.worker_id, self._gone or "its token stream is not open")
         mailbox = self._mailboxes[request_id] = Mailbox(request_id, self._worker.worker_id)
@@ -60,7 +64,7 @@ class TokenStream:
             WorkerLost: not within CONNECT_WAIT_S.
             TimedOut: the deadline came first.
         """
-        if self.open.is_set() or self._gone:
+        if self.open.is_set() or self._gone or self._stopped:
             return
         left = deadline - self._clock.now()
         opened = asyncio.ensure_future(self.open.wait())
@@ -99,6 +103,12 @@ class TokenStream:
         """This incarnation is dead: nothing more may be sent to it."""
         self._gone = reason
         self.fail(reason)
+
+    def stop(self, error: GatewayError) -> None:
+        """No more sequences; those that run end with this error. The stream itself stays."""
+        self._stopped = error
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(error)
 
     async def _read(self) -> str:
         """One call, until it breaks; returns why."""

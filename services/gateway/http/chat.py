@@ -1,0 +1,100 @@
+"""POST /v1/chat/completions: messages in, an assistant's message out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.gateway.choice import Piece
+from services.gateway.errors import InvalidRequest
+from services.gateway.http import schema
+from services.gateway.http.format import Format, Read, logprob_entries, read_sampling
+from services.gateway.llm import LLM
+from services.gateway.request import Sampling
+from services.gateway.text import Tokenizer
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+async def read_chat(llm: LLM, body: bytes) -> Read:
+    """
+    Raises:
+        GatewayError
+    """
+    found = schema.read(schema.ChatBody, body)
+    llm.served(found.model)
+    if not found.messages:
+        raise InvalidRequest("messages must not be empty", "messages")
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(found.messages)]
+    names = {"logprobs": "top_logprobs"}
+    sampling = Sampling(logprobs=_logprobs(found))
+    if found.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+        found.max_tokens = found.max_completion_tokens
+    return Read(
+        body=found,
+        sampling=read_sampling(found, sampling, llm.model, names),
+        prompts=[await llm.encode_chat(messages)],
+        param="messages",
+        operation="chat",
+        format=ChatFormat(llm.model.tokenizer),
+    )
+
+
+class ChatFormat(Format):
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._begun: set[int] = set()
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        said: dict[str, Any] = {"content": piece.text}
+        if piece.choice not in self._begun:
+            self._begun.add(piece.choice)
+            said = {"role": "assistant", **said}
+        return {"delta": said, "logprobs": self._logprobs(piece)}
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(piece)}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not piece.tokens.logprobs:
+            return None
+        return {"content": logprob_entries(self._tokenizer, piece.tokens.logprobs)}
+
+
+def _logprobs(body: schema.ChatBody) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs is only allowed when logprobs is true", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _message(message: schema.Message, param: str) -> Mapping[str, Any]:
+    schema.refuse_message_extras(message, param)
+    role = ROLES.get(message.role)
+    if role is None:
+        allowed = ", ".join(ROLES)
+        raise InvalidRequest(f"{param}.role must be one of {allowed}, got {message.role!r}", f"{param}.role")
+    said = {"role": role, "content": _content(message.content, f"{param}.content")}
+    return said if message.name is None else {**said, "name": message.name}
+
+
+def _content(content: Any, param: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"{param} must be a string or a list of text parts", param)
+    return "\n".join(_part(part, f"{param}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, param: str) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise InvalidRequest(f"{param} must be an object with a type", param)
+    if part["type"] != "text":
+        raise InvalidRequest(f"{param}.type: only text is supported, got {part['type']!r}", f"{param}.type")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{param}.text must be a string", f"{param}.text")
+    return text

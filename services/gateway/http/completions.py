@@ -1,0 +1,90 @@
+"""POST /v1/completions: text or token ids in, their continuation out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.choice import Piece
+from services.gateway.errors import InvalidRequest
+from services.gateway.http import schema
+from services.gateway.http.format import Format, Read, read_sampling, token_text
+from services.gateway.llm import LLM
+from services.gateway.request import Sampling
+from services.gateway.text import Tokenizer
+from tandem.v1 import llm_pb2
+
+
+async def read_completion(llm: LLM, body: bytes) -> Read:
+    """
+    Raises:
+        GatewayError
+    """
+    found = schema.read(schema.CompletionBody, body)
+    llm.served(found.model)
+    if found.echo and found.logprobs is not None:
+        raise InvalidRequest("echo: logprobs of the prompt are not supported by this server", "echo")
+    sampling = read_sampling(found, Sampling(logprobs=found.logprobs), llm.model, {})
+    said = _prompts(found.prompt)
+    prompts = [await llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in said]
+    tokenizer = llm.model.tokenizer
+    echoes = [_text(prompt, tokenizer) for prompt in said] if found.echo else []
+    return Read(
+        body=found,
+        sampling=sampling,
+        prompts=prompts,
+        param="prompt",
+        operation="text_completion",
+        format=CompletionFormat(tokenizer, echoes, found.n or 1),
+    )
+
+
+class CompletionFormat(Format):
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[str], n: int) -> None:
+        self._tokenizer = tokenizer
+        self._echoes = {i: echoes[i // n] for i in range(len(echoes) * n)}
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        return self.choice(piece)
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        text = self._echoes.pop(piece.choice, "") + piece.text
+        return {"text": text, "logprobs": self._logprobs(piece)}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        logprobs = piece.tokens.logprobs
+        if not logprobs:
+            return None
+        return {
+            "tokens": [token_text(self._tokenizer, one.token_id) for one in logprobs],
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [self._top(one) for one in logprobs],
+            "text_offset": piece.offsets,
+        }
+
+    def _top(self, one: llm_pb2.TokenLogprobs) -> dict[str, float] | None:
+        return {token_text(self._tokenizer, top.token_id): top.logprob for top in one.top} or None
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """One prompt or several, each text or token ids."""
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise InvalidRequest("prompt must be a string, a list of token ids, or a list of either", "prompt")
+    if not prompt:
+        raise InvalidRequest("prompt must not be empty", "prompt")
+    for i, part in enumerate(prompt):
+        if not isinstance(part, str) and not _is_ids(part):
+            raise InvalidRequest(f"prompt[{i}] must be a string or a list of token ids", f"prompt[{i}]")
+    return prompt
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(part) is int for part in value)
+
+
+def _text(prompt: str | list[int], tokenizer: Tokenizer) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)

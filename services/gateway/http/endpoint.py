@@ -1,0 +1,153 @@
+"""The hot routes. One request:
+
+1 read      body, within its bounds; fields checked; prompt tokenized
+2 wait      for the first piece: until it is there, a failure still has an HTTP status of its own
+3 write     one event per piece, or all pieces as one body
+4 end       whichever comes first: the answer's end, an error, the deadline, the client's leaving
+
+All but the first end cancel the answer, which frees everything it holds on workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from services.gateway import tracing
+from services.gateway.answer import CLIENT_LEFT, PATHS, Answer
+from services.gateway.choice import Piece
+from services.gateway.errors import GatewayError, Internal, TimedOut
+from services.gateway.http.exchange import ClientLeft, Exchange, deadline_of
+from services.gateway.http.format import Envelope, Read, joined
+from services.gateway.llm import LLM
+from services.gateway.request import Generation
+
+log = structlog.get_logger(__name__)
+# A client that does not read may not keep its request alive.
+STALLED_S = 0.5
+
+
+class GenerateEndpoint:
+    """An ASGI app for one path."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        read: Callable[[LLM, bytes], Awaitable[Read]],
+        wall: Callable[[], float],
+    ) -> None:
+        self._llm = llm
+        self._read = read
+        self._wall = wall
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._serve(exchange)
+        except ClientLeft:
+            self._llm.metrics.request("none", CLIENT_LEFT)
+        except GatewayError as error:
+            await exchange.fail(error)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        deadline = self._llm.deadline(None)
+        try:
+            deadline = deadline_of(exchange.headers, self._llm)
+            async with asyncio.timeout(deadline - self._llm.clock.now()):
+                body = await exchange.body(self._llm.settings.max_body_bytes)
+                found = await self._read(self._llm, body)
+            answer = self._llm.answer(self._generation(exchange, found, deadline), found.param)
+        except TimeoutError:
+            self._llm.metrics.request("none", TimedOut.status)
+            raise TimedOut("the request's deadline passed while its body was read") from None
+        except GatewayError as error:
+            self._llm.metrics.request("none", error.status)
+            raise
+        await self._supervise(exchange, self._write(exchange, found, answer), deadline)
+
+    def _generation(self, exchange: Exchange, found: Read, deadline: float) -> Generation:
+        body = found.body
+        return Generation(
+            operation=found.operation,
+            request_id=exchange.request_id,
+            model=self._llm.model,
+            prompts=found.prompts,
+            n=body.n or 1,
+            sampling=found.sampling,
+            deadline=deadline,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            streamed=bool(body.stream),
+            parent=tracing.incoming(exchange.headers),
+        )
+
+    async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
+        """Write the answer for as long as there is anyone to write it to."""
+        work = asyncio.ensure_future(writing)
+        left = asyncio.create_task(exchange.wait_left())
+        bound = deadline - self._llm.clock.now() + STALLED_S
+        try:
+            await asyncio.wait({work, left}, timeout=bound, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            await _cancelled(work)
+            if not left.done():
+                raise TimedOut("the request's deadline passed")
+        finally:
+            work.cancel()
+            left.cancel()
+
+    async def _write(self, exchange: Exchange, found: Read, answer: Answer) -> None:
+        envelope = Envelope(found.format, answer, int(self._wall()))
+        try:
+            async with aclosing(answer.pieces()) as pieces:
+                first = await anext(pieces)
+                if not answer.request.streamed:
+                    return await self._write_whole(exchange, envelope, answer, _chain(first, pieces))
+                await exchange.open(_headers(answer))
+                async for piece in _chain(first, pieces):
+                    if piece.text or piece.finish_reason or piece.tokens.logprobs:
+                        await exchange.event(envelope.chunk(piece))
+            options = found.body.stream_options
+            if options is not None and options.include_usage:
+                await exchange.event(envelope.usage_chunk())
+            await exchange.close()
+        except GatewayError:
+            raise
+        except Exception as error:
+            log.error("request failed", request_id=exchange.request_id, exc_info=error)
+            raise Internal(f"{type(error).__name__}: {error}") from error
+
+    async def _write_whole(
+        self, exchange: Exchange, envelope: Envelope, answer: Answer, pieces: AsyncIterator[Piece]
+    ) -> None:
+        choices: list[list[Piece]] = [[] for _ in answer.outcomes]
+        async for piece in pieces:
+            choices[piece.choice].append(piece)
+        await exchange.json(200, envelope.whole([joined(parts) for parts in choices]), _headers(answer))
+
+
+async def _chain(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncIterator[Piece]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+async def _cancelled(work: asyncio.Future[None]) -> None:
+    """Cancel it and see it end, so that what it holds is on its way back."""
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+
+
+def _headers(answer: Answer) -> dict[str, str]:
+    """Which way the request went."""
+    path = answer.path
+    headers = {"x-tandem-path": PATHS.get(path.kind, "none"), "x-tandem-decode-worker": path.decode_worker}
+    if path.prefill_worker:
+        headers["x-tandem-prefill-worker"] = path.prefill_worker
+        headers["x-tandem-transfer-bytes"] = str(path.transfer_bytes)
+    return headers

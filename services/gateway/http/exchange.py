@@ -1,0 +1,117 @@
+"""One HTTP request and its response, on bare ASGI: no object per token, one write per event.
+
+body() -> json(...)                                             a whole answer
+       -> open(headers), event(...), event(...), ..., close()   server-sent events
+       -> fail(error)         a status and a body before the first byte, a last event after it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+import orjson
+from starlette.types import Message, Receive, Scope, Send
+
+from services.gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
+from services.gateway.llm import LLM
+
+DONE = b"data: [DONE]\n\n"
+SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class ClientLeft(Exception):
+    """Nobody is there to read an answer."""
+
+
+class Exchange:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        said = self.headers.get("x-request-id", "")
+        self.request_id = said if SANE_ID.fullmatch(said) else uuid4().hex
+        self._receive = receive
+        self._send = send
+        self._streaming = False
+        self.started = False
+
+    async def body(self, limit: int) -> bytes:
+        """
+        Raises:
+            BodyTooLarge: more than `limit` bytes.
+            ClientLeft
+        """
+        if _length(self.headers) > limit:
+            raise BodyTooLarge(f"the body must not be larger than {limit} bytes", code="body_too_large")
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise BodyTooLarge(f"the body must not be larger than {limit} bytes", code="body_too_large")
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def wait_left(self) -> None:
+        """Until the client has left. Only after `body`."""
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return
+
+    async def json(self, status: int, content: Any, headers: Mapping[str, str]) -> None:
+        await self._start(status, "application/json", headers)
+        await self._write(orjson.dumps(content), more=False)
+
+    async def open(self, headers: Mapping[str, str]) -> None:
+        """Begin a stream of events."""
+        self._streaming = True
+        await self._start(200, "text/event-stream; charset=utf-8", {**headers, "cache-control": "no-cache"})
+
+    async def event(self, content: Any) -> None:
+        await self._write(b"data: " + orjson.dumps(content) + b"\n\n", more=True)
+
+    async def close(self) -> None:
+        await self._write(DONE, more=False)
+
+    async def fail(self, error: GatewayError) -> None:
+        """The typed end of a request."""
+        if not self.started:
+            await self.json(error.status, error.body(), {})
+        elif self._streaming:
+            await self._write(b"data: " + orjson.dumps(error.body()) + b"\n\n", more=False)
+
+    async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
+        self.started = True
+        named = {"content-type": content_type, "x-request-id": self.request_id, **headers}
+        raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in named.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _write(self, data: bytes, more: bool) -> None:
+        message: Message = {"type": "http.response.body", "body": data, "more_body": more}
+        await self._send(message)
+
+
+def deadline_of(headers: Mapping[str, str], llm: LLM) -> float:
+    """From x-request-timeout-ms or x-request-timeout (seconds), or the default.
+
+    Raises:
+        InvalidRequest
+    """
+    for name, unit in (("x-request-timeout-ms", 1000.0), ("x-request-timeout", 1.0)):
+        if name in headers:
+            try:
+                seconds = float(headers[name]) / unit
+            except ValueError:
+                raise InvalidRequest(f"{name} must be a number, got {headers[name]!r}", name) from None
+            return llm.deadline(seconds, name)
+    return llm.deadline(None)
+
+
+def _length(headers: Mapping[str, str]) -> int:
+    said = headers.get("content-length", "")
+    return int(said) if said.isascii() and said.isdigit() else 0

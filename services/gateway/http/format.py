@@ -1,0 +1,159 @@
+"""What the two generation endpoints share: reading sampling fields, and the shape of answers.
+
+whole answer    {"id", "object", "created", "model", "choices": [...], "usage"}
+stream          the same envelope around each piece; a last one with usage where asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from services.gateway.answer import PATHS, REASONS, Answer
+from services.gateway.choice import Piece
+from services.gateway.errors import InvalidRequest
+from services.gateway.http.schema import GenerationBody
+from services.gateway.model import ServedModel
+from services.gateway.request import Sampling, check_sampling, with_defaults
+from services.gateway.text import Tokenizer
+from services.gateway.workers import Tokens
+from tandem.v1 import llm_pb2
+
+SAME = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "min_tokens", "seed",
+)  # fmt: skip
+
+
+class Format(Protocol):
+    """An endpoint's words for a choice. One object serves one request."""
+
+    prefix: str
+    whole: str
+    chunk: str
+
+    def delta(self, piece: Piece) -> dict[str, Any]: ...
+
+    def choice(self, piece: Piece) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A body that was read and checked, except for the length of its prompts."""
+
+    body: GenerationBody
+    sampling: Sampling
+    prompts: Sequence[Sequence[int]]
+    param: str
+    operation: str
+    format: Format
+
+
+class Envelope:
+    """The frame around every message of one answer."""
+
+    def __init__(self, form: Format, answer: Answer, created: int) -> None:
+        self._form = form
+        self._answer = answer
+        request = answer.request
+        self._frame = {"id": f"{form.prefix}-{request.request_id}", "created": created, "model": request.model.name}
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        return self._framed(self._form.chunk, [self._numbered(piece, self._form.delta(piece))])
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self._framed(self._form.chunk, []), "usage": usage(self._answer)}
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        choices = [self._numbered(piece, self._form.choice(piece)) for piece in pieces]
+        return {**self._framed(self._form.whole, choices), "usage": usage(self._answer)}
+
+    def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._frame, "object": kind, "choices": choices}
+
+    def _numbered(self, piece: Piece, said: dict[str, Any]) -> dict[str, Any]:
+        return {"index": piece.choice, **said, "finish_reason": REASONS.get(piece.finish_reason)}
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """OpenAI's usage, and which way the request went as `tandem`."""
+    used = answer.usage
+    return {
+        "prompt_tokens": used.prompt_tokens,
+        "completion_tokens": used.completion_tokens,
+        "total_tokens": used.prompt_tokens + used.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        "tandem": [way(outcome.path) for outcome in answer.outcomes],
+    }
+
+
+def way(path: llm_pb2.Path) -> dict[str, Any]:
+    return {
+        "path": PATHS.get(path.kind),
+        "prefill_worker": path.prefill_worker or None,
+        "decode_worker": path.decode_worker,
+        "transfer_bytes": path.transfer_bytes,
+        "transport": path.transport or None,
+        "reason": path.reason,
+    }
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of one choice as one."""
+    tokens = Tokens([], [])
+    for piece in pieces:
+        tokens.ids += piece.tokens.ids
+        tokens.logprobs += piece.tokens.logprobs
+    offsets = [offset for piece in pieces for offset in piece.offsets]
+    text = "".join(piece.text for piece in pieces)
+    return Piece(pieces[-1].choice, text, tokens, offsets, pieces[-1].finish_reason)
+
+
+def read_sampling(body: GenerationBody, start: Sampling, model: ServedModel, names: Mapping[str, str]) -> Sampling:
+    """The body's sampling fields on top of `start`, checked, with the model's defaults.
+
+    Raises:
+        InvalidRequest
+    """
+    if body.n is not None and body.n < 1:
+        raise InvalidRequest(f"n must be at least 1, got {body.n}", "n")
+    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
+        raise InvalidRequest(f"priority must be a 32-bit integer, got {body.priority}", "priority")
+    sampling = replace(
+        start,
+        **{name: getattr(body, name) for name in SAME},
+        logit_bias={_token_id(key): bias for key, bias in (body.logit_bias or {}).items()},
+        stop=body.stop or (),
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=bool(body.ignore_eos),
+    )
+    check_sampling(sampling, model.tokenizer.vocab_size, names)
+    return with_defaults(sampling, model)
+
+
+def logprob_entries(tokenizer: Tokenizer, logprobs: Sequence[llm_pb2.TokenLogprobs]) -> list[dict[str, Any]]:
+    """As chat completions word them."""
+    return [
+        {
+            **_entry(tokenizer, one.token_id, one.logprob),
+            "top_logprobs": [_entry(tokenizer, top.token_id, top.logprob) for top in one.top],
+        }
+        for one in logprobs
+    ]
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def _token_id(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise InvalidRequest(f"logit_bias: {key!r} is not a token id", "logit_bias") from None

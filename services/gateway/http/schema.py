@@ -1,0 +1,185 @@
+"""The bodies of OpenAI's two generation endpoints, and vLLM's extensions of them.
+
+Types only: ranges are checked where both doors meet (`request.py`). A field that this server knows and does not do
+is refused by name unless it asks for what happens anyway; so is a field that nobody knows. null means unsaid.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from services.gateway.errors import InvalidRequest
+
+HARMLESS = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+     "parallel_tool_calls", "request_id")
+)  # fmt: skip
+# Fields that are refused unless they ask for what happens anyway.
+AS_IS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "add_special_tokens": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "logits_processors": ([],),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "include_reasoning": (False, True),
+    "continuous_usage_stats": (False,),
+    "include_obfuscation": (False, True),
+    # of a message
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "refusal": (),
+    "reasoning_content": (),
+}
+
+
+def _as_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class GenerationBody(Body):
+    """What chat and completions have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Strings | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class CompletionBody(GenerationBody):
+    prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class Message(Body):
+    role: str
+    content: Any = None
+    name: str | None = None
+
+
+class ChatBody(GenerationBody):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+B = TypeVar("B", bound=GenerationBody)
+
+
+def read(schema: type[B], body: bytes) -> B:
+    """
+    Raises:
+        InvalidRequest: naming the first field that is wrong.
+    """
+    try:
+        found = schema.model_validate_json(body)
+    except ValidationError as error:
+        raise _complaint(error) from None
+    _refuse_extras(found, "")
+    if found.stream_options is not None:
+        if not found.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+        _refuse_extras(found.stream_options, "stream_options.")
+    return found
+
+
+def refuse_message_extras(message: Message, param: str) -> None:
+    """
+    Raises:
+        InvalidRequest
+    """
+    _refuse_extras(message, f"{param}.")
+
+
+def _refuse_extras(body: Body, prefix: str) -> None:
+    for name, value in (body.model_extra or {}).items():
+        if value is None or name in HARMLESS:
+            continue
+        if name not in AS_IS:
+            raise InvalidRequest(f"unknown parameter: {prefix}{name}", prefix + name, "unknown_parameter")
+        if value not in AS_IS[name]:
+            raise InvalidRequest(
+                f"{prefix}{name}: not supported by this server", prefix + name, "unsupported_parameter"
+            )
+
+
+def _complaint(error: ValidationError) -> InvalidRequest:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    if problem["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {problem['ctx']['error']}")
+    param = _param(problem["loc"])
+    if problem["type"] == "missing":
+        return InvalidRequest(f"{param} is required", param, "missing_required_parameter")
+    if not param:
+        return InvalidRequest("the body must be a JSON object")
+    return InvalidRequest(f"{param}: {problem['msg'][0].lower()}{problem['msg'][1:]}", param, "invalid_type")
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")

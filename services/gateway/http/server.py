@@ -1,0 +1,73 @@
+"""Granian, embedded: Rust reads and writes HTTP, the app runs on this process's own event loop beside gRPC.
+
+start -> serving -> stop (no new connections; the app has ended its requests before) -> stopped, or given up on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import structlog
+from granian.constants import Interfaces
+from granian.server.embed import Server
+
+log = structlog.get_logger(__name__)
+START_WAIT_S = 10.0
+STOP_WAIT_S = 3.0
+POLL_S = 0.02
+
+
+class HttpServer:
+    """Serves one ASGI app on one address."""
+
+    def __init__(self, app: Any, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._server = Server(
+            app, address=host, port=port, interface=Interfaces.ASGINL, websockets=False, log_enabled=False, backlog=2048
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return once connections are taken.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((self._host, self._port))
+        self._task = asyncio.create_task(self._server.serve())
+        async with asyncio.timeout(START_WAIT_S):
+            while not await self._answers():
+                if self._task.done():
+                    self._task.result()
+                    raise OSError(f"cannot listen on {self._host}:{self._port}")
+                await asyncio.sleep(POLL_S)
+
+    async def run(self) -> None:
+        """Until the server ends by itself, which it should not."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """Bounded: connections that will not end are dropped with the process."""
+        if self._task is None or self._task.done():
+            return
+        self._server.stop()
+        await asyncio.wait({self._task}, timeout=STOP_WAIT_S)
+        if not self._task.done():
+            log.warning("HTTP connections did not end in time")
+            self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _answers(self) -> bool:
+        host = "127.0.0.1" if self._host in ("0.0.0.0", "") else self._host
+        try:
+            _, writer = await asyncio.open_connection(host, self._port)
+        except OSError:
+            return False
+        writer.close()
+        return True

@@ -1,0 +1,125 @@
+"""The model behind both doors: what HTTP and gRPC share once a request has been read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentelemetry.trace import Tracer
+
+from services.gateway.answer import Answer
+from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
+from services.gateway.metrics import Metrics
+from services.gateway.model import ServedModel
+from services.gateway.pipeline import Pipeline
+from services.gateway.request import Generation, check_length, check_token_ids
+from services.gateway.settings import Disaggregation, GatewaySettings
+from services.gateway.text import TemplateRefused
+from services.gateway.workers import WorkerPool
+from tandem.clock import Clock
+from tandem.registry import ClusterView, Role
+
+MAX_TIMEOUT_S = 24 * 3600.0
+
+
+@dataclass(slots=True)
+class LLM:
+    settings: GatewaySettings
+    model: ServedModel
+    view: ClusterView
+    pool: WorkerPool
+    pipeline: Pipeline
+    metrics: Metrics
+    clock: Clock
+    spans: Tracer
+    seeds: random.Random
+    running: set[Answer] = field(default_factory=set)
+    stopping: bool = False
+
+    @property
+    def max_model_len(self) -> int:
+        """The model's own, or what the smallest of its workers allows."""
+        return min([self.model.max_model_len, *(worker.info.max_model_len for worker in self.pool.workers)])
+
+    def served(self, name: str) -> ServedModel:
+        """
+        Raises:
+            ModelNotFound
+        """
+        if name != self.model.name:
+            raise ModelNotFound(
+                f"model {name!r} is not served here; model {self.model.name!r} is", "model", "model_not_found"
+            )
+        return self.model
+
+    def deadline(self, seconds: float | None, param: str | None = None) -> float:
+        """When a request ends that may take so long, or the default. On the gateway's clock.
+
+        Raises:
+            InvalidRequest: naming `param`.
+        """
+        if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
+            raise InvalidRequest(f"{param} must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds", param)
+        return self.clock.now() + (self.settings.timeout_s if seconds is None else seconds)
+
+    async def encode(self, text: str) -> list[int]:
+        return await self.model.tokenizer.encode(text, add_special_tokens=True)
+
+    async def encode_chat(self, messages: list[Mapping[str, Any]]) -> list[int]:
+        """
+        Raises:
+            InvalidRequest: the model has no chat template, or its template refuses these messages.
+        """
+        if self.model.chat_template is None:
+            raise InvalidRequest(f"model {self.model.name!r} has no chat template", "messages")
+        try:
+            text = self.model.chat_template.render(messages)
+        except TemplateRefused as error:
+            raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
+        return await self.model.tokenizer.encode(text, add_special_tokens=False)
+
+    def answer(self, request: Generation, param: str) -> Answer:
+        """Nothing is sent to a worker before the answer's pieces are asked for.
+
+        Args:
+            param: the field that the prompts came in.
+
+        Raises:
+            InvalidRequest: too many choices, or a prompt that is empty, too long or not in the vocabulary.
+            Unavailable: the gateway is stopping.
+        """
+        if self.stopping:
+            raise Unavailable("the gateway is stopping", code="stopping")
+        if request.num_choices > self.settings.max_choices:
+            raise InvalidRequest(f"n: at most {self.settings.max_choices} choices, got {request.num_choices}", "n")
+        longest = self.max_model_len
+        for prompt in request.prompts:
+            check_token_ids(prompt, self.model.tokenizer.vocab_size, param)
+            check_length(prompt, request.sampling.max_tokens, longest, param)
+        seed = request.sampling.seed
+        return Answer(
+            request, self.pipeline, self.metrics, self.clock, self.spans,
+            max_model_len=longest, seed=self.seeds.getrandbits(63) if seed is None else seed,
+            running=self.running,
+        )  # fmt: skip
+
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """Whether a request would find its way now, and what there is and is not."""
+        workers = [worker for worker in self.pool.workers if not worker.load.draining]
+        prefills = [worker for worker in workers if worker.info.role is Role.PREFILL]
+        decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
+        connected = {worker.info.incarnation for worker in decodes if self.pool.connected(worker.info)}
+        pairs = sum(len(connected.intersection(prefill.load.linked)) for prefill in prefills)
+        missing = []
+        if self.stopping:
+            missing.append("the gateway is stopping")
+        if self.view.stale:
+            missing.append("redis: not reached for some seconds")
+        if not connected:
+            missing.append("decode: no worker with an open token stream")
+        if not pairs and self.settings.disaggregation is Disaggregation.REQUIRE:
+            missing.append("prefill: no worker with a proven link to a connected decode worker")
+        found = {"prefill_workers": len(prefills), "decode_workers": len(decodes), "linked_pairs": pairs}
+        return not missing, {"ready": not missing, "missing": missing, **found}

@@ -1,0 +1,144 @@
+"""LLMService: the gRPC door. Errors are statuses whose message names the field; cancelling a call frees everything."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from grpc import aio
+from opentelemetry import context as otel_context
+
+from services.gateway.answer import Answer
+from services.gateway.choice import Piece
+from services.gateway.errors import GatewayError, InvalidRequest
+from services.gateway.llm import LLM
+from services.gateway.request import Generation, Sampling, check_sampling, with_defaults
+from tandem import rpc
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+
+PRIORITIES = {
+    llm_pb2.PRIORITY_UNSPECIFIED: 0,
+    llm_pb2.PRIORITY_REALTIME: -100,
+    llm_pb2.PRIORITY_INTERACTIVE: 0,
+    llm_pb2.PRIORITY_BATCH: 100,
+}
+OPTIONAL = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "min_tokens", "logprobs", "seed",
+)  # fmt: skip
+Context = aio.ServicerContext[Any, Any]
+
+
+class LLMService(llm_pb2_grpc.LLMServiceServicer):
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.servicer = rpc.Servicer("tandem.v1.LLMService", self, llm_pb2_grpc.add_LLMServiceServicer_to_server)
+
+    async def Generate(self, request: llm_pb2.GenerateRequest, context: Context) -> AsyncIterator[Any]:
+        answer = await self._answer(request, context)
+        async with aclosing(answer.pieces()) as pieces:
+            try:
+                async for piece in pieces:
+                    yield _message(llm_pb2.GenerateResponse, answer, piece)
+            except GatewayError as error:
+                raise rpc.Refused(error.grpc, error.message) from error
+
+    async def GenerateUnary(
+        self, request: llm_pb2.GenerateUnaryRequest, context: Context
+    ) -> llm_pb2.GenerateUnaryResponse:
+        answer = await self._answer(request.generate, context)
+        whole = llm_pb2.GenerateUnaryResponse()
+        async with aclosing(answer.pieces()) as pieces:
+            try:
+                async for piece in pieces:
+                    whole.text += piece.text
+                    whole.MergeFrom(_message(llm_pb2.GenerateUnaryResponse, answer, piece, text=""))
+            except GatewayError as error:
+                raise rpc.Refused(error.grpc, error.message) from error
+        return whole
+
+    async def ListModels(self, request: llm_pb2.ListModelsRequest, context: Context) -> llm_pb2.ListModelsResponse:
+        model = llm_pb2.Model(id=self._llm.model.name, max_model_len=self._llm.max_model_len)
+        return llm_pb2.ListModelsResponse(models=[model])
+
+    async def _answer(self, request: llm_pb2.GenerateRequest, context: Context) -> Answer:
+        try:
+            generation, param = await self._read(request, context)
+            return self._llm.answer(generation, param)
+        except GatewayError as error:
+            self._llm.metrics.request("none", error.status)
+            raise rpc.Refused(error.grpc, error.message) from None
+
+    async def _read(self, request: llm_pb2.GenerateRequest, context: Context) -> tuple[Generation, str]:
+        llm = self._llm
+        if not request.model:
+            raise InvalidRequest("model is required", "model")
+        model = llm.served(request.model)
+        prompt, param = await self._prompt(request)
+        sampling = _sampling(request.sampling)
+        check_sampling(sampling, model.tokenizer.vocab_size)
+        if request.priority not in PRIORITIES:
+            raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
+        generation = Generation(
+            operation="chat" if param == "messages" else "text_completion",
+            request_id=request.request_id[:128] or uuid4().hex,
+            model=model,
+            prompts=[prompt],
+            n=1,
+            sampling=with_defaults(sampling, model),
+            deadline=llm.deadline(context.time_remaining()),
+            priority=PRIORITIES[request.priority],
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            parent=otel_context.get_current(),
+        )
+        return generation, param
+
+    async def _prompt(self, request: llm_pb2.GenerateRequest) -> tuple[list[int], str]:
+        match request.WhichOneof("input"):
+            case "prompt":
+                return await self._llm.encode(request.prompt), "prompt"
+            case "token_ids":
+                return list(request.token_ids.ids), "token_ids"
+            case "messages":
+                return await self._llm.encode_chat(_messages(request.messages)), "messages"
+        raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
+
+
+def _messages(said: llm_pb2.ChatMessages) -> list[Any]:
+    if not said.messages:
+        raise InvalidRequest("messages must not be empty", "messages")
+    for i, message in enumerate(said.messages):
+        if message.role not in ("system", "user", "assistant"):
+            raise InvalidRequest(
+                f"messages[{i}].role must be one of system, user, assistant, got {message.role!r}", "messages"
+            )
+    return [{"role": message.role, "content": message.content} for message in said.messages]
+
+
+def _sampling(said: llm_pb2.SamplingParams) -> Sampling:
+    given = {name: getattr(said, name) for name in OPTIONAL if said.HasField(name)}
+    return Sampling(
+        **given,
+        logit_bias=dict(said.logit_bias),
+        stop=tuple(said.stop),
+        stop_token_ids=tuple(said.stop_token_ids),
+        ignore_eos=said.ignore_eos,
+    )
+
+
+def _message(kind: Callable[..., Any], answer: Answer, piece: Piece, text: str | None = None) -> Any:
+    message = kind(
+        request_id=answer.request.request_id,
+        model=answer.request.model.name,
+        text=piece.text if text is None else text,
+        token_ids=piece.tokens.ids,
+        logprobs=piece.tokens.logprobs,
+        finish_reason=piece.finish_reason,
+    )
+    if piece.finish_reason:
+        message.usage.CopyFrom(answer.usage)
+        message.path.CopyFrom(answer.path)
+    return message

@@ -1,0 +1,182 @@
+"""The gateway process.
+
+1 load      model's words and defaults (no weights)
+2 see       the registry, once; from then on in the background. Redis need not be up yet
+3 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
+4 end       SIGTERM, SIGINT or the death of any task: not ready, no new requests, running ones get `drain_s`, then a
+            typed error; what they held is given back before the process goes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from uuid import uuid4
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from services.gateway import tracing
+from services.gateway.attempt import Cluster
+from services.gateway.errors import Unavailable
+from services.gateway.http import HttpServer, build_app
+from services.gateway.llm import LLM
+from services.gateway.llm_service import LLMService
+from services.gateway.metrics import Metrics
+from services.gateway.model import ServedModel
+from services.gateway.pipeline import Afterwards, Pipeline
+from services.gateway.router import Router
+from services.gateway.settings import GatewaySettings
+from services.gateway.workers import WorkerPool
+from tandem import rpc
+from tandem.clock import Clock, SystemClock
+from tandem.registry import ClusterView, Registry
+
+log = structlog.get_logger(__name__)
+FREE_WAIT_S = 3.0
+GRPC_GRACE_S = 1.0
+HEALTH_S = 0.25
+
+
+class Gateway:
+    """Everything that runs in the process. Use as an async context manager: inside, it serves."""
+
+    def __init__(self, settings: GatewaySettings, clock: Clock | None = None) -> None:
+        self.settings = settings
+        self._clock = clock or SystemClock()
+        self._stack = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._afterwards = Afterwards()
+
+    async def __aenter__(self) -> Gateway:
+        """
+        Raises:
+            OSError: an address cannot be bound, or the model's files are not there.
+            ValueError: the model's files or the Redis URL are malformed.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._drain()
+        await self._stack.aclose()
+        log.info("stopped")
+
+    async def failed(self) -> None:
+        """Until a task of the gateway dies; raises what it died of."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        raise RuntimeError("a background task of the gateway ended by itself")
+
+    # --- start ---
+
+    async def _start(self) -> None:
+        settings, clock = self.settings, self._clock
+        model = ServedModel.load(settings.model_path, settings.model_name, int(time.time()))
+        registry = await Registry.connect(settings.redis_url, namespace=settings.namespace, clock=clock)
+        self._stack.push_async_callback(registry.close)
+        view = await self._stack.enter_async_context(ClusterView(registry))
+        gateway_id = uuid4().hex
+        pool = WorkerPool(view, model.name, gateway_id, clock, rpc.channel)
+        self._stack.push_async_callback(pool.close)
+        self._run(pool.run())
+        router = Router(registry, lambda: pool.workers, settings.disaggregation)
+        spans = tracing.tracer()
+        cluster = Cluster(model.name, gateway_id, router, pool, clock, spans, self._afterwards)
+        self.llm = LLM(
+            settings=settings,
+            model=model,
+            view=view,
+            pool=pool,
+            pipeline=Pipeline(cluster, lambda: uuid4().hex[:8]),
+            metrics=Metrics(CollectorRegistry(), model.name),
+            clock=clock,
+            spans=spans,
+            seeds=random.Random(),
+        )
+        await self._serve()
+
+    async def _serve(self) -> None:
+        settings = self.settings
+        self._grpc = await rpc.serve([LLMService(self.llm).servicer], settings.host, settings.grpc_port)
+        self._stack.push_async_callback(self._grpc.stop, GRPC_GRACE_S)
+        self._http = HttpServer(build_app(self.llm, time.time), settings.host, settings.http_port)
+        self._stack.push_async_callback(self._http.stop)
+        await self._http.start()
+        self._run(self._http.run())
+        self._run(self._tell_health())
+        log.info("serving", model=self.llm.model.name, http=settings.http_port, grpc=self._grpc.port)
+
+    @property
+    def grpc_port(self) -> int:
+        return self._grpc.port
+
+    def _run(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.append(task)
+        self._stack.push_async_callback(_end, task)
+
+    async def _tell_health(self) -> None:
+        """gRPC health says what /health/ready says."""
+        known: bool | None = None
+        while True:
+            ready, found = self.llm.readiness()
+            if ready is not known:
+                await self._grpc.set_serving(ready)
+                log.info("ready" if ready else "not ready", **found)
+            known = ready
+            await self._clock.sleep(HEALTH_S)
+
+    # --- end ---
+
+    async def _drain(self) -> None:
+        self.llm.stopping = True
+        await self._grpc.set_serving(False)
+        ended = asyncio.create_task(self._wait_idle())
+        await asyncio.wait({ended}, timeout=self.settings.drain_s)
+        ended.cancel()
+        self.llm.pool.stop(Unavailable("the gateway is stopping", code="stopping"))
+        await asyncio.gather(self._grpc.stop(GRPC_GRACE_S), self._http.stop(), return_exceptions=True)
+        try:
+            async with asyncio.timeout(FREE_WAIT_S):
+                await self._afterwards.drain()
+        except TimeoutError:
+            log.warning(
+                "not everything was freed in time; workers will notice by themselves", left=len(self._afterwards)
+            )
+
+    async def _wait_idle(self) -> None:
+        while self.llm.running:
+            await self._clock.sleep(0.05)
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Run a gateway until it is told to stop.
+
+    Raises:
+        OSError | ValueError: it could not start.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with Gateway(settings) as gateway:
+        stopping, failed = asyncio.create_task(stop.wait()), asyncio.create_task(gateway.failed())
+        await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if failed.done():
+            failed.result()
+        failed.cancel()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from services.gateway import Gateway, GatewaySettings
+from services.gateway.text import Tokenizer
+from tandem.clock import SystemClock
+from tandem.redis_server import RedisServer
+from tandem.registry import Registry
+from tandem.v1 import worker_pb2
+from tests.gateway.peers import MODEL, Peers, peers_on
+from tests.gateway.tiny_model import byte_level_tokenizer, write_model
+
+T = TypeVar("T")
+TEXT = "the quick brown fox 狐狸 jumps over 🦊 the lazy dog"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def eventually(check: Callable[[], bool | Awaitable[bool]], within_s: float = 2.0) -> None:
+    """Waits until `check()` holds."""
+    async with asyncio.timeout(within_s):
+        while True:
+            found = check()
+            if found if isinstance(found, bool) else await found:
+                return
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp(MODEL))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer.start() as server:
+        yield server
+
+
+@pytest.fixture
+def settings(model_folder: Path, redis: RedisServer) -> GatewaySettings:
+    return make_settings(model_folder, redis)
+
+
+def make_settings(model_folder: Path, redis: RedisServer, **other: object) -> GatewaySettings:
+    return GatewaySettings(
+        model_path=model_folder, model_name=MODEL, redis_url=redis.url, namespace=f"t{uuid4().hex[:8]}",
+        host="127.0.0.1", http_port=free_port(), grpc_port=0, drain_s=0.2, **other,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+@pytest.fixture
+async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Peers]:
+    """One prefill and one decode worker, linked."""
+    registry = await Registry.connect(settings.redis_url, namespace=settings.namespace, clock=SystemClock())
+    words = await tokenizer.encode(TEXT, add_special_tokens=False)
+
+    def reply(spec: worker_pb2.SequenceSpec) -> list[int]:
+        return (words * 20)[spec.sampling.seed % 7 :] if spec.sampling.ignore_eos else words[spec.sampling.seed % 7 :]
+
+    async with peers_on(registry, reply) as peers:
+        await peers.add_decode()
+        await peers.add_prefill()
+        yield peers
+
+
+@pytest.fixture
+async def gateway(settings: GatewaySettings, peers: Peers) -> AsyncIterator[Gateway]:
+    """Started and ready."""
+    async with Gateway(settings) as gateway:
+        await eventually(lambda: gateway.llm.readiness()[0], 5.0)
+        yield gateway
+
+
+@pytest.fixture
+async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
+    base = f"http://127.0.0.1:{gateway.settings.http_port}"
+    async with httpx.AsyncClient(base_url=base, timeout=10) as client:
+        yield client

@@ -1,0 +1,277 @@
+"""A prefill and a decode worker for the gateway to talk to: the real protocol over real gRPC and the real registry,
+with a text generator where the engine would be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import grpc
+
+from tandem import rpc
+from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
+from tandem.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    llm_pb2,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+)
+
+MODEL = "tiny"
+LAYOUT = "layout-1"
+TTL_S = 2.0
+Reply = Callable[[worker_pb2.SequenceSpec], list[int]]
+
+
+@dataclass(slots=True)
+class Sequence:
+    """What a decode worker holds."""
+
+    spec: worker_pb2.SequenceSpec
+    gateway_id: str
+    task: asyncio.Task[None] | None = None
+
+
+class Generator:
+    """A deterministic answer: `reply` gives its tokens, then end-of-text, cut at max_tokens."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+    def output(self, spec: worker_pb2.SequenceSpec, index: int) -> worker_pb2.SequenceOutput:
+        tokens = [*self.reply(spec), 0]
+        token = tokens[index]
+        output = worker_pb2.SequenceOutput(request_id=spec.request_id, first_index=index, token_ids=[token])
+        if spec.sampling.HasField("logprobs"):
+            top = [llm_pb2.TopLogprob(token_id=token + i, logprob=-0.5 - i) for i in range(spec.sampling.logprobs)]
+            output.logprobs.append(llm_pb2.TokenLogprobs(token_id=token, logprob=-0.5, top=top))
+        if token in spec.sampling.stop_token_ids:
+            output.finish_reason = llm_pb2.FINISH_REASON_STOP
+        elif index + 1 == spec.sampling.max_tokens or index + 1 == len(tokens):
+            output.finish_reason = llm_pb2.FINISH_REASON_LENGTH
+        return output
+
+
+class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
+    def __init__(self, incarnation: str, generator: Generator) -> None:
+        self.incarnation = incarnation
+        self.generator = generator
+        self.step_s = 0.001
+        self.held: dict[str, Sequence] = {}
+        self.seen: list[worker_pb2.SequenceSpec] = []
+        self.aborted: list[str] = []
+        self.metadata: list[dict[str, str]] = []
+        self.refuse: grpc.StatusCode | None = None
+        self.skip_token = -1
+        self.repeat_tokens = False
+        self._streams: dict[str, asyncio.Queue[worker_pb2.SequenceOutput | None]] = {}
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
+        if self.refuse is not None:
+            raise rpc.Refused(self.refuse, "refused for the test")
+        assert request.decode_incarnation == self.incarnation
+        assert request.gateway_id in self._streams, "the stream must be open before reserving"
+        spec = request.sequence
+        self.seen.append(spec)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.held[spec.request_id] = sequence = Sequence(spec, request.gateway_id)
+        if request.local_prefill:
+            sequence.task = asyncio.create_task(self._decode(sequence, 0))
+            return decode_pb2.ReserveResponse()
+        ticket = worker_pb2.LandingTicket(
+            transfer_id=spec.request_id, decode_worker="d", decode_incarnation=self.incarnation, kv_layout_hash=LAYOUT
+        )
+        return decode_pb2.ReserveResponse(ticket=ticket)
+
+    async def StreamTokens(
+        self, request: decode_pb2.StreamTokensRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+        queue = self._streams[request.gateway_id] = asyncio.Queue()
+        yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation)
+        while (output := await queue.get()) is not None:
+            yield decode_pb2.StreamTokensResponse(outputs=[output])
+
+    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:
+        for request_id in request.request_ids:
+            self.aborted.append(request_id)
+            self._free(request_id)
+        return decode_pb2.AbortResponse()
+
+    def join(self, request_id: str) -> None:
+        """The commit frame has landed."""
+        sequence = self.held.get(request_id)
+        if sequence is not None:
+            sequence.task = asyncio.create_task(self._decode(sequence, 1))
+
+    def fail(self, code: str) -> None:
+        """Fail everything that runs."""
+        for request_id, sequence in list(self.held.items()):
+            failure = worker_pb2.Failure(code=code, message="failed for the test")
+            self._send(sequence, worker_pb2.SequenceOutput(request_id=request_id, failure=failure))
+            self._free(request_id)
+
+    def break_streams(self) -> None:
+        """End every token stream and what depends on it, as a worker does whose gateway has gone."""
+        for queue in self._streams.values():
+            queue.put_nowait(None)
+        for request_id in list(self.held):
+            self._free(request_id)
+
+    async def _decode(self, sequence: Sequence, index: int) -> None:
+        spec = sequence.spec
+        try:
+            if index and self.generator.output(spec, index - 1).finish_reason:
+                return
+            while True:
+                await asyncio.sleep(self.step_s)
+                output = self.generator.output(spec, index)
+                if self.repeat_tokens and index > 1:
+                    before = self.generator.output(spec, index - 1)
+                    before.token_ids.extend(output.token_ids)
+                    before.finish_reason = output.finish_reason
+                    output = before
+                if index != self.skip_token:
+                    self._send(sequence, output)
+                if output.finish_reason:
+                    return
+                index += 1
+        finally:
+            self.held.pop(spec.request_id, None)
+
+    def _send(self, sequence: Sequence, output: worker_pb2.SequenceOutput) -> None:
+        self._streams[sequence.gateway_id].put_nowait(output)
+
+    def _free(self, request_id: str) -> None:
+        sequence = self.held.pop(request_id, None)
+        if sequence is not None and sequence.task is not None:
+            sequence.task.cancel()
+
+
+class PrefillPeer(prefill_pb2_grpc.PrefillServiceServicer):
+    def __init__(self, generator: Generator, decodes: Callable[[str], DecodePeer]) -> None:
+        self.generator = generator
+        self.seen: list[worker_pb2.SequenceSpec] = []
+        self.running: set[str] = set()
+        self.cancelled: list[str] = []
+        self.metadata: list[dict[str, str]] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.refuse: grpc.StatusCode | None = None
+        self._decodes = decodes
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
+        spec = request.sequence
+        self.seen.append(spec)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.running.add(spec.request_id)
+        try:
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(spec.request_id)
+            raise
+        finally:
+            self.running.discard(spec.request_id)
+        if self.refuse is not None:
+            raise rpc.Refused(self.refuse, "refused for the test")
+        output = self.generator.output(spec, 0)
+        output.num_cached_tokens = 3
+        self._decodes(request.ticket.decode_incarnation).join(spec.request_id)
+        return prefill_pb2.PrefillResponse(output=output, transfer_bytes=4096, transport="tcp")
+
+
+@dataclass(slots=True)
+class Peer:
+    """A registered worker."""
+
+    info: WorkerInfo
+    server: rpc.Server
+    servicer: Any
+    heartbeat: asyncio.Task[None]
+
+    async def die(self) -> None:
+        """As kill -9 would: connections break, the lease stays until it runs out."""
+        self.heartbeat.cancel()
+        await self.server.stop(0)
+
+
+@dataclass
+class Peers:
+    """A cluster of peers. Times out nothing and hides nothing: what the gateway sent is in `seen`."""
+
+    registry: Registry
+    generator: Generator
+    workers: dict[str, Peer] = field(default_factory=dict)
+
+    @property
+    def decode(self) -> DecodePeer:
+        servicer: DecodePeer = self.workers["d"].servicer
+        return servicer
+
+    @property
+    def prefill(self) -> PrefillPeer:
+        servicer: PrefillPeer = self.workers["p"].servicer
+        return servicer
+
+    async def add_decode(self, worker_id: str = "d") -> Peer:
+        incarnation = uuid4().hex
+        peer = DecodePeer(incarnation, self.generator)
+        servicer = rpc.Servicer("tandem.v1.DecodeService", peer, decode_pb2_grpc.add_DecodeServiceServicer_to_server)
+        return await self._add(worker_id, Role.DECODE, incarnation, servicer)
+
+    async def add_prefill(self, worker_id: str = "p") -> Peer:
+        peer = PrefillPeer(self.generator, self._by_incarnation)
+        servicer = rpc.Servicer("tandem.v1.PrefillService", peer, prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
+        return await self._add(worker_id, Role.PREFILL, uuid4().hex, servicer)
+
+    async def reserved(self) -> int:
+        return sum(worker.reserved_blocks + worker.reserved_tokens for worker in await self.registry.workers())
+
+    async def close(self) -> None:
+        for peer in self.workers.values():
+            await peer.die()
+        await self.registry.close()
+
+    def _by_incarnation(self, incarnation: str) -> DecodePeer:
+        (found,) = [p.servicer for p in self.workers.values() if p.info.incarnation == incarnation]
+        peer: DecodePeer = found
+        return peer
+
+    def _load(self) -> WorkerLoad:
+        decodes = [p.info.incarnation for p in self.workers.values() if p.info.role is Role.DECODE]
+        return WorkerLoad(free_blocks=64, num_waiting=0, num_running=0, queued_tokens=0, linked=tuple(decodes))
+
+    async def _add(self, worker_id: str, role: Role, incarnation: str, servicer: rpc.Servicer) -> Peer:
+        server = await rpc.serve([servicer], "127.0.0.1", 0)
+        info = WorkerInfo(
+            worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
+            transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, layout_hash=LAYOUT,
+            block_size=16, num_blocks=64, max_num_seqs=64, max_model_len=256, transports=("tcp",), host="test",
+        )  # fmt: skip
+        await self.registry.register(info, self._load(), TTL_S)
+        heartbeat = asyncio.create_task(self._heartbeat(info))
+        self.workers[worker_id] = peer = Peer(info, server, servicer.implementation, heartbeat)
+        for other in self.workers.values():
+            await self.registry.heartbeat(other.info, self._load(), TTL_S)
+        return peer
+
+    async def _heartbeat(self, info: WorkerInfo) -> None:
+        while True:
+            await asyncio.sleep(TTL_S / 4)
+            with contextlib.suppress(Exception):
+                await self.registry.heartbeat(info, self._load(), TTL_S)
+
+
+@asynccontextmanager
+async def peers_on(registry: Registry, reply: Reply) -> AsyncIterator[Peers]:
+    peers = Peers(registry, Generator(reply))
+    try:
+        yield peers
+    finally:
+        await peers.close()

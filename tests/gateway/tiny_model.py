@@ -1,0 +1,43 @@
+"""A model folder without weights: a byte-level BPE tokenizer that splits characters, a chat template, configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+EOS = "<|end|>"
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "once upon a time there was a small fox",
+    "狐狸 跳过 懒狗",
+    "🦊🐕 ok",
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('role ' + m['role']) }}{% endif %}"
+    "{% if m['content'] == 'refuse me' %}{{ raise_exception('I refuse') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """Merges are few, so that most characters beyond ASCII take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def write_model(folder: Path) -> Path:
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": EOS}}))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 512, "eos_token_id": 0}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "temperature": 0.6, "top_k": 20}))
+    return folder
