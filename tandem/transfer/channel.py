@@ -91,6 +91,8 @@ class Channel:
             while self._closing is None:
                 self._turn()
             error = self._closing
+            while self._write():  # as much as goes without waiting: an ABORT, say
+                pass
         except TransferError as why:
             error = why
         except OSError as why:

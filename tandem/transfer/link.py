@@ -69,7 +69,7 @@ class Push:
             text = f"kv: a block has {have} bytes here and {slots.block_bytes} at the receiver"
             error = TransferError("FAILED_PRECONDITION", text)
             self._outlet.abort(self._outgoing, error)
-            raise error
+            raise error.fresh()
         return slots.blocks
 
 

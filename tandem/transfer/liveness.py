@@ -14,8 +14,8 @@ from dataclasses import dataclass
 class Liveness:
     heard_at: float
     sent_at: float
-    interval: float = 0.4
-    limit: float = 1.5
+    interval: float = 0.3
+    limit: float = 1.25
 
     def ping_due(self, now: float) -> bool:
         return now - self.sent_at >= self.interval

@@ -231,10 +231,10 @@ class SenderProtocol:
             self._unqueue(outgoing.handle)
 
     def _unqueue(self, handle: int) -> None:
-        """Frames of a failed transfer need not be sent, BEGIN must: the receiver would not know the ABORT's handle."""
+        """Drops what a failed transfer had yet to send; not its BEGIN, without which the ABORT would mean nothing."""
         kept: deque[Message] = deque()
         for message in self.outbox:
-            if message.kind is Kind.FRAME and message.handle == handle:
+            if message.kind in (Kind.FRAME, Kind.COMMIT) and message.handle == handle:
                 self._return(message.slot)
             else:
                 kept.append(message)

@@ -1,0 +1,42 @@
+"""Workers in processes of their own, to be killed and frozen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from tandem.transfer import Receiver, Sender
+from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Outcome, deadline, kv_cache
+
+
+def send_one_layer(pipe: Connection, transport: str, address: str) -> None:
+    """A prefill worker that is one layer into transfer "t" when it says so."""
+    source = kv_cache(32, seed=1)
+    sender = Sender(PREFILL, transports=(transport,))
+    link = sender.open_link(DECODE, address, timeout=SOON)
+    push = link.begin("t", first_block=0, num_blocks=2, num_layers=NUM_LAYERS, deadline=deadline(60))
+    push.push(0, 0, [4, 5], source[0])
+    link.probe(64, timeout=SOON)  # the receiver has read what came before
+    pipe.send("pushed")
+    pipe.poll(60)
+
+
+def receive(pipe: Connection, transport: str, _address: str) -> None:
+    """A decode worker that expects transfer "t"."""
+    receiver = Receiver(DECODE, kv_cache(48), host="127.0.0.1", transports=(transport,))
+    outcome = Outcome()
+    receiver.expect(
+        "t", block_ids=[1, 2], first_block=0, deadline=deadline(60),
+        on_commit=outcome.on_commit, on_abort=outcome.on_abort,
+    )  # fmt: skip
+    pipe.send(receiver.address)
+    pipe.poll(60)
+
+
+Role = Callable[[Connection, str, str], None]
+
+
+def warm() -> int:
+    """Something to run in the fork server's first child, so that its own descriptors are open before a test counts."""
+    return threading.active_count()

@@ -1,0 +1,72 @@
+"""A network that damages what a sender writes, at the place a test asks for, and is true otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from tandem.transfer import Network
+from tandem.transfer.stream import Listener, Stream
+from tandem.transfer.wire import HEADER_BYTES, INLINE, Bytes, Kind, parse_header
+
+
+class TamperingStream:
+    """Flips one bit of the first frame's header or payload, or of the first commit's payload."""
+
+    def __init__(self, stream: Stream, target: list[str]) -> None:
+        self._stream, self._target = stream, target
+        self.recv_into, self.wait, self.wake, self.close = stream.recv_into, stream.wait, stream.wake, stream.close
+
+    def send(self, parts: Iterable[Bytes]) -> int:
+        parts = [memoryview(part) for part in parts]
+        for place, part in enumerate(parts):
+            if self._target and len(part) == HEADER_BYTES and bytes(part[:4]) == b"TDKV":
+                self._tamper(parts, place)
+        return self._stream.send(parts)
+
+    def _tamper(self, parts: list[memoryview], place: int) -> None:
+        message, target = parse_header(parts[place]), self._target[0]
+        if message.kind != (Kind.COMMIT if target == "commit" else Kind.FRAME):
+            return
+        self._target.clear()
+        if target == "header":
+            parts[place] = flipped(parts[place], 20)
+        elif message.offset == INLINE:
+            parts[place + 1] = flipped(parts[place + 1], message.length // 2)
+        else:
+            poke_arena(message.offset + message.length // 2)
+
+
+class TamperingNetwork:
+    """`target`: put "header", "payload" or "commit" there to damage the next one of its kind."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self.carries = network.carries
+        self.target: list[str] = []
+
+    def listen(self, host: str, port: int) -> Listener:
+        return self._network.listen(host, port)
+
+    def dial(self, address: str, timeout: float) -> Stream:
+        return TamperingStream(self._network.dial(address, timeout), self.target)
+
+
+def flipped(data: memoryview, at: int) -> memoryview:
+    damaged = bytearray(data)
+    damaged[at] ^= 1
+    return memoryview(damaged)
+
+
+def poke_arena(offset: int) -> None:
+    """Flips a bit of this process's shared arena behind everybody's back."""
+    fds = [fd for fd in os.listdir("/proc/self/fd") if "memfd:tandem-kv" in _target(fd)]
+    byte = os.pread(int(fds[0]), 1, offset)
+    os.pwrite(int(fds[0]), bytes([byte[0] ^ 1]), offset)
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""

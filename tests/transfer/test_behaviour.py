@@ -1,0 +1,363 @@
+"""What every transport promises: the same test for shm, tcp and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+
+from tandem.transfer import Endpoint, Receiver, Sender, TransferError
+from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Pair, deadline, kv_cache, make_pair
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scattered_blocks_arrive_bit_for_bit(transport: str, dtype: torch.dtype) -> None:
+    pair = make_pair(transport, dtype=dtype)
+    there, here = [41, 3, 17, 0, 29], [9, 2, 31, 4, 0]
+    pair.moves("t", there, here)
+    others = [block for block in range(48) if block not in there]
+    assert not any(cache[others].any() for cache in pair.cache)
+    pair.close()
+
+
+def test_chunks_behind_a_cached_prefix(pair: Pair) -> None:
+    there, here = [5, 6, 40, 41, 7, 8], [30, 1, 12, 3]  # blocks 0 and 1 are cached at the receiver
+    outcome = pair.expect("t", there, first_block=2)
+    push = pair.begin("t", 4, first_block=2)
+    pair.push_all(push, 2, here[:1])
+    pair.push_all(push, 3, here[1:])
+    push.commit(b"first token").result(SOON)
+    num_bytes = NUM_LAYERS * 4 * pair.cache[0][0].nbytes
+    assert outcome.get() == ("commit", b"first token", num_bytes)
+    assert push.bytes_sent == num_bytes
+    assert pair.landed(there[2:], here)
+    assert not any(cache[there[:2]].any() for cache in pair.cache)
+
+
+def test_a_fully_cached_prompt_moves_no_block(pair: Pair) -> None:
+    outcome = pair.expect("t", [1, 2], first_block=2)
+    pair.begin("t", 0, first_block=2).commit(b"x").result(SOON)
+    assert outcome.get() == ("commit", b"x", 0)
+
+
+def test_transfers_interleave_on_one_link(pair: Pair) -> None:
+    there = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
+    here = {"a": [0, 1, 2], "b": [10, 11, 12], "c": [20, 21, 22]}
+    outcomes = {name: pair.expect(name, there[name]) for name in there}
+    pushes = {name: pair.begin(name, 3) for name in there}
+    for layer, kv in enumerate(pair.source):
+        for name, push in pushes.items():
+            push.push(layer, 0, here[name], kv)
+    for push in pushes.values():
+        push.commit(b"").result(SOON)
+    assert all(outcomes[name].get()[0] == "commit" and pair.landed(there[name], here[name]) for name in there)
+
+
+def test_push_has_copied_before_it_returns(pair: Pair) -> None:
+    before = [kv.clone() for kv in pair.source]
+    outcome = pair.expect("t", [1, 2])
+    push = pair.begin("t", 2)
+    for layer, kv in enumerate(pair.source):
+        push.push(layer, 0, [4, 5], kv)
+        kv.zero_()
+    push.commit(b"").result(SOON)
+    assert outcome.get()[0] == "commit"
+    assert all(torch.equal(cache[[1, 2]], kv[[4, 5]]) for cache, kv in zip(pair.cache, before, strict=True))
+
+
+def test_an_arena_of_one_frame_still_moves_everything(transport: str) -> None:
+    pair = make_pair(transport, arena_bytes=kv_cache(1)[0].nbytes)
+    pair.moves("t", list(range(40)), [block % 32 for block in range(40)])
+    pair.close()
+
+
+def push_for_ever(pair: Pair) -> None:
+    """As much as the transport's own buffers hold, and then no more."""
+    while True:
+        pair.push_all(pair.begin("late", 32, seconds=0.6), 0, range(32))
+
+
+def test_a_full_arena_blocks_push_no_longer_than_the_deadline(transport: str) -> None:
+    pair = make_pair(transport, arena_bytes=1 << 14)
+    stuck = threading.Event()
+    pair.receiver.expect(
+        "stuck", block_ids=[], first_block=0, deadline=deadline(), on_commit=lambda *_: stuck.wait(SOON) and None,
+        on_abort=lambda *_: None,
+    )  # fmt: skip
+    pair.begin("stuck", 0).commit(b"")  # its callback holds the link's reading thread
+    start = time.monotonic()
+    with pytest.raises(TransferError, match="DEADLINE_EXCEEDED"):
+        push_for_ever(pair)
+    assert time.monotonic() - start < SOON / 2
+    stuck.set()
+    pair.close()
+
+
+def test_layouts_that_differ_are_refused_by_both_sides(pair: Pair) -> None:
+    other = Endpoint(DECODE.worker_id, DECODE.incarnation, "layout-b")
+    with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*layout-a.*layout-b"):
+        pair.sender.open_link(other, pair.receiver.address, timeout=SOON)
+    stranger = Sender(
+        Endpoint("prefill-9", "p-9", "layout-b"), transports=(pair.transport,), network=pair.network
+    )  # believes, wrongly, that the receiver has its layout
+    with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*layout-b.*layout-a"):
+        stranger.open_link(other, pair.receiver.address, timeout=SOON)
+    stranger.close()
+
+
+def test_another_incarnation_is_refused_by_name(pair: Pair) -> None:
+    dead = Endpoint(DECODE.worker_id, "d-0", DECODE.layout_hash)
+    with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*d-0.*d-1"):
+        pair.sender.open_link(dead, pair.receiver.address, timeout=SOON)
+    assert pair.sender.link(DECODE.worker_id, "d-0") is None
+
+
+def test_nobody_at_the_address_is_unavailable(pair: Pair) -> None:
+    pair.receiver.close()
+    with pytest.raises(TransferError, match="UNAVAILABLE"):
+        pair.link()
+
+
+def test_a_receiver_restarted_at_its_address_is_linked_anew(pair: Pair) -> None:
+    old = pair.link()
+    host, _, port = pair.receiver.address.rpartition(":")
+    pair.receiver.close()
+    reborn = Endpoint(DECODE.worker_id, "d-2", DECODE.layout_hash)
+    pair.receiver = Receiver(
+        reborn, pair.cache, host=host, port=int(port), transports=(pair.transport,), network=pair.network
+    )
+    with pytest.raises(TransferError, match=r"UNAVAILABLE|FAILED_PRECONDITION"):
+        pair.link()
+    link = pair.sender.open_link(reborn, pair.receiver.address, timeout=SOON)
+    assert link.healthy
+    assert not old.healthy
+    assert pair.sender.link(DECODE.worker_id, "d-2") is link
+    assert pair.sender.link(DECODE.worker_id, "d-1") is None
+    with pytest.raises(TransferError, match="UNAVAILABLE"):
+        old.begin("t", first_block=0, num_blocks=1, num_layers=NUM_LAYERS, deadline=deadline())
+
+
+def test_a_link_is_opened_once_and_probed(pair: Pair) -> None:
+    link = pair.link()
+    assert pair.link() is link is pair.sender.link(DECODE.worker_id, DECODE.incarnation)
+    assert link.transport == pair.transport
+    assert 0 < link.rtt < SOON
+    for num_bytes in (1, 4096, 1 << 18):
+        assert 0 < link.probe(num_bytes, timeout=SOON) < SOON
+    pair.sender.close_link(DECODE.worker_id, DECODE.incarnation)
+    assert not link.healthy
+    assert pair.link() is not link
+
+
+def test_threads_that_open_at_once_share_a_link(pair: Pair) -> None:
+    links: list[object] = []
+    threads = [threading.Thread(target=lambda: links.append(pair.link())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert len(links) == 4
+    assert pair.sender.link(DECODE.worker_id, DECODE.incarnation) in links
+    pair.moves("t", [1], [2])
+
+
+@pytest.mark.parametrize("step", ["begun", "one layer", "all layers", "committed"])
+def test_the_sender_may_abort_at_each_step(pair: Pair, step: str) -> None:
+    outcome = pair.expect("t", [1, 2])
+    push = pair.begin("t", 2)
+    for layer in range({"begun": 0, "one layer": 1}.get(step, NUM_LAYERS)):
+        push.push(layer, 0, [4, 5], pair.source[layer])
+    committed = push.commit(b"") if step == "committed" else None
+    push.abort("the client left")
+    push.abort("the client left")
+    told = outcome.get()
+    if committed is None:
+        assert told == ("abort", "ABORTED", "the client left")
+        with pytest.raises(TransferError, match="ABORTED"):
+            push.push(0, 0, [4, 5], pair.source[0])
+    else:  # the commit may have been faster, which is no less right
+        assert told[0] == "commit" or told[1] == "ABORTED"
+        assert committed.done()
+    pair.moves("next", [1, 2], [6, 7])
+    assert outcome.silent()
+
+
+@pytest.mark.parametrize("step", ["awaited", "begun", "one layer", "all layers"])
+def test_a_cancelled_transfer_never_writes_again(pair: Pair, step: str) -> None:
+    """Release before read: the blocks go to somebody else at once, and late frames must not touch them."""
+    outcome = pair.expect("t", [1, 2])
+    push = pair.begin("t", 2) if step != "awaited" else None
+    layers = {"one layer": 1, "all layers": NUM_LAYERS}.get(step, 0)
+    for layer in range(layers):
+        assert push is not None
+        push.push(layer, 0, [4, 5], pair.source[layer])
+    pair.receiver.cancel("t")
+    for cache in pair.cache:
+        cache.fill_(7.0)
+    late = push or pair.begin("t", 2)
+    with pytest.raises(TransferError, match=r"ABORTED|FAILED_PRECONDITION"):
+        pair.finish(late, [4, 5], range(layers, NUM_LAYERS))
+    pair.link().probe(1 << 16, timeout=SOON)  # all that was sent before it has been read
+    assert all(bool((cache == 7.0).all()) for cache in pair.cache)
+    assert outcome.silent()
+
+
+def test_blocks_given_to_another_transfer_hold_only_its_bytes(pair: Pair) -> None:
+    """Reassign before read."""
+    first = pair.expect("first", [1, 2, 3])
+    late = pair.begin("first", 3)
+    pair.receiver.cancel("first")
+    second = pair.expect("second", [3, 1, 2])
+    push = pair.begin("second", 3)
+    for layer, kv in enumerate(pair.source):
+        push.push(layer, 0, [10, 11, 12], kv)
+        with contextlib.suppress(TransferError):  # the refusal may or may not have come back yet
+            late.push(layer, 0, [4, 5, 6], kv)
+    with pytest.raises(TransferError, match=r"ABORTED|FAILED_PRECONDITION"):
+        late.commit(b"").result(SOON)
+    push.commit(b"").result(SOON)
+    assert second.get()[0] == "commit"
+    assert pair.landed([3, 1, 2], [10, 11, 12])
+    assert first.silent()
+
+
+def test_cancel_of_an_unknown_or_ended_transfer_is_no_error(pair: Pair) -> None:
+    pair.receiver.cancel("never seen")
+    pair.moves("t", [1], [2])
+    pair.receiver.cancel("t")
+
+
+def test_a_callback_may_cancel(pair: Pair) -> None:
+    done = threading.Event()
+
+    def on_commit(_payload: bytes, _num_bytes: int) -> None:
+        pair.receiver.cancel("t")
+        done.set()
+
+    pair.receiver.expect(
+        "t", block_ids=[], first_block=0, deadline=deadline(), on_commit=on_commit, on_abort=lambda *_: None
+    )
+    committed = pair.begin("t", 0).commit(b"")
+    assert done.wait(SOON)
+    committed.exception(SOON)
+
+
+def test_a_transfer_nobody_expects_is_refused(pair: Pair) -> None:
+    push = pair.begin("unknown", 1)
+    with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*unknown"):
+        pair.finish(push, [1])
+    pair.moves("t", [1], [2])
+
+
+def test_only_one_sender_gets_a_transfer(pair: Pair) -> None:
+    outcome = pair.expect("t", [1, 2])
+    push = pair.begin("t", 2)
+    push.push(0, 0, [4, 5], pair.source[0])
+    pair.link().probe(64, timeout=SOON)
+    rival = Sender(Endpoint("prefill-1", "p-7", "layout-a"), transports=(pair.transport,), network=pair.network)
+    intruder = rival.open_link(DECODE, pair.receiver.address, timeout=SOON)
+    stolen = intruder.begin("t", first_block=0, num_blocks=2, num_layers=NUM_LAYERS, deadline=deadline())
+    with pytest.raises(TransferError, match="FAILED_PRECONDITION"):
+        pair.finish(stolen, [20, 21])
+    pair.finish(push, [4, 5], [1, 2])
+    assert outcome.get()[0] == "commit"
+    assert pair.landed([1, 2], [4, 5])
+    rival.close()
+
+
+def test_sides_that_differ_on_the_blocks_fail_before_any_is_written(pair: Pair) -> None:
+    outcome = pair.expect("t", [1, 2, 3], first_block=1)
+    pair.begin("t", 3, first_block=0)
+    assert outcome.get()[:2] == ("abort", "FAILED_PRECONDITION")
+
+
+@pytest.mark.parametrize(
+    ("layer", "first_block", "here"), [(NUM_LAYERS, 0, [4]), (0, 2, [4]), (0, 1, [4, 5]), (0, 0, [4, 5])]
+)
+def test_a_wrong_push_fails_its_own_transfer(pair: Pair, layer: int, first_block: int, here: list[int]) -> None:
+    outcome = pair.expect("t", [1, 2])
+    push = pair.begin("t", 2)
+    push.push(0, 0, [4], pair.source[0])
+    with pytest.raises(TransferError, match="FAILED_PRECONDITION"):
+        push.push(layer, first_block, here, pair.source[0])
+    assert outcome.get()[:2] == ("abort", "FAILED_PRECONDITION")
+    pair.moves("next", [1, 2], [6, 7])
+
+
+def test_a_commit_before_the_last_push_fails(pair: Pair) -> None:
+    outcome = pair.expect("t", [1])
+    push = pair.begin("t", 1)
+    push.push(0, 0, [4], pair.source[0])
+    with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*2 \(layer, block\) pairs"):
+        push.commit(b"")
+    assert outcome.get()[0] == "abort"
+
+
+def test_a_cache_of_other_blocks_is_refused(pair: Pair) -> None:
+    outcome = pair.expect("t", [1])
+    push = pair.begin("t", 1)
+    with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*1024 bytes here and 512"):
+        push.push(0, 0, [1], torch.zeros(4, 2, 2, 8, 8))
+    assert outcome.get()[:2] == ("abort", "FAILED_PRECONDITION")
+
+
+def test_expect_names_what_is_wrong(pair: Pair) -> None:
+    for block_ids, first_block, field in ([1, 1], 0, "block_ids"), ([48], 0, "block_ids"), ([1], 2, "first_block"):
+        with pytest.raises(ValueError, match=field):
+            pair.expect("t", block_ids, first_block)
+    pair.expect("t", [1])
+    with pytest.raises(ValueError, match="transfer_id"):
+        pair.expect("t", [2])
+    pair.receiver.cancel("t")
+
+
+def test_a_deadline_ends_both_sides(pair: Pair) -> None:
+    outcome = pair.expect("t", [1], seconds=0.2)
+    push = pair.begin("t", 1, seconds=0.2)
+    assert outcome.get(1.0)[:2] == ("abort", "DEADLINE_EXCEEDED")
+    with pytest.raises(TransferError, match="DEADLINE_EXCEEDED"):
+        pair.push_all(push, 0, [3])
+
+
+def test_a_failing_on_commit_fails_the_sender(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    def on_commit(_payload: bytes, _num_bytes: int) -> None:
+        raise RuntimeError("no room in the batch")
+
+    pair.receiver.expect(
+        "t", block_ids=[], first_block=0, deadline=deadline(), on_commit=on_commit, on_abort=lambda *_: None
+    )
+    with pytest.raises(TransferError, match=r"ABORTED.*no room in the batch"):
+        pair.begin("t", 0).commit(b"").result(SOON)
+    assert "on_commit" in caplog.text or "callback" in caplog.text
+    pair.moves("next", [1], [6])
+
+
+def test_closing_either_side_ends_its_transfers(pair: Pair) -> None:
+    outcome = pair.expect("t", [1])
+    waiting = pair.expect("never begun", [2])
+    push = pair.begin("t", 1)
+    push.push(0, 0, [4], pair.source[0])
+    pair.sender.close()
+    assert outcome.get(2.0)[:2] == ("abort", "UNAVAILABLE")
+    with pytest.raises(TransferError, match="UNAVAILABLE"):
+        push.push(1, 0, [4], pair.source[1])
+    assert waiting.silent()
+    pair.receiver.close()
+    assert waiting.get(2.0)[:2] == ("abort", "UNAVAILABLE")
+
+
+def test_shm_gives_way_to_tcp_where_the_receiver_will_not_have_it() -> None:
+    cache = kv_cache(4)
+    sender = Sender(PREFILL)
+    receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=("tcp",))
+    assert sender.open_link(DECODE, receiver.address, timeout=SOON).transport == "tcp"
+    sender.close()
+    receiver.close()
+
+
+def test_a_transport_that_the_network_cannot_carry_is_named() -> None:
+    with pytest.raises(ValueError, match=r"memory.*shm.*tcp"):
+        Sender(PREFILL, transports=("memory",))

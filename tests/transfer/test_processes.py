@@ -1,0 +1,86 @@
+"""A peer that is killed, or frozen and so silent, is found out by the other side in less than 2 s."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import pytest
+
+from tandem.transfer import TransferError
+from tests.transfer.pair import SOON, make_pair, open_things
+from tests.transfer.peer import Role, receive, send_one_layer, warm
+
+START = 60.0
+DETECT = 2.0
+context = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fork_server() -> None:
+    """One process that has imported torch already; every worker is forked from it."""
+    context.set_forkserver_preload(["tests.transfer.peer"])
+    first = context.Process(target=warm)
+    first.start()
+    first.join(START)
+
+
+@contextmanager
+def worker(role: Role, transport: str, address: str = "") -> Iterator[tuple[int, str]]:
+    """A process playing `role`: its pid and what it says first."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=role, args=(theirs, transport, address))
+    process.start()
+    theirs.close()
+    try:
+        assert process.pid is not None
+        yield process.pid, heard(ours)
+    finally:
+        process.kill()
+        process.join(SOON)
+        process.close()
+        ours.close()
+
+
+def heard(pipe: Connection) -> str:
+    assert pipe.poll(START), "the worker never spoke"
+    return str(pipe.recv())
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_loss_of_a_sender_aborts_its_transfers(transport: str, blow: signal.Signals) -> None:
+    pair = make_pair(transport)
+    outcome = pair.expect("t", [1, 2], seconds=START)
+    with worker(send_one_layer, transport, pair.receiver.address) as (pid, _):
+        start = time.monotonic()
+        os.kill(pid, blow)
+        assert outcome.get(DETECT)[:2] == ("abort", "UNAVAILABLE")
+        assert time.monotonic() - start < DETECT
+    pair.moves("next", [1, 2], [6, 7])
+    pair.close()
+    assert open_things()[2] == []
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_loss_of_a_receiver_fails_the_commit(transport: str, blow: signal.Signals) -> None:
+    pair = make_pair(transport)
+    with worker(receive, transport) as (pid, address):
+        pair.receiver.close()
+        link = pair.sender.open_link(pair.receiver.local, address, timeout=SOON)
+        push = link.begin("t", first_block=0, num_blocks=2, num_layers=3, deadline=time.monotonic() + START)
+        push.push(0, 0, [4, 5], pair.source[0])
+        start = time.monotonic()
+        os.kill(pid, blow)
+        with pytest.raises(TransferError, match="UNAVAILABLE"):
+            pair.finish(push, [4, 5], [1, 2])
+        assert time.monotonic() - start < DETECT
+        assert not link.healthy
+    pair.close()
+    assert open_things()[2] == []
