@@ -154,7 +154,7 @@ class Registry:
     async def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> bool:
         """Give back a reservation, or only its prompt tokens. True if this call freed anything.
 
-        An empty id, as of a route that the view chose, is nothing to give back.
+        An empty id, as of a route chosen without Redis, is nothing to give back.
         """
         if not reservation_id:
             return False

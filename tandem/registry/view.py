@@ -9,16 +9,13 @@ Redis back, emptied   its epoch differs: known workers stay in view for `grace` 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
-from dataclasses import replace
 from types import TracebackType
 
 import structlog
 
-from tandem.registry.choose import blocks_for, choose
 from tandem.registry.errors import RegistryUnavailable
-from tandem.registry.registry import PrefillPolicy, Registry, Snapshot
-from tandem.registry.worker import Route, Worker
+from tandem.registry.registry import Registry, Snapshot
+from tandem.registry.worker import Worker
 
 log = structlog.get_logger(__name__)
 # Bursts of changes, such as a cluster starting, are read once.
@@ -67,25 +64,6 @@ class ClusterView:
     def stale(self) -> bool:
         return self.age > self._stale_after
 
-    def choose(
-        self, *, model: str, prompt_tokens: int, max_new_tokens: int, prefill: PrefillPolicy,
-        exclude: Collection[str] = (),
-    ) -> Route:  # fmt: skip
-        """A route from the view alone, for when Redis does not answer or has only just come back empty.
-
-        Nothing is reserved, so the reservation id is empty; until the next refresh the view counts it as load itself.
-
-        Raises:
-            NoWorkers: nobody in view can take it.
-        """
-        route = choose(
-            self.workers, model=model, prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, prefill=prefill,
-            exclude=exclude,
-        )  # fmt: skip
-        self._count(route.prefill or route.decode, tokens=prompt_tokens)
-        self._count(route.decode, blocks=blocks_for(route.decode, prompt_tokens + max_new_tokens))
-        return route
-
     async def refresh(self) -> None:
         """Read the workers now. Raises RegistryUnavailable."""
         self._take(await self._registry.snapshot())
@@ -132,14 +110,6 @@ class ClusterView:
                 await self.refresh()
                 if await changes.wait(self._poll):
                     await self._clock.sleep(SETTLE_S)
-
-    def _count(self, worker: Worker, tokens: int = 0, blocks: int = 0) -> None:
-        worker_id = worker.info.worker_id
-        known = self._workers if worker_id in self._workers else self._orphans
-        was = known[worker_id]
-        known[worker_id] = replace(
-            was, reserved_tokens=was.reserved_tokens + tokens, reserved_blocks=was.reserved_blocks + blocks
-        )
 
     def _take(self, snapshot: Snapshot) -> None:
         before, now = self.workers, self._clock.now()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tandem.registry import NoWorkers, Registry, RequestTooLarge, Role, Route, Worker
-from tandem.registry.choose import choose
+from tandem.registry import NoWorkers, Registry, RequestTooLarge, Role, Route
 from tests.registry.cluster import BLOCK_SIZE, NUM_BLOCKS, TTL, register_pool, worker_info, worker_load
 
 HASHES = [bytes([i]) * 16 for i in range(1, 5)]
@@ -214,42 +211,3 @@ async def test_a_request_too_large_for_anyone_is_told_apart(registry: Registry) 
 async def test_an_empty_prompt_is_refused(registry: Registry) -> None:
     with pytest.raises(ValueError, match="prompt_tokens"):
         await select(registry, prompt_tokens=0)
-
-
-async def random_pool(registry: Registry, chance: random.Random) -> None:
-    for i in range(3):
-        load = worker_load(
-            free_blocks=chance.randrange(NUM_BLOCKS), num_running=chance.randrange(8), draining=chance.random() < 0.2
-        )
-        await registry.register(worker_info(f"d{i}", Role.DECODE, layout_hash=chance.choice("AB")), load, TTL)
-    for i in range(3):
-        linked = tuple(f"d{j}-first" for j in range(3) if chance.random() < 0.7)
-        load = worker_load(queued_tokens=chance.randrange(4096), linked=linked)
-        await registry.register(worker_info(f"p{i}", Role.PREFILL, layout_hash=chance.choice("AB")), load, TTL)
-
-
-@pytest.mark.parametrize("policy", ["require", "prefer", "never"])
-async def test_the_choice_without_redis_is_the_same(registry: Registry, policy: str) -> None:
-    outcomes = Counter[str]()
-    for seed in range(25):
-        chance = random.Random(seed)
-        await random_pool(registry, chance)
-        need = {"model": "demo", "prompt_tokens": chance.randrange(1, 500), "max_new_tokens": 12, "prefill": policy}
-        need["exclude"] = ["d1"] if chance.random() < 0.2 else []
-        here = chosen(await registry.workers(), need)
-        try:
-            route = await select(registry, **need)
-            await registry.release(route.reservation_id)
-            there = names(route)
-        except NoWorkers:
-            there = None
-        assert here == there, seed
-        outcomes[type(there).__name__] += 1
-    assert outcomes["tuple"] > 5
-
-
-def chosen(workers: Sequence[Worker], need: dict[str, Any]) -> tuple[str | None, str] | None:
-    try:
-        return names(choose(workers, **need))
-    except NoWorkers:
-        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,7 +11,7 @@ from redis.asyncio import Redis
 
 from tandem.clock import SystemClock
 from tandem.redis_server import RedisServer
-from tandem.registry import ClusterView, NoWorkers, Registry, RegistryUnavailable, Role
+from tandem.registry import ClusterView, Registry, RegistryUnavailable, Role
 from tests.registry.cluster import MODEL, TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -162,18 +161,6 @@ async def test_frozen_redis_bounds_every_call_and_keeps_nothing(own: Registry, o
 
     await eventually(empty, 2.0, "everything given back")
     assert await own.check_integrity() == []
-
-
-async def test_routes_from_the_view_spread_too(registry: Registry) -> None:
-    await register_pool(registry, prefill=2, decode=3)
-    view = ClusterView(registry)
-    await view.refresh()
-    routes = [view.choose(model=MODEL, prompt_tokens=40, max_new_tokens=8, prefill="require") for _ in range(12)]
-    assert Counter(route.decode.info.worker_id for route in routes) == {"d0": 4, "d1": 4, "d2": 4}
-    assert Counter(route.prefill.info.worker_id for route in routes if route.prefill) == {"p0": 6, "p1": 6}
-    assert not await registry.release(routes[0].reservation_id)
-    with pytest.raises(NoWorkers, match="from the last view"):
-        view.choose(model="other", prompt_tokens=40, max_new_tokens=8, prefill="prefer")
 
 
 async def test_what_ends_the_view_is_raised_to_its_readers(registry: Registry, redis: Redis, namespace: str) -> None:
