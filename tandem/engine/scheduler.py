@@ -103,12 +103,11 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         batch = Batch(self._max_num_batched_tokens)
-        preempted = self._schedule_decodes(batch)
+        self._schedule_decodes(batch)
         for seq in self.running:
             if batch.budget and seq.num_uncomputed_tokens > 1:
                 batch.add(seq)
-        if not preempted:
-            self._admit(batch)
+        self._admit(batch)
         return batch.scheduled
 
     def register_blocks(self, seq: Sequence) -> None:
@@ -122,19 +121,15 @@ class Scheduler:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _schedule_decodes(self, batch: Batch) -> bool:
-        """Returns whether any sequence was preempted."""
-        preempted = False
+    def _schedule_decodes(self, batch: Batch) -> None:
         for seq in tuple(self.running):
             # Preempted ones come later in the order than the one that needed their blocks, so none is in the batch.
             if seq.status is not Status.RUNNING or seq.num_uncomputed_tokens != 1:
                 continue
             while seq.status is Status.RUNNING and not self._grow(seq):
                 self._preempt(next(s for s in reversed(self.running) if not s.holds_all_blocks))
-                preempted = True
             if seq.status is Status.RUNNING:
                 batch.add(seq)
-        return preempted
 
     def _grow(self, seq: Sequence) -> bool:
         if seq.num_tokens <= len(seq.block_table) * self._block_size:

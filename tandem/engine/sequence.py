@@ -63,11 +63,10 @@ class Sequence:
         self.token_ids.append(token_id)
 
     def check_stop(self, max_model_len: int) -> FinishReason | None:
-        """What the last token means: STOP or LENGTH ends the sequence."""
-        sampling, num_output = self.sampling, self.num_output_tokens
-        if num_output > sampling.min_tokens and self.token_ids[-1] in sampling.stop_token_ids:
+        """What the last token means: STOP or LENGTH ends the sequence. Below min_tokens no stop token is sampled."""
+        if self.token_ids[-1] in self.sampling.stop_token_ids:
             return FinishReason.STOP
-        if num_output >= sampling.max_tokens or self.num_tokens >= max_model_len:
+        if self.num_output_tokens >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
 

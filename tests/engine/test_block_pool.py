@@ -54,6 +54,11 @@ def test_nameless_blocks_go_first_then_the_oldest_leaf() -> None:
     order = [block for _ in range(4) for block in pool.take(1) or []]
     assert order[0] not in (a, b, c)
     assert order[1:] == [b, a, c]
+    pool = BlockPool(2)
+    nameless = pool.take(1) or []
+    cached_chain(pool, A)
+    pool.release(nameless)
+    assert pool.take(1) == nameless
 
 
 def test_use_makes_a_block_young_again() -> None:

@@ -25,6 +25,7 @@ class Copy:
     pushed: list[tuple[int, int, int]] = field(default_factory=list)
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
+        assert block_ids
         places = self.landing[first_block : first_block + len(block_ids)]
         self.target.kv_cache[layer][places] = kv[list(block_ids)]
         self.pushed.append((layer, first_block, len(block_ids)))

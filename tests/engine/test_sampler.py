@@ -196,6 +196,12 @@ def test_a_retry_elsewhere_gives_the_same_answer(llama: Path) -> None:
     assert len(set(whole)) > 3
 
 
+def test_min_tokens_ends_with_the_last_of_them() -> None:
+    logits = logits_of(50)
+    rows = [sequence(greedy(20, min_tokens=len(OUTPUT), stop_token_ids=frozenset(range(25))))] * 50
+    assert [token.token_id for token in sample(logits, rows)] == logits.argmax(-1).tolist()
+
+
 def test_min_tokens_holds_back_the_stop_token(llama: Path) -> None:
     engine, prompt = make_engine(llama), prompt_of(8)
     first = generate(engine, prompt, greedy(1))[0]

@@ -73,8 +73,9 @@ def test_no_step_computes_more_than_its_budget(llama: Path) -> None:
     assert {len(tokens(out)) for out in outputs.values()} == {30, 29}
 
 
-def test_running_out_of_blocks_preempts_and_changes_no_token(llama: Path, roomy: Engine) -> None:
-    engine = make_engine(llama, num_blocks=12, enable_prefix_caching=False)
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_running_out_of_blocks_preempts_and_changes_no_token(llama: Path, roomy: Engine, prefix_caching: bool) -> None:
+    engine = make_engine(llama, num_blocks=12, enable_prefix_caching=prefix_caching)
     requests = [Request(str(n), prompt_of(6 + n, n), SamplingParams(20, temperature=1.0, seed=n)) for n in range(4)]
     for request in requests:
         engine.add(request)
@@ -91,6 +92,7 @@ def test_running_out_of_blocks_preempts_and_changes_no_token(llama: Path, roomy:
     for request in requests:
         assert tokens(outputs[request.request_id]) == generate(roomy, request.token_ids, request.sampling)
         assert [o.first_index for o in outputs[request.request_id]] == list(range(20))
+        assert {o.num_cached_tokens for o in outputs[request.request_id]} == {0}  # its own blocks are no hit
     assert_idle(engine)
 
 
@@ -100,6 +102,7 @@ def test_a_preempted_prefill_pushes_each_block_once(llama: Path) -> None:
     class Record:
         def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
             assert len(kv) == 12
+            assert block_ids
             if layer == 0:
                 pushed.extend(range(first_block, first_block + len(block_ids)))
 
@@ -122,8 +125,40 @@ def test_reserved_sequences_are_never_preempted(llama: Path) -> None:
     engine.step()
     engine.reserve(Request("reserved", prompt_of(5, 1), greedy(19), priority=9))
     engine.join("reserved", sampled(run_until_tokens(engine, "added"))[0])
-    seen = [o for _ in range(60) for o in engine.step() if o.request_id == "reserved"]
-    assert [o.first_index for o in seen] == list(range(1, 19))
+    preempted = False
+    for index in range(1, 19):
+        assert ("reserved", index) in [(o.request_id, o.first_index) for o in engine.step()]
+        preempted |= engine.stats().num_waiting == 1
+    assert preempted
+    run(engine)
+    assert_idle(engine)
+
+
+def test_without_room_to_go_on_a_sequence_waits_and_computes_nothing(llama: Path) -> None:
+    engine = make_engine(llama, num_blocks=4, enable_prefix_caching=False)
+    engine.add(Request("added", prompt_of(4), greedy(12)))
+    engine.step()
+    engine.reserve(Request("parked", prompt_of(4), greedy(4)))
+    waiting = []
+    for _ in range(12):
+        engine.step()
+        waiting.append(engine.stats().num_waiting)
+    assert waiting == [0] * 4 + [1] * 8
+    engine.abort("parked")
+    assert run(engine)["added"][-1].first_index == 11
+
+
+def test_reservations_hold_a_seat_in_the_batch(llama: Path) -> None:
+    for config in ({"max_num_seqs": 2}, {"max_num_batched_tokens": 2}):
+        engine = make_engine(llama, **config)
+        assert engine.reserve(Request("a", prompt_of(4), greedy(4))) == 0
+        assert engine.reserve(Request("b", prompt_of(4), greedy(4))) == 0
+        assert engine.reserve(Request("c", prompt_of(4), greedy(4))) is None
+        engine.add(Request("d", prompt_of(4), greedy(4)))
+        assert engine.step() == []
+        assert engine.stats().num_waiting == 1
+        engine.abort("a")
+        assert len(tokens(run(engine)["d"])) == 4
 
 
 def run_until_tokens(engine: Engine, request_id: str) -> list[SequenceOutput]:
