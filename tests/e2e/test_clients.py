@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -19,8 +19,9 @@ MODEL = "tandem-demo"
 
 
 @pytest.fixture
-def client(shm_cluster: RunningCluster) -> OpenAI:
-    return OpenAI(base_url=f"{shm_cluster.http}/v1", api_key="none", max_retries=0)
+def client(shm_cluster: RunningCluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{shm_cluster.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_models(client: OpenAI) -> None:
@@ -124,7 +125,8 @@ async def test_two_hundred_streams_finish(
             tokens = part.usage.completion_tokens if part.usage else tokens
         return tokens
 
-    assert await asyncio.gather(*(stream(i) for i in range(200))) == [24] * 200
+    async with client:
+        assert await asyncio.gather(*(stream(i) for i in range(200))) == [24] * 200
     await _becomes_baseline(shm_cluster, at_baseline)
 
 
