@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.transfer.pair import Pair, make_pair, open_things, until
+from tests.transfer.pair import Meet, Pair, make_pair, open_things, until
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,19 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pair(nothing_left: None, transport: str) -> Iterator[Pair]:
-    pair = make_pair(transport)
-    yield pair
-    pair.close()
+def meet(nothing_left: None) -> Iterator[Meet]:
+    """Makes pairs, and closes them however the test ends."""
+    pairs: list[Pair] = []
+
+    def make(*args: Any, **options: Any) -> Pair:
+        pairs.append(make_pair(*args, **options))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+@pytest.fixture
+def pair(meet: Meet, transport: str) -> Pair:
+    return meet(transport)

@@ -110,6 +110,9 @@ class Pair:
         self.receiver.close()
 
 
+Meet = Callable[..., Pair]  # make_pair, with somebody who closes what it made
+
+
 def network_for(transport: str) -> Network:
     return MemoryNetwork() if transport == "memory" else SocketNetwork()
 

@@ -18,11 +18,11 @@ class TamperingStream:
         self.recv_into, self.wait, self.wake, self.close = stream.recv_into, stream.wait, stream.wake, stream.close
 
     def send(self, parts: Iterable[Bytes]) -> int:
-        parts = [memoryview(part) for part in parts]
-        for place, part in enumerate(parts):
-            if self._target and len(part) == HEADER_BYTES and bytes(part[:4]) == b"TDKV":
-                self._tamper(parts, place)
-        return self._stream.send(parts)
+        views = [memoryview(part) for part in parts]
+        for place, view in enumerate(views):
+            if self._target and len(view) == HEADER_BYTES and bytes(view[:4]) == b"TDKV":
+                self._tamper(views, place)
+        return self._stream.send(views)
 
     def _tamper(self, parts: list[memoryview], place: int) -> None:
         message, target = parse_header(parts[place]), self._target[0]

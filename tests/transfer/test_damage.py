@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tandem.transfer import TransferError
-from tests.transfer.pair import SOON, Pair, make_pair, network_for, until
+from tests.transfer.pair import SOON, Meet, Pair, network_for, until
 from tests.transfer.tampering import TamperingNetwork
 
 
@@ -17,10 +15,8 @@ def network(transport: str) -> TamperingNetwork:
 
 
 @pytest.fixture
-def damaged(nothing_left: None, transport: str, network: TamperingNetwork) -> Iterator[Pair]:
-    pair = make_pair(transport, network=network)
-    yield pair
-    pair.close()
+def damaged(meet: Meet, transport: str, network: TamperingNetwork) -> Pair:
+    return meet(transport, network=network)
 
 
 @pytest.mark.parametrize("target", ["payload", "commit"])

@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
 from tandem.transfer import TransferError
-from tests.transfer.pair import SOON, make_pair, open_things
+from tests.transfer.pair import SOON, Meet, open_things, until
 from tests.transfer.peer import Role, receive, send_one_layer, warm
 
 START = 60.0
@@ -47,6 +48,20 @@ def worker(role: Role, transport: str, address: str = "") -> Iterator[tuple[int,
         ours.close()
 
 
+def strike(pid: int, blow: signal.Signals) -> None:
+    """Returns once no thread of the process runs any more: a signal takes its time to reach them all."""
+    os.kill(pid, blow)
+    assert until(lambda: all(state in "TZX" for state in thread_states(pid)), SOON), thread_states(pid)
+
+
+def thread_states(pid: int) -> list[str]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [(task / "stat").read_text().rpartition(") ")[2][0] for task in tasks]
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X"]
+
+
 def heard(pipe: Connection) -> str:
     assert pipe.poll(START), "the worker never spoke"
     return str(pipe.recv())
@@ -54,33 +69,31 @@ def heard(pipe: Connection) -> str:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_loss_of_a_sender_aborts_its_transfers(transport: str, blow: signal.Signals) -> None:
-    pair = make_pair(transport)
+def test_the_loss_of_a_sender_aborts_its_transfers(meet: Meet, transport: str, blow: signal.Signals) -> None:
+    pair = meet(transport)
     outcome = pair.expect("t", [1, 2], seconds=START)
     with worker(send_one_layer, transport, pair.receiver.address) as (pid, _):
         start = time.monotonic()
-        os.kill(pid, blow)
+        strike(pid, blow)
         assert outcome.get(DETECT)[:2] == ("abort", "UNAVAILABLE")
         assert time.monotonic() - start < DETECT
     pair.moves("next", [1, 2], [6, 7])
-    pair.close()
     assert open_things()[2] == []
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_loss_of_a_receiver_fails_the_commit(transport: str, blow: signal.Signals) -> None:
-    pair = make_pair(transport)
+def test_the_loss_of_a_receiver_fails_the_commit(meet: Meet, transport: str, blow: signal.Signals) -> None:
+    pair = meet(transport)
     with worker(receive, transport) as (pid, address):
         pair.receiver.close()
         link = pair.sender.open_link(pair.receiver.local, address, timeout=SOON)
         push = link.begin("t", first_block=0, num_blocks=2, num_layers=3, deadline=time.monotonic() + START)
         push.push(0, 0, [4, 5], pair.source[0])
         start = time.monotonic()
-        os.kill(pid, blow)
+        strike(pid, blow)
         with pytest.raises(TransferError, match="UNAVAILABLE"):
             pair.finish(push, [4, 5], [1, 2])
         assert time.monotonic() - start < DETECT
         assert not link.healthy
-    pair.close()
     assert open_things()[2] == []

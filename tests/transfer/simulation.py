@@ -1,0 +1,270 @@
+"""The protocol's real code in a simulated world: one link, a clock that is a number, a network that loses and lies.
+
+    sender protocol --encoded messages--> wire --> receiver protocol --> cache
+                    <-------------------- wire <--
+
+Every message is encoded and parsed again, as on a socket. The wire may drop, double, reorder and damage messages, or
+deliver one as another incarnation would have sent it; in shm mode the arena itself may be scribbled on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tandem.transfer.endpoint import Endpoint, TransferError
+from tandem.transfer.inbound import Inbound, InboundTable
+from tandem.transfer.receiving import Landing, ReceiverProtocol
+from tandem.transfer.sending import Outgoing, SenderProtocol
+from tandem.transfer.wire import HEADER_BYTES, INLINE, Hello, Message, ShmOffer, checksum, parse_header
+
+BLOCK_BYTES, NUM_BLOCKS, NUM_LAYERS, FRAME_BLOCKS = 32, 24, 2, 2
+ARENA_SLOTS = 6
+SENDER, RECEIVER = Endpoint("p", "p-1", "layout"), Endpoint("d", "d-1", "layout")
+DEADLINE = 20.0
+
+Wire = deque[bytes]
+
+
+@dataclass
+class Chances:
+    """How likely each fault is, for each message (or, `cancel` and `abort`, for each step)."""
+
+    drop: float = 0.0
+    double: float = 0.0
+    swap: float = 0.0
+    damage: float = 0.0
+    stale: float = 0.0
+    scribble: float = 0.0
+    cancel: float = 0.0
+    abort: float = 0.0
+
+
+@dataclass
+class Transfer:
+    """One transfer as both sides' owners see it."""
+
+    name: str
+    there: list[int]
+    first_block: int
+    source: np.ndarray
+    todo: list[tuple[int, int, int]]
+    outgoing: Outgoing | None = None
+    endings: list[str] = field(default_factory=list)
+
+
+class World:
+    def __init__(self, seed: int, chances: Chances, *, shm: bool) -> None:
+        self.random, self.chances = random.Random(seed), chances
+        self.now = 0.0
+        self.arena = np.zeros(ARENA_SLOTS * FRAME_BLOCKS * BLOCK_BYTES, np.uint8)
+        self.free = [slot * FRAME_BLOCKS * BLOCK_BYTES for slot in range(ARENA_SLOTS)]
+        self.cache = np.zeros((NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
+        self.table = InboundTable()
+        self.transport = "shm" if shm else "memory"
+        offer = ShmOffer(pid=1, fd=1, name="simulated", size=len(self.arena)) if shm else None
+        self.sender = SenderProtocol(SENDER, RECEIVER, nonce=1, transports=[self.transport], shm=offer, now=0.0)
+        self.receiver = ReceiverProtocol(
+            RECEIVER, self.table, num_layers=NUM_LAYERS, block_bytes=BLOCK_BYTES,
+            max_frame_bytes=FRAME_BLOCKS * BLOCK_BYTES, nonce=2, choose=self._choose, now=0.0,
+        )  # fmt: skip
+        self.there: Wire = deque()
+        self.back: Wire = deque()
+        self.transfers: list[Transfer] = []
+        self.settled: dict[str, np.ndarray] = {}
+        self.lost = False
+        self.exchange(faults=False)
+
+    def start(self, name: str, there: list[int], first_block: int) -> Transfer:
+        """Expects a transfer of len(there) prompt blocks at the receiver and begins it at the sender."""
+        num_blocks = len(there) - first_block
+        source = np.frombuffer(self.random.randbytes(NUM_LAYERS * num_blocks * BLOCK_BYTES), np.uint8)
+        todo = [
+            (layer, block, min(FRAME_BLOCKS, len(there) - block))
+            for layer in range(NUM_LAYERS)
+            for block in range(first_block, len(there), FRAME_BLOCKS)
+        ]
+        transfer = Transfer(name, there, first_block, source.reshape(NUM_LAYERS, num_blocks, BLOCK_BYTES), todo)
+        ids = np.array(there, np.int64)
+        told = transfer.endings
+        self.table.expect(
+            Inbound(name, ids, first_block, DEADLINE, lambda *_: told.append("commit"), lambda *_: told.append("abort"))
+        )
+        self.transfers.append(transfer)
+        if not self.lost:
+            transfer.outgoing = self.sender.begin(
+                name, first_block=first_block, num_blocks=num_blocks, num_layers=NUM_LAYERS, deadline=DEADLINE
+            )
+        return transfer
+
+    def step(self) -> None:
+        """Each transfer moves on by one frame or its commit; then the wires carry what they carry."""
+        for transfer in self.transfers:
+            self._advance(transfer)
+            if transfer.outgoing and self._chance("abort"):
+                self.sender.abort(transfer.outgoing, TransferError("ABORTED", "simulated"))
+            if not transfer.endings and self._chance("cancel"):
+                self._cancel(transfer)
+        self.exchange(faults=True)
+        self.now += 0.1
+
+    def finish(self) -> None:
+        """Time passes until every deadline is over."""
+        while self.now < DEADLINE + 1:
+            self.exchange(faults=True)
+            self.now += 0.5
+
+    def exchange(self, *, faults: bool) -> None:
+        """Both sides tick, what they say travels, and what arrives is heeded, until nothing moves."""
+        for _ in range(50):
+            self._tick()
+            if not self.lost:
+                self._collect(self.sender.outbox, self.there)
+                self._collect(self.receiver.outbox, self.back)
+            self._take_back()
+            self._tell()
+            if not self.there and not self.back:
+                return
+            self._carry(self.there, self._at_receiver, faults)
+            self._carry(self.back, self._at_sender, faults)
+
+    def _advance(self, transfer: Transfer) -> None:
+        try:
+            if transfer.outgoing and transfer.todo and self.free:
+                self._push(transfer, transfer.outgoing, *transfer.todo.pop(0))
+            elif transfer.outgoing and not transfer.todo:
+                self.sender.commit(transfer.outgoing, transfer.name.encode())
+        except TransferError:
+            transfer.outgoing = None  # it has failed or is committed: nothing more to do
+        self._take_back()
+
+    def _push(self, transfer: Transfer, outgoing: Outgoing, layer: int, block: int, count: int) -> None:
+        slot = self.free.pop()
+        payload = self.arena[slot : slot + count * BLOCK_BYTES]
+        start = block - transfer.first_block
+        payload[:] = transfer.source[layer, start : start + count].reshape(-1)
+        view = payload.data
+        self.sender.frame(outgoing, layer, block, count, slot=slot, payload=view, payload_sum=checksum(view))
+        if self._chance("scribble"):
+            payload[self.random.randrange(len(payload))] ^= 1
+
+    def _cancel(self, transfer: Transfer) -> None:
+        self.table.cancel(transfer.name)
+        transfer.endings.append("cancel")
+        self._settle(transfer)
+
+    def _carry(self, wire: Wire, deliver: object, faults: bool) -> None:
+        while wire:
+            data = wire.popleft()
+            if faults and self._chance("drop"):
+                continue
+            if faults and wire and self._chance("swap"):
+                wire.append(data)
+                data = wire.popleft()
+            if faults and self._chance("double"):
+                wire.append(data)
+            if faults:
+                data = self._spoiled(data)
+            assert callable(deliver)
+            try:
+                deliver(data)
+            except TransferError as error:
+                self._lose(error)
+
+    def _spoiled(self, data: bytes) -> bytes:
+        if self._chance("damage"):
+            damaged = bytearray(data)
+            damaged[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+            return bytes(damaged)
+        if self._chance("stale"):
+            message = parse_header(data[:HEADER_BYTES])
+            message.nonce ^= 1
+            return message.header() + data[HEADER_BYTES:]
+        return data
+
+    def _at_receiver(self, data: bytes) -> None:
+        if self.lost:
+            return
+        self.receiver.liveness.heard_at = self.now
+        landing = self.receiver.receive(parsed(data), self.now)
+        if landing:
+            self._land(landing)
+
+    def _at_sender(self, data: bytes) -> None:
+        if not self.lost:
+            self.sender.liveness.heard_at = self.now
+            self.sender.receive(parsed(data))
+
+    def _land(self, landing: Landing) -> None:
+        message = landing.message
+        payload = np.frombuffer(message.body, np.uint8)
+        if message.offset != INLINE:
+            payload = self.arena[message.offset : message.offset + message.length]
+        self.cache[message.layer, landing.block_ids] = payload.reshape(-1, BLOCK_BYTES)
+        self.receiver.landed(landing, checksum(payload.tobytes()))
+
+    def _tick(self) -> None:
+        self.table.tick(self.now)
+        for side in (self.sender, self.receiver):
+            try:
+                if not self.lost:
+                    side.tick(self.now)
+            except TransferError as error:
+                self._lose(error)
+
+    def _lose(self, error: TransferError) -> None:
+        if not self.lost:
+            self.lost = True
+            self.sender.fail(error)
+            self.receiver.fail(error)
+
+    def _collect(self, outbox: deque[Message], wire: Wire) -> None:
+        while outbox:
+            message = outbox.popleft()
+            body = bytes(message.body)
+            wire.append(message.header() + body)
+            side = self.sender if wire is self.there else self.receiver
+            side.sent([message], self.now)
+
+    def _take_back(self) -> None:
+        self.free += self.sender.credits
+        self.sender.credits.clear()
+
+    def _tell(self) -> None:
+        for endings in (self.receiver.endings, self.table.endings):
+            while endings:
+                inbound = endings.popleft()
+                if inbound.cancelled:
+                    continue
+                if inbound.payload is not None:
+                    inbound.on_commit(inbound.payload, inbound.bytes_received)
+                    self.receiver.acknowledge(inbound)
+                else:
+                    inbound.on_abort("", "")
+                self.table.told(inbound)
+                self._settle(next(t for t in self.transfers if t.name == inbound.transfer_id))
+
+    def _settle(self, transfer: Transfer) -> None:
+        """From now on nobody may write this transfer's blocks for it: they get a mark that must stay."""
+        blocks = transfer.there[transfer.first_block :]
+        if transfer.endings[-1] == "commit":
+            assert np.array_equal(self.cache[:, blocks], transfer.source), f"{transfer.name} committed wrong bytes"
+        else:
+            self.cache[:, blocks] = 0xEE
+        self.settled[transfer.name] = self.cache[:, blocks].copy()
+
+    def _choose(self, _hello: Hello) -> str:
+        return self.transport
+
+    def _chance(self, name: str) -> bool:
+        chance: float = getattr(self.chances, name)
+        return chance > 0 and self.random.random() < chance
+
+
+def parsed(data: bytes) -> Message:
+    message = parse_header(data[:HEADER_BYTES])
+    message.body = memoryview(data)[HEADER_BYTES:]
+    return message

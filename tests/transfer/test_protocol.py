@@ -1,0 +1,88 @@
+"""The protocol under every fault a network can have: never a commit unless every byte is right."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.transfer.endpoint import TransferError
+from tandem.transfer.wire import HEADER_BYTES, Kind, Message, parse_header
+from tests.transfer.simulation import ARENA_SLOTS, NUM_BLOCKS, Chances, World
+
+chance = st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.3])
+every_chance = st.builds(
+    Chances, drop=chance, double=chance, swap=chance, damage=chance, stale=chance, scribble=chance, cancel=chance,
+    abort=chance,
+)  # fmt: skip
+
+
+def run(seed: int, chances: Chances, *, shm: bool) -> World:
+    world = World(seed, chances, shm=shm)
+    blocks = random.Random(seed).sample(range(NUM_BLOCKS), 15)
+    for name, start in (("a", 0), ("b", 5), ("c", 10)):
+        world.start(name, blocks[start : start + 5], first_block=seed % 3)
+        world.step()
+    for _ in range(15):
+        world.step()
+    world.finish()
+    return world
+
+
+@given(seed=st.integers(0, 2**32), chances=every_chance, shm=st.booleans())
+@settings(max_examples=800, deadline=None)
+def test_no_fault_makes_a_wrong_byte_visible(seed: int, chances: Chances, shm: bool) -> None:
+    world = run(seed, chances, shm=shm)
+    for transfer in world.transfers:
+        assert len(transfer.endings) == 1, f"{transfer.name} ended {transfer.endings}"
+        blocks = transfer.there[transfer.first_block :]
+        assert np.array_equal(world.cache[:, blocks], world.settled[transfer.name]), f"{transfer.name}: late write"
+    assert not world.table.live
+    assert not world.table.untold
+
+
+@given(seed=st.integers(0, 2**32), shm=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_without_faults_everything_commits_and_every_slot_comes_back(seed: int, shm: bool) -> None:
+    world = run(seed, Chances(), shm=shm)
+    assert [transfer.endings for transfer in world.transfers] == [["commit"]] * 3
+    assert len(world.free) == ARENA_SLOTS
+    assert not world.lost
+
+
+@given(seed=st.integers(0, 2**32), shm=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_aborts_and_cancels_give_every_slot_back(seed: int, shm: bool) -> None:
+    world = run(seed, Chances(abort=0.1, cancel=0.1), shm=shm)
+    assert len(world.free) == ARENA_SLOTS
+    assert not world.lost
+
+
+@given(seed=st.integers(0, 2**32), shm=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_frames_of_another_incarnation_land_nowhere(seed: int, shm: bool) -> None:
+    world = World(seed, Chances(stale=1.0), shm=shm)
+    transfer = world.start("a", [3, 1, 2], 0)
+    for _ in range(5):
+        world.step()
+    assert not world.cache.any()
+    assert transfer.endings == []
+
+
+@given(
+    kind=st.sampled_from(Kind), handle=st.integers(0, 2**64 - 1), layer=st.integers(0, 2**32 - 1),
+    length=st.integers(0, 2**32 - 1), bit=st.integers(0, HEADER_BYTES * 8 - 1),
+)  # fmt: skip
+def test_a_header_survives_the_wire_and_no_flipped_bit_does(
+    kind: Kind, handle: int, layer: int, length: int, bit: int
+) -> None:
+    message = Message(kind, 7, handle, layer, 5, 6, length, 64, 9)
+    header = message.header()
+    assert parse_header(header) == message
+    damaged = bytearray(header)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(TransferError, match="DATA_LOSS"):
+        parse_header(bytes(damaged))
