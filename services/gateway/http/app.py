@@ -23,7 +23,8 @@ def build_app(llm: LLM, wall: Callable[[], float]) -> FastAPI:
     Args:
         wall: Unix seconds.
     """
-    app = FastAPI(title="Tandem", docs_url=None, redoc_url=None)
+    # A request's span is ours: FastAPI's own would stand beside it, a second root of the same trace.
+    app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, telemetry={"tracing": False, "metrics": False})
     for path, read in (("/v1/chat/completions", read_chat), ("/v1/completions", read_completion)):
         app.router.routes.append(Route(path, GenerateEndpoint(llm, read, wall), methods=["POST"]))
     app.add_exception_handler(GatewayError, _refuse)
