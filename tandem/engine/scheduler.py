@@ -146,9 +146,7 @@ class Scheduler:
     def _admit(self, batch: Batch) -> None:
         while batch.budget and self.waiting and self._num_free_seats() > 0:
             seq = self.waiting.first()
-            # One token more than it has: what it samples next must not send it straight back here.
-            num_tokens = seq.num_tokens + (not seq.prefill_only)
-            if not self._take_blocks(seq, num_tokens, seq.num_tokens):
+            if not self._take_blocks(seq, seq.num_tokens, seq.num_tokens):
                 return
             self._move(seq, Status.RUNNING)
             batch.add(seq)

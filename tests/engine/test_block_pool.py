@@ -95,7 +95,13 @@ def test_events_tell_the_net_change_in_chains() -> None:
     pool.release(blocks)
     held = pool.take(3)
     assert pool.take_events() == [BlockRemoved((C,))]  # D came and went in between
-    pool.check_integrity([held or []])
+    pool.register((held or [])[0], C, ROOT)
+    pool.take_events()
+    pool.release(held or [])
+    again = pool.take(3) or []
+    pool.register(again[0], C, ROOT)
+    assert pool.take_events() == []  # C went and came back
+    pool.check_integrity([again])
 
 
 def test_integrity_names_what_is_wrong() -> None:

@@ -176,6 +176,8 @@ def test_a_reservation_that_ended_can_still_be_aborted(llama: Path) -> None:
     engine.reserve(Request("a", prompt_of(5), greedy(1)))
     engine.join("a", SampledToken(3))
     assert engine.has_work()
+    with pytest.raises(ValueError, match="request_id: 'a' is in the engine already"):
+        engine.add(Request("a", prompt_of(5), greedy(1)))
     assert engine.stats().free_blocks == engine.stats().num_blocks
     assert engine.abort("a")
     assert not engine.has_work()

@@ -93,8 +93,13 @@ def test_old_and_new_rope_fields_mean_the_same(llama: Path, tmp_path: Path) -> N
     old = read_model_config(edited(llama, tmp_path, rope_parameters=None, rope_theta=500.0, rope_scaling=scaling))
     assert old == new
     assert new.rope == Rope(500.0, "llama3", 8.0, 1.0, 4.0, 32)
+    assert new.max_model_len == 128
     plain = read_model_config(edited(llama, tmp_path, rope_parameters=None, rope_theta=3.0))
     assert plain.rope == Rope(3.0)
+
+
+def test_a_stretched_context_is_longer(family: Families) -> None:
+    assert read_model_config(family("llama-biased")[1]).max_model_len == 256
 
 
 def test_end_of_text_ids_come_from_the_generation_config_first(llama: Path, tmp_path: Path) -> None:

@@ -198,8 +198,11 @@ def test_a_retry_elsewhere_gives_the_same_answer(llama: Path) -> None:
 
 def test_min_tokens_ends_with_the_last_of_them() -> None:
     logits = logits_of(50)
-    rows = [sequence(greedy(20, min_tokens=len(OUTPUT), stop_token_ids=frozenset(range(25))))] * 50
-    assert [token.token_id for token in sample(logits, rows)] == logits.argmax(-1).tolist()
+    done = sequence(greedy(20, min_tokens=len(OUTPUT), stop_token_ids=frozenset(range(25))))
+    short = sequence(greedy(20, min_tokens=len(OUTPUT) + 1, stop_token_ids=frozenset(range(25))))
+    drawn = [token.token_id for token in sample(logits, [done] * 49 + [short])]
+    assert drawn[:49] == logits[:49].argmax(-1).tolist()
+    assert drawn[49] == 25 + logits[49, 25:].argmax()
 
 
 def test_min_tokens_holds_back_the_stop_token(llama: Path) -> None:

@@ -235,12 +235,13 @@ def test_without_a_prefix_cache_nothing_is_found(llama: Path) -> None:
 
 def test_what_others_left_in_a_block_is_never_read(llama: Path, roomy: Engine) -> None:
     engine = make_engine(llama, max_num_batched_tokens=7)
+    engine.reserve(Request("parked", prompt_of(9), greedy(1)))  # its blocks stay as they are
     for kv in engine.kv_cache:
         kv.fill_(float("nan"))
-    for n, length in enumerate((3, 4, 5, 18)):
+    for n, length in enumerate((3, 9, 12, 18)):
         engine.add(Request(str(n), prompt_of(length, n), greedy(8)))
     outputs = run(engine)
-    for n, length in enumerate((3, 4, 5, 18)):
+    for n, length in enumerate((3, 9, 12, 18)):
         assert tokens(outputs[str(n)]) == generate(roomy, prompt_of(length, n), greedy(8))
 
 
