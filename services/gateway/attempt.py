@@ -124,7 +124,7 @@ class Attempt:
             sequence.request_id, cluster.model, len(sequence.token_ids), sequence.sampling.max_tokens, left + 1.0
         )
         with tracing.child(cluster.spans, "route", self._parent) as span:
-            route = self._route = await self._within(cluster.router.choose(wanted, exclude))
+            route = self._route = await self._within(cluster.router.choose(wanted, cluster.pool.lost() | set(exclude)))
             self._note_route(route)
             span.set_attribute("tandem.path.reason", route.reason)
         return route

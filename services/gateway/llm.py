@@ -108,7 +108,7 @@ class LLM:
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether a request would find its way now, and what there is and is not."""
         workers = [worker for worker in self.pool.workers if not worker.load.draining]
-        prefills = [worker for worker in workers if worker.info.role is Role.PREFILL]
+        prefills = [w for w in workers if w.info.role is Role.PREFILL and self.pool.connected(w.info)]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
         connected = {worker.info.incarnation for worker in decodes if self.pool.connected(worker.info)}
         pairs = sum(len(connected.intersection(prefill.load.linked)) for prefill in prefills)

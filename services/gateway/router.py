@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.gateway.errors import GatewayError, InvalidRequest, Unavailable
+from services.gateway.errors import InvalidRequest, Unavailable
 from services.gateway.settings import Disaggregation
 from tandem.registry import (
     NoWorkers,
@@ -65,9 +65,11 @@ class Router:
                 exclude=exclude,
             )
         except RegistryUnavailable as error:
-            route = self._from_view(wanted, exclude, str(error))
+            route = self._from_view(wanted, exclude, f"registry unavailable: {error}")
+        except RequestTooLarge as error:
+            raise InvalidRequest(str(error), "max_tokens", "context_length_exceeded") from None
         except NoWorkers as error:
-            raise _refusal(error) from None
+            route = self._despite(error, wanted, exclude)
         self._own.update(worker.info.worker_id for worker in _taking_part(route))
         return route
 
@@ -89,13 +91,20 @@ class Router:
         except RegistryUnavailable as error:
             log.warning("reservation not released: it will expire", error=str(error))
 
+    def _despite(self, refusal: NoWorkers, wanted: Wanted, exclude: Collection[str]) -> Route:
+        """A Redis that came back empty knows a worker again from its next heartbeat on; the view still does."""
+        try:
+            return self._from_view(wanted, exclude, str(refusal))
+        except Unavailable:
+            raise Unavailable(str(refusal), code="no_workers") from None
+
     def _from_view(self, wanted: Wanted, exclude: Collection[str], why: str) -> Route:
         usable = [w for w in self._workers() if _usable(w, exclude)]
         decodes = [w for w in usable if w.info.role is Role.DECODE and _fits(w, wanted)]
         if not decodes:
             raise Unavailable(f"no decode worker of model {wanted.model} in the last view; {why}", code="no_workers")
         pairs = [(p, d) for p in usable if p.info.role is Role.PREFILL for d in decodes if _linked(p, d)]
-        reason = f"registry unavailable, chosen from the last view: {why}"
+        reason = f"chosen from the last view, {why}"
         if pairs:
             prefill, decode = min(pairs, key=self._work)
             return Route(prefill, decode, "", f"remote prefill: {reason}")
@@ -105,12 +114,6 @@ class Router:
 
     def _work(self, workers: Iterable[Worker]) -> int:
         return sum(self._own[worker.info.worker_id] for worker in workers)
-
-
-def _refusal(error: NoWorkers) -> GatewayError:
-    if isinstance(error, RequestTooLarge):
-        return InvalidRequest(str(error), "max_tokens", "context_length_exceeded")
-    return Unavailable(str(error), code="no_workers")
 
 
 def _taking_part(route: Route) -> list[Worker]:

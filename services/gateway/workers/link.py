@@ -1,4 +1,8 @@
-"""A channel to one incarnation of a worker, and what hangs on it: its stubs, and for decode its token stream."""
+"""A channel to one incarnation of a worker, and what hangs on it: its stubs, and for decode its token stream.
+
+A decode worker answers while its token stream is open, a prefill worker while its channel is connected: a killed
+process shows at once, a frozen one by its missing keepalives, both sooner than by the lease in the registry.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from grpc import aio
+from grpc import ChannelConnectivity, aio
 
 from services.gateway.errors import GatewayError, WorkerLost, from_status
 from services.gateway.workers.token_stream import TokenStream
@@ -25,13 +29,27 @@ class Link:
         self.decode: Any = decode_pb2_grpc.DecodeServiceStub(channel)
         self.stream = TokenStream(info, self.decode, gateway_id, clock)
         self._channel = channel
-        self._task = asyncio.create_task(self.stream.run()) if info.role is Role.DECODE else None
+        self._channel_ready = False
+        self._met = False
+        self._task = asyncio.create_task(self.stream.run() if info.role is Role.DECODE else self._watch_channel())
+
+    @property
+    def connected(self) -> bool:
+        """Whether the worker answers now."""
+        connected = self.stream.open.is_set() if self.info.role is Role.DECODE else self._channel_ready
+        self._met |= connected
+        return connected
+
+    @property
+    def lost(self) -> bool:
+        """Whether the worker has answered once, and no longer does."""
+        return not self.connected and self._met
 
     @property
     def broken(self) -> str:
-        """Why the stream's task died, if it did: a bug."""
+        """Why the link's task died, if it did: a bug."""
         task = self._task
-        if task is None or not task.done() or task.cancelled() or task.exception() is None:
+        if not task.done() or task.cancelled() or task.exception() is None:
             return ""
         return repr(task.exception())
 
@@ -67,10 +85,18 @@ class Link:
 
     async def close(self, reason: str) -> None:
         self.stream.close(reason)
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close(None)
+
+    async def _watch_channel(self) -> None:
+        """Follow the channel's state until cancelled or closed; it reconnects by itself."""
+        state = self._channel.get_state(try_to_connect=True)
+        while state is not ChannelConnectivity.SHUTDOWN:
+            self._channel_ready = state is ChannelConnectivity.READY
+            self._met |= self._channel_ready
+            await self._channel.wait_for_state_change(state)
+            state = self._channel.get_state(try_to_connect=True)
 
 
 async def _answer(

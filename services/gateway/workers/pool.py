@@ -72,9 +72,13 @@ class WorkerPool:
         return made
 
     def connected(self, info: WorkerInfo) -> bool:
-        """Whether tokens can flow from this decode worker."""
+        """Whether this incarnation answers."""
         known = self._links.get(info.worker_id)
-        return known is not None and known.info.incarnation == info.incarnation and known.stream.open.is_set()
+        return known is not None and known.info.incarnation == info.incarnation and known.connected
+
+    def lost(self) -> set[str]:
+        """Incarnations that have stopped answering: dead already, whatever their lease in the registry says."""
+        return {link.info.incarnation for link in self._links.values() if link.lost}
 
     async def run(self) -> None:
         """Follow the view until cancelled."""
@@ -89,8 +93,8 @@ class WorkerPool:
         seen = {worker.info.worker_id for worker in workers}
         for worker_id, link in list(self._links.items()):
             if link.broken:
-                log.error("token stream died", worker=worker_id, error=link.broken)
-                self._retire(link, "internal error in its token stream")
+                log.error("link died", worker=worker_id, error=link.broken)
+                self._retire(link, "internal error in its link")
             elif worker_id not in seen and not link.running:
                 self._retire(link, "it left the cluster")
 
