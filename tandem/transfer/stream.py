@@ -13,8 +13,6 @@ from typing import Protocol
 
 from tandem.transfer.wire import Bytes
 
-SOCKET_BUFFER_BYTES = 4 << 20
-
 
 class Stream(Protocol):
     def send(self, parts: Iterable[Bytes]) -> int:
@@ -92,10 +90,10 @@ class SocketStream:
 
 
 class SocketListener:
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, buffer_bytes: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
-        _buffers(self._socket)
+        _buffers(self._socket, buffer_bytes)
         name = self._socket.getsockname()[0]
         self.address = f"[{name}]:{self._port}" if family == socket.AF_INET6 else f"{name}:{self._port}"
 
@@ -115,20 +113,25 @@ class SocketListener:
 
 
 class SocketNetwork:
+    """buffer_bytes: what the kernel may hold of a link in each direction; it may grant less."""
+
     carries = frozenset({"shm", "tcp"})
 
+    def __init__(self, buffer_bytes: int = 4 << 20) -> None:
+        self._buffer_bytes = buffer_bytes
+
     def listen(self, host: str, port: int) -> Listener:
-        return SocketListener(host, port)
+        return SocketListener(host, port, self._buffer_bytes)
 
     def dial(self, address: str, timeout: float) -> Stream:
         host, _, port = address.rpartition(":")
         if not port.isdigit():
             raise OSError(f"address {address!r} is not host:port")
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
-        _buffers(sock)
+        _buffers(sock, self._buffer_bytes)
         return SocketStream(sock)
 
 
-def _buffers(sock: socket.socket) -> None:
+def _buffers(sock: socket.socket, size: int) -> None:
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, option, size)

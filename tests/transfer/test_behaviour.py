@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tandem.transfer import Endpoint, Receiver, Sender, TransferError
+from tandem.transfer import Endpoint, MemoryNetwork, Receiver, Sender, SocketNetwork, TransferError
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, deadline, kv_cache, until
 
 
@@ -79,7 +79,8 @@ def push_for_ever(pair: Pair) -> None:
 
 
 def test_a_full_arena_blocks_push_no_longer_than_the_deadline(meet: Meet, transport: str) -> None:
-    pair = meet(transport, arena_bytes=1 << 16)
+    network = MemoryNetwork() if transport == "memory" else SocketNetwork(buffer_bytes=1 << 16)
+    pair = meet(transport, network=network, arena_bytes=1 << 16)
     stuck = threading.Event()
 
     def on_commit(_payload: bytes, _num_bytes: int) -> None:
