@@ -59,6 +59,7 @@ def _exporter() -> SpanExporter:
 
 def _set_up_logs(service: str, instance: str, level: str) -> None:
     human = sys.stderr.isatty()
+    console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 
     def name_process(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         return {"service": service, "instance": instance, **event}
@@ -71,7 +72,7 @@ def _set_up_logs(service: str, instance: str, level: str) -> None:
             _add_trace_ids,
             name_process,
             *(() if human else (structlog.processors.format_exc_info,)),
-            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback) if human else structlog.processors.JSONRenderer(),
+            console if human else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

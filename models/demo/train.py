@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
@@ -30,6 +30,16 @@ LEFT_OUT = ("site-packages", "test/", "/test/", "/tests/", "idle_test", "encodin
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}\n{% endif %}"
+)
+# The space behind a keyword is a token of its own, so that a prompt may end in "def " or "import ": in a byte-level BPE
+# a space is else a part of the word behind it, and a prompt that ends in one is like nothing the model ever read.
+KEYWORDS = "def|class|import|from|return|if|elif|for|in|as|with|raise|while|except|assert|not|and|or|is|yield"
+PRE_TOKENIZER = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.Split(Regex(rf"(?<=\b(?:{KEYWORDS})) "), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
 )
 SIZES = {
     "target": {
@@ -63,17 +73,18 @@ def corpus() -> tuple[list[str], list[str]]:
 def load_or_train_tokenizer(texts: list[str]) -> Tokenizer:
     path = HERE / "target" / "tokenizer.json"
     if path.exists():
-        return Tokenizer.from_file(str(path))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+        tokenizer = Tokenizer.from_file(str(path))
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = PRE_TOKENIZER
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZER, decoders.ByteLevel()
+    end = tokenizer.token_to_id(END)
+    tokenizer.post_processor = processors.TemplateProcessing(f"{END} $A", f"{END} $A {END} $B", [(END, end)])
     path.parent.mkdir(exist_ok=True)
     tokenizer.save(str(path))
     return tokenizer
@@ -82,8 +93,7 @@ def load_or_train_tokenizer(texts: list[str]) -> Tokenizer:
 def token_stream(tokenizer: Tokenizer, texts: list[str], cuts: float) -> torch.Tensor:
     """All texts as one row of tokens, each behind an end-of-text.
 
-    A share `cuts` of the single spaces ends a token of its own there: people end prompts with "def ", and a model that
-    only ever saw " name" as one token would not know how to go on.
+    A share `cuts` of the other single spaces are tokens of their own, too, by encoding the text in pieces.
     """
     end, dice = tokenizer.token_to_id(END), random.Random(1)
     pieces: list[str] = []
@@ -92,7 +102,7 @@ def token_stream(tokenizer: Tokenizer, texts: list[str], cuts: float) -> torch.T
         starts.append(len(pieces))
         points = [m.end() for m in re.finditer(r"(?<=\S) (?=\S)", text) if dice.random() < cuts]
         pieces += [text[a:b] for a, b in zip([0, *points], [*points, len(text)], strict=True)]
-    encoded = [e.ids for e in tokenizer.encode_batch(pieces)]
+    encoded = [e.ids for e in tokenizer.encode_batch(pieces, add_special_tokens=False)]
     for start in starts:
         encoded[start] = [end, *encoded[start]]
     return torch.tensor([token for ids in encoded for token in ids], dtype=torch.long)
