@@ -21,7 +21,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from services.gateway import tracing
-from services.gateway.errors import GatewayError, TimedOut, WorkerLost
+from services.gateway.errors import GatewayError, TimedOut, Unavailable, WorkerLost
 from services.gateway.router import Router, Wanted
 from services.gateway.workers import Link, Mailbox, Tokens, WorkerPool
 from tandem.clock import Clock
@@ -39,7 +39,6 @@ ABORT_TIMEOUT_S = 2.0
 class Cluster:
     """What an attempt reaches the cluster with. `later` runs a coroutine to its end, whatever the request does."""
 
-    model: str
     gateway_id: str
     router: Router
     pool: WorkerPool
@@ -120,14 +119,22 @@ class Attempt:
 
     async def _choose(self, exclude: Collection[str]) -> Route:
         sequence, cluster, left = self._sequence, self._cluster, self._left()
-        wanted = Wanted(
-            sequence.request_id, cluster.model, len(sequence.token_ids), sequence.sampling.max_tokens, left + 1.0
-        )
+        wanted = Wanted(sequence.request_id, len(sequence.token_ids), sequence.sampling.max_tokens, left + 1.0)
         with tracing.child(cluster.spans, "route", self._parent) as span:
-            route = self._route = await self._within(cluster.router.choose(wanted, cluster.pool.lost() | set(exclude)))
+            route = self._route = await self._within(self._answering(wanted, exclude))
             self._note_route(route)
             span.set_attribute("tandem.path.reason", route.reason)
         return route
+
+    async def _answering(self, wanted: Wanted, exclude: Collection[str]) -> Route:
+        """Among the workers that answer now; if there are none, among those that may be back in a moment."""
+        lost = self._cluster.pool.lost()
+        try:
+            return await self._cluster.router.choose(wanted, lost | set(exclude))
+        except Unavailable:
+            if not lost:
+                raise
+        return await self._cluster.router.choose(wanted, exclude)
 
     async def _reserve(self, decode: Link, local_prefill: bool) -> tuple[Mailbox, worker_pb2.LandingTicket]:
         with tracing.child(self._cluster.spans, "reserve", self._parent, SpanKind.CLIENT) as span:

@@ -7,7 +7,7 @@ Redis is gone   the last view: the workers with least of this gateway's own work
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -15,6 +15,7 @@ import structlog
 from services.gateway.errors import InvalidRequest, Unavailable
 from services.gateway.settings import Disaggregation
 from tandem.registry import (
+    ClusterView,
     NoWorkers,
     PrefillPolicy,
     Registry,
@@ -33,7 +34,6 @@ class Wanted:
     """What a sequence needs of the cluster."""
 
     request_id: str
-    model: str
     prompt_tokens: int
     max_new_tokens: int
     seconds: float  # how long a forgotten reservation may live
@@ -42,9 +42,10 @@ class Wanted:
 class Router:
     """Routes and their reservations. Whoever got a route gives it back with `release`."""
 
-    def __init__(self, registry: Registry, workers: Callable[[], list[Worker]], policy: Disaggregation) -> None:
+    def __init__(self, registry: Registry, view: ClusterView, model: str, policy: Disaggregation) -> None:
         self._registry = registry
-        self._workers = workers
+        self._view = view
+        self._model = model
         self._policy: PrefillPolicy = "require" if policy is Disaggregation.REQUIRE else "prefer"
         self._own: Counter[str] = Counter()
 
@@ -54,22 +55,7 @@ class Router:
             InvalidRequest: no worker is large enough.
             Unavailable: no worker can take it now; says what is missing.
         """
-        try:
-            route = await self._registry.select_and_reserve(
-                request_id=wanted.request_id,
-                model=wanted.model,
-                prompt_tokens=wanted.prompt_tokens,
-                max_new_tokens=wanted.max_new_tokens,
-                prefill=self._policy,
-                ttl=wanted.seconds,
-                exclude=exclude,
-            )
-        except RegistryUnavailable as error:
-            route = self._from_view(wanted, exclude, f"registry unavailable: {error}")
-        except RequestTooLarge as error:
-            raise InvalidRequest(str(error), "max_tokens", "context_length_exceeded") from None
-        except NoWorkers as error:
-            route = self._despite(error, wanted, exclude)
+        route = await self._route(wanted, exclude)
         self._own.update(worker.info.worker_id for worker in _taking_part(route))
         return route
 
@@ -83,13 +69,31 @@ class Router:
         self._own += Counter()
         await self._give_back(route, prefill_done_only=False)
 
+    async def _route(self, wanted: Wanted, exclude: Collection[str]) -> Route:
+        if self._view.stale:  # not every request should wait for the same silence
+            return self._from_view(wanted, exclude, f"registry unavailable for {self._view.age:.0f} s")
+        try:
+            return await self._registry.select_and_reserve(
+                request_id=wanted.request_id,
+                model=self._model,
+                prompt_tokens=wanted.prompt_tokens,
+                max_new_tokens=wanted.max_new_tokens,
+                prefill=self._policy,
+                ttl=wanted.seconds,
+                exclude=exclude,
+            )
+        except RegistryUnavailable as error:
+            return self._from_view(wanted, exclude, f"registry unavailable: {error}")
+        except RequestTooLarge as error:
+            raise InvalidRequest(str(error), "max_tokens", "context_length_exceeded") from None
+        except NoWorkers as error:
+            return self._despite(error, wanted, exclude)
+
     async def _give_back(self, route: Route, prefill_done_only: bool) -> None:
-        if not route.reservation_id:
-            return
         try:
             await self._registry.release(route.reservation_id, prefill_done_only=prefill_done_only)
         except RegistryUnavailable as error:
-            log.warning("reservation not released: it will expire", error=str(error))
+            log.warning("reservation not given back yet", error=str(error))
 
     def _despite(self, refusal: NoWorkers, wanted: Wanted, exclude: Collection[str]) -> Route:
         """A Redis that came back empty knows a worker again from its next heartbeat on; the view still does."""
@@ -99,17 +103,17 @@ class Router:
             raise Unavailable(str(refusal), code="no_workers") from None
 
     def _from_view(self, wanted: Wanted, exclude: Collection[str], why: str) -> Route:
-        usable = [w for w in self._workers() if _usable(w, exclude)]
+        usable = [w for w in self._view.workers if w.info.model == self._model and _usable(w, exclude)]
         decodes = [w for w in usable if w.info.role is Role.DECODE and _fits(w, wanted)]
         if not decodes:
-            raise Unavailable(f"no decode worker of model {wanted.model} in the last view; {why}", code="no_workers")
+            raise Unavailable(f"no decode worker of model {self._model} in the last view; {why}", code="no_workers")
         pairs = [(p, d) for p in usable if p.info.role is Role.PREFILL for d in decodes if _linked(p, d)]
         reason = f"chosen from the last view, {why}"
         if pairs:
             prefill, decode = min(pairs, key=self._work)
             return Route(prefill, decode, "", f"remote prefill: {reason}")
         if self._policy == "require":
-            raise Unavailable(f"no linked prefill worker of model {wanted.model} in the last view", code="no_workers")
+            raise Unavailable(f"no linked prefill worker of model {self._model} in the last view", code="no_workers")
         return Route(None, min(decodes, key=lambda d: self._work((d,))), "", f"local prefill: no linked pair; {reason}")
 
     def _work(self, workers: Iterable[Worker]) -> int:

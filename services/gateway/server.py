@@ -34,12 +34,15 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerPool
 from tandem import rpc
 from tandem.clock import Clock, SystemClock
-from tandem.registry import ClusterView, Registry
+from tandem.registry import ClusterView, Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
 GRPC_GRACE_S = 1.0
 HEALTH_S = 0.25
+CANCEL_AGAIN_S = 0.1
+# A request waits no longer for a silent Redis before it is routed by the last view.
+REGISTRY_WAIT_S = 0.5
 
 
 class Gateway:
@@ -82,16 +85,23 @@ class Gateway:
     async def _start(self) -> None:
         settings, clock = self.settings, self._clock
         model = ServedModel.load(settings.model_path, settings.model_name, int(time.time()))
-        registry = await Registry.connect(settings.redis_url, namespace=settings.namespace, clock=clock)
+        registry = await Registry.connect(
+            settings.redis_url, namespace=settings.namespace, clock=clock, timeout=REGISTRY_WAIT_S
+        )
         self._stack.push_async_callback(registry.close)
-        view = await self._stack.enter_async_context(ClusterView(registry))
+        view = ClusterView(registry)
+        try:
+            await view.refresh()
+        except RegistryUnavailable as error:
+            log.warning("registry unavailable: no workers known yet", error=str(error))
+        self._run(view.run())
         gateway_id = uuid4().hex
         pool = WorkerPool(view, model.name, gateway_id, clock, rpc.channel)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
-        router = Router(registry, lambda: pool.workers, settings.disaggregation)
+        router = Router(registry, view, model.name, settings.disaggregation)
         spans = tracing.tracer()
-        cluster = Cluster(model.name, gateway_id, router, pool, clock, spans, self._afterwards)
+        cluster = Cluster(gateway_id, router, pool, clock, spans, self._afterwards)
         self.llm = LLM(
             settings=settings,
             model=model,
@@ -178,5 +188,7 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    """Cancel it until it has ended: a timeout that expires in the same moment can swallow a cancellation."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -61,11 +61,11 @@ def settings(model_folder: Path, redis: RedisServer) -> GatewaySettings:
     return make_settings(model_folder, redis)
 
 
-def make_settings(model_folder: Path, redis: RedisServer, **other: object) -> GatewaySettings:
+def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> GatewaySettings:
     return GatewaySettings(
         model_path=model_folder, model_name=MODEL, redis_url=redis.url, namespace=f"t{uuid4().hex[:8]}",
         host="127.0.0.1", http_port=free_port(), grpc_port=0, drain_s=0.2, **other,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from uuid import uuid4
 import grpc
 
 from tandem import rpc
+from tandem.clock import SystemClock
+from tandem.redis_server import RedisServer
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.v1 import (
     decode_pb2,
@@ -127,7 +129,10 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
     async def _decode(self, sequence: Sequence, index: int) -> None:
         spec = sequence.spec
         try:
-            if index and self.generator.output(spec, index - 1).finish_reason:
+            if index and (ended := self.generator.output(spec, 0).finish_reason):
+                self._send(
+                    sequence, worker_pb2.SequenceOutput(request_id=spec.request_id, first_index=1, finish_reason=ended)
+                )
                 return
             while True:
                 await asyncio.sleep(self.step_s)
@@ -165,6 +170,9 @@ class PrefillPeer(prefill_pb2_grpc.PrefillServiceServicer):
         self.hold.set()
         self.refuse: grpc.StatusCode | None = None
         self._decodes = decodes
+
+    async def ProbeLink(self, request: prefill_pb2.ProbeLinkRequest, context: Any) -> prefill_pb2.ProbeLinkResponse:
+        return prefill_pb2.ProbeLinkResponse(bytes=1, elapsed_us=1, transport="tcp")
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
         spec = request.sequence
@@ -208,6 +216,7 @@ class Peers:
     registry: Registry
     generator: Generator
     workers: dict[str, Peer] = field(default_factory=dict)
+    _decodes: dict[str, DecodePeer] = field(default_factory=dict)
 
     @property
     def decode(self) -> DecodePeer:
@@ -221,7 +230,7 @@ class Peers:
 
     async def add_decode(self, worker_id: str = "d") -> Peer:
         incarnation = uuid4().hex
-        peer = DecodePeer(incarnation, self.generator)
+        peer = self._decodes[incarnation] = DecodePeer(incarnation, self.generator)
         servicer = rpc.Servicer("tandem.v1.DecodeService", peer, decode_pb2_grpc.add_DecodeServiceServicer_to_server)
         return await self._add(worker_id, Role.DECODE, incarnation, servicer)
 
@@ -229,6 +238,13 @@ class Peers:
         peer = PrefillPeer(self.generator, self._by_incarnation)
         servicer = rpc.Servicer("tandem.v1.PrefillService", peer, prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
         return await self._add(worker_id, Role.PREFILL, uuid4().hex, servicer)
+
+    async def move_to(self, redis: RedisServer, namespace: str) -> None:
+        """Register in another registry."""
+        await self.registry.close()
+        self.registry = await Registry.connect(redis.url, namespace=namespace, clock=SystemClock())
+        for peer in self.workers.values():
+            await self.registry.register(peer.info, self._load(), TTL_S)
 
     async def reserved(self) -> int:
         return sum(worker.reserved_blocks + worker.reserved_tokens for worker in await self.registry.workers())
@@ -239,9 +255,7 @@ class Peers:
         await self.registry.close()
 
     def _by_incarnation(self, incarnation: str) -> DecodePeer:
-        (found,) = [p.servicer for p in self.workers.values() if p.info.incarnation == incarnation]
-        peer: DecodePeer = found
-        return peer
+        return self._decodes[incarnation]
 
     def _load(self) -> WorkerLoad:
         decodes = [p.info.incarnation for p in self.workers.values() if p.info.role is Role.DECODE]

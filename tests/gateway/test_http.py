@@ -1,14 +1,219 @@
+"""Answers over HTTP, from workers that speak the real protocol."""
+
 from __future__ import annotations
 
-import httpx
+import json
+from typing import Any
 
-from tests.gateway.conftest import TEXT
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from services.gateway.text import Tokenizer
+from tandem.v1 import llm_pb2
+from tests.gateway.conftest import TEXT, eventually
 from tests.gateway.peers import MODEL, Peers
 
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "tell me"}], "seed": 0}
+TEXTUAL = {"model": MODEL, "prompt": "once upon", "seed": 0}
 
-async def test_completion(http: httpx.AsyncClient, peers: Peers) -> None:
-    answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": "once upon", "seed": 0})
-    assert answer.status_code == 200, answer.text
+
+async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
+    """Everything a stream says, which must end in [DONE]."""
+    async with http.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(parts: list[Any], choice: int = 0) -> str:
+    said = [c for part in parts for c in part["choices"] if c["index"] == choice]
+    return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in said)
+
+
+async def test_a_whole_completion(http: httpx.AsyncClient, peers: Peers) -> None:
+    answer = await http.post("/v1/completions", json=TEXTUAL)
     body = answer.json()
-    assert body["choices"][0]["text"] == TEXT
-    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop"}]
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == len(peers.decode.seen[0].token_ids)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert usage["tandem"][0]["path"] == "remote"
+    assert answer.headers["x-tandem-path"] == "remote"
+    assert answer.headers["x-tandem-prefill-worker"] == "p"
+    assert answer.headers["x-tandem-decode-worker"] == "d"
+    assert answer.headers["x-tandem-transfer-bytes"] == "4096"
+
+
+async def test_a_streamed_completion_says_the_same(http: httpx.AsyncClient) -> None:
+    whole = (await http.post("/v1/completions", json=TEXTUAL)).json()
+    parts = await events(http, "/v1/completions", {**TEXTUAL, "stream_options": {"include_usage": True}})
+    assert len(parts) > 5
+    assert text_of(parts) == whole["choices"][0]["text"]
+    assert [part["choices"][0]["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 2) + ["stop"]
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert len({part["id"] for part in parts}) == 1
+
+
+async def test_chat(http: httpx.AsyncClient, peers: Peers, tokenizer: Tokenizer) -> None:
+    whole = (await http.post("/v1/chat/completions", json=CHAT)).json()
+    assert whole["object"] == "chat.completion"
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+    parts = await events(http, "/v1/chat/completions", CHAT)
+    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all("role" not in part["choices"][0]["delta"] for part in parts[1:])
+    assert text_of(parts) == TEXT
+    assert tokenizer.decode(peers.decode.seen[0].token_ids) == "<s><user>tell me\n<assistant>"
+
+
+async def test_text_parts_and_developer_messages(http: httpx.AsyncClient, peers: Peers, tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    assert (await http.post("/v1/chat/completions", json={**CHAT, "messages": messages})).status_code == 200
+    expected = "<s><system>be brief\n<user>one\ntwo\n<assistant>"
+    assert tokenizer.decode(peers.decode.seen[0].token_ids) == expected
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_several_choices_of_several_prompts(http: httpx.AsyncClient, peers: Peers, streamed: bool) -> None:
+    body = {**TEXTUAL, "prompt": ["one", [5, 6]], "n": 2, "max_tokens": 9, "echo": True, "seed": 3}
+    if streamed:
+        parts = await events(http, "/v1/completions", body)
+        texts = [text_of(parts, i) for i in range(4)]
+    else:
+        whole = (await http.post("/v1/completions", json=body)).json()
+        texts = [choice["text"] for choice in whole["choices"]]
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+        assert whole["usage"]["completion_tokens"] == 36
+        prompts = {tuple(spec.token_ids) for spec in peers.decode.seen}
+        assert whole["usage"]["prompt_tokens"] == sum(len(prompt) for prompt in prompts)
+    assert sorted(spec.sampling.seed for spec in peers.decode.seen) == [3, 3, 4, 4]
+    assert texts[0].startswith("one")
+    assert texts[0][3:] == texts[2][2:]
+    assert texts[1] != texts[0]
+
+
+async def test_seeds_are_minted_where_none_is_given(http: httpx.AsyncClient, peers: Peers) -> None:
+    for _ in range(2):
+        await http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 1})
+    first, second = (spec.sampling.seed for spec in peers.decode.seen)
+    assert first != second
+
+
+async def test_what_workers_are_asked_for(http: httpx.AsyncClient, peers: Peers) -> None:
+    body = {
+        **TEXTUAL, "max_tokens": 7, "min_tokens": 2, "top_p": 0.5, "presence_penalty": 1, "logit_bias": {"7": -5},
+        "stop_token_ids": [9], "priority": -4, "cache_salt": "s", "seed": -1, "stop": "zzz",
+    }  # fmt: skip
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    spec = peers.decode.seen[0]
+    expected = llm_pb2.SamplingParams(
+        temperature=0.6, top_p=0.5, top_k=20, min_p=0, repetition_penalty=1, presence_penalty=1, frequency_penalty=0,
+        logit_bias={7: -5}, max_tokens=7, min_tokens=2, stop_token_ids=[0, 9], seed=2**64 - 1,
+    )  # fmt: skip
+    assert spec.sampling == expected
+    assert (spec.priority, spec.cache_salt) == (-4, "s")
+    assert 599_000 < spec.timeout_ms <= 600_000
+    assert peers.prefill.seen[0].token_ids == spec.token_ids
+
+
+async def test_max_tokens_defaults_to_the_room_that_is_left(http: httpx.AsyncClient, peers: Peers) -> None:
+    """The workers' 256, not the model's 512."""
+    answer = await http.post("/v1/completions", json={**TEXTUAL, "prompt": [5] * 200, "ignore_eos": True})
+    assert peers.decode.seen[0].sampling.max_tokens == 56
+    assert list(peers.decode.seen[0].sampling.stop_token_ids) == []
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    assert answer.json()["usage"]["completion_tokens"] == 56
+
+
+async def test_a_stop_string_ends_the_answer_and_frees_the_sequence(http: httpx.AsyncClient, peers: Peers) -> None:
+    peers.decode.step_s = 0.005
+    answer = await http.post("/v1/completions", json={**TEXTUAL, "stop": ["nothing", " jumps"], "ignore_eos": True})
+    choice = answer.json()["choices"][0]
+    assert choice["text"] == TEXT.partition(" jumps")[0]
+    assert choice["finish_reason"] == "stop"
+    await eventually(lambda: [s.request_id for s in peers.decode.seen] == peers.decode.aborted)
+    assert not peers.decode.held
+    await eventually(lambda: nothing_reserved(peers))
+
+
+async def test_a_stop_string_in_a_stream_is_never_shown(http: httpx.AsyncClient) -> None:
+    parts = await events(http, "/v1/completions", {**TEXTUAL, "stop": "fox 狐狸"})
+    assert text_of(parts) == "the quick brown "
+
+
+async def test_stop_tokens_are_not_shown(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    words = await tokenizer.encode(TEXT, add_special_tokens=False)
+    for index in (0, 3):
+        body = {**TEXTUAL, "stop_token_ids": [words[index]]}
+        answer = (await http.post("/v1/completions", json=body)).json()
+        assert answer["choices"][0]["text"] == tokenizer.decode(words[: words.index(words[index])])
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == words.index(words[index]) + 1
+
+
+async def test_an_answer_that_ends_with_its_first_token(http: httpx.AsyncClient, peers: Peers) -> None:
+    """The decode worker learns of the end by itself: it is not told to abort, and keeps its blocks as cache."""
+    answer = (await http.post("/v1/completions", json={**TEXTUAL, "max_tokens": 1})).json()
+    assert answer["usage"]["completion_tokens"] == 1
+    assert answer["choices"][0]["finish_reason"] == "length"
+    await eventually(lambda: nothing_reserved(peers), 0.5)
+    assert peers.decode.aborted == []
+
+
+async def test_an_answer_cut_inside_a_character(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    words = await tokenizer.encode(TEXT, add_special_tokens=False)
+    cut = len(await tokenizer.encode(TEXT.partition("🦊")[0], add_special_tokens=False)) + 1
+    parts = await events(http, "/v1/completions", {**TEXTUAL, "max_tokens": cut})
+    assert text_of(parts) == tokenizer.decode(words[:cut])
+    assert text_of(parts).endswith("\ufffd")
+
+
+async def test_chat_logprobs(http: httpx.AsyncClient) -> None:
+    body = {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 4}
+    whole = (await http.post("/v1/chat/completions", json=body)).json()
+    entries = whole["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == whole["choices"][0]["message"]["content"]
+    assert [entry["logprob"] for entry in entries] == [-0.5] * 4
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    assert bytes(entries[0]["bytes"]).decode() == entries[0]["token"]
+    parts = await events(http, "/v1/chat/completions", body)
+    assert [e for part in parts for e in part["choices"][0]["logprobs"]["content"]] == entries
+
+
+async def test_completion_logprobs(http: httpx.AsyncClient) -> None:
+    body = {**TEXTUAL, "logprobs": 1, "max_tokens": 4}
+    choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["token_logprobs"] == [-0.5] * 4
+    assert [choice["text"][i:].startswith(t) for i, t in zip(logprobs["text_offset"], logprobs["tokens"], strict=True)]
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    assert list(logprobs["top_logprobs"][0]) == logprobs["tokens"][:1]
+    chosen_only = (await http.post("/v1/completions", json={**body, "logprobs": 0})).json()["choices"][0]["logprobs"]
+    assert chosen_only["top_logprobs"] == [None] * 4
+
+
+async def test_tokens_sent_twice_are_shown_once(http: httpx.AsyncClient, peers: Peers) -> None:
+    peers.decode.repeat_tokens = True
+    answer = (await http.post("/v1/completions", json=TEXTUAL)).json()
+    assert answer["choices"][0]["text"] == TEXT
+
+
+async def test_the_official_client(http: httpx.AsyncClient) -> None:
+    async with AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        messages: Any = [{"role": "user", "content": "hi"}]
+        stream = await client.chat.completions.create(model=MODEL, messages=messages, stream=True, seed=0)
+        text = "".join([part.choices[0].delta.content or "" async for part in stream])
+    assert text == TEXT
+
+
+async def nothing_reserved(peers: Peers) -> bool:
+    return await peers.reserved() == 0

@@ -11,8 +11,7 @@ EOS = "<|end|>"
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
     "once upon a time there was a small fox",
-    "狐狸 跳过 懒狗",
-    "🦊🐕 ok",
+    "ok é",
 ]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
@@ -25,8 +24,8 @@ TEMPLATE = (
 def byte_level_tokenizer() -> Tokenizer:
     """Merges are few, so that most characters beyond ASCII take several tokens."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )

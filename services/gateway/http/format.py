@@ -124,7 +124,7 @@ def read_sampling(body: GenerationBody, start: Sampling, model: ServedModel, nam
         start,
         **{name: getattr(body, name) for name in SAME},
         logit_bias={_token_id(key): bias for key, bias in (body.logit_bias or {}).items()},
-        stop=body.stop or (),
+        stop=tuple(body.stop or ()),
         stop_token_ids=body.stop_token_ids or (),
         ignore_eos=bool(body.ignore_eos),
     )

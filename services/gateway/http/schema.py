@@ -68,10 +68,10 @@ AS_IS: dict[str, tuple[Any, ...]] = {
 
 
 def _as_list(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+    return [value] if isinstance(value, str) else value
 
 
-Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Strings = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class Body(BaseModel):

@@ -56,7 +56,7 @@ class HttpServer:
         """Bounded: connections that will not end are dropped with the process."""
         if self._task is None or self._task.done():
             return
-        self._server.stop()
+        self._server.stop()  # type: ignore[no-untyped-call]
         await asyncio.wait({self._task}, timeout=STOP_WAIT_S)
         if not self._task.done():
             log.warning("HTTP connections did not end in time")

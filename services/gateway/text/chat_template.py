@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# What a template can raise over messages that it was not written for.
+REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+
 
 class TemplateRefused(ValueError):
     """The template does not take these messages; the text says why."""
@@ -49,7 +52,7 @@ class ChatTemplate:
         """
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        except REFUSALS as error:
             raise TemplateRefused(str(error)) from None
 
 

@@ -1,0 +1,293 @@
+"""Every way a request can end badly: a typed error, soon, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from services.gateway import Gateway, GatewaySettings
+from services.gateway.settings import Disaggregation
+from tandem.redis_server import RedisServer
+from tests.gateway.conftest import TEXT, eventually, free_port, make_settings
+from tests.gateway.peers import MODEL, Peers
+
+LONG = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 200, "ignore_eos": True}
+SHORT = {"model": MODEL, "prompt": "once upon", "seed": 0}
+DETECT_S = 2.0
+
+
+async def everything_free(peers: Peers, gateway: Gateway) -> None:
+    """I3: within two seconds nothing is held on workers, in Redis or in the gateway."""
+
+    async def free() -> bool:
+        held = any(
+            getattr(p.servicer, "held", ()) or getattr(p.servicer, "running", ()) for p in peers.workers.values()
+        )
+        links = [link.running + len(link.stream) for link in gateway.llm.pool._links.values()]
+        return not held and not any(links) and not gateway.llm.running and await peers.reserved() == 0
+
+    await eventually(free, 2.0)
+
+
+async def post(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> httpx.Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await http.post("/v1/completions", json=body, headers=named)
+
+
+async def read_events(answer: httpx.Response) -> AsyncIterator[Any]:
+    async for line in answer.aiter_lines():
+        if line:
+            yield line.removeprefix("data: ")
+
+
+async def test_a_client_that_leaves_mid_stream(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    peers.decode.step_s = 0.01
+    async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+        async for _ in read_events(answer):
+            break
+    await everything_free(peers, gateway)
+    assert peers.decode.aborted == [peers.decode.seen[0].request_id]
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_read(
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway
+) -> None:
+    peers.prefill.hold.clear()
+    request = asyncio.create_task(post(http, SHORT))
+    await eventually(lambda: bool(peers.prefill.running))
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await everything_free(peers, gateway)
+    assert peers.prefill.cancelled == [peers.prefill.seen[0].request_id]
+
+
+async def test_the_deadline_before_the_first_token(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    peers.prefill.hold.clear()
+    start = time.monotonic()
+    answer = await post(http, SHORT, x_request_timeout_ms="300")
+    assert 0.25 < time.monotonic() - start < 1.3
+    assert answer.status_code == 504
+    assert answer.json()["error"]["type"] == "timeout"
+    await everything_free(peers, gateway)
+
+
+async def test_the_deadline_mid_stream(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    peers.decode.step_s = 0.02
+    headers = {"x-request-timeout": "0.4"}
+    async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}, headers=headers) as answer:
+        assert answer.status_code == 200
+        parts = [part async for part in read_events(answer)]
+    assert json.loads(parts[-1])["error"]["type"] == "timeout"
+    assert len(parts) > 3
+    await everything_free(peers, gateway)
+
+
+async def test_a_client_that_does_not_read(gateway: Gateway, peers: Peers) -> None:
+    """Its deadline ends it though nothing can be written any more."""
+    peers.decode.step_s = 0
+    body = json.dumps({**LONG, "stream": True, "logprobs": 20, "n": 8}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout-ms: 400\r\ncontent-length: %d\r\n\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.http_port, limit=1024)
+    writer.write(head % len(body) + body)
+    await writer.drain()
+    await eventually(lambda: len(peers.decode.seen) == 8)
+    await eventually(lambda: not gateway.llm.running, 3.0)
+    await everything_free(peers, gateway)
+    writer.close()
+
+
+async def test_decode_dies_mid_stream(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    peers.decode.step_s = 0.01
+    async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+        parts = read_events(answer)
+        await anext(parts)
+        died = time.monotonic()
+        await peers.workers["d"].die()
+        rest = [part async for part in parts]
+    assert time.monotonic() - died < DETECT_S
+    error = json.loads(rest[-1])["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable", "worker_lost")
+    assert not gateway.llm.running
+
+
+async def test_a_broken_token_stream_fails_what_was_on_it(http: httpx.AsyncClient, peers: Peers) -> None:
+    """A whole answer is a 503; the next request finds the stream open again."""
+    peers.decode.step_s = 0.01
+    request = asyncio.create_task(post(http, LONG))
+    await eventually(lambda: bool(peers.decode.held))
+    await asyncio.sleep(0.1)
+    broke = time.monotonic()
+    peers.decode.break_streams()
+    answer = await request
+    assert time.monotonic() - broke < DETECT_S
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "worker_lost"
+    peers.decode.step_s = 0
+    assert (await post(http, SHORT)).json()["choices"][0]["text"] == TEXT
+
+
+async def test_decode_dies_while_the_prompt_is_read(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    """Nothing was sent yet: another decode worker takes over, and the prefill call of the first try is cancelled."""
+    peers.prefill.hold.clear()
+    request = asyncio.create_task(post(http, SHORT))
+    await eventually(lambda: bool(peers.prefill.running))
+    await peers.add_decode("d2")
+    await eventually(lambda: gateway.llm.readiness()[1]["linked_pairs"] == 2)
+    await peers.workers["d"].die()
+    await eventually(lambda: len(peers.prefill.seen) == 2)
+    peers.prefill.hold.set()
+    answer = await request
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-tandem-decode-worker"] == "d2"
+    assert answer.json()["choices"][0]["text"] == TEXT
+    first, second = (spec.request_id for spec in peers.prefill.seen)
+    assert first != second
+    assert peers.prefill.cancelled == [first]
+
+
+@pytest.mark.parametrize("how", ["dies", "refuses"])
+async def test_prefill_fails_and_decode_reads_the_prompt(
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway, how: str
+) -> None:
+    peers.prefill.hold.clear()
+    request = asyncio.create_task(post(http, SHORT))
+    await eventually(lambda: bool(peers.prefill.running))
+    if how == "dies":
+        await peers.workers["p"].die()
+    else:
+        peers.prefill.refuse = grpc.StatusCode.UNAVAILABLE
+        peers.prefill.hold.set()
+    answer = await request
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-tandem-path"] == "local"
+    assert "excluded" in answer.json()["usage"]["tandem"][0]["reason"]
+    assert answer.json()["choices"][0]["text"] == TEXT
+    await everything_free(peers, gateway)
+
+
+async def test_a_second_failure_is_the_answer(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    peers.decode.refuse = grpc.StatusCode.UNAVAILABLE
+    answer = await post(http, SHORT)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "worker_lost"
+    await everything_free(peers, gateway)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+        (grpc.StatusCode.INVALID_ARGUMENT, 400),
+        (grpc.StatusCode.INTERNAL, 500),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
+    ],
+)
+async def test_refusals_of_workers_have_a_status(
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway, refusal: grpc.StatusCode, status: int
+) -> None:
+    peers.decode.refuse = refusal
+    assert (await post(http, SHORT)).status_code == status
+    peers.decode.refuse = None
+    peers.prefill.refuse = refusal
+    assert (await post(http, SHORT)).status_code == status
+    await everything_free(peers, gateway)
+
+
+async def test_a_failed_sequence(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    peers.decode.step_s = 0.01
+    request = asyncio.create_task(post(http, LONG))
+    await eventually(lambda: bool(peers.decode.held))
+    await asyncio.sleep(0.1)
+    peers.decode.fail("INTERNAL")
+    answer = await request
+    assert answer.status_code == 500
+    assert "failed for the test" in answer.json()["error"]["message"]
+    await everything_free(peers, gateway)
+
+
+async def test_a_missing_token_is_an_error(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    peers.decode.skip_token = 4
+    answer = await post(http, SHORT)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "internal_error"
+    assert "token 5" in answer.json()["error"]["message"]
+    await everything_free(peers, gateway)
+
+
+async def test_one_choice_that_fails_ends_the_others(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    peers.decode.step_s = 0.01
+    request = asyncio.create_task(post(http, {**LONG, "n": 4}))
+    await eventually(lambda: len(peers.decode.held) == 4)
+    await asyncio.sleep(0.05)
+    one, rest = next(iter(peers.decode.held.items())), list(peers.decode.held.items())[1:]
+    peers.decode.held = dict([one])
+    peers.decode.fail("INTERNAL")
+    peers.decode.held = dict(rest)
+    assert (await request).status_code == 500
+    await everything_free(peers, gateway)
+
+
+async def test_a_restarted_decode_worker_serves_at_once(
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway
+) -> None:
+    """R1: the old incarnation's requests fail, the first request to the new one succeeds."""
+    peers.decode.step_s = 0.01
+    request = asyncio.create_task(post(http, LONG))
+    await eventually(lambda: bool(peers.decode.held))
+    old = peers.workers["d"]
+    old.heartbeat.cancel()
+    new = await peers.add_decode()
+    assert new.info.incarnation != old.info.incarnation
+    assert (await request).status_code in (200, 503)
+    await eventually(lambda: gateway.llm.pool.connected(new.info))
+    answer = await post(http, SHORT)
+    assert answer.status_code == 200, answer.text
+    assert peers.decode.seen
+    await old.server.stop(0)
+
+
+async def test_redis_frozen_fails_no_request(model_folder: Path, settings: GatewaySettings, peers: Peers) -> None:
+    """The last view is served from, and the reason says so."""
+    with RedisServer.start() as own:
+        port = free_port()
+        frozen = make_settings(model_folder, own, disaggregation=Disaggregation.PREFER).model_copy(
+            update={"http_port": port}
+        )
+        await peers.move_to(own, frozen.namespace)
+        async with Gateway(frozen) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            await eventually(lambda: gateway.llm.readiness()[0], 5.0)
+            own.pause()
+            try:
+                answer = await http.post("/v1/completions", json=SHORT, timeout=10)
+            finally:
+                own.resume()
+            assert answer.status_code == 200, answer.text
+            assert "registry unavailable" in answer.json()["usage"]["tandem"][0]["reason"]
+            assert answer.headers["x-tandem-path"] == "remote"
+
+
+async def test_require_never_falls_back(model_folder: Path, redis: RedisServer, peers: Peers) -> None:
+    settings = make_settings(model_folder, redis, disaggregation=Disaggregation.REQUIRE)
+    await peers.move_to(redis, settings.namespace)
+    await peers.workers["p"].die()
+    await peers.registry.deregister("p", peers.workers["p"].info.incarnation)
+    async with (
+        Gateway(settings) as gateway,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http,
+    ):
+        await eventually(lambda: gateway.llm.pool.connected(peers.workers["d"].info))
+        assert (await http.get("/health/ready")).json()["missing"] == [
+            "prefill: no worker with a proven link to a connected decode worker"
+        ]
+        answer = await post(http, SHORT)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "no_workers"
+        assert "prefill" in answer.json()["error"]["message"]

@@ -1,0 +1,144 @@
+"""Answers over gRPC: the same pipeline behind the other door."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.gateway import Gateway
+from services.gateway.text import Tokenizer
+from tandem import rpc
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.gateway.conftest import TEXT, eventually
+from tests.gateway.peers import MODEL, Peers
+from tests.gateway.test_failures import everything_free
+
+Sampling = llm_pb2.SamplingParams
+
+
+@pytest.fixture
+async def channel(gateway: Gateway) -> AsyncIterator[aio.Channel]:
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        yield channel
+
+
+@pytest.fixture
+def service(channel: aio.Channel) -> Any:
+    return llm_pb2_grpc.LLMServiceStub(channel)
+
+
+def request(**other: Any) -> llm_pb2.GenerateRequest:
+    return llm_pb2.GenerateRequest(**{"model": MODEL, "prompt": "once upon", "sampling": Sampling(seed=0), **other})
+
+
+def long_request() -> llm_pb2.GenerateRequest:
+    return request(sampling=Sampling(seed=0, max_tokens=200, ignore_eos=True))
+
+
+async def test_stream_and_unary_agree(service: Any, tokenizer: Tokenizer) -> None:
+    messages = [message async for message in service.Generate(request(request_id="mine"))]
+    whole = await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request(request_id="mine")))
+    assert "".join(message.text for message in messages) == whole.text == TEXT
+    assert [i for message in messages for i in message.token_ids] == list(whole.token_ids)
+    assert tokenizer.decode(whole.token_ids) == TEXT
+    last = messages[-1]
+    assert last.finish_reason == whole.finish_reason == llm_pb2.FINISH_REASON_STOP
+    assert last.usage == whole.usage
+    assert whole.usage.completion_tokens == len(whole.token_ids)
+    assert whole.usage.cached_tokens == 3
+    assert last.path == whole.path
+    assert (whole.path.kind, whole.path.transport) == (llm_pb2.Path.KIND_REMOTE_PREFILL, "tcp")
+    assert (whole.path.prefill_worker, whole.path.decode_worker) == ("p", "d")
+    assert not any(message.HasField("usage") for message in messages[:-1])
+    assert whole.request_id == "mine"
+
+
+async def test_messages_priorities_and_tenants(service: Any, peers: Peers, tokenizer: Tokenizer) -> None:
+    asked = llm_pb2.GenerateRequest(
+        model=MODEL, messages=llm_pb2.ChatMessages(messages=[{"role": "user", "content": "hi"}]),
+        priority=llm_pb2.PRIORITY_BATCH, tenant="acme", cache_salt="s",
+    )  # fmt: skip
+    await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=asked))
+    spec = peers.decode.seen[0]
+    assert tokenizer.decode(spec.token_ids) == "<s><user>hi\n<assistant>"
+    assert (spec.priority, spec.tenant, spec.cache_salt) == (100, "acme", "s")
+
+
+async def test_logprobs(service: Any) -> None:
+    asked = request(sampling=Sampling(seed=0, max_tokens=3, logprobs=2))
+    whole = await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=asked))
+    assert [one.token_id for one in whole.logprobs] == list(whole.token_ids)
+    assert all(len(one.top) == 2 for one in whole.logprobs)
+
+
+async def test_cancelling_frees_everything(service: Any, peers: Peers, gateway: Gateway) -> None:
+    peers.decode.step_s = 0.01
+    call = service.Generate(long_request())
+    await call.read()
+    call.cancel()
+    await everything_free(peers, gateway)
+    assert peers.decode.aborted == [peers.decode.seen[0].request_id]
+
+
+async def test_cancelling_in_prefill_frees_everything(service: Any, peers: Peers, gateway: Gateway) -> None:
+    peers.prefill.hold.clear()
+    call = service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request()))
+    waiting = asyncio.ensure_future(asyncio.wait_for(call, 10))
+    await eventually(lambda: bool(peers.prefill.running))
+    call.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await everything_free(peers, gateway)
+    assert len(peers.prefill.cancelled) == 1
+
+
+async def test_the_deadline(service: Any, peers: Peers, gateway: Gateway) -> None:
+    peers.decode.step_s = 0.02
+    start = time.monotonic()
+    with pytest.raises(aio.AioRpcError) as late:
+        await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=long_request()), timeout=0.4)
+    assert time.monotonic() - start < 1.4
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await everything_free(peers, gateway)
+    assert peers.decode.seen[0].timeout_ms <= 400
+
+
+async def test_decode_dies_mid_stream(service: Any, peers: Peers) -> None:
+    peers.decode.step_s = 0.01
+    call = service.Generate(long_request())
+    await call.read()
+    died = time.monotonic()
+    await peers.workers["d"].die()
+    with pytest.raises(aio.AioRpcError) as lost:
+        await read_all(call)
+    assert time.monotonic() - died < 2.0
+    assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "worker d" in (lost.value.details() or "")
+
+
+async def read_all(call: Any) -> None:
+    async for _ in call:
+        continue
+
+
+async def test_health_follows_readiness(channel: aio.Channel, peers: Peers) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service="tandem.v1.LLMService")
+
+    async def serving() -> bool:
+        answer = await health.Check(request, timeout=1)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    await eventually(serving)
+    await peers.workers["d"].die()
+
+    async def not_serving() -> bool:
+        return not await serving()
+
+    await eventually(not_serving, 4.0)

@@ -1,0 +1,184 @@
+"""The gateway as a process: what it tells of itself, how it ends, what it weighs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import psutil
+import pytest
+
+from services.gateway import Gateway, GatewaySettings
+from tests.gateway.conftest import TEXT, eventually
+from tests.gateway.peers import MODEL, Peers
+
+LONG = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 200, "ignore_eos": True}
+BLOCKED = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "cupy", "ray", "transformers", "numpy"}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Refuse())
+import services.gateway.__main__
+"""
+
+
+def test_the_room_imports_without_torch() -> None:
+    subprocess.run([sys.executable, "-c", BLOCKED], check=True, timeout=60)
+
+
+async def test_readiness_counts_what_is_there(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/health/ready")
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "ready": True, "missing": [], "prefill_workers": 1, "decode_workers": 1, "linked_pairs": 1,
+    }  # fmt: skip
+
+
+async def test_models(http: httpx.AsyncClient) -> None:
+    models = (await http.get("/v1/models")).json()
+    assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [(MODEL, 256)]
+
+
+async def test_metrics(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+    body = {"model": MODEL, "prompt": [5, 6, 7], "seed": 0}
+    tokens = (await http.post("/v1/completions", json={**body, "n": 2})).json()["usage"]["completion_tokens"]
+    await http.post("/v1/completions", json={**body, "n": 0})
+    peers.decode.step_s = 0.01
+    running = asyncio.create_task(http.post("/v1/completions", json=LONG, headers={"x-request-timeout-ms": "600"}))
+    await eventually(lambda: bool(peers.decode.held))
+    await asyncio.sleep(0.1)
+    during = metrics_of((await http.get("/metrics")).text)
+    assert during['vllm:num_requests_running{model_name="tiny"}'] == 1
+    await running
+    after = metrics_of((await http.get("/metrics")).text)
+    expected = {
+        'vllm:num_requests_running{model_name="tiny"}': 0,
+        'vllm:num_requests_waiting{model_name="tiny"}': 0,
+        'vllm:prompt_tokens_total{model_name="tiny"}': 6,
+        'vllm:request_success_total{finished_reason="stop",model_name="tiny"}': 2,
+        'vllm:e2e_request_latency_seconds_count{model_name="tiny"}': 2,
+        'vllm:time_to_first_token_seconds_count{model_name="tiny"}': 3,
+        'tandem_requests_total{path="remote",status="200"}': 1,
+        'tandem_requests_total{path="remote",status="504"}': 1,
+        'tandem_requests_total{path="none",status="400"}': 1,
+        "tandem_kv_transfer_bytes_total": 3 * 4096,
+    }
+    assert {name: after[name] for name in expected} == expected
+    assert after['vllm:generation_tokens_total{model_name="tiny"}'] > tokens
+
+
+async def test_local_prefill_is_counted_by_reason(http: httpx.AsyncClient, peers: Peers) -> None:
+    await peers.registry.deregister("p", peers.workers["p"].info.incarnation)
+    peers.workers["p"].heartbeat.cancel()
+    await http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
+    assert metrics_of((await http.get("/metrics")).text)['tandem_local_prefill_total{reason="no_live"}'] == 1
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+async def test_ending_lets_short_requests_end(settings: GatewaySettings, peers: Peers) -> None:
+    peers.decode.step_s = 0.01
+    body = {"model": MODEL, "prompt": "x", "seed": 0}
+    async with running(settings.model_copy(update={"drain_s": 5.0})) as (gateway, http):
+        request = asyncio.create_task(http.post("/v1/completions", json=body))
+        await eventually(lambda: bool(peers.decode.held))
+        await gateway.__aexit__(None, None, None)
+        answer = await request
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == TEXT
+
+
+async def test_ending_is_bounded_and_typed(settings: GatewaySettings, peers: Peers) -> None:
+    """A stream that goes on past `drain_s` ends with an error event; what it held is given back."""
+    peers.decode.step_s = 0.05
+    parts: list[str] = []
+
+    async def read(http: httpx.AsyncClient) -> None:
+        async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            async for line in answer.aiter_lines():
+                if line:
+                    parts.append(line.removeprefix("data: "))
+
+    async with running(settings) as (gateway, http):
+        reading = asyncio.create_task(read(http))
+        await eventually(lambda: len(parts) > 1)
+        start = time.monotonic()
+        await gateway.__aexit__(None, None, None)
+        assert time.monotonic() - start < 4.0
+        await reading
+    assert json.loads(parts[-1])["error"]["code"] == "stopping"
+    assert not peers.decode.held
+    assert await peers.reserved() == 0
+
+
+@asynccontextmanager
+async def running(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+    """A gateway that the test ends itself."""
+    gateway = await Gateway(settings).__aenter__()
+    await eventually(lambda: gateway.llm.readiness()[0], 5.0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=10) as http:
+        yield gateway, http
+
+
+@pytest.fixture
+async def process(settings: GatewaySettings, peers: Peers) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """`python -m services.gateway`, ready."""
+    options = [
+        f"--model-path={settings.model_path}", f"--model-name={MODEL}", f"--redis-url={settings.redis_url}",
+        f"--namespace={settings.namespace}", "--host=127.0.0.1", f"--http-port={settings.http_port}", "--grpc-port=0",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "services.gateway", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:  # noqa: ASYNC220 - starts at once
+        async with httpx.AsyncClient() as http:
+
+            async def ready() -> bool:
+                try:
+                    return (await http.get(f"http://127.0.0.1:{settings.http_port}/health/ready")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await eventually(ready, 20.0)
+        yield process
+        process.kill()
+
+
+async def test_the_process_serves_is_lean_and_stops(
+    process: subprocess.Popen[bytes], settings: GatewaySettings, peers: Peers
+) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http:
+        answers = [
+            await http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "seed": 0}) for _ in range(10)
+        ]
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == [TEXT] * 10
+    assert psutil.Process(process.pid).memory_info().rss < 250 * 2**20
+    os.kill(process.pid, signal.SIGTERM)
+    await eventually(lambda: process.poll() is not None, 10.0)
+    assert process.returncode == 0
+    assert process.stderr is not None
+    assert b"Traceback" not in process.stderr.read()
+
+
+def test_a_model_that_is_not_there_is_one_line() -> None:
+    command = [sys.executable, "-m", "services.gateway", "--model-path=/nowhere"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert "/nowhere" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+async def test_a_port_that_is_taken(settings: GatewaySettings, peers: Peers, gateway: Gateway) -> None:
+    with pytest.raises(OSError, match="in use"):
+        await Gateway(settings).__aenter__()

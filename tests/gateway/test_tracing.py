@@ -1,0 +1,91 @@
+"""One request is one tree of spans, and workers are called within it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from tests.gateway.conftest import eventually
+from tests.gateway.peers import MODEL, Peers
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+BODY = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 5, "stop": "nothing"}
+
+
+@pytest.fixture(scope="module")
+def exporter() -> InMemorySpanExporter:
+    """The SDK can be installed once in a process."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return exporter
+
+
+@pytest.fixture
+def spans(exporter: InMemorySpanExporter) -> Iterator[InMemorySpanExporter]:
+    exporter.clear()
+    yield exporter
+    exporter.clear()
+
+
+def ours(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {s.name: s for s in exporter.get_finished_spans() if f"{s.context.trace_id:032x}" == TRACE}
+
+
+async def test_one_tree(spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers) -> None:
+    await http.post("/v1/completions", json=BODY, headers=HEADERS)
+    root_name = f"text_completion {MODEL}"
+    await eventually(lambda: set(ours(spans)) == {root_name, "route", "reserve", "prefill", "decode"})
+    found = ours(spans)
+    root = found[root_name]
+    assert root.kind is SpanKind.SERVER
+    assert root.parent is not None
+    assert f"{root.parent.span_id:016x}" == PARENT
+    children = [span for name, span in found.items() if name != root_name]
+    assert {span.parent.span_id for span in children if span.parent} == {root.context.span_id}
+    assert root.status.status_code is StatusCode.UNSET
+    assert dict(root.attributes or {}).items() >= {
+        "gen_ai.operation.name": "text_completion", "gen_ai.request.model": MODEL, "gen_ai.request.max_tokens": 5,
+        "gen_ai.usage.output_tokens": 5, "gen_ai.usage.completion_tokens": 5,
+        "gen_ai.response.finish_reasons": ("length",), "gen_ai.request.stop_sequences": ("nothing",),
+        "tandem.path": "remote",
+    }.items()  # fmt: skip
+    assert (found["prefill"].attributes or {})["kv.transfer.bytes"] == 4096
+
+
+async def test_workers_are_called_within_their_spans(
+    spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers
+) -> None:
+    await http.post("/v1/completions", json=BODY, headers=HEADERS)
+    await eventually(lambda: len(ours(spans)) == 5)
+    for name, peer in (("reserve", peers.decode), ("prefill", peers.prefill)):
+        _, trace_id, span_id, _ = peer.metadata[0]["traceparent"].split("-")
+        assert trace_id == TRACE
+        assert span_id == f"{ours(spans)[name].context.span_id:016x}"
+
+
+async def test_a_failed_request_has_failed_spans(
+    spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers
+) -> None:
+    peers.prefill.hold.clear()
+    answer = await http.post("/v1/completions", json=BODY, headers={**HEADERS, "x-request-timeout-ms": "200"})
+    assert answer.status_code == 504
+    await eventually(lambda: f"text_completion {MODEL}" in ours(spans))
+    for name in (f"text_completion {MODEL}", "prefill"):
+        assert ours(spans)[name].status.status_code is StatusCode.ERROR
+        assert (ours(spans)[name].attributes or {})["error.type"] == "timeout"
+
+
+async def test_a_stop_string_is_no_failure(spans: InMemorySpanExporter, http: httpx.AsyncClient) -> None:
+    await http.post("/v1/completions", json={**BODY, "stop": "quick", "max_tokens": 50}, headers=HEADERS)
+    await eventually(lambda: len(ours(spans)) == 5)
+    assert {span.status.status_code for span in ours(spans).values()} == {StatusCode.UNSET}
