@@ -111,19 +111,19 @@ async def test_the_deadline(service: Any, peers: Peers, gateway: Gateway) -> Non
 
 async def test_decode_dies_mid_stream(service: Any, peers: Peers) -> None:
     peers.decode.step_s = 0.01
-    call = service.Generate(long_request())
-    await call.read()
+    messages = aiter(service.Generate(long_request()))
+    await anext(messages)
     died = time.monotonic()
     await peers.workers["d"].die()
     with pytest.raises(aio.AioRpcError) as lost:
-        await read_all(call)
+        await read_all(messages)
     assert time.monotonic() - died < 2.0
     assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "worker d" in (lost.value.details() or "")
 
 
-async def read_all(call: Any) -> None:
-    async for _ in call:
+async def read_all(messages: AsyncIterator[Any]) -> None:
+    async for _ in messages:
         continue
 
 

@@ -52,9 +52,11 @@ class GenerateEndpoint:
             self._llm.metrics.request("none", CLIENT_LEFT)
         except GatewayError as error:
             await exchange.fail(error)
+        except Exception as error:
+            log.error("request failed", request_id=exchange.request_id, exc_info=error)
+            await exchange.fail(Internal(f"{type(error).__name__}: {error}"))
 
     async def _serve(self, exchange: Exchange) -> None:
-        deadline = self._llm.deadline(None)
         try:
             deadline = deadline_of(exchange.headers, self._llm)
             async with asyncio.timeout(deadline - self._llm.clock.now()):
@@ -103,24 +105,23 @@ class GenerateEndpoint:
 
     async def _write(self, exchange: Exchange, found: Read, answer: Answer) -> None:
         envelope = Envelope(found.format, answer, int(self._wall()))
-        try:
-            async with aclosing(answer.pieces()) as pieces:
-                first = await anext(pieces)
-                if not answer.request.streamed:
-                    return await self._write_whole(exchange, envelope, answer, _chain(first, pieces))
+        async with aclosing(answer.pieces()) as pieces:
+            told = _chain(await anext(pieces), pieces)
+            if answer.request.streamed:
                 await exchange.open(_headers(answer))
-                async for piece in _chain(first, pieces):
-                    if piece.text or piece.finish_reason or piece.tokens.logprobs:
-                        await exchange.event(envelope.chunk(piece))
+                await self._write_events(exchange, envelope, told)
+            else:
+                await self._write_whole(exchange, envelope, answer, told)
+        if answer.request.streamed:
             options = found.body.stream_options
             if options is not None and options.include_usage:
                 await exchange.event(envelope.usage_chunk())
             await exchange.close()
-        except GatewayError:
-            raise
-        except Exception as error:
-            log.error("request failed", request_id=exchange.request_id, exc_info=error)
-            raise Internal(f"{type(error).__name__}: {error}") from error
+
+    async def _write_events(self, exchange: Exchange, envelope: Envelope, pieces: AsyncIterator[Piece]) -> None:
+        async for piece in pieces:
+            if piece.text or piece.finish_reason or piece.tokens.logprobs:
+                await exchange.event(envelope.chunk(piece))
 
     async def _write_whole(
         self, exchange: Exchange, envelope: Envelope, answer: Answer, pieces: AsyncIterator[Piece]

@@ -7,17 +7,21 @@ body() -> json(...)                                             a whole answer
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
 import orjson
+import structlog
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
 from services.gateway.llm import LLM
 
+log = structlog.get_logger(__name__)
+FAIL_WAIT_S = 1.0
 DONE = b"data: [DONE]\n\n"
 SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -79,11 +83,15 @@ class Exchange:
         await self._write(DONE, more=False)
 
     async def fail(self, error: GatewayError) -> None:
-        """The typed end of a request."""
-        if not self.started:
-            await self.json(error.status, error.body(), {})
-        elif self._streaming:
-            await self._write(b"data: " + orjson.dumps(error.body()) + b"\n\n", more=False)
+        """The typed end of a request. A client that does not read it within FAIL_WAIT_S goes without."""
+        try:
+            async with asyncio.timeout(FAIL_WAIT_S):
+                if not self.started:
+                    await self.json(error.status, error.body(), {})
+                elif self._streaming:
+                    await self._write(b"data: " + orjson.dumps(error.body()) + b"\n\n", more=False)
+        except TimeoutError:
+            log.warning("a client did not read its error", request_id=self.request_id, error=error.message)
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
