@@ -20,7 +20,7 @@ def block_rows(kv: torch.Tensor, name: str = "kv") -> torch.Tensor:
 
 
 def gather(rows: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Copies rows `block_ids` to `out` (uint8, 1-D) in one call that does not hold the GIL."""
+    """Copies rows `block_ids` to `out` (uint8, 1-D) in one call that does not hold the GIL. Raises IndexError."""
     torch.index_select(rows, 0, block_ids, out=out.view(rows.dtype).view(len(block_ids), -1))
 
 

@@ -49,7 +49,12 @@ class Sender:
         if healthy := self.link(remote.worker_id, remote.incarnation):
             return healthy
         deadline = self._clock.now() + timeout
-        link = self._new_link(remote, self._dial(address, timeout))
+        stream = self._dial(address, timeout)
+        try:
+            link = self._new_link(remote, stream)
+        except OSError as error:
+            stream.close()
+            raise TransferError("UNAVAILABLE", f"no memory to send from: {error}") from None
         try:
             link.open(deadline - self._clock.now())
         except BaseException:

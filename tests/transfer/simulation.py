@@ -111,6 +111,11 @@ class World:
         self.exchange(faults=True)
         self.now += 0.1
 
+    def push_next(self) -> None:
+        """Each transfer queues its next frame, and nothing travels."""
+        for transfer in self.transfers:
+            self._advance(transfer)
+
     def finish(self) -> None:
         """Time passes until every deadline is over."""
         while self.now < DEADLINE + 1:

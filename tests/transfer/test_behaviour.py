@@ -288,6 +288,16 @@ def test_a_wrong_push_fails_its_own_transfer(pair: Pair, layer: int, first_block
     pair.moves("next", [1, 2], [6, 7])
 
 
+def test_a_block_id_outside_the_cache_costs_no_slot(meet: Meet, transport: str) -> None:
+    pair = meet(transport, arena_bytes=kv_cache(1)[0].nbytes)
+    pair.expect("t", [1])
+    push = pair.begin("t", 1)
+    with pytest.raises(IndexError):
+        push.push(0, 0, [32], pair.source[0])
+    push.abort("a bad block id")
+    pair.moves("next", [1], [6])
+
+
 def test_a_commit_before_the_last_push_fails(pair: Pair) -> None:
     outcome = pair.expect("t", [1])
     push = pair.begin("t", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.transfer.endpoint import TransferError
+from tandem.transfer.inbox import Inbox
+from tandem.transfer.receiving import Landing
 from tandem.transfer.wire import HEADER_BYTES, Kind, Message, parse_header
-from tests.transfer.simulation import ARENA_SLOTS, NUM_BLOCKS, Chances, World
+from tests.transfer.simulation import ARENA_SLOTS, DEADLINE, NUM_BLOCKS, Chances, World
 
 chance = st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.3])
 every_chance = st.builds(
@@ -70,6 +73,52 @@ def test_frames_of_another_incarnation_land_nowhere(seed: int, shm: bool) -> Non
         world.step()
     assert not world.cache.any()
     assert transfer.endings == []
+
+
+def landing_under_way() -> tuple[World, Landing]:
+    """A world in which a frame has been checked and its copy has begun."""
+    world = World(0, Chances(), shm=False)
+    world.start("a", [3, 1], 0)
+    world.push_next()
+    while world.sender.outbox:
+        if landing := world.receiver.receive(world.sender.outbox.popleft(), world.now):
+            return world, landing
+    raise AssertionError("no frame was sent")
+
+
+def test_cancel_waits_for_the_write_in_progress() -> None:
+    world, landing = landing_under_way()
+    inbox = Inbox()
+    inbox.table = world.table
+    fence = threading.Thread(target=inbox.cancel, args=("a",))
+    fence.start()
+    fence.join(0.2)
+    assert fence.is_alive()
+    with inbox.changed:
+        world.receiver.landed(landing, landing.message.payload_sum)
+        inbox.changed.notify_all()
+    fence.join(5)
+    assert not fence.is_alive()
+    assert not world.receiver.endings
+
+
+def test_an_owner_hears_of_the_end_only_after_the_write_in_progress() -> None:
+    world, landing = landing_under_way()
+    world.table.tick(DEADLINE)
+    assert not world.receiver.endings
+    world.receiver.landed(landing, landing.message.payload_sum)
+    (ended,) = world.receiver.endings
+    assert ended.error is not None
+    assert ended.error.code == "DEADLINE_EXCEEDED"
+
+
+def test_a_silent_peer_is_given_up_by_both_sides() -> None:
+    world = World(0, Chances(), shm=False)
+    world.sender.tick(1.0)
+    world.receiver.tick(1.0)
+    for side in (world.sender, world.receiver):
+        with pytest.raises(TransferError, match="UNAVAILABLE"):
+            side.tick(1.9)
 
 
 @given(
