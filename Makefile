@@ -4,7 +4,7 @@ VENV ?= .venv
 # Another wheel index to install from as well. Where pip's default torch would bring CUDA, name PyTorch's CPU index.
 WHEEL_INDEX ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(if $(WHEEL_INDEX),--extra-index-url $(WHEEL_INDEX))
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(if $(WHEEL_INDEX),--extra-index-url $(WHEEL_INDEX))
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help

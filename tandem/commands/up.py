@@ -132,7 +132,7 @@ async def _serve(settings: UpSettings, cluster: Cluster, console: Console, start
     console.print(_status(settings, time.monotonic() - started))
     if settings.sample:
         await _stream_sample(settings, console)
-    console.print(_lines_to_try(settings))
+    console.print(_lines_to_try(settings), soft_wrap=True)
     await broken
 
 
@@ -157,7 +157,7 @@ async def _registry_answers(settings: UpSettings, cluster: Cluster) -> None:
 
 
 async def _wait_until_ready(settings: UpSettings, cluster: Cluster, console: Console) -> None:
-    """Until the gateway says that a whole path works: a prefill-decode pair has moved a real block."""
+    """Until the gateway says that every worker is there and every prefill-decode pair has moved a real block."""
     url = f"http://127.0.0.1:{settings.http_port}/health/ready"
     missing = "the gateway does not answer"
     async with httpx.AsyncClient(timeout=2.0) as client:
@@ -166,7 +166,7 @@ async def _wait_until_ready(settings: UpSettings, cluster: Cluster, console: Con
             while time.monotonic() < end:
                 try:
                     answer = await client.get(url)
-                    if answer.status_code == 200 and await _all_workers(settings, client):
+                    if answer.status_code == 200 and _whole(settings, answer.json()):
                         return
                     missing = answer.text
                 except httpx.TransportError:
@@ -176,12 +176,9 @@ async def _wait_until_ready(settings: UpSettings, cluster: Cluster, console: Con
     raise TimeoutError(f"not ready after {settings.ready_timeout_s:.0f} s: {missing}; logs are in {settings.logs}")
 
 
-async def _all_workers(settings: UpSettings, client: httpx.AsyncClient) -> bool:
-    answer = (await client.get(f"http://127.0.0.1:{settings.http_port}/health/ready")).json()
-    return bool(
-        answer.get("prefill_workers", settings.prefill) >= settings.prefill
-        and answer.get("decode_workers", settings.decode) >= settings.decode
-    )
+def _whole(settings: UpSettings, found: dict[str, int]) -> bool:
+    pairs = settings.prefill * settings.decode
+    return found["decode_workers"] >= settings.decode and found["linked_pairs"] >= pairs
 
 
 def _progress(cluster: Cluster) -> Table:
