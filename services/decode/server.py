@@ -30,6 +30,7 @@ from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from tandem.worker import Host, wire
 
+RECEIVER_WATCH_S = 0.5
 log = structlog.get_logger(__name__)
 tracer = trace.get_tracer("tandem.decode")
 
@@ -65,7 +66,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         )
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        return []
+        return [self._watch_receiver()]
 
     def linked(self) -> tuple[str, ...]:
         return ()
@@ -76,6 +77,12 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
     def close(self) -> None:
         self._streams.close()
         self._receiver.close()
+
+    async def _watch_receiver(self) -> None:
+        """A decode worker that KV can no longer reach is of no use: it ends, and is started again."""
+        while self._receiver.healthy:
+            await self._host.clock.sleep(RECEIVER_WATCH_S)
+        raise RuntimeError("the KV receiver's thread ended")
 
     # --- the service ---
 
