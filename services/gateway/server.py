@@ -40,7 +40,6 @@ log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
 GRPC_GRACE_S = 1.0
 HEALTH_S = 0.25
-CANCEL_AGAIN_S = 0.1
 # A request waits no longer for a silent Redis before it is routed by the last view.
 REGISTRY_WAIT_S = 0.5
 
@@ -188,7 +187,5 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel it until it has ended: a timeout that expires in the same moment can swallow a cancellation."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

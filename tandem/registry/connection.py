@@ -110,7 +110,8 @@ class Connection:
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
-            yield
+            with _cancellable():
+                yield
         except UNAVAILABLE as error:
             reason = str(error) or f"no answer in {self._timeout} s"
             raise RegistryUnavailable(f"Redis at {self._where}: {reason}") from error
@@ -129,12 +130,29 @@ class Changes:
         Raises:
             RegistryUnavailable: the connection broke; changes may have been missed.
         """
+        if not await self._message(timeout):
+            return False
+        while await self._message(0):
+            pass
+        return True
+
+    async def _message(self, timeout: float) -> bool:
         with self._connection._translated():
-            if not await self._pubsub.get_message(timeout=timeout):
-                return False
-            while await self._pubsub.get_message(timeout=0):
-                pass
-            return True
+            return bool(await self._pubsub.get_message(timeout=timeout))
+
+
+@contextmanager
+def _cancellable() -> Iterator[None]:
+    """Cancel here what was cancelled inside and went on all the same.
+
+    redis-py sends within `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives in the moment
+    when the sending ends.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    yield
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
 
 
 def _load(name: str) -> Script:

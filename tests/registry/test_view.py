@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator
 
@@ -76,14 +77,32 @@ async def test_draining_and_links_are_changes(registry: Registry, connect: Conne
 
 
 async def test_load_and_silent_death_are_seen_by_polling(registry: Registry, connect: Connect) -> None:
-    await registry.register(worker_info("d0", Role.DECODE), worker_load(), 0.3)
+    await registry.register(worker_info("d0", Role.DECODE), worker_load(), 1.0)
     async with ClusterView(await connect(), poll=0.05) as view:
         assert ids(view) == ["d0"]
-        assert await view.wait_changed(2.0)
+        assert await view.wait_changed(4.0)
         assert ids(view) == []
         assert view.age < 1.0
         assert not view.stale
         assert not await view.wait_changed(0.1)
+
+
+async def test_one_cancellation_ends_the_view_whatever_it_is_doing(registry: Registry, connect: Connect) -> None:
+    await register_pool(registry)
+    other = await connect()
+
+    async def change(number: int) -> None:
+        load = worker_load(draining=bool(number % 2))
+        await other.heartbeat(worker_info("d0", Role.DECODE), load, TTL)
+
+    chance = random.Random(0)
+    for _ in range(150):
+        async with asyncio.timeout(5.0):
+            async with ClusterView(registry, poll=60.0):
+                changes = [asyncio.create_task(change(number)) for number in range(5)]
+                for _ in range(chance.randrange(120)):
+                    await asyncio.sleep(0)
+            await asyncio.gather(*changes)
 
 
 async def test_redis_killed_and_restarted(own: Registry, own_redis: RedisServer) -> None:
