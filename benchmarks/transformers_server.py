@@ -38,7 +38,7 @@ class Waiting:
             yield self.tokens.get(timeout=STEP_BOUND_S)
 
 
-class Fan(BaseStreamer):  # type: ignore[no-untyped-call,misc]
+class Fan(BaseStreamer):
     """Hands every step's row of tokens to the batch's requests. The first `put` is the prompt: not for them."""
 
     def __init__(self, batch: Sequence[Waiting]) -> None:
@@ -92,7 +92,8 @@ class Door(BaseHTTPRequestHandler):
         self._head("text/event-stream")
         for token in waiting.stream():
             if token == NO_TOKEN:
-                return self._event({"error": "generate() failed; see the log"})
+                self._event({"error": "generate() failed; see the log"})
+                return
             self._event({"choices": [{"index": 0, "text": "", "token_ids": [token]}]})
         self._event({"choices": [], "usage": usage(waiting)})
         self.wfile.write(b"data: [DONE]\n\n")
@@ -128,7 +129,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+    model.eval()
     server = Server(options.port, options.model.name)
     threading.Thread(target=serve_batches, args=(model, server.waiting), daemon=True).start()
     server.serve_forever()

@@ -1,0 +1,182 @@
+"""Measures Tandem beside its peers on the same cores and weights, in one run.
+
+1. the machine's floors
+2. for each model, for each peer: start it, run its workloads `rounds` times, stop it; one peer at a time
+3. after each peer, write all that is known as JSON; at the end, print a table a workload: medians, and ratios to the
+   baseline (the best of those named, metric by metric)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.floors import Floors, measured
+from benchmarks.load import Client, PeerError
+from benchmarks.models import OUT, Shape, made
+from benchmarks.peers import Peer, Unavailable, by_url, known
+from benchmarks.results import Figure, Metric
+from benchmarks.workloads import Workload, all_workloads
+
+RESULTS = OUT / "serving.json"
+
+
+@dataclass(slots=True)
+class Report:
+    """All figures of one run: `figures[workload][peer][metric]`, and why a peer has none."""
+
+    floors: Floors
+    workloads: list[Workload]
+    peers: list[Peer]
+    baseline: tuple[str, ...]
+    figures: dict[str, dict[str, dict[str, Figure]]] = field(default_factory=lambda: defaultdict(dict))
+    missing: list[str] = field(default_factory=list)
+
+    def ratio(self, workload: Workload, metric: Metric, value: float) -> float | None:
+        """`value` against the baseline; None where no baseline ran."""
+        ran = self.figures[workload.name]
+        values = [ran[name][metric.name].median for name in self.baseline if name in ran]
+        return metric.ratio(value, metric.best(values)) if values else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},
+            "floors": asdict(self.floors),
+            "baseline": self.baseline,
+            "peers": {peer.name: peer.title for peer in self.peers},
+            "missing": self.missing,
+            "workloads": [self._workload_json(workload) for workload in self.workloads],
+        }
+
+    def _workload_json(self, workload: Workload) -> dict[str, Any]:
+        return {
+            "name": workload.name,
+            "title": workload.title,
+            "model": workload.shape.name,
+            "metrics": [asdict(metric) for metric in workload.metrics],
+            "results": {
+                peer: {name: {"median": one.median, "rounds": one.rounds} for name, one in figures.items()}
+                for peer, figures in self.figures[workload.name].items()
+            },
+        }
+
+
+def main() -> None:
+    console, options = Console(), _options()
+    report = Report(measured(), options.only, options.peers, tuple(options.baseline.split(",")))
+    console.print(f"floors: {report.floors}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for shape in dict.fromkeys(workload.shape for workload in report.workloads):
+        for peer in report.peers:
+            _measure_peer(report, peer, shape, options, console)
+            options.out.write_text(json.dumps(report.as_json(), indent=1))
+    for workload in report.workloads:
+        console.print(table(report, workload))
+    console.print(f"floors: {report.floors}")
+    for line in report.missing:
+        console.print(line, markup=False)
+    console.print(f"written to {options.out}; python -m benchmarks.chart draws it", markup=False)
+
+
+def _measure_peer(report: Report, peer: Peer, shape: Shape, options: argparse.Namespace, console: Console) -> None:
+    """Runs the peer's workloads of one model; notes why where it cannot."""
+    mine = [w for w in report.workloads if w.shape == shape and (peer.name in w.peers or options.named or peer.url)]
+    if not mine:
+        return
+    console.print(f"{peer.title}, {shape.name}: starting")
+    try:
+        with peer.running(made(shape)) as client:
+            for workload in mine:
+                console.print(f"  {workload.title}")
+                report.figures[workload.name][peer.name] = measure(client, workload, options.rounds)
+    except (Unavailable, PeerError, FileNotFoundError, TimeoutError, ExceptionGroup) as error:
+        report.missing.append(f"{peer.title}, {shape.name}: {_cause(error)}")
+        console.print(f"  {report.missing[-1]}", markup=False)
+
+
+def measure(client: Client, workload: Workload, rounds: int) -> dict[str, Figure]:
+    """The workload's figures; the same prompts for every peer, others each round.
+
+    A round that nobody counts goes before them, unless there is only one: that is a quick look.
+    """
+    seeds = range(0 if rounds == 1 else -1, rounds)
+    values: list[dict[str, float]] = [
+        uvloop.run(workload.run(client, random.Random(zlib.crc32(f"{workload.name} {seed}".encode()))))
+        for seed in seeds
+    ][-rounds:]
+    return {metric.name: Figure(tuple(one[metric.name] for one in values)) for metric in workload.metrics}
+
+
+def table(report: Report, workload: Workload) -> Table:
+    """A row a peer: the median, and in brackets how many times as good as the baseline."""
+    found = Table(title=workload.title, title_justify="left", caption=f"x: against {' or '.join(report.baseline)}")
+    found.add_column("")
+    for metric in workload.metrics:
+        found.add_column(f"{metric.name}, {metric.unit}", justify="right")
+    for peer in report.peers:
+        if figures := report.figures[workload.name].get(peer.name):
+            found.add_row(peer.title, *(_cell(report, workload, m, figures[m.name].median) for m in workload.metrics))
+    return found
+
+
+def _cell(report: Report, workload: Workload, metric: Metric, value: float) -> str:
+    ratio = report.ratio(workload, metric, value)
+    return f"{value:,.{digits(value)}f}" + ("" if ratio is None else f"  ({ratio:.2f}x)")
+
+
+def digits(value: float) -> int:
+    return 0 if value >= 100 else 1 if value >= 10 else 2
+
+
+def _cause(error: BaseException) -> str:
+    """The first real cause within task groups, on one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    workloads, peers = all_workloads(), known()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=[], help=f"workloads, of {','.join(workloads)} (default: all)", type=_names)
+    parser.add_argument("--peers", default=[], help=f"of {','.join(peers)} (default: each workload's own)", type=_names)
+    parser.add_argument(
+        "--peer", action="append", default=[], type=by_url, metavar="NAME=URL",
+        help="an OpenAI server that runs already and serves a folder of `python -m benchmarks.models` by its name",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken")
+    parser.add_argument("--baseline", default="vllm,vllm-256", help="what ratios are taken against: the best of these")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    found = parser.parse_args(arguments)
+    if found.rounds < 1:
+        parser.error("rounds: at least 1")
+    found.only = [_known(parser, "only", workloads, name) for name in found.only or workloads]
+    found.named = bool(found.peers)
+    found.peers = [_known(parser, "peers", peers, name) for name in found.peers or peers] + found.peer
+    return found
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _known(parser: argparse.ArgumentParser, option: str, choices: dict[str, Any], name: str) -> Any:
+    if name not in choices:
+        parser.error(f"{option}: {name!r} is none of {', '.join(choices)}")
+    return choices[name]
+
+
+if __name__ == "__main__":
+    main()

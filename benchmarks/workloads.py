@@ -1,0 +1,167 @@
+"""The workloads: each sends its load to one server and gives its figures. Fresh prompts each round: nothing is cached.
+
+All lengths are tokens; prompts are random token ids, answers are greedy and of exactly the length asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load import Client, Job, closed_loop, in_batches, in_slots, open_loop
+from benchmarks.models import LARGE, SMALL, Shape
+from benchmarks.results import Answer, Metric, decode_rate, gaps, goodput, percentile, throughput, wall
+
+TRACE = Path("../shared/traces/azure_conv_2023.csv")
+TRACE_SOURCE = "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset"
+TRACE_REQUESTS, TRACE_SCALE, TRACE_SPEEDUP, TRACE_SLOTS = 256, 8, 20, 64
+TTFT_S, ITL_S = 8.0, 0.150
+EVERYONE = ("tandem-1p1d", "tandem", "vllm", "transformers")
+SERVERS = ("tandem-1p1d", "tandem", "vllm")
+# Ids below are special tokens and single bytes; ids above may not be in both vocabularies.
+FIRST_ID, LAST_ID = 300, 4000
+
+Run = Callable[[Client, random.Random], Coroutine[Any, Any, dict[str, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`run(client, dice)` gives a value for each metric, in its unit; `peers` run it unless others are named."""
+
+    name: str
+    title: str
+    shape: Shape
+    metrics: tuple[Metric, ...]
+    run: Run
+    peers: tuple[str, ...] = EVERYONE
+
+
+def prompt(dice: random.Random, length: int) -> list[int]:
+    return [dice.randint(FIRST_ID, LAST_ID) for _ in range(length)]
+
+
+async def single(client: Client, dice: random.Random) -> dict[str, float]:
+    answer = await client.send(Job(prompt(dice, 64), 128))
+    return {"decode": decode_rate([answer]), "itl p99": _ms(percentile(answer.gaps, 99))}
+
+
+async def concurrent(client: Client, dice: random.Random) -> dict[str, float]:
+    answers = await closed_loop(client, [Job(prompt(dice, 256), 64) for _ in range(16)], 16)
+    return {
+        "output": throughput(answers),
+        "decode phase": decode_rate(answers),
+        "ttft p50": _ms(percentile([answer.ttft for answer in answers], 50)),
+        "itl p99": _ms(percentile(gaps(answers), 99)),
+    }
+
+
+async def prefill(client: Client, dice: random.Random) -> dict[str, float]:
+    answer = await client.send(Job(prompt(dice, 1024), 1))
+    return {"prefill": 1024 / answer.ttft, "ttft": _ms(answer.ttft)}
+
+
+async def prefix(client: Client, dice: random.Random) -> dict[str, float]:
+    shared = prompt(dice, 1024)
+    first = await client.send(Job(shared + prompt(dice, 32), 16))
+    answers = await closed_loop(client, [Job(shared + prompt(dice, 32), 16) for _ in range(16)], 16)
+    return {"wall": wall(answers), "first alone": first.done - first.sent}
+
+
+async def disturbed(client: Client, dice: random.Random) -> dict[str, float]:
+    """Waves of 4 decodes: one undisturbed, then others for as long as prompts arrive."""
+    calm = await closed_loop(client, _wave(dice), 4)
+    prompts = [Job(prompt(dice, 1024), 16, at=2 + 8 * i) for i in range(3)]
+    arriving = asyncio.create_task(open_loop(client, prompts))
+    running: list[Answer] = []
+    while not arriving.done():
+        running += await closed_loop(client, _wave(dice), 4)
+    answers = await arriving
+    return {
+        "itl p50": _ms(percentile(gaps(running), 50)),
+        "itl p99": _ms(percentile(gaps(running), 99)),
+        "calm p99": _ms(percentile(gaps(calm), 99)),
+        "ttft": percentile([answer.ttft for answer in answers], 50),
+        "goodput": 100 * goodput([*running, *answers], TTFT_S, ITL_S),
+    }
+
+
+async def streams(client: Client, dice: random.Random) -> dict[str, float]:
+    answers = await closed_loop(client, [Job(prompt(dice, 32), 128) for _ in range(128)], 64)
+    return {"output": throughput(answers), "itl p99": _ms(percentile(gaps(answers), 99))}
+
+
+async def batching(client: Client, dice: random.Random) -> dict[str, float]:
+    """The trace at its own arrival times, at most TRACE_SLOTS running: refilled at once, or batch by batch."""
+    continuous = await in_slots(client, _trace(dice), TRACE_SLOTS)
+    static = await in_batches(client, _trace(dice), TRACE_SLOTS)
+    gain = throughput(continuous) / throughput(static)
+    return {"continuous": throughput(continuous), "static": throughput(static), "gain": gain}
+
+
+def all_workloads() -> dict[str, Workload]:
+    rate = ("tok/s",)
+    workloads = (
+        Workload(
+            "single", "Single stream: 64 tokens in, 128 out", LARGE,
+            (Metric("decode", *rate), Metric("itl p99", "ms", "lower")), single,
+        ),
+        Workload(
+            "concurrent", "16 concurrent: 256 tokens in, 64 out", LARGE,
+            (Metric("output", *rate), Metric("decode phase", *rate), Metric("ttft p50", "ms", "lower"),
+             Metric("itl p99", "ms", "lower")), concurrent,
+        ),
+        Workload(
+            "prefill", "A prompt of 1,024 tokens", LARGE,
+            (Metric("prefill", *rate), Metric("ttft", "ms", "lower")), prefill,
+        ),
+        Workload(
+            "prefix", "16 requests with the 1,024 tokens of one before them, 32 of their own, 16 out", LARGE,
+            (Metric("wall", "s", "lower"), Metric("first alone", "s", "lower")), prefix,
+        ),
+        Workload(
+            "disturbed", "4 decodes of 256 tokens while a prompt of 1,024 arrives every 8 s", LARGE,
+            (Metric("itl p50", "ms", "lower"), Metric("itl p99", "ms", "lower"), Metric("calm p99", "ms", "lower"),
+             Metric("ttft", "s", "lower"), Metric("goodput", "%")), disturbed, (*SERVERS, "vllm-256"),
+        ),
+        Workload(
+            "streams", "14.7 M model, 64 streams over HTTP: 32 tokens in, 128 out", SMALL,
+            (Metric("output", *rate), Metric("itl p99", "ms", "lower")), streams, SERVERS,
+        ),
+        Workload(
+            "batching", f"14.7 M model, {TRACE_REQUESTS} requests of Azure's trace, lengths / {TRACE_SCALE}, "
+            f"{TRACE_SPEEDUP} times as fast, {TRACE_SLOTS} slots", SMALL,
+            (Metric("continuous", *rate), Metric("static", *rate), Metric("gain", "x")), batching, SERVERS,
+        ),
+    )  # fmt: skip
+    return {workload.name: workload for workload in workloads}
+
+
+def _wave(dice: random.Random) -> list[Job]:
+    return [Job(prompt(dice, 64), 256) for _ in range(4)]
+
+
+def _trace(dice: random.Random) -> list[Job]:
+    if not TRACE.is_file():
+        raise FileNotFoundError(f"{TRACE} is missing: save {TRACE_SOURCE} there")
+    with TRACE.open() as rows:
+        found = list(islice(csv.DictReader(rows), TRACE_REQUESTS))
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in found]
+    return [
+        Job(
+            prompt(dice, max(1, int(row["ContextTokens"]) // TRACE_SCALE)),
+            max(1, int(row["GeneratedTokens"]) // TRACE_SCALE),
+            at=(at - times[0]) / TRACE_SPEEDUP,
+        )
+        for row, at in zip(found, times, strict=True)
+    ]
+
+
+def _ms(seconds: float) -> float:
+    return 1000 * seconds

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.chart import draw
+from benchmarks.floors import Floors
+from benchmarks.load import Client, Job, closed_loop
+from benchmarks.peers import Unavailable, by_url, free_ports, known, started
+from benchmarks.results import Figure, Metric, throughput
+from benchmarks.serving import Report, measure, table
+from benchmarks.workloads import Workload, all_workloads
+from tests.benchmarks.conftest import TINY
+
+FLOORS = Floors(2, 20.0, 30.0, 200.0, 400.0)
+SPEED = Metric("output", "tok/s")
+
+
+async def two_streams(client: Client, dice: random.Random) -> dict[str, float]:
+    jobs = [Job([dice.randint(300, 500) for _ in range(20)], 8) for _ in range(2)]
+    return {"output": throughput(await closed_loop(client, jobs, 2))}
+
+
+def reported(**figures: Figure) -> Report:
+    peers = [known()[name] for name in figures]
+    workload = Workload("two", "Two streams", TINY, (SPEED,), two_streams)
+    report = Report(FLOORS, [workload], peers, ("vllm", "vllm-256"))
+    report.figures["two"] = {name: {"output": figure} for name, figure in figures.items()}
+    return report
+
+
+def test_a_workload_is_measured_in_rounds_on_a_real_server(server: Client) -> None:
+    figure = measure(server, Workload("two", "Two streams", TINY, (SPEED,), two_streams), rounds=2)["output"]
+    assert len(figure.rounds) == 2
+    assert min(figure.rounds) > 0
+
+
+def test_the_table_gives_ratios_to_the_best_baseline_that_ran() -> None:
+    report = reported(tandem=Figure((30.0,)), vllm=Figure((20.0,)))
+    report.figures["two"]["vllm-256"] = {"output": Figure((15.0,))}
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(table(report, report.workloads[0]))
+    assert "(1.50x)" in captured.get()
+    assert "(1.00x)" in captured.get()
+
+
+def test_no_ratio_where_no_baseline_ran() -> None:
+    report = reported(tandem=Figure((30.0,)))
+    assert report.ratio(report.workloads[0], SPEED, 30.0) is None
+
+
+def test_the_chart_draws_what_was_written(tmp_path: Path) -> None:
+    report = reported(tandem=Figure((30.0,)), vllm=Figure((20.0,)))
+    report.workloads = list(all_workloads().values())
+    for workload in report.workloads:
+        for peer in ("tandem", "vllm"):
+            report.figures[workload.name][peer] = {m.name: Figure((1.0, 2.0, 4.0)) for m in workload.metrics}
+    draw(json.loads(json.dumps(report.as_json())), tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_url_without_a_server_is_no_peer_and_says_so(tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    with pytest.raises(Unavailable, match="nothing answers"), by_url(f"x=http://127.0.0.1:{port}").running(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("text", ["http://127.0.0.1:1", "=http://127.0.0.1:1", "x=127.0.0.1:1"])
+def test_a_peer_is_named_and_has_an_http_url(text: str) -> None:
+    with pytest.raises(ValueError, match="name=http"):
+        by_url(text)
+
+
+def test_what_was_started_is_gone_afterwards(tmp_path: Path) -> None:
+    with started([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", {}) as process:
+        assert process.poll() is None
+    assert process.poll() is not None
