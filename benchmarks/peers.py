@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -145,10 +146,12 @@ def tandem(name: str, title: str, *options: str) -> Peer:
 
 
 def vllm(name: str, title: str, *options: str) -> Peer:
+    eager = () if shutil.which("g++") else ("--enforce-eager",)  # compiled steps need a C++ compiler
+
     def command(model: Path, port: int) -> list[str]:
         return [
             str(_installed_vllm()), "serve", str(model), "--served-model-name", model.name, "--dtype", "bfloat16",
-            "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", *options,
+            "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", *eager, *options,
         ]  # fmt: skip
 
     environment = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

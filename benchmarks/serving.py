@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import random
+import signal
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ class Report:
 
 def main() -> None:
     console, options = Console(), _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a running peer is stopped on the way out
     report = Report(measured(), options.only, options.peers, tuple(options.baseline.split(",")))
     console.print(f"floors: {report.floors}")
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -56,10 +56,14 @@ async def concurrent(client: Client, dice: random.Random) -> dict[str, float]:
     answers = await closed_loop(client, [Job(prompt(dice, 256), 64) for _ in range(16)], 16)
     return {
         "output": throughput(answers),
-        "decode phase": decode_rate(answers),
         "ttft p50": _ms(percentile([answer.ttft for answer in answers], 50)),
         "itl p99": _ms(percentile(gaps(answers), 99)),
     }
+
+
+async def phase(client: Client, dice: random.Random) -> dict[str, float]:
+    answers = await closed_loop(client, [Job(prompt(dice, 32), 128) for _ in range(16)], 16)
+    return {"decode": decode_rate(answers), "itl p99": _ms(percentile(gaps(answers), 99))}
 
 
 async def prefill(client: Client, dice: random.Random) -> dict[str, float]:
@@ -72,6 +76,15 @@ async def prefix(client: Client, dice: random.Random) -> dict[str, float]:
     first = await client.send(Job(shared + prompt(dice, 32), 16))
     answers = await closed_loop(client, [Job(shared + prompt(dice, 32), 16) for _ in range(16)], 16)
     return {"wall": wall(answers), "first alone": first.done - first.sent}
+
+
+async def cached(client: Client, dice: random.Random) -> dict[str, float]:
+    """Two prompts that share nothing, then three that start as the first did; each alone."""
+    shared = prompt(dice, 500)
+    fresh = [await client.send(Job(head + prompt(dice, 50), 1)) for head in (shared, prompt(dice, 500))]
+    again = [await client.send(Job(shared + prompt(dice, 50), 1)) for _ in range(3)]
+    cold, warm = (percentile([answer.ttft for answer in answers], 50) for answers in (fresh, again))
+    return {"cold": _ms(cold), "warm": _ms(warm), "gain": cold / warm}
 
 
 async def disturbed(client: Client, dice: random.Random) -> dict[str, float]:
@@ -114,8 +127,11 @@ def all_workloads() -> dict[str, Workload]:
         ),
         Workload(
             "concurrent", "16 concurrent: 256 tokens in, 64 out", LARGE,
-            (Metric("output", *rate), Metric("decode phase", *rate), Metric("ttft p50", "ms", "lower"),
-             Metric("itl p99", "ms", "lower")), concurrent,
+            (Metric("output", *rate), Metric("ttft p50", "ms", "lower"), Metric("itl p99", "ms", "lower")), concurrent,
+        ),
+        Workload(
+            "phase", "The decode phase of 16 sequences: 32 tokens in, 128 out", LARGE,
+            (Metric("decode", *rate), Metric("itl p99", "ms", "lower")), phase,
         ),
         Workload(
             "prefill", "A prompt of 1,024 tokens", LARGE,
@@ -124,6 +140,10 @@ def all_workloads() -> dict[str, Workload]:
         Workload(
             "prefix", "16 requests with the 1,024 tokens of one before them, 32 of their own, 16 out", LARGE,
             (Metric("wall", "s", "lower"), Metric("first alone", "s", "lower")), prefix,
+        ),
+        Workload(
+            "cached", "First token of 500 shared and 50 own tokens", LARGE,
+            (Metric("cold", "ms", "lower"), Metric("warm", "ms", "lower"), Metric("gain", "x")), cached, SERVERS,
         ),
         Workload(
             "disturbed", "4 decodes of 256 tokens while a prompt of 1,024 arrives every 8 s", LARGE,
