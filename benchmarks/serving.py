@@ -181,4 +181,7 @@ def _known(parser: argparse.ArgumentParser, option: str, choices: dict[str, Any]
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
