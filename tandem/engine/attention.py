@@ -1,13 +1,15 @@
 """Attention over a paged KV cache, in plain torch.
 
     write    k, v of the step's tokens into their slots of the cache
-    attend   per group of sequences that ask equally many tokens: gather their blocks, mask what lies ahead, SDPA
+    attend   per group of sequences that ask equally many tokens: gather their blocks, mask what lies ahead, SDPA;
+             a prompt's first chunk needs nothing of the cache: its own k, v, and SDPA's causal way
 
 A layer's cache is (num_blocks, 2, num_kv_heads, block_size, head_dim).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,18 +55,36 @@ def make_group(start: int, query_len: int, tables: list[list[int]], lengths: lis
     return Group(start, end, query_len, *tensors)
 
 
-def write_kv(kv: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Put k, v (tokens, num_kv_heads, head_dim) at `offsets` (tokens,) of `blocks` (tokens,)."""
+@dataclass(frozen=True, slots=True)
+class FirstChunk:
+    """Tokens `start` … `end` of a step's row: one sequence's first."""
+
+    start: int
+    end: int
+
+
+def write_kv(kv: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put k, v (tokens, num_kv_heads, head_dim) into `slots` (tokens,): block * block_size + offset."""
+    blocks, offsets = slots // kv.shape[3], slots % kv.shape[3]
     kv[blocks, 0, :, offsets] = k
     kv[blocks, 1, :, offsets] = v
 
 
-def paged_attention(q: Tensor, kv: Tensor, groups: list[Group]) -> Tensor:
-    """q (tokens, heads, head_dim) over the cache `kv`; returns the same shape."""
-    out = torch.empty_like(q)
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, groups: Sequence[Group | FirstChunk], out: Tensor
+) -> None:
+    """q (tokens, heads, head_dim) of `groups` over the cache `kv`, or the step's own k, v, into `out`, of q's shape."""
     for group in groups:
-        out[group.start : group.end] = _group_attention(q[group.start : group.end], kv, group)
-    return out
+        here = slice(group.start, group.end)
+        if isinstance(group, FirstChunk):
+            out[here] = _causal_attention(q[here], k[here], v[here])
+        else:
+            out[here] = _group_attention(q[here], kv, group)
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 def _group_attention(q: Tensor, kv: Tensor, group: Group) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.block_pool import BlockPool
+from tandem.engine.kernels import CpuKernels, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
 from tandem.engine.loader import load_weights, weights_revision
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
@@ -46,9 +47,11 @@ class Engine:
         self.model_config = read_model_config(config.model_path, config.max_model_len)
         self.layout = _layout(config, self.model_config)
         self.kv_cache = _kv_cache(config, self.layout)
-        model = Decoder(self.model_config, self.layout.torch_dtype, config.device)
+        kernels = _cpu_kernels(config, self.layout, self.model_config)
+        model = Decoder(self.model_config, self.layout.torch_dtype, config.device, kernels)
         load_weights(model, config.model_path, on_progress)
-        self._runner = Runner(model, self.kv_cache)
+        model.pack()
+        self._runner = Runner(model, self.kv_cache, kernels)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._scheduler = Scheduler(
             self._pool,
@@ -223,6 +226,12 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
         head_dim=model.head_dim,
         block_size=config.block_size,
     )
+
+
+def _cpu_kernels(config: EngineConfig, layout: KVLayout, model: ModelConfig) -> CpuKernels | None:
+    suited = config.device == "cpu" and layout.dtype == "bfloat16" and CpuKernels.fits(model, config.block_size)
+    library = load_library() if suited and config.cpu_kernels else None
+    return None if library is None else CpuKernels(library)
 
 
 def _kv_cache(config: EngineConfig, layout: KVLayout) -> list[Tensor]:

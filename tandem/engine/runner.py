@@ -15,7 +15,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import Group, make_group, paged_attention, write_kv
+from tandem.engine.attention import FirstChunk, Group, make_group, paged_attention, write_kv
+from tandem.engine.kernels import CpuKernels
 from tandem.engine.models import Decoder
 from tandem.engine.sampler import sample
 from tandem.engine.scheduler import Scheduled
@@ -44,28 +45,45 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True)
+class Singles:
+    """The contexts of a step's first tokens, which are all of their sequence that is computed; for `CpuKernels`."""
+
+    tables: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PagedContext:
-    """What a model's `attend` means in one step: `blocks` and `offsets` (tokens,) are where each token's KV goes."""
+    """What a model's `attend` means in one step: `slots` (tokens,) are where each token's KV goes."""
 
     kv_cache: list[Tensor]
-    blocks: Tensor
-    offsets: Tensor
-    groups: list[Group]
+    slots: Tensor
+    groups: list[Group | FirstChunk]
     pushes: list[Push]
+    kernels: CpuKernels | None
+    singles: Singles | None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self.kv_cache[layer]
-        write_kv(kv, self.blocks, self.offsets, k, v)
+        write = write_kv if self.kernels is None else self.kernels.write_kv
+        write(kv, self.slots, k, v)
         for push in self.pushes:
             push.layer(layer, kv)
-        return paged_attention(q, kv, self.groups)
+        out = q.new_empty(q.shape)
+        if self.kernels is not None and self.singles is not None:
+            single = self.singles
+            here = q[: len(single.lengths)]
+            self.kernels.attention(here, kv, single.tables, single.starts, single.lengths, out)
+        paged_attention(q, k, v, kv, self.groups, out)
+        return out
 
 
 class Runner:
     """Runs `model` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer."""
 
-    def __init__(self, model: Decoder, kv_cache: list[Tensor]) -> None:
-        self._model, self._kv_cache = model, kv_cache
+    def __init__(self, model: Decoder, kv_cache: list[Tensor], kernels: CpuKernels | None = None) -> None:
+        self._model, self._kv_cache, self._kernels = model, kv_cache, kernels
         self._block_size, self._device = kv_cache[0].shape[3], str(kv_cache[0].device)
 
     @torch.inference_mode()
@@ -102,7 +120,7 @@ class Runner:
         for item in batch:
             start = item.seq.num_computed_tokens
             ids += item.seq.token_ids[start : start + item.num_tokens]
-        return torch.frombuffer(ids, dtype=torch.int64).to(self._device)
+        return _tensor(ids).to(self._device)
 
     def _positions(self, batch: list[Scheduled]) -> Tensor:
         starts = [item.seq.num_computed_tokens for item in batch]
@@ -110,20 +128,34 @@ class Runner:
         return torch.tensor(positions, device=self._device)
 
     def _context(self, batch: list[Scheduled]) -> PagedContext:
-        slots = [slot for item in batch for slot in self._slots(item)]
-        blocks, offsets = torch.tensor(slots, device=self._device).unbind(dim=1)
-        groups, start = [], 0
-        for _, items in groupby(batch, key=self._group_key):
+        num_singles = sum(item.num_tokens == 1 for item in batch) if self._kernels is not None else 0
+        groups, start = list[Group | FirstChunk](), num_singles
+        for _, items in groupby(batch[num_singles:], key=self._group_key):
             groups.append(self._group(start, list(items)))
             start = groups[-1].end
         pushes = [push for item in batch if (push := self._push(item))]
-        return PagedContext(self._kv_cache, blocks, offsets, groups, pushes)
+        singles = self._singles(batch[:num_singles]) if num_singles else None
+        return PagedContext(self._kv_cache, self._slots(batch), groups, pushes, self._kernels, singles)
 
-    def _slots(self, item: Scheduled) -> list[tuple[int, int]]:
-        size, table, start = self._block_size, item.seq.block_table, item.seq.num_computed_tokens
-        return [(table[p // size], p % size) for p in range(start, start + item.num_tokens)]
+    def _singles(self, items: list[Scheduled]) -> Singles:
+        tables, starts = array("i"), array("q")
+        for item in items:
+            starts.append(len(tables))
+            tables.extend(item.seq.block_table)
+        lengths = array("q", [item.seq.num_computed_tokens + 1 for item in items])
+        return Singles(torch.frombuffer(tables, dtype=torch.int32), *map(_tensor, (starts, lengths)))
 
-    def _group(self, start: int, items: list[Scheduled]) -> Group:
+    def _slots(self, batch: list[Scheduled]) -> Tensor:
+        """Where each token's KV goes: block * block_size + offset."""
+        size, slots = self._block_size, array("q")
+        for item in batch:
+            table, start = item.seq.block_table, item.seq.num_computed_tokens
+            slots.extend(table[p // size] * size + p % size for p in range(start, start + item.num_tokens))
+        return _tensor(slots).to(self._device)
+
+    def _group(self, start: int, items: list[Scheduled]) -> Group | FirstChunk:
+        if len(items) == 1 and items[0].seq.num_computed_tokens == 0:
+            return FirstChunk(start, start + items[0].num_tokens)
         lengths = [item.seq.num_computed_tokens + item.num_tokens for item in items]
         tables = [item.seq.block_table for item in items]
         return make_group(start, items[0].num_tokens, tables, lengths, self._kv_cache[0])
@@ -144,3 +176,8 @@ class Runner:
             return None
         first = seq.num_pushed_blocks
         return Push(seq, seq.sink, first, seq.block_table[first:complete])
+
+
+def _tensor(values: array[int]) -> Tensor:
+    """The same memory as an int64 tensor."""
+    return torch.frombuffer(values, dtype=torch.int64)

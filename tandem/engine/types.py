@@ -146,7 +146,7 @@ class EngineConfig:
     """What an engine is made from. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds.
 
     `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a fingerprint
-    of the weights.
+    of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used.
     """
 
     model_path: Path
@@ -162,6 +162,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     revision: str = ""
+    cpu_kernels: bool = True
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):

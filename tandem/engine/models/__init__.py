@@ -2,5 +2,6 @@
 
 from tandem.engine.models.config import ModelConfig, Rope, read_model_config
 from tandem.engine.models.decoder import Attend, Decoder
+from tandem.engine.models.ops import Ops, TorchOps
 
-__all__ = ["Attend", "Decoder", "ModelConfig", "Rope", "read_model_config"]
+__all__ = ["Attend", "Decoder", "ModelConfig", "Ops", "Rope", "TorchOps", "read_model_config"]

@@ -24,10 +24,10 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return inverse
 
 
-def cos_sin(inverse: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Angles of `positions` (tokens,): two tensors (tokens, 1, head_dim / 2)."""
+def cos_sin(inverse: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of `positions` (tokens,): (2, tokens, 1, head_dim / 2)."""
     angles = positions.to(torch.float32)[:, None, None] * inverse
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.stack((angles.cos(), angles.sin())).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
