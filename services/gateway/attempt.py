@@ -119,7 +119,9 @@ class Attempt:
 
     async def _choose(self, exclude: Collection[str]) -> Route:
         sequence, cluster, left = self._sequence, self._cluster, self._left()
-        wanted = Wanted(sequence.request_id, len(sequence.token_ids), sequence.sampling.max_tokens, left + 1.0)
+        wanted = Wanted(
+            sequence.request_id, sequence.token_ids, sequence.cache_salt, sequence.sampling.max_tokens, left + 1.0
+        )
         with tracing.child(cluster.spans, "route", self._parent) as span:
             route = self._route = await self._within(self._answering(wanted, exclude))
             self._note_route(route)

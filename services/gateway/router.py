@@ -1,23 +1,26 @@
 """Which pair of workers takes a request.
 
-Redis answers   select_and_reserve: one atomic decision that every gateway sees, held until released
+Redis answers   select_and_reserve: one atomic decision that every gateway sees, held until released; by the names of
+                the prompt's blocks it goes where its beginning is cached, unless load says otherwise
 Redis is gone   the last view: the workers with least of this gateway's own work on them, nothing reserved
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from services.gateway.errors import InvalidRequest, Unavailable
 from services.gateway.settings import Disaggregation
+from tandem.block_hash import block_hashes, root_hash
 from tandem.registry import (
     ClusterView,
     NoWorkers,
     PrefillPolicy,
+    PromptPrefix,
     Registry,
     RegistryUnavailable,
     RequestTooLarge,
@@ -34,9 +37,14 @@ class Wanted:
     """What a sequence needs of the cluster."""
 
     request_id: str
-    prompt_tokens: int
+    token_ids: Sequence[int]  # of the prompt
+    cache_salt: str
     max_new_tokens: int
     seconds: float  # how long a forgotten reservation may live
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 class Router:
@@ -79,6 +87,7 @@ class Router:
                 prompt_tokens=wanted.prompt_tokens,
                 max_new_tokens=wanted.max_new_tokens,
                 prefill=self._policy,
+                prefix=self._prefix(wanted),
                 ttl=wanted.seconds,
                 exclude=exclude,
             )
@@ -88,6 +97,16 @@ class Router:
             raise InvalidRequest(str(error), "max_tokens", "context_length_exceeded") from None
         except NoWorkers as error:
             return self._despite(error, wanted, exclude)
+
+    def _prefix(self, wanted: Wanted) -> PromptPrefix:
+        """As the engines of most workers name the prompt's blocks; the others, if any, count as holding none of it."""
+        infos = (worker.info for worker in self._view.workers if worker.info.model == self._model)
+        kinds = Counter((info.revision, info.block_size) for info in infos)
+        if not kinds:
+            return PromptPrefix.of("", 1, ())
+        revision, block_size = kinds.most_common(1)[0][0]
+        root = root_hash(self._model, revision, "", wanted.cache_salt)
+        return PromptPrefix.of(revision, block_size, block_hashes(root, wanted.token_ids, block_size))
 
     async def _give_back(self, route: Route, prefill_done_only: bool) -> None:
         try:

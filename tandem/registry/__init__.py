@@ -1,6 +1,7 @@
 """Who is in the cluster, how loaded they are, and who goes where: on Redis."""
 
 from tandem.registry.errors import NoWorkers, RegistryError, RegistryUnavailable, RequestTooLarge, StaleIncarnation
+from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry, Snapshot, Swept
 from tandem.registry.view import ClusterView
 from tandem.registry.worker import Role, Route, Worker, WorkerInfo, WorkerLoad
@@ -9,6 +10,7 @@ __all__ = [
     "ClusterView",
     "NoWorkers",
     "PrefillPolicy",
+    "PromptPrefix",
     "Registry",
     "RegistryError",
     "RegistryUnavailable",

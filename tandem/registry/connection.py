@@ -36,6 +36,8 @@ UNAVAILABLE = (
     exceptions.TryAgainError,
     OSError,  # TimeoutError too
 )
+# The same told from within a script, by older servers only as text.
+REFUSALS = ("-OOM ", "-READONLY ", "-MISCONF ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,10 @@ class Connection:
         except UNAVAILABLE as error:
             reason = str(error) or f"no answer in {self._timeout} s"
             raise RegistryUnavailable(f"Redis at {self._where}: {reason}") from error
+        except exceptions.ResponseError as error:
+            if not any(refusal in str(error) for refusal in REFUSALS):
+                raise
+            raise RegistryUnavailable(f"Redis at {self._where} refuses writes: {error}") from error
 
 
 class Changes:

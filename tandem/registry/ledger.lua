@@ -4,6 +4,7 @@
 --   worker:<id>            hash: one incarnation's info, load, reserved_tokens, reserved_blocks, chosen
 --   held:<id>              hash: tokens:<reservation> or blocks:<reservation> -> amount; sums to the two counters above
 --   blocks:<id>            set: hashes of the KV blocks this incarnation holds
+--   expected:<id>          sorted set: hashes of blocks it is about to hold -> until when that is believed (ms)
 --   reservations           sorted set: reservation -> when it expires (ms)
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
 --   abandoned:<res>        its caller went away while asking for it
@@ -53,7 +54,8 @@ local function retire(worker_id)
     forget_if_empty(reservation)
   end
   local blocks = redis.call('SCARD', key('blocks', worker_id))
-  redis.call('UNLINK', key('worker', worker_id), key('held', worker_id), key('blocks', worker_id))
+  redis.call('UNLINK', key('worker', worker_id), key('held', worker_id), key('blocks', worker_id),
+    key('expected', worker_id))
   redis.call('ZREM', key('leases'), worker_id)
   announce(worker_id)
   return blocks

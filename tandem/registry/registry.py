@@ -24,6 +24,7 @@ import structlog
 from tandem.clock import Clock
 from tandem.registry.connection import Changes, Connection
 from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
+from tandem.registry.prefix import PromptPrefix
 from tandem.registry.worker import Route, Worker, WorkerInfo, WorkerLoad, decode, encode
 
 log = structlog.get_logger(__name__)
@@ -32,6 +33,7 @@ GIVE_BACK_S = 60.0
 GIVE_BACK_RETRY_S = 0.5
 CLOSE_WAIT_S = 1.0
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "never"]
+NO_PREFIX = PromptPrefix.of("", 1, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Registry:
         prompt_tokens: int,
         max_new_tokens: int,
         prefill: PrefillPolicy,
-        block_hashes: Sequence[bytes] = (),
+        prefix: PromptPrefix = NO_PREFIX,
         ttl: float,
         exclude: Collection[str] = (),
     ) -> Route:
@@ -130,6 +132,9 @@ class Registry:
         Reserves the uncached prompt tokens on the worker that reads the prompt and blocks for the whole sequence on
         the one that decodes, until released or for `ttl` seconds. `exclude` names worker ids or incarnations.
         `require` takes only a pair, `prefer` falls back to a decode worker alone, `never` takes one alone.
+
+        Workers that hold the beginning of the prompt, by `prefix`, are preferred as far as load allows; from now on
+        the chosen ones are expected to hold all of it, until they have told of their blocks.
 
         Raises:
             NoWorkers: nobody can take it now; the message says what is missing.
@@ -141,7 +146,8 @@ class Registry:
         try:
             status, reason, *rows = await self._connection.call(
                 "select", reservation, model, prompt_tokens, max_new_tokens, prefill, ttl_ms,
-                json.dumps(list(exclude)), *block_hashes,
+                json.dumps(list(exclude)), prefix.revision, prefix.block_size, json.dumps(list(prefix.counts)),
+                b"".join(prefix.hashes),
             )  # fmt: skip
         except BaseException:
             self._give_back_later("abandon", reservation)

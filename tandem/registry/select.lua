@@ -1,39 +1,59 @@
 -- Chooses where one request goes and reserves room for it, as one step.
 --
---   1 gather    live workers of the model, as decode and prefill candidates, each with its own cost
+--   1 gather    live workers of the model, as decode and prefill candidates, each with its prefix hit and its own cost
 --   2 narrow    too small, excluded, draining; the first test that leaves nobody is the reason
 --   3 pair      the cheapest (prefill, decode) of equal KV layout and a proven link; equals take turns
 --   4 reserve   prompt tokens on the worker that reads it, blocks on the one that decodes
+--   5 expect    the prompt's blocks on both, for a while: the next request with this prefix follows at once
 --
 -- ARGV: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'never', ttl (ms),
---       JSON list of excluded worker ids or incarnations, then the prompt's block hashes
+--       JSON list of excluded worker ids or incarnations; the prompt's prefix: revision, block size, JSON list of
+--       block counts, and as one string the hash of the last block of each
 -- Returns {'ok', reason, decode worker, prefill worker or nothing}, {'none', reason} or {'too large', reason}.
 local reservation, model, policy = ARGV[1], ARGV[2], ARGV[5]
 local prompt_tokens, new_tokens, ttl = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[6])
-local FIRST_HASH = 8
+local revision, block_size, counts, hashes = ARGV[8], tonumber(ARGV[9]), cjson.decode(ARGV[10]), ARGV[11]
+local hash_bytes = #hashes / #counts
+local now = expire_due()
 
 -- Cost is in seconds of waiting, roughly: what a nominal worker takes for it. Only the proportions matter.
 local PER_PROMPT_TOKEN = 1 / 8192
-local PER_TRANSFER_TOKEN = 1 / 131072
+-- Moving a token, and the room that a second copy of it takes from other prefixes.
+local PER_TRANSFER_TOKEN = 1 / 32768
 local PER_FULL_WORKER = 1
 local NO_ROOM_NOW = 8
+-- Work also delays whoever comes next, so a worker's own share of it counts twice: a hit is worth some queueing.
+local OWN_WORK = 2
+-- Longer than a prompt takes to be read and told of; one that never is costs a cache miss.
+local EXPECTED_MS = 10000
 
 local excluded = {}
 for _, name in ipairs(cjson.decode(ARGV[7])) do excluded[name] = true end
 
--- Prompt tokens at the start of the prompt whose blocks this worker holds.
-local function hit_tokens(worker)
-  local hits = 0
-  in_chunks(FIRST_HASH, #ARGV, function(first, last)
-    for _, held in ipairs(redis.call('SMISMEMBER', key('blocks', worker.id), unpack(ARGV, first, last))) do
-      if held == 0 then return false end
-      hits = hits + 1
-    end
-  end)
-  return math.min(hits * worker.block_size, prompt_tokens)
+local function hash(i)
+  return hashes:sub((i - 1) * hash_bytes + 1, i * hash_bytes)
 end
 
-local TEXTS = {'role', 'model', 'incarnation', 'layout_hash', 'linked', 'draining'}
+local function holds(worker, i)
+  if redis.call('SISMEMBER', key('blocks', worker.id), hash(i)) == 1 then return true end
+  local expected_until = redis.call('ZSCORE', key('expected', worker.id), hash(i))
+  return expected_until and tonumber(expected_until) > now
+end
+
+-- How many of the prefix's hashes this worker holds. A worker that holds one holds those before it.
+local function count_hits(worker)
+  if #counts == 0 or worker.revision ~= revision or worker.block_size ~= block_size or not holds(worker, 1) then
+    return 0
+  end
+  local low, high = 1, #counts
+  while low < high do
+    local middle = math.ceil((low + high) / 2)
+    if holds(worker, middle) then low = middle else high = middle - 1 end
+  end
+  return low
+end
+
+local TEXTS = {'role', 'model', 'revision', 'incarnation', 'layout_hash', 'linked', 'draining'}
 local NUMBERS = {'block_size', 'num_blocks', 'max_num_seqs', 'max_model_len', 'free_blocks', 'num_waiting',
   'num_running', 'queued_tokens', 'reserved_tokens', 'reserved_blocks', 'chosen'}
 
@@ -51,9 +71,11 @@ end
 
 -- Reserved and reported tell of the same work, one sooner and one also after Redis lost its memory: take the larger.
 local function weigh(worker)
-  local hit = hit_tokens(worker)
+  worker.hits = count_hits(worker)
+  local hit = (counts[worker.hits] or 0) * worker.block_size
   worker.tokens = math.max(prompt_tokens - hit, 1)
-  worker.read_cost = (math.max(worker.reserved_tokens, worker.queued_tokens) + worker.tokens) * PER_PROMPT_TOKEN
+  local queued = math.max(worker.reserved_tokens, worker.queued_tokens)
+  worker.read_cost = (queued + OWN_WORK * worker.tokens) * PER_PROMPT_TOKEN
   worker.blocks = math.ceil((prompt_tokens + new_tokens) / worker.block_size)
   local used = math.max(worker.reserved_blocks, worker.num_blocks - worker.free_blocks) + worker.blocks
   local sequences = worker.num_running + worker.num_waiting
@@ -134,12 +156,17 @@ local function best_alone(decodes)
   return best
 end
 
+local function alone(decodes, why)
+  local route = best_alone(decodes)
+  return route, 'local prefill: ' .. why .. '; ' .. route.decode.hit .. ' prompt tokens cached at decode'
+end
+
 -- Returns what is best under the policy, and why; or nothing, and what is missing.
 local function choose(workers)
   if #workers == 0 then return nil, 'no live worker serves model ' .. model end
   local decodes, missing, too_large = candidates(workers, 'decode')
   if missing then return nil, missing, too_large end
-  if policy == 'never' then return best_alone(decodes), 'local prefill: asked for' end
+  if policy == 'never' then return alone(decodes, 'asked for') end
   local prefills, why, prefill_too_large = candidates(workers, 'prefill')
   local pair
   if not why then pair, why = best_pair(prefills, decodes) end
@@ -148,7 +175,7 @@ local function choose(workers)
     return pair, 'remote prefill: ' .. hits
   end
   if policy == 'require' then return nil, why, prefill_too_large end
-  return best_alone(decodes), 'local prefill: ' .. why
+  return alone(decodes, why)
 end
 
 local function reserve(part, worker, amount, turn)
@@ -158,7 +185,18 @@ local function reserve(part, worker, amount, turn)
   redis.call('HSET', key('reservation', reservation), part, worker.id)
 end
 
-local now = expire_due()
+local function expect(worker)
+  if worker.hits == #counts or worker.revision ~= revision or worker.block_size ~= block_size then return end
+  local expected, entries = key('expected', worker.id), {}
+  for i = worker.hits + 1, #counts do
+    entries[#entries + 1] = now + EXPECTED_MS
+    entries[#entries + 1] = hash(i)
+  end
+  redis.call('ZREMRANGEBYSCORE', expected, '-inf', now)
+  redis.call('ZADD', expected, unpack(entries))
+  redis.call('PEXPIRE', expected, EXPECTED_MS)
+end
+
 -- The same reservation asked for again (its answer was lost on the way) is made anew, not twice.
 drop(reservation, 'tokens')
 drop(reservation, 'blocks')
@@ -173,5 +211,7 @@ local reader = route.prefill or route.decode
 reserve('tokens', reader, reader.tokens, turn)
 reserve('blocks', route.decode, route.decode.blocks, turn)
 redis.call('ZADD', key('reservations'), now + ttl, reservation)
+expect(route.decode)
+if route.prefill then expect(route.prefill) end
 return {'ok', reason, redis.call('HGETALL', key('worker', route.decode.id)),
   route.prefill and redis.call('HGETALL', key('worker', route.prefill.id))}

@@ -32,6 +32,7 @@ class WorkerInfo:
     grpc_address: str
     transfer_address: str  # host:port of the KV listener; empty for prefill
     model: str
+    revision: str  # of the weights
     layout_hash: str
     block_size: int
     num_blocks: int
@@ -41,7 +42,7 @@ class WorkerInfo:
     host: str
 
     def __post_init__(self) -> None:
-        for name in ("worker_id", "incarnation", "grpc_address", "model", "layout_hash"):
+        for name in ("worker_id", "incarnation", "grpc_address", "model", "revision", "layout_hash"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
         for name in ("block_size", "num_blocks", "max_num_seqs", "max_model_len"):

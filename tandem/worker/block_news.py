@@ -2,7 +2,8 @@
 
     engine's block events --> held (a set) --> stored / removed since the last time --> registry
 
-Whatever the registry lost (it restarted, or was gone for longer than the lease) is told again, whole.
+What could not be told is told the next time. Whatever the registry lost (it restarted, or was gone for longer than the
+lease) is told again, whole.
 """
 
 from __future__ import annotations
@@ -58,5 +59,9 @@ class BlockNews:
         stored, removed, self._stored, self._removed = self._stored, self._removed, set(), set()
         try:
             await self._registry.publish_blocks(*self._owner, list(stored), list(removed))
-        except (RegistryUnavailable, StaleIncarnation) as error:
+        except RegistryUnavailable as error:
+            self._stored |= stored & self._held
+            self._removed |= removed - self._held
+            log.warning("block news not told yet", error=str(error))
+        except StaleIncarnation as error:
             log.warning("block news not told: all of it will be when the lease is back", error=str(error))

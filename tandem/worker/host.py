@@ -136,6 +136,7 @@ def _info(host: Host, role: Role, transfer_address: str, grpc_port: int) -> Work
         grpc_address=f"{settings.reachable_host}:{grpc_port}",
         transfer_address=transfer_address,
         model=settings.served_name,
+        revision=engine.layout.revision,
         layout_hash=engine.layout.hash,
         block_size=settings.block_size,
         num_blocks=engine.stats().num_blocks,

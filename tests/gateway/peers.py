@@ -28,6 +28,7 @@ from tandem.v1 import (
 
 MODEL = "tiny"
 LAYOUT = "layout-1"
+REVISION = "revision-1"
 TTL_S = 2.0
 Reply = Callable[[worker_pb2.SequenceSpec], list[int]]
 
@@ -265,8 +266,9 @@ class Peers:
         server = await rpc.serve([servicer], "127.0.0.1", 0)
         info = WorkerInfo(
             worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
-            transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, layout_hash=LAYOUT,
-            block_size=16, num_blocks=64, max_num_seqs=64, max_model_len=256, transports=("tcp",), host="test",
+            transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=REVISION,
+            layout_hash=LAYOUT, block_size=16, num_blocks=64, max_num_seqs=64, max_model_len=256, transports=("tcp",),
+            host="test",
         )  # fmt: skip
         await self.registry.register(info, self._load(), TTL_S)
         heartbeat = asyncio.create_task(self._heartbeat(info))

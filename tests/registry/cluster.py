@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 
 MODEL = "demo"
+REVISION = "r1"
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 TTL = 30.0
@@ -18,8 +19,8 @@ def worker_info(worker_id: str, role: Role, incarnation: str = "", **changed: ob
     fields: dict[str, object] = {
         "worker_id": worker_id, "role": role, "incarnation": incarnation or f"{worker_id}-first",
         "grpc_address": f"{worker_id}:1", "transfer_address": f"{worker_id}:2" if role is Role.DECODE else "",
-        "model": MODEL, "layout_hash": "layout", "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS,
-        "max_num_seqs": 8, "max_model_len": 512, "transports": ("shm", "tcp"), "host": "here",
+        "model": MODEL, "revision": REVISION, "layout_hash": "layout", "block_size": BLOCK_SIZE,
+        "num_blocks": NUM_BLOCKS, "max_num_seqs": 8, "max_model_len": 512, "transports": ("shm", "tcp"), "host": "here",
     }  # fmt: skip
     return WorkerInfo(**{**fields, **changed})  # type: ignore[arg-type]
 

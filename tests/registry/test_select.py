@@ -6,11 +6,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
-from tandem.registry import NoWorkers, Registry, RequestTooLarge, Role, Route
-from tests.registry.cluster import BLOCK_SIZE, NUM_BLOCKS, TTL, register_pool, worker_info, worker_load
+from tandem.registry import NoWorkers, PromptPrefix, Registry, RequestTooLarge, Role, Route
+from tests.registry.cluster import BLOCK_SIZE, NUM_BLOCKS, REVISION, TTL, register_pool, worker_info, worker_load
 
 HASHES = [bytes([i]) * 16 for i in range(1, 5)]
+PREFIX = PromptPrefix.of(REVISION, BLOCK_SIZE, HASHES)
 
 
 async def select(registry: Registry, **changed: Any) -> Route:
@@ -94,7 +96,7 @@ async def test_cached_prefixes_draw_requests_and_shrink_the_work(registry: Regis
     await register_pool(registry, prefill=2, decode=2)
     await registry.publish_blocks("p1", "p1-first", HASHES[:3], [])
     await registry.publish_blocks("d1", "d1-first", HASHES[:2], [])
-    route = await select(registry, prompt_tokens=70, block_hashes=HASHES)
+    route = await select(registry, prompt_tokens=70, prefix=PREFIX)
     assert names(route) == ("p1", "d1")
     assert (await reserved(registry))["p1"] == (70 - 3 * BLOCK_SIZE, 0)
     assert "48 prompt tokens cached there, 32 at decode" in route.reason
@@ -103,7 +105,7 @@ async def test_cached_prefixes_draw_requests_and_shrink_the_work(registry: Regis
 async def test_a_prefix_counts_only_from_its_start(registry: Registry) -> None:
     await register_pool(registry, prefill=2)
     await registry.publish_blocks("p1", "p1-first", HASHES[1:], [])
-    route = await select(registry, block_hashes=HASHES)
+    route = await select(registry, prefix=PREFIX)
     assert names(route)[0] == "p0"
     assert route.reason.startswith("remote prefill: 0 prompt tokens")
 
@@ -111,17 +113,92 @@ async def test_a_prefix_counts_only_from_its_start(registry: Registry) -> None:
 async def test_a_fully_cached_prompt_still_computes_a_token(registry: Registry) -> None:
     await register_pool(registry)
     await registry.publish_blocks("p0", "p0-first", HASHES, [])
-    await select(registry, block_hashes=HASHES)
+    await select(registry, prefix=PREFIX)
     assert (await reserved(registry))["p0"] == (1, 0)
 
 
-async def test_thousands_of_hashes_fit_in_one_call(registry: Registry) -> None:
+async def test_a_prompt_of_thousands_of_blocks_is_found_whole(registry: Registry) -> None:
     hashes = [i.to_bytes(16, "big") for i in range(5000)]
     info = worker_info("d0", Role.DECODE, num_blocks=6000, max_model_len=100_000)
     await registry.register(info, worker_load(free_blocks=6000), TTL)
     await registry.publish_blocks("d0", "d0-first", hashes, [])
-    route = await select(registry, prompt_tokens=5000 * 16 + 3, prefill="never", block_hashes=hashes)
+    route = await select(
+        registry, prompt_tokens=5000 * 16 + 3, prefill="never", prefix=PromptPrefix.of(REVISION, BLOCK_SIZE, hashes)
+    )
     assert route.decode.reserved_tokens == 3
+
+
+async def test_the_next_request_with_a_prefix_follows_the_first_at_once(registry: Registry) -> None:
+    """Before any worker has told of blocks, and although the first request still waits there."""
+    await register_pool(registry, prefill=3, decode=3)
+    first, second = [await select(registry, prefix=PREFIX) for _ in range(2)]
+    assert first.reason == "remote prefill: 0 prompt tokens cached there, 0 at decode"
+    assert names(second)[0] == names(first)[0]
+    assert second.reason.startswith("remote prefill: 64 prompt tokens cached there")
+    other = PromptPrefix.of(REVISION, BLOCK_SIZE, [b"o" * 16])
+    assert names(await select(registry, prefix=other))[0] != names(first)[0]
+    for route in (first, second):
+        await registry.release(route.reservation_id)
+    third = await select(registry, prefix=PREFIX)
+    assert names(third)[0] == names(first)[0]
+    assert third.reason == "remote prefill: 64 prompt tokens cached there, 64 at decode"
+
+
+async def test_expected_blocks_are_believed_for_a_while(registry: Registry, redis: Redis, namespace: str) -> None:
+    await register_pool(registry)
+    await select(registry, prefix=PREFIX)
+    expected = f"{{{namespace}}}:expected:p0"
+    assert 0 < await redis.pttl(expected) <= 10_000
+    await redis.zadd(expected, dict.fromkeys(HASHES, 1))
+    assert (await select(registry, prefix=PREFIX)).reason.startswith("remote prefill: 0 prompt tokens")
+
+
+async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry) -> None:
+    await register_pool(registry)
+    await select(registry, prefix=PREFIX)
+    await registry.register(worker_info("p0", Role.PREFILL, "second"), worker_load(linked=("d0-first",)), TTL)
+    route = await select(registry, prefix=PREFIX)
+    assert route.reason == "remote prefill: 0 prompt tokens cached there, 64 at decode"
+
+
+async def test_a_hit_yields_to_load(registry: Registry) -> None:
+    await register_pool(registry, prefill=2)
+    await registry.publish_blocks("p0", "p0-first", HASHES, [])
+    for queued, chosen in ((100, "p0"), (200, "p1")):
+        load = worker_load(queued_tokens=queued, linked=("d0-first",))
+        await registry.heartbeat(worker_info("p0", Role.PREFILL), load, TTL)
+        route = await select(registry, prefix=PREFIX)
+        assert names(route)[0] == chosen
+        await registry.release(route.reservation_id)
+
+
+@pytest.mark.parametrize("other", [{"revision": "r2"}, {"block_size": 32}])
+async def test_workers_of_another_revision_hold_nothing_of_it(registry: Registry, other: dict[str, Any]) -> None:
+    await register_pool(registry)
+    info = worker_info("p1", Role.PREFILL, **other)
+    await registry.register(info, worker_load(linked=("d0-first",)), TTL)
+    for worker in ("p0", "p1"):
+        await registry.publish_blocks(worker, f"{worker}-first", HASHES, [])
+    for _ in range(3):
+        route = await select(registry, prefix=PREFIX)
+        assert names(route)[0] == "p0"
+        await registry.release(route.reservation_id)
+    route = await select(registry, prefix=PREFIX, exclude=["p0"])
+    assert route.reason.startswith("remote prefill: 0 prompt tokens")
+
+
+@pytest.mark.parametrize("held", [0, 1, 63, 64, 65, 66, 127, 128, 131, 1000, 5000])
+async def test_hits_of_long_prompts_are_found_within_a_32nd(registry: Registry, held: int) -> None:
+    hashes = [i.to_bytes(16, "big") for i in range(5000)]
+    prefix = PromptPrefix.of(REVISION, BLOCK_SIZE, hashes)
+    assert len(prefix.hashes) < 300
+    info = worker_info("d0", Role.DECODE, num_blocks=6000, max_model_len=100_000)
+    await registry.register(info, worker_load(free_blocks=6000), TTL)
+    await registry.publish_blocks("d0", "d0-first", hashes[:held], [])
+    route = await select(registry, prompt_tokens=5000 * 16 + 3, prefill="never", prefix=prefix)
+    found = (5000 * 16 + 3 - route.decode.reserved_tokens) // 16
+    assert held - held // 32 <= found <= held
+    assert found == held or held > 64
 
 
 async def test_never_reserves_both_parts_on_the_decode_worker(registry: Registry) -> None:
@@ -129,14 +206,14 @@ async def test_never_reserves_both_parts_on_the_decode_worker(registry: Registry
     route = await select(registry, prefill="never")
     assert names(route) == (None, "d0")
     assert await reserved(registry) == {"p0": (0, 0), "d0": (64, 5)}
-    assert route.reason == "local prefill: asked for"
+    assert route.reason == "local prefill: asked for; 0 prompt tokens cached at decode"
 
 
 async def test_prefer_falls_back_and_says_why(registry: Registry) -> None:
     await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
     route = await select(registry, prefill="prefer")
     assert names(route) == (None, "d0")
-    assert route.reason == "local prefill: no live prefill worker of model demo"
+    assert route.reason == "local prefill: no live prefill worker of model demo; 0 prompt tokens cached at decode"
 
 
 async def missing(registry: Registry, **changed: Any) -> str:

@@ -1,0 +1,73 @@
+"""The registry comes to know what an engine's prefix cache holds, through breaks of the connection too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from redis.asyncio import Redis
+
+from tandem.block_hash import block_hashes, root_hash
+from tandem.clock import SystemClock
+from tandem.engine import Engine
+from tandem.redis_server import RedisServer
+from tandem.registry import Registry, Role
+from tandem.worker import EngineThread
+from tandem.worker.block_news import BlockNews
+from tests.registry.cluster import eventually, worker_info, worker_load
+from tests.worker.conftest import request
+
+
+@asynccontextmanager
+async def telling(engine: Engine, registry: Registry) -> AsyncIterator[EngineThread]:
+    """A worker p0 whose engine runs and whose blocks are told of."""
+    await registry.register(worker_info("p0", Role.PREFILL), worker_load(), 30)
+    thread = EngineThread(engine, lambda outputs: None, lambda error: None)
+    thread.start()
+    task = asyncio.create_task(BlockNews(thread, registry, "p0", "p0-first", SystemClock()).tell())
+    try:
+        yield thread
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        thread.close()
+
+
+def hashes_of(engine: Engine, prompt_tokens: int) -> list[bytes]:
+    layout = engine.layout
+    root = root_hash(layout.model, layout.revision)
+    return block_hashes(root, range(1, prompt_tokens + 1), layout.block_size)
+
+
+async def test_a_gateways_hashes_are_the_engines(engine_of: Callable[[int], Engine]) -> None:
+    engine = engine_of(16)
+    with RedisServer.start() as server:
+        registry = await Registry.connect(server.url, clock=SystemClock())
+        async with telling(engine, registry) as thread:
+            await thread.call(lambda engine: engine.add(request("a", prompt=50, max_tokens=1)))
+
+            async def told() -> bool:
+                return await registry.locate(hashes_of(engine, 50)) == [["p0"]] * 3
+
+            await eventually(told, 10.0, "all three full blocks are known")
+        await registry.close()
+
+
+async def test_news_of_a_time_when_redis_refuses_are_told_later(engine_of: Callable[[int], Engine]) -> None:
+    """Shorter than the lease, so the registry forgets nothing and nothing is told whole."""
+    engine = engine_of(16)
+    with RedisServer.start() as server:
+        registry = await Registry.connect(server.url, clock=SystemClock())
+        async with Redis.from_url(server.url) as redis, telling(engine, registry) as thread:
+            await redis.config_set("maxmemory", 1)  # refuses every write
+            await thread.call(lambda engine: engine.add(request("a", prompt=50, max_tokens=1)))
+            await asyncio.sleep(1.0)
+            await redis.config_set("maxmemory", 0)
+
+            async def told() -> bool:
+                return await registry.locate(hashes_of(engine, 50)) == [["p0"]] * 3
+
+            await eventually(told, 10.0, "told when Redis takes writes again")
+        await registry.close()
