@@ -1,9 +1,10 @@
-"""Train the demo models: `python models/demo/train.py --size target --steps 1700`.
+"""Train the demo models: `python models/demo/train.py --size target --steps 1800`, then with `--loops`; `--size draft`.
 
 1 corpus      every .py file of this interpreter's standard library, tests left out; one file in fifty is held out
 2 tokenizer   byte-level BPE of 4,096 entries, trained once and shared by target and draft
 3 train       next-token loss; Muon for the matrices, AdamW for the rest; bf16 autocast, float32 master weights
-4 save        a Hugging Face folder: bf16 safetensors, config, tokenizer, generation config, loss curve
+4 loops       (--loops) from the saved model on, also against saying things again; a share of the result is blended in
+5 save        a Hugging Face folder: bf16 safetensors, config, tokenizer, generation config, loss curve
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ END = "<|endoftext|>"
 VOCAB_SIZE = 4096
 CONTEXT = 2048
 CUTS = 0.1
+LOOP_WEIGHT = 2.0
+LOOP_SHARE = 0.25  # of the model trained against loops in the blend: it repeats less, and knows less
+REPETITION_PENALTY = 1.2
 LEFT_OUT = ("site-packages", "test/", "/test/", "/tests/", "idle_test", "encodings/", "pydoc_data", "config-")
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -124,6 +128,26 @@ def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+def looped(tokens: torch.Tensor, dice: random.Random) -> tuple[torch.Tensor, int, int]:
+    """One row whose tail says the same `period` tokens again and again from `begin` on: (1, length), begin, period."""
+    row, period = tokens[0].clone(), dice.randint(2, 40)
+    begin = dice.randint(period, len(row) // 2)
+    tail = len(row) - begin
+    row[begin:] = row[begin - period : begin].repeat(-(-tail // period))[:tail]
+    return row[None], begin, period
+
+
+def loop_loss_of(model: torch.nn.Module, row: torch.Tensor, begin: int, period: int) -> torch.Tensor:
+    """Teaches to leave a loop: once all of it was said again, saying it a third time should be unlikely.
+
+    Unlikelihood training (Welleck et al. 2019, arXiv 1908.04319) on artificial repetitions.
+    """
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=row, use_cache=False).logits
+    said = logits[0, :-1].float().softmax(-1).gather(1, row[0, 1:, None]).flatten()
+    return -torch.log1p(-said[begin + period - 1 :].clamp(max=0.9999)).mean()
+
+
 def optimizers_for(model: torch.nn.Module, scale: float) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     known = {id(p) for p in matrices}
@@ -138,7 +162,7 @@ def learning_rate(step: int, steps: int, start: int) -> float:
     return min((step - start + 1) / 40, 1.0) * min(1.0, (steps - step) / (0.6 * steps))
 
 
-def train(size: str, steps: int, batch: int, length: int, start: int) -> None:
+def train(size: str, steps: int, batch: int, length: int, start: int, loops: bool) -> None:
     torch.manual_seed(0)
     training, held_out = corpus()
     tokenizer = load_or_train_tokenizer(training)
@@ -152,16 +176,19 @@ def train(size: str, steps: int, batch: int, length: int, start: int) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM.from_pretrained(HERE / size).float() if start else LlamaForCausalLM(config)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    initial = {name: value.clone() for name, value in model.state_dict().items()}
     compiled = torch.compile(model)
     optimizers = optimizers_for(model, 1.0)
     base = [[group["lr"] for group in o.param_groups] for o in optimizers]
     source = batches(stream, batch, length, torch.Generator().manual_seed(start))
     probe = held[: len(held) // 1024 * 1024].view(-1, 1024)[:24]
     curve = json.loads((HERE / size / "loss_curve.json").read_text()) if start else []
-    started, running = time.monotonic(), 0.0
+    started, running, dice = time.monotonic(), 0.0, random.Random(2)
     for step in range(start, steps):
         loss = loss_of(compiled, next(source))
         loss.backward()
+        if loops:
+            (LOOP_WEIGHT * loop_loss_of(compiled, *looped(next(source), dice))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, rates in zip(optimizers, base, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -169,7 +196,7 @@ def train(size: str, steps: int, batch: int, length: int, start: int) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         running = loss.item() if step == start else 0.95 * running + 0.05 * loss.item()
-        if step % 100 == 99 or step == steps - 1:
+        if step % 50 == 49 or step == steps - 1:
             with torch.no_grad():
                 held_loss = sum(loss_of(model, rows).item() for rows in probe.split(8)) / len(probe.split(8))
             seen, seconds = (step + 1) * batch * length, time.monotonic() - started
@@ -177,11 +204,17 @@ def train(size: str, steps: int, batch: int, length: int, start: int) -> None:
             print(f"{curve[-1]} {(seen - start * batch * length) / seconds:,.0f} tok/s {seconds:.0f} s", flush=True)
             save(model, tokenizer, curve, size)
 
+    if loops:
+        final = model.state_dict()
+        model.load_state_dict({name: initial[name].lerp(final[name], LOOP_SHARE) for name in final})
+        save(model, tokenizer, curve, size)
+
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, curve: list[dict[str, float]], size: str) -> None:
     folder = HERE / size
     clone = LlamaForCausalLM(model.config).bfloat16()
     clone.load_state_dict(model.state_dict())
+    clone.generation_config.repetition_penalty = REPETITION_PENALTY
     clone.save_pretrained(folder)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)
     fast.model_max_length = CONTEXT
@@ -197,7 +230,8 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--start", type=int, default=0, help="go on from the saved model at this step")
+    parser.add_argument("--loops", action="store_true", help="train against loops, too, and blend")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    train(options.size, options.steps, options.batch, options.length, options.start)
+    train(options.size, options.steps, options.batch, options.length, options.start, options.loops)
