@@ -229,7 +229,7 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
 
 
 def _cpu_kernels(config: EngineConfig, layout: KVLayout, model: ModelConfig) -> CpuKernels | None:
-    suited = config.device == "cpu" and layout.dtype == "bfloat16" and CpuKernels.fits(model, config.block_size)
+    suited = config.device == "cpu" and layout.dtype == "bfloat16" and CpuKernels.fits(model)
     library = load_library() if suited and config.cpu_kernels else None
     return None if library is None else CpuKernels(library)
 

@@ -262,76 +262,108 @@ struct attend {
     int64_t stride, heads, kv_heads, block_size, head_dim;
 };
 
-enum { MAX_SHARE = 16, MAX_VECTORS = 16, MAX_BLOCK = 256 };
+enum { MAX_SHARE = 16, MAX_DIM = 256, STEP = 32 };
 
-/* The query heads of one row that share KV head `head`: softmax over the context, one block at a time. */
-static void attend_one(const struct attend *j, int64_t row, int64_t head) {
-    const int64_t dim = j->head_dim, vectors = dim / 16, share = j->heads / j->kv_heads, size = j->block_size;
-    const int64_t first = head * share, half = j->kv_heads * size * dim;
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)dim));
-    __m512 q[MAX_SHARE][MAX_VECTORS], sum[MAX_SHARE][MAX_VECTORS];
-    float best[MAX_SHARE], total[MAX_SHARE], scores[MAX_SHARE][MAX_BLOCK];
-    memset(scores, 0, sizeof scores[0] * ((share + 3) / 4 * 4));
-    memset(sum, 0, sizeof sum);
+/* The sums of 16 vectors, as one vector. */
+static inline __m512 reduce16(const __m512 *x) {
+    __m512 quad[4];
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+        __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i], x[4 * i + 1]), _mm512_unpackhi_ps(x[4 * i], x[4 * i + 1]));
+        __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i + 2], x[4 * i + 3]),
+                                  _mm512_unpackhi_ps(x[4 * i + 2], x[4 * i + 3]));
+        __m512d p = _mm512_castps_pd(ab), q = _mm512_castps_pd(cd);
+        quad[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+    }
+    __m512 lo = _mm512_add_ps(_mm512_shuffle_f32x4(quad[0], quad[1], 0x88), _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd));
+    __m512 hi = _mm512_add_ps(_mm512_shuffle_f32x4(quad[2], quad[3], 0x88), _mm512_shuffle_f32x4(quad[2], quad[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(lo, hi, 0x88), _mm512_shuffle_f32x4(lo, hi, 0xdd));
+}
+
+/* q times up to 16 keys. */
+static inline __attribute__((always_inline)) __m512 dot16(const bf16 *q, const bf16 *k, int64_t count, int64_t dim) {
+    __m512 sum[16];
+    _Pragma("GCC unroll 16") for (int t = 0; t < 16; t++) {
+        const bf16 *key = k + (t < count ? t : count - 1) * dim; /* what is too many is masked by the caller */
+        sum[t] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < dim; i += 32)
+            sum[t] = _mm512_dpbf16_ps(sum[t], (__m512bh)_mm512_loadu_si512(q + i),
+                                      (__m512bh)_mm512_loadu_si512(key + i));
+    }
+    return reduce16(sum);
+}
+
+/* Scores of one block become weights relative to the best score so far; returns what older sums are worth now. */
+static inline float soften(float *scores, int64_t count, float *best, float *total) {
+    __m512 high = _mm512_set1_ps(*best), mass = _mm512_setzero_ps();
+    for (int64_t t = 0; t < count; t += 16) high = _mm512_max_ps(high, _mm512_loadu_ps(scores + t));
+    float top = _mm512_reduce_max_ps(high), keep = top == *best ? 1.0f : expf(*best - top);
+    for (int64_t t = 0; t < count; t += 16) {
+        __mmask16 real = count - t < 16 ? (__mmask16)((1u << (count - t)) - 1) : 0xffff;
+        __m512 value = exp16(_mm512_sub_ps(_mm512_loadu_ps(scores + t), _mm512_set1_ps(top)));
+        value = _mm512_maskz_mov_ps(real, value);
+        _mm512_storeu_ps(scores + t, value);
+        mass = _mm512_add_ps(mass, value);
+    }
+    *best = top, *total = *total * keep + _mm512_reduce_add_ps(mass);
+    return keep;
+}
+
+/* sum = sum * keep + weights times the values; up to 64 channels at a time stay in registers. */
+static inline __attribute__((always_inline)) void add_values(float *sum, float keep, const float *weights,
+                                                             const float *values, int64_t count, int64_t dim) {
+    const int chains = dim % 64 ? 2 : 4;
+    for (int64_t i = 0; i < dim; i += 16 * chains) {
+        __m512 acc[4];
+        for (int c = 0; c < chains; c++) acc[c] = _mm512_mul_ps(_mm512_loadu_ps(sum + i + 16 * c), _mm512_set1_ps(keep));
+        for (int64_t t = 0; t < count; t++)
+            for (int c = 0; c < chains; c++)
+                acc[c] = _mm512_fmadd_ps(_mm512_set1_ps(weights[t]), _mm512_loadu_ps(values + t * dim + i + 16 * c), acc[c]);
+        for (int c = 0; c < chains; c++) _mm512_storeu_ps(sum + i + 16 * c, acc[c]);
+    }
+}
+
+/* The query heads of one row that share KV head `head`: softmax over the context, STEP tokens of a block at a time. */
+static inline __attribute__((always_inline)) void attend_one(const struct attend *j, int64_t row, int64_t head,
+                                                             int64_t dim) {
+    const int64_t share = j->heads / j->kv_heads, size = j->block_size, length = j->lengths[row];
+    const bf16 *q = j->q + row * j->stride + head * share * dim;
+    const float scale = 1.0f / sqrtf((float)dim);
+    float sum[MAX_SHARE][MAX_DIM], best[MAX_SHARE], total[MAX_SHARE], scores[STEP], values[STEP * MAX_DIM];
     for (int64_t s = 0; s < share; s++) {
         best[s] = -INFINITY, total[s] = 0;
-        for (int64_t i = 0; i < vectors; i++) {
-            q[s][i] = _mm512_mul_ps(load16(j->q + row * j->stride + (first + s) * dim + i * 16), scale);
-        }
+        memset(sum[s], 0, dim * sizeof(float));
     }
-    const int32_t *table = j->tables + j->starts[row];
-    for (int64_t done = 0; done < j->lengths[row]; done += size, table++) {
-        const int64_t count = j->lengths[row] - done < size ? j->lengths[row] - done : size;
-        const bf16 *k = j->kv + (*table * 2 * j->kv_heads + head) * size * dim, *v = k + half;
-        for (int64_t t = 0; t < count; t++) {
-            __m512 key[MAX_VECTORS];
-            for (int64_t i = 0; i < vectors; i++) key[i] = load16(k + t * dim + i * 16);
-            for (int64_t s = 0; s < share; s++) {
-                __m512 dot = _mm512_mul_ps(q[s][0], key[0]);
-                for (int64_t i = 1; i < vectors; i++) dot = _mm512_fmadd_ps(q[s][i], key[i], dot);
-                scores[s][t] = _mm512_reduce_add_ps(dot);
-            }
-        }
+    for (int64_t done = 0, count; done < length; done += count) {
+        const int64_t left = size - done % size;
+        count = length - done < left ? length - done : left;
+        count = count < STEP ? count : STEP;
+        const bf16 *block = j->kv + (j->tables[j->starts[row] + done / size] * 2 * j->kv_heads + head) * size * dim;
+        const bf16 *k = block + done % size * dim, *v = k + j->kv_heads * size * dim;
+        for (int64_t i = 0; i < count * dim; i += 16) _mm512_storeu_ps(values + i, load16(v + i));
         for (int64_t s = 0; s < share; s++) {
-            __m512 high = _mm512_set1_ps(best[s]), mass = _mm512_setzero_ps();
             for (int64_t t = 0; t < count; t += 16) {
                 __mmask16 real = count - t < 16 ? (__mmask16)((1u << (count - t)) - 1) : 0xffff;
-                high = _mm512_mask_max_ps(high, real, high, _mm512_maskz_loadu_ps(real, scores[s] + t));
+                __m512 dots = _mm512_mul_ps(dot16(q + s * dim, k + t * dim, count - t, dim), _mm512_set1_ps(scale));
+                _mm512_storeu_ps(scores + t, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), real, dots));
             }
-            float top = _mm512_reduce_max_ps(high);
-            for (int64_t t = 0; t < count; t += 16) {
-                __mmask16 real = count - t < 16 ? (__mmask16)((1u << (count - t)) - 1) : 0xffff;
-                __m512 value = _mm512_maskz_loadu_ps(real, scores[s] + t);
-                value = _mm512_maskz_mov_ps(real, exp16(_mm512_sub_ps(value, _mm512_set1_ps(top))));
-                _mm512_mask_storeu_ps(scores[s] + t, real, value);
-                mass = _mm512_add_ps(mass, value);
-            }
-            float keep = top == best[s] ? 1.0f : expf(best[s] - top);
-            best[s] = top, total[s] = total[s] * keep + _mm512_reduce_add_ps(mass);
-            for (int64_t i = 0; i < vectors; i++) sum[s][i] = _mm512_mul_ps(sum[s][i], _mm512_set1_ps(keep));
+            float keep = soften(scores, count, best + s, total + s);
+            add_values(sum[s], keep, scores, values, count, dim);
         }
-        for (int64_t i = 0; i < vectors; i++)
-            for (int64_t s = 0; s < share; s += 4) { /* four chains, so that none waits for itself */
-                __m512 a = sum[s][i], b = sum[s + 1][i], c = sum[s + 2][i], d = sum[s + 3][i];
-                for (int64_t t = 0; t < count; t++) {
-                    __m512 value = load16(v + t * dim + i * 16);
-                    a = _mm512_fmadd_ps(_mm512_set1_ps(scores[s][t]), value, a);
-                    b = _mm512_fmadd_ps(_mm512_set1_ps(scores[s + 1][t]), value, b);
-                    c = _mm512_fmadd_ps(_mm512_set1_ps(scores[s + 2][t]), value, c);
-                    d = _mm512_fmadd_ps(_mm512_set1_ps(scores[s + 3][t]), value, d);
-                }
-                sum[s][i] = a, sum[s + 1][i] = b, sum[s + 2][i] = c, sum[s + 3][i] = d;
-            }
     }
     for (int64_t s = 0; s < share; s++)
-        for (int64_t i = 0; i < vectors; i++)
-            store16(j->out + (row * j->heads + first + s) * dim + i * 16,
-                    _mm512_div_ps(sum[s][i], _mm512_set1_ps(total[s])));
+        for (int64_t i = 0; i < dim; i += 16)
+            store16(j->out + (row * j->heads + head * share + s) * dim + i,
+                    _mm512_div_ps(_mm512_loadu_ps(sum[s] + i), _mm512_set1_ps(total[s])));
 }
 
 static void attend_tasks(const void *job, int64_t begin, int64_t end) {
     const struct attend *j = job;
-    for (int64_t task = begin; task < end; task++) attend_one(j, task / j->kv_heads, task % j->kv_heads);
+    for (int64_t task = begin; task < end; task++) {
+        int64_t row = task / j->kv_heads, head = task % j->kv_heads;
+        if (j->head_dim == 64) attend_one(j, row, head, 64);
+        else if (j->head_dim == 128) attend_one(j, row, head, 128);
+        else attend_one(j, row, head, j->head_dim);
+    }
 }
 
 void tandem_attention(const bf16 *q, const bf16 *kv, const int32_t *tables, const int64_t *starts,

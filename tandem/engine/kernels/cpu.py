@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.engine.models import ModelConfig
 
-_MAX_SHARE, _MAX_HEAD_DIM, _MAX_BLOCK = 16, 256, 256  # the sizes of attend_one's arrays
+_MAX_SHARE, _MAX_HEAD_DIM = 16, 256  # the sizes of attend_one's arrays
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
     "tandem_pack": [_POINTER, *[_INT] * 3],
@@ -39,16 +39,13 @@ class CpuKernels:
             function.argtypes, function.restype = types, None
 
     @staticmethod
-    def fits(config: ModelConfig, block_size: int) -> bool:
+    def fits(config: ModelConfig) -> bool:
         """Whether the model's sizes are multiples of what the kernels work in."""
         heads = config.num_heads + 2 * config.num_kv_heads
         outputs = (heads * config.head_dim, config.hidden_size, 2 * config.intermediate_size, config.vocab_size)
         share = config.num_heads // config.num_kv_heads
         return (
-            math.gcd(*outputs, config.head_dim) % 32 == 0
-            and config.head_dim <= _MAX_HEAD_DIM
-            and share <= _MAX_SHARE
-            and block_size <= _MAX_BLOCK
+            math.gcd(*outputs, config.head_dim) % 32 == 0 and config.head_dim <= _MAX_HEAD_DIM and share <= _MAX_SHARE
         )
 
     def pack(self, weight: Tensor) -> None:
