@@ -36,7 +36,7 @@ chart: $(VENV)/dev.stamp ## draw the benchmarks' last results as PNG
 	@$(BIN)/python -m benchmarks.chart
 
 clean: ## remove what the other commands made
-	@rm -rf $(VENV) .run build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) .run build benchmarks/out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/python.stamp:
 	@echo "setting up $(VENV) (once)"
