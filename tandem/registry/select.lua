@@ -137,8 +137,10 @@ local function best_pair(prefills, decodes)
       if prefill.layout_hash == decode.layout_hash then
         same_layout = true
         local cost = prefill.read_cost + (decode.write_cost + decode.transfer_cost)
-        local pair = {prefill = prefill, decode = decode, cost = cost}
-        if linked[decode.incarnation] and better(pair, best) then best = pair end
+        if linked[decode.incarnation] and (not best or cost <= best.cost) then
+          local pair = {prefill = prefill, decode = decode, cost = cost}
+          if better(pair, best) then best = pair end
+        end
       end
     end
   end
