@@ -57,16 +57,15 @@ local TEXTS = {'role', 'model', 'revision', 'incarnation', 'layout_hash', 'linke
 local NUMBERS = {'block_size', 'num_blocks', 'max_num_seqs', 'max_model_len', 'free_blocks', 'num_waiting',
   'num_running', 'queued_tokens', 'reserved_tokens', 'reserved_blocks', 'chosen'}
 
+local FIELDS = {unpack(TEXTS)}
+for _, name in ipairs(NUMBERS) do FIELDS[#FIELDS + 1] = name end
+
 local function read(worker_id)
   local worker = {id = worker_id}
-  for i, value in ipairs(redis.call('HMGET', key('worker', worker_id), unpack(TEXTS))) do
-    worker[TEXTS[i]] = value
-  end
-  if worker.model ~= model then return nil end
-  for i, value in ipairs(redis.call('HMGET', key('worker', worker_id), unpack(NUMBERS))) do
-    worker[NUMBERS[i]] = tonumber(value)
-  end
-  return worker
+  local values = redis.call('HMGET', key('worker', worker_id), unpack(FIELDS))
+  for i, name in ipairs(TEXTS) do worker[name] = values[i] end
+  for i, name in ipairs(NUMBERS) do worker[name] = tonumber(values[#TEXTS + i]) end
+  return worker.model == model and worker or nil
 end
 
 -- Reserved and reported tell of the same work, one sooner and one also after Redis lost its memory: take the larger.
