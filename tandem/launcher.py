@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem.child import dying_with_parent
 from tandem.clock import Clock
 
 STOP_WAIT_S = 10.0
@@ -45,7 +46,7 @@ class Process:
 
     async def start(self) -> None:
         self.child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", *self.arguments,
+            *dying_with_parent(sys.executable, "-m", *self.arguments),
             env=os.environ | self.environment, stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True, limit=2**20,

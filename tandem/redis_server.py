@@ -9,11 +9,9 @@ start it from one that lives as long as it should.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from importlib.util import find_spec
@@ -21,14 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-# The child asks for its own death before it becomes redis-server, and is gone already if its parent was quicker.
-DIE_WITH_PARENT = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
+from tandem.child import dying_with_parent
 
 
 class RedisServer:
@@ -100,7 +91,7 @@ class RedisServer:
         }  # fmt: skip
         arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap
-        command = [sys.executable, "-ISc", DIE_WITH_PARENT, str(os.getpid()), str(program), *arguments]
+        command = dying_with_parent(str(program), *arguments)
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, process_group=0
         )

@@ -61,8 +61,24 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     with running_cluster(tmp_path) as cluster:
         family = psutil.Process(cluster.process.pid).children(recursive=True)
         assert len(family) >= 5
-    eventually(lambda: not any(p.is_running() for p in family), 5, "every process ends")
+    eventually(lambda: not any(map(alive, family)), 5, "every process ends")
     assert cluster.process.returncode == 0
+
+
+def test_killing_the_command_leaves_no_process_behind(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster:
+        family = psutil.Process(cluster.process.pid).children(recursive=True)
+        assert len(family) >= 5
+        cluster.process.kill()
+        cluster.process.wait(5)
+        eventually(lambda: not any(map(alive, family)), 5, "every process ends")
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_port_in_use_is_named(shm_cluster: RunningCluster, tmp_path: Path) -> None:
