@@ -10,6 +10,7 @@ its last output or abort.
 
 from __future__ import annotations
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -32,6 +33,8 @@ from tandem.engine.types import (
     SampledToken,
     SequenceOutput,
 )
+
+log = structlog.get_logger(__name__)
 
 
 class Engine:
@@ -229,8 +232,12 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
 
 
 def _cpu_kernels(config: EngineConfig, layout: KVLayout, model: ModelConfig) -> CpuKernels | None:
-    suited = config.device == "cpu" and layout.dtype == "bfloat16" and CpuKernels.fits(model)
-    library = load_library() if suited and config.cpu_kernels else None
+    if not config.cpu_kernels or config.device != "cpu" or layout.dtype != "bfloat16":
+        return None
+    if not CpuKernels.fits(model):
+        log.warning("CPU kernels are off, torch computes everything", reason="the model's sizes are no multiples of 32")
+        return None
+    library = load_library()
     return None if library is None else CpuKernels(library)
 
 
