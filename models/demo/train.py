@@ -29,7 +29,8 @@ CONTEXT = 2048
 CUTS = 0.1
 LOOP_WEIGHT = 2.0
 LOOP_SHARE = 0.25  # of the model trained against loops in the blend: it repeats less, and knows less
-REPETITION_PENALTY = 1.2
+# What servers do where a client says nothing: a small model needs a firm hand.
+DEFAULTS = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.2}
 LEFT_OUT = ("site-packages", "test/", "/test/", "/tests/", "idle_test", "encodings/", "pydoc_data", "config-")
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -214,7 +215,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, curve: list[dict[str, fl
     folder = HERE / size
     clone = LlamaForCausalLM(model.config).bfloat16()
     clone.load_state_dict(model.state_dict())
-    clone.generation_config.repetition_penalty = REPETITION_PENALTY
+    clone.generation_config.update(**DEFAULTS)
     clone.save_pretrained(folder)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)
     fast.model_max_length = CONTEXT

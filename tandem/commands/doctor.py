@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from tandem import rpc
 from tandem.clock import SystemClock
@@ -39,11 +38,10 @@ class Finding:
 def main(arguments: list[str]) -> None:
     settings = load(DoctorSettings, arguments, "tandem doctor")
     findings = asyncio.run(examine(settings))
-    table = Table(box=None, show_header=False)
+    console, width = Console(), max(len(finding.what) for finding in findings)
     for finding in findings:
-        mark = "[green]ok[/]" if finding.good else "[red]BROKEN[/]"
-        table.add_row(mark, finding.what, escape(finding.detail))
-    Console().print(table)
+        mark = "[green]ok    [/]" if finding.good else "[red]BROKEN[/]"
+        console.print(f"{mark}  {finding.what:<{width}}  {escape(finding.detail)}", soft_wrap=True, highlight=False)
     broken = [finding.what for finding in findings if not finding.good]
     if broken:
         raise SystemExit(f"broken: {', '.join(broken)}")

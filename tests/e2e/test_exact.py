@@ -46,8 +46,7 @@ def oracle(engine: Engine, prompt: list[int], sampling: SamplingParams) -> tuple
 def generate(
     service: llm_pb2_grpc.LLMServiceStub, prompt: list[int], sampling: llm_pb2.SamplingParams
 ) -> tuple[list[int], llm_pb2.GenerateResponse]:
-    if not sampling.HasField("repetition_penalty"):
-        sampling.repetition_penalty = 1.0  # the model's own default is another
+    sampling.repetition_penalty, sampling.top_p = 1.0, 1.0  # the model's own defaults are others
     request = llm_pb2.GenerateRequest(model="tandem-demo", token_ids=llm_pb2.TokenIds(ids=prompt), sampling=sampling)
     tokens: list[int] = []
     for response in service.Generate(request, timeout=60):
@@ -82,9 +81,11 @@ def test_the_models_own_defaults_are_those_of_its_generation_config(
 ) -> None:
     prompt = prompt_of(40, seed=3)
     expected, _ = oracle(
-        one_process_engine, prompt, SamplingParams(max_tokens=24, temperature=0, repetition_penalty=1.2)
+        one_process_engine,
+        prompt,
+        SamplingParams(max_tokens=24, temperature=0.6, top_p=0.95, repetition_penalty=1.2, seed=9),
     )
-    defaults = llm_pb2.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    defaults = llm_pb2.SamplingParams(max_tokens=24, seed=9, ignore_eos=True)
     request = llm_pb2.GenerateRequest(model="tandem-demo", token_ids=llm_pb2.TokenIds(ids=prompt), sampling=defaults)
     assert [token for part in service.Generate(request, timeout=60) for token in part.token_ids] == expected
 
