@@ -10,9 +10,6 @@ from tandem.engine import Engine, EngineConfig
 from tandem.registry import Registry
 from tests.e2e.cluster import RunningCluster, running_cluster
 
-NUM_BLOCKS = 2048
-MEMORY = "64MiB"
-
 
 @pytest.fixture(scope="session")
 def shm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
