@@ -326,11 +326,12 @@ def test_expect_names_what_is_wrong(pair: Pair) -> None:
 
 
 def test_a_deadline_ends_both_sides(pair: Pair) -> None:
+    """The sender may not have heard yet when it pushes; when it commits, it has to."""
     outcome = pair.expect("t", [1], seconds=0.2)
     push = pair.begin("t", 1, seconds=0.2)
     assert outcome.get(1.0)[:2] == ("abort", "DEADLINE_EXCEEDED")
     with pytest.raises(TransferError, match="DEADLINE_EXCEEDED"):
-        pair.push_all(push, 0, [3])
+        pair.finish(push, [3])
 
 
 def test_a_failing_on_commit_fails_the_sender(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
