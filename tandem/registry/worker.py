@@ -11,6 +11,7 @@ reads a number without parsing a document.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -60,6 +61,15 @@ class WorkerLoad:
     queued_tokens: int  # prompt tokens accepted and not yet computed
     draining: bool = False  # finish what you have, take nothing new
     linked: tuple[str, ...] = ()  # prefill: incarnations of decode workers it has moved a block to
+    # Measured; 0 is not yet, and a nominal value holds.
+    prefill_tokens_per_s: float = 0.0  # prompt tokens read
+    transfer_tokens_per_s: float = 0.0  # prefill: tokens whose KV is moved
+    step_s: float = 0.0  # decode: time of one step of the present batch
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_tokens_per_s", "transfer_tokens_per_s", "step_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number from 0 up, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,7 @@ T = TypeVar("T", WorkerInfo, WorkerLoad)
 READ: Mapping[str, Callable[[str], Any]] = {
     "str": str,
     "int": int,
+    "float": float,
     "bool": lambda text: text == "1",
     "Role": Role,
     "tuple[str, ...]": lambda text: tuple(json.loads(text)),

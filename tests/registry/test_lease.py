@@ -22,13 +22,20 @@ async def reserve(registry: Registry) -> str:
 
 async def test_a_registered_worker_is_seen_whole_by_other_clients(registry: Registry, connect: Connect) -> None:
     load = worker_load(
-        free_blocks=3, num_waiting=1, num_running=2, queued_tokens=77, draining=True, linked=("a", 'b",')
-    )
+        free_blocks=3, num_waiting=1, num_running=2, queued_tokens=77, draining=True, linked=("a", 'b",'),
+        prefill_tokens_per_s=1234.5, transfer_tokens_per_s=1e7, step_s=1e-5,
+    )  # fmt: skip
     await registry.register(OLD, load, TTL)
     (worker,) = await (await connect()).workers()
     assert worker.info == OLD
     assert worker.load == load
     assert worker.reserved_tokens == worker.reserved_blocks == 0
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
+def test_a_rate_that_nobody_can_have_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="step_s must be"):
+        worker_load(step_s=rate)
 
 
 async def test_a_heartbeat_changes_the_load_and_keeps_reservations(registry: Registry) -> None:
