@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.kernels import CpuKernels, load_library
+from tandem.engine.forward import Forward, TorchForward
+from tandem.engine.kernels import CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
 from tandem.engine.loader import load_weights, weights_revision
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
@@ -50,11 +51,9 @@ class Engine:
         self.model_config = read_model_config(config.model_path, config.max_model_len)
         self.layout = _layout(config, self.model_config)
         self.kv_cache = _kv_cache(config, self.layout)
-        kernels = _cpu_kernels(config, self.layout, self.model_config)
-        model = Decoder(self.model_config, self.layout.torch_dtype, config.device, kernels)
+        model = Decoder(self.model_config, self.layout.torch_dtype, config.device)
         load_weights(model, config.model_path, on_progress)
-        model.pack()
-        self._runner = Runner(model, self.kv_cache, kernels)
+        self._runner = Runner(_forward(config, self.layout, model, self.kv_cache), self.kv_cache)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._scheduler = Scheduler(
             self._pool,
@@ -231,14 +230,15 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
     )
 
 
-def _cpu_kernels(config: EngineConfig, layout: KVLayout, model: ModelConfig) -> CpuKernels | None:
-    if not config.cpu_kernels or config.device != "cpu" or layout.dtype != "bfloat16":
-        return None
-    if not CpuKernels.fits(model):
-        log.warning("CPU kernels are off, torch computes everything", reason="the model's sizes are no multiples of 32")
-        return None
-    library = load_library()
-    return None if library is None else CpuKernels(library)
+def _forward(config: EngineConfig, layout: KVLayout, model: Decoder, kv_cache: list[Tensor]) -> Forward:
+    if config.cpu_kernels and config.device == "cpu" and layout.dtype == "bfloat16":
+        if not CpuForward.fits(model.config):
+            log.warning(
+                "CPU kernels are off, torch computes everything", reason="the model's sizes are no multiples of 32"
+            )
+        elif (library := load_library()) is not None:
+            return CpuForward(library, model, kv_cache, config.max_num_batched_tokens)
+    return TorchForward(model, kv_cache)
 
 
 def _kv_cache(config: EngineConfig, layout: KVLayout) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """One forward pass over the tokens a step has scheduled.
 
-1 order    sequences with one token first, alike lengths together; each longer chunk is a group of its own
-2 forward  all tokens lie in one row; each layer writes its K and V into the cache, then attends, then pushes the
-           blocks that became complete to the sinks of their sequences
+1 order    sequences with one token first, alike lengths together; then the longer chunks
+2 forward  all tokens lie in one row; when a layer's K and V are in the cache, blocks that became complete are pushed to
+           the sinks of their sequences
 3 sample   logits only for the sequences whose last token was computed
 """
 
@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import FirstChunk, Group, make_group, paged_attention, write_kv
-from tandem.engine.kernels import CpuKernels
-from tandem.engine.models import Decoder
+from tandem.engine.forward import Forward, StepInput
 from tandem.engine.sampler import sample
 from tandem.engine.scheduler import Scheduled
 from tandem.engine.sequence import Sequence
@@ -44,47 +41,11 @@ class Push:
         self.seq.num_pushed_blocks = self.first_block + len(self.block_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Singles:
-    """The contexts of a step's first tokens, which are all of their sequence that is computed; for `CpuKernels`."""
-
-    tables: Tensor
-    starts: Tensor
-    lengths: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PagedContext:
-    """What a model's `attend` means in one step: `slots` (tokens,) are where each token's KV goes."""
-
-    kv_cache: list[Tensor]
-    slots: Tensor
-    groups: list[Group | FirstChunk]
-    pushes: list[Push]
-    kernels: CpuKernels | None
-    singles: Singles | None
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv = self.kv_cache[layer]
-        write = write_kv if self.kernels is None else self.kernels.write_kv
-        write(kv, self.slots, k, v)
-        for push in self.pushes:
-            push.layer(layer, kv)
-        out = q.new_empty(q.shape)
-        if self.kernels is not None and self.singles is not None:
-            single = self.singles
-            here = q[: len(single.lengths)]
-            self.kernels.attention(here, kv, single.tables, single.starts, single.lengths, out)
-        paged_attention(q, k, v, kv, self.groups, out)
-        return out
-
-
 class Runner:
-    """Runs `model` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer."""
+    """Runs `forward` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer."""
 
-    def __init__(self, model: Decoder, kv_cache: list[Tensor], kernels: CpuKernels | None = None) -> None:
-        self._model, self._kv_cache, self._kernels = model, kv_cache, kernels
-        self._block_size, self._device = kv_cache[0].shape[3], str(kv_cache[0].device)
+    def __init__(self, forward: Forward, kv_cache: list[Tensor]) -> None:
+        self._forward, self._kv_cache, self._block_size = forward, kv_cache, kv_cache[0].shape[3]
 
     @torch.inference_mode()
     def execute(self, batch: list[Scheduled]) -> dict[str, SampledToken]:
@@ -94,10 +55,15 @@ class Runner:
         """
         if not batch:
             return {}
-        batch = sorted(batch, key=self._group_key)
-        context = self._context(batch)
-        hidden = self._model(self._input_ids(batch), self._positions(batch), context)
-        for push in context.pushes:
+        batch = sorted(batch, key=self._order)
+        pushes = [push for item in batch if (push := self._push(item))]
+
+        def written(layer: int) -> None:
+            for push in pushes:
+                push.layer(layer, self._kv_cache[layer])
+
+        hidden = self._forward(self._input(batch), written if pushes else None)
+        for push in pushes:
             push.done()
         return self._sample(batch, hidden)
 
@@ -110,61 +76,28 @@ class Runner:
         seqs = [item.seq for item in batch if item.samples]
         if not seqs:
             return {}
-        logits = self._model.logits(hidden[ends])
+        logits = self._forward.logits(hidden, ends)
         for row in (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist():
             seqs[row].error = "the model's logits are not finite numbers"
         return {seq.request_id: token for seq, token in zip(seqs, sample(logits, seqs), strict=True)}
 
-    def _input_ids(self, batch: list[Scheduled]) -> Tensor:
-        ids = array("q")
+    def _input(self, batch: list[Scheduled]) -> StepInput:
+        ids, positions, slots, lengths = (array("q") for _ in range(4))
         for item in batch:
-            start = item.seq.num_computed_tokens
-            ids += item.seq.token_ids[start : start + item.num_tokens]
-        return _tensor(ids).to(self._device)
+            seq, start, size = item.seq, item.seq.num_computed_tokens, self._block_size
+            end = start + item.num_tokens
+            ids += seq.token_ids[start:end]
+            positions.extend(range(start, end))
+            slots.extend(seq.block_table[p // size] * size + p % size for p in range(start, end))
+            lengths.append(end)
+        counts, tables = [item.num_tokens for item in batch], [item.seq.block_table for item in batch]
+        return StepInput(_tensor(ids), _tensor(positions), _tensor(slots), counts, lengths, tables)
 
-    def _positions(self, batch: list[Scheduled]) -> Tensor:
-        starts = [item.seq.num_computed_tokens for item in batch]
-        positions = [p for s, item in zip(starts, batch, strict=True) for p in range(s, s + item.num_tokens)]
-        return torch.tensor(positions, device=self._device)
-
-    def _context(self, batch: list[Scheduled]) -> PagedContext:
-        num_singles = sum(item.num_tokens == 1 for item in batch) if self._kernels is not None else 0
-        groups, start = list[Group | FirstChunk](), num_singles
-        for _, items in groupby(batch[num_singles:], key=self._group_key):
-            groups.append(self._group(start, list(items)))
-            start = groups[-1].end
-        pushes = [push for item in batch if (push := self._push(item))]
-        singles = self._singles(batch[:num_singles]) if num_singles else None
-        return PagedContext(self._kv_cache, self._slots(batch), groups, pushes, self._kernels, singles)
-
-    def _singles(self, items: list[Scheduled]) -> Singles:
-        tables, starts = array("i"), array("q")
-        for item in items:
-            starts.append(len(tables))
-            tables.extend(item.seq.block_table)
-        lengths = array("q", [item.seq.num_computed_tokens + 1 for item in items])
-        return Singles(torch.frombuffer(tables, dtype=torch.int32), *map(_tensor, (starts, lengths)))
-
-    def _slots(self, batch: list[Scheduled]) -> Tensor:
-        """Where each token's KV goes: block * block_size + offset."""
-        size, slots = self._block_size, array("q")
-        for item in batch:
-            table, start = item.seq.block_table, item.seq.num_computed_tokens
-            slots.extend(table[p // size] * size + p % size for p in range(start, start + item.num_tokens))
-        return _tensor(slots).to(self._device)
-
-    def _group(self, start: int, items: list[Scheduled]) -> Group | FirstChunk:
-        if len(items) == 1 and items[0].seq.num_computed_tokens == 0:
-            return FirstChunk(start, start + items[0].num_tokens)
-        lengths = [item.seq.num_computed_tokens + item.num_tokens for item in items]
-        tables = [item.seq.block_table for item in items]
-        return make_group(start, items[0].num_tokens, tables, lengths, self._kv_cache[0])
-
-    def _group_key(self, item: Scheduled) -> tuple[int, int, int]:
-        """Single tokens whose contexts differ by less than twice share a group, so that little of it is padding."""
+    def _order(self, item: Scheduled) -> tuple[int, ...]:
+        """Single tokens first, ones with contexts of about equal length side by side."""
         if item.num_tokens > 1:
             return 1, *item.seq.key
-        return 0, (item.seq.num_computed_tokens // self._block_size).bit_length(), 0
+        return 0, (item.seq.num_computed_tokens // self._block_size).bit_length()
 
     def _push(self, item: Scheduled) -> Push | None:
         seq, end = item.seq, item.seq.num_computed_tokens + item.num_tokens

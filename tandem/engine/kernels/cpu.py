@@ -1,122 +1,183 @@
-"""The C kernels as operations on tensors: `Ops` for bfloat16 on the CPU.
+"""The C kernels as a `Forward`: a decoder's whole pass in bfloat16 on the CPU.
 
-load ── pack: each weight changes its layout in place, so it is held once ──> linear, embedding read it packed
+load ── pack: each weight changes its layout in place, so it is held once ──> layers ── logits
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+from array import array
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from tandem.engine.models import ModelConfig
+from tandem.engine.forward import StepInput
+from tandem.engine.models import Decoder, DecoderLayer, ModelConfig
+from tandem.engine.models.rope import cos_sin
 
-_MAX_SHARE, _MAX_HEAD_DIM = 16, 256  # the sizes of attend_one's arrays
+_MAX_HEAD_DIM = 256  # the room that the kernels have for a block of keys
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
     "tandem_pack": [_POINTER, *[_INT] * 3],
     "tandem_unpack_rows": [_POINTER, _POINTER, _INT, _INT, _POINTER],
-    "tandem_linear": [*[_POINTER] * 5, *[_INT] * 5],
-    "tandem_rms_norm": [*[_POINTER] * 3, _INT, _INT, ctypes.c_float, _INT],
-    "tandem_silu_mul": [_POINTER, _POINTER, *[_INT] * 3],
-    "tandem_rope": [*[_POINTER] * 5, *[_INT] * 4, ctypes.c_float, _INT],
-    "tandem_write_kv": [*[_POINTER] * 4, *[_INT] * 5],
-    "tandem_attention": [*[_POINTER] * 6, *[_INT] * 7],
+    "tandem_layers": [_POINTER, _POINTER, *[_INT] * 3],
+    "tandem_logits": [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT],
 }
 
 
-class CpuKernels:
-    """Bfloat16 operations of one loaded library. Every tensor is on the CPU; every weight was packed first."""
+class _Layer(ctypes.Structure):
+    """`struct layer` of cpu.c."""
 
-    angle_dtype = torch.float32
+    _fields_ = [
+        (name, _POINTER)
+        for name in (
+            "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "gate_up_bias",
+            "down", "down_bias", "kv",
+        )
+    ]  # fmt: skip
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+
+class _Model(ctypes.Structure):
+    """`struct model` of cpu.c."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("layers", "norm", "head")),
+        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "block_size")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Step(ctypes.Structure):
+    """`struct step` of cpu.c."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("x", "normed", "qkv", "attended", "inner", "cos", "sin")),
+        *((name, _POINTER) for name in ("slots", "starts", "lengths", "table_starts", "tables")),
+        *((name, _INT) for name in ("rows", "seqs")),
+    ]
+
+
+class CpuForward:
+    """Runs `model`, whose weights it packs, over `kv_cache` in steps of at most `max_tokens` tokens.
+
+    `num_threads` is asked before each pass.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: Decoder,
+        kv_cache: list[Tensor],
+        max_tokens: int,
+        num_threads: Callable[[], int] = torch.get_num_threads,
+    ) -> None:
         for name, types in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = types, None
+        self._library, self._model, self._kv_cache, self._num_threads = library, model, kv_cache, num_threads
+        self._pack()
+        self._layers = (_Layer * len(model.layers))(*map(_layer, model.layers, kv_cache))
+        self._struct = _struct(model, self._layers, kv_cache[0])
+        config = model.config
+        heads = config.num_heads * config.head_dim
+        widths = (config.hidden_size, config.hidden_size, heads + 2 * config.num_kv_heads * config.head_dim, heads)
+        self._room = [model.embed.new_empty(max_tokens, width) for width in (*widths, config.intermediate_size)]
 
     @staticmethod
     def fits(config: ModelConfig) -> bool:
         """Whether the model's sizes are multiples of what the kernels work in."""
         heads = config.num_heads + 2 * config.num_kv_heads
         outputs = (heads * config.head_dim, config.hidden_size, 2 * config.intermediate_size, config.vocab_size)
-        share = config.num_heads // config.num_kv_heads
-        return (
-            math.gcd(*outputs, config.head_dim) % 32 == 0 and config.head_dim <= _MAX_HEAD_DIM and share <= _MAX_SHARE
-        )
+        return math.gcd(*outputs, config.head_dim) % 32 == 0 and config.head_dim <= _MAX_HEAD_DIM
 
-    def pack(self, weight: Tensor) -> None:
-        """Change the layout of `weight` (outputs, inputs) in place."""
-        self._library.tandem_pack(weight.data_ptr(), *weight.shape, torch.get_num_threads())
-
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        out = weight.new_empty(len(ids), weight.shape[1])
+    def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
+        ids = step.input_ids
+        x, *room = (buffer[: len(ids)] for buffer in self._room)
         self._library.tandem_unpack_rows(
-            weight.data_ptr(), ids.data_ptr(), len(ids), weight.shape[1], out.data_ptr()
-        )  # fmt: skip
-        return out
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        return self._linear(x, weight, bias, residual, x.new_empty(len(x), weight.shape[0]))
-
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._linear(x, weight, None, None, x.new_empty(len(x), weight.shape[0], dtype=torch.float32))
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Tensor:
-        outputs, inputs = weight.shape
-        self._library.tandem_linear(
-            x.data_ptr(), weight.data_ptr(), _pointer(bias), _pointer(residual), out.data_ptr(), len(x), inputs,
-            outputs, out.dtype == torch.float32, torch.get_num_threads(),
-        )  # fmt: skip
-        return out
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(x)
-        self._library.tandem_rms_norm(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps, torch.get_num_threads()
+            self._model.embed.data_ptr(), ids.data_ptr(), len(ids), x.shape[1], x.data_ptr()
         )
+        angles = cos_sin(self._model.inverse, step.positions, torch.float32)
+        starts, table_starts, tables = _joined(step)
+        passed = _Step(
+            *(tensor.data_ptr() for tensor in (x, *room, angles[0], angles[1], step.slots)),
+            *(_address(values) for values in (starts, step.lengths, table_starts, tables)),
+            len(ids), len(step.lengths),
+        )  # fmt: skip
+        self._run_halves(passed, written)
+        return x
+
+    def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        out = hidden.new_empty(len(rows), self._model.config.vocab_size, dtype=torch.float32)
+        picked = array("q", rows)
+        passed = _Step(x=hidden.data_ptr(), normed=self._room[1].data_ptr())
+        self._library.tandem_logits(
+            ctypes.byref(self._struct), ctypes.byref(passed), _address(picked), len(rows), out.data_ptr(),
+            self._num_threads(),
+        )  # fmt: skip
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, size)
-        self._library.tandem_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
-        return out
+    def _run_halves(self, passed: _Step, written: Callable[[int], None] | None) -> None:
+        """All layers at once, or with a stop where a layer's KV lies in the cache: when its first half is computed."""
+        first, end = 0, 2 * len(self._layers)
+        if written is not None:
+            for layer in range(len(self._layers)):
+                self._run(passed, first, 2 * layer + 1)
+                written(layer)
+                first = 2 * layer + 1
+        self._run(passed, first, end)
 
-    def split_heads(
-        self, qkv: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, eps: float, angles: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms and turns q and k where they lie."""
-        (num_heads, kv_heads), (cos, sin) = heads, angles
-        head_dim = qkv.shape[1] // (num_heads + 2 * kv_heads)
-        q_norm, k_norm = norms or (None, None)
-        self._library.tandem_rope(
-            qkv.data_ptr(), _pointer(q_norm), _pointer(k_norm), cos.data_ptr(), sin.data_ptr(), len(qkv), num_heads,
-            kv_heads, head_dim, eps, torch.get_num_threads(),
-        )  # fmt: skip
-        q, k, v = torch.split(qkv.view(len(qkv), -1, head_dim), [num_heads, kv_heads, kv_heads], dim=1)
-        return q, k, v
+    def _run(self, passed: _Step, first: int, end: int) -> None:
+        self._library.tandem_layers(ctypes.byref(self._struct), ctypes.byref(passed), first, end, self._num_threads())
 
-    def write_kv(self, kv: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        _, _, kv_heads, block_size, head_dim = kv.shape
-        self._library.tandem_write_kv(
-            kv.data_ptr(), slots.data_ptr(), k.data_ptr(), v.data_ptr(), len(k), k.stride(0), kv_heads, block_size,
-            head_dim,
-        )  # fmt: skip
+    def _pack(self) -> None:
+        model = self._model
+        weights = (
+            [(model.embed, False)] if model.lm_head is model.embed else [(model.embed, False), (model.lm_head, False)]
+        )
+        for layer in model.layers:
+            weights += [(linear.weight, linear is layer.mlp.gate_up) for linear in layer.linears()]
+        for weight, halves in weights:
+            self._library.tandem_pack(weight.data_ptr(), *weight.shape, halves)
 
-    def attention(self, q: Tensor, kv: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, out: Tensor) -> None:
-        """Single tokens q (tokens, heads, head_dim) over contexts of `lengths` (tokens,) int64 tokens, into `out`.
 
-        The blocks of token i are `tables` (int32) from `starts[i]` (int64) on.
-        """
-        _, _, kv_heads, block_size, head_dim = kv.shape
-        self._library.tandem_attention(
-            q.data_ptr(), kv.data_ptr(), tables.data_ptr(), starts.data_ptr(), lengths.data_ptr(), out.data_ptr(),
-            len(q), q.stride(0), q.shape[1], kv_heads, block_size, head_dim, torch.get_num_threads(),
-        )  # fmt: skip
+def _layer(layer: DecoderLayer, kv: Tensor) -> _Layer:
+    attention, mlp = layer.attention, layer.mlp
+    q_norm, k_norm = attention.norms or (None, None)
+    return _Layer(
+        *map(
+            _pointer,
+            (
+                layer.input_norm, attention.qkv.weight, attention.qkv.bias, q_norm, k_norm, attention.o.weight,
+                attention.o.bias, layer.post_norm, mlp.gate_up.weight, mlp.gate_up.bias, mlp.down.weight, mlp.down.bias,
+                kv,
+            ),
+        )
+    )  # fmt: skip
+
+
+def _struct(model: Decoder, layers: ctypes.Array[_Layer], kv: Tensor) -> _Model:
+    config = model.config
+    return _Model(
+        ctypes.addressof(layers), model.norm.data_ptr(), model.lm_head.data_ptr(), config.hidden_size, config.num_heads,
+        config.num_kv_heads, config.head_dim, config.intermediate_size, config.vocab_size, kv.shape[3],
+        config.rms_norm_eps,
+    )  # fmt: skip
+
+
+def _joined(step: StepInput) -> tuple[array[int], array[int], array[int]]:
+    """Where each sequence's rows begin and end, where its blocks begin, and the blocks of all."""
+    starts, table_starts, tables = array("q", [0]), array("q"), array("i")
+    for count, table in zip(step.counts, step.tables, strict=True):
+        starts.append(starts[-1] + count)
+        table_starts.append(len(tables))
+        tables.extend(table)
+    return starts, table_starts, tables
+
+
+def _address(values: array[int]) -> int:
+    return values.buffer_info()[0]
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

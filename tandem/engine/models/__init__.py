@@ -1,7 +1,6 @@
 """Models: a Hugging Face folder's config and the decoder it describes."""
 
 from tandem.engine.models.config import ModelConfig, Rope, read_model_config
-from tandem.engine.models.decoder import Attend, Decoder
-from tandem.engine.models.ops import Ops, TorchOps
+from tandem.engine.models.decoder import Attend, Decoder, DecoderLayer
 
-__all__ = ["Attend", "Decoder", "ModelConfig", "Ops", "Rope", "TorchOps", "read_model_config"]
+__all__ = ["Attend", "Decoder", "DecoderLayer", "ModelConfig", "Rope", "read_model_config"]

@@ -5,7 +5,7 @@
 
 Tokens of all sequences lie in one row, (tokens, …). The model knows nothing of sequences, paging or ranks: how a token
 sees the ones before it is `attend`'s business. Its weights are held once; q, k, v and gate, up are fused, and
-`checkpoint_tensors` says which part of them each tensor of a checkpoint fills. What computes is `ops`.
+`checkpoint_tensors` says which part of them each tensor of a checkpoint fills.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.models.config import ModelConfig
-from tandem.engine.models.ops import Ops, TorchOps
-from tandem.engine.models.rope import cos_sin, inverse_frequencies
+from tandem.engine.models.rope import cos_sin, inverse_frequencies, rotate
 
 
 class Attend(Protocol):
@@ -36,6 +36,9 @@ class Linear:
         self.weight = place.new_empty(outputs, inputs)
         self.bias = place.new_empty(outputs) if bias else None
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
     def parts(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors for `names`, whose outputs lie one after the other."""
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
@@ -45,20 +48,21 @@ class Linear:
 
 
 class Attention:
-    def __init__(self, config: ModelConfig, layer: int, place: Tensor, ops: Ops) -> None:
-        self.layer, self.ops, self.heads = layer, ops, (config.num_heads, config.num_kv_heads)
-        self.sizes = tuple(config.head_dim * n for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads))
+    def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
+        self.layer, self.heads = layer, (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.sizes = tuple(config.head_dim * n for n in self.heads)
         self.qkv = Linear(config.hidden_size, sum(self.sizes), config.qkv_bias, place)
         self.o = Linear(self.sizes[0], config.hidden_size, config.o_bias, place)
         self.eps, self.norms = config.rms_norm_eps, None
         if config.qk_norm:
             self.norms = place.new_empty(config.head_dim), place.new_empty(config.head_dim)
 
-    def __call__(self, x: Tensor, residual: Tensor, angles: Tensor, attend: Attend) -> Tensor:
-        qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias)
-        q, k, v = self.ops.split_heads(qkv, self.heads, self.norms, self.eps, angles)
-        out = attend(self.layer, q, k, v).reshape(len(x), -1)
-        return self.ops.linear(out, self.o.weight, self.o.bias, residual)
+    def __call__(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
+        q, k, v = torch.split(self.qkv(x).view(len(x), sum(self.heads), -1), list(self.heads), dim=1)
+        if self.norms is not None:
+            q, k = rms_norm(q, self.norms[0], self.eps), rms_norm(k, self.norms[1], self.eps)
+        cos, sin = angles
+        return self.o(attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v).reshape(len(x), -1))
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.qkv.parts(("q_proj", "k_proj", "v_proj"), self.sizes)
@@ -67,14 +71,13 @@ class Attention:
 
 
 class MLP:
-    def __init__(self, config: ModelConfig, place: Tensor, ops: Ops) -> None:
-        self.ops = ops
+    def __init__(self, config: ModelConfig, place: Tensor) -> None:
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, place)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, place)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        inner = self.ops.silu_mul(self.ops.linear(x, self.gate_up.weight, self.gate_up.bias))
-        return self.ops.linear(inner, self.down.weight, self.down.bias, residual)
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         size = len(self.gate_up.weight) // 2
@@ -83,15 +86,15 @@ class MLP:
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, place: Tensor, ops: Ops) -> None:
-        self.ops, self.eps = ops, config.rms_norm_eps
+    def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
+        self.eps = config.rms_norm_eps
         self.input_norm, self.post_norm = place.new_empty(config.hidden_size), place.new_empty(config.hidden_size)
-        self.attention = Attention(config, layer, place, ops)
-        self.mlp = MLP(config, place, ops)
+        self.attention = Attention(config, layer, place)
+        self.mlp = MLP(config, place)
 
     def __call__(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
-        x = self.attention(self.ops.rms_norm(x, self.input_norm, self.eps), x, angles, attend)
-        return self.mlp(self.ops.rms_norm(x, self.post_norm, self.eps), x)
+        x = x + self.attention(rms_norm(x, self.input_norm, self.eps), angles, attend)
+        return x + self.mlp(rms_norm(x, self.post_norm, self.eps))
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "input_layernorm.weight", self.input_norm
@@ -104,36 +107,27 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights of `config`, uninitialized, in `dtype` on `device`; fill `checkpoint_tensors`, then `pack`."""
+    """Weights of `config`, uninitialized, in `dtype` on `device`; fill `checkpoint_tensors`."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", ops: Ops | None = None) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
         place = torch.empty(0, dtype=dtype, device=device)
         self.config, self.inverse = config, inverse_frequencies(config.rope, config.head_dim).to(device)
-        self.ops: Ops = ops or TorchOps()
         self.embed = place.new_empty(config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, layer, place, self.ops) for layer in range(config.num_layers)]
+        self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_layers)]
         self.norm = place.new_empty(config.hidden_size)
         self.lm_head = self.embed if config.tie_word_embeddings else torch.empty_like(self.embed)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Last hidden states (tokens, hidden_size) of `input_ids` (tokens,) at `positions` (tokens,)."""
-        x = self.ops.embedding(input_ids, self.embed)
-        angles = cos_sin(self.inverse, positions, self.ops.angle_dtype or x.dtype)
+        x = F.embedding(input_ids, self.embed)
+        angles = cos_sin(self.inverse, positions, x.dtype)
         for layer in self.layers:
             x = layer(x, angles, attend)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) float32 for the hidden states of some tokens, (rows, hidden_size)."""
-        return self.ops.logits(self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.lm_head)
-
-    def pack(self) -> None:
-        """The weights are filled: lay them out as the operations want them. `checkpoint_tensors` is void after it."""
-        for weight in (self.embed, *([] if self.lm_head is self.embed else [self.lm_head])):
-            self.ops.pack(weight)
-        for layer in self.layers:
-            for linear in layer.linears():
-                self.ops.pack(linear.weight)
+        return F.linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.lm_head).float()
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor a checkpoint must hold, by its Hugging Face name, as the storage it is to fill."""
@@ -143,3 +137,7 @@ class Decoder:
         for number, layer in enumerate(self.layers):
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors()}
         return tensors
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)

@@ -1,0 +1,101 @@
+"""One forward pass: a step's tokens in, hidden states and logits out.
+
+    StepInput ──> Forward ──> hidden states ──logits──> (rows, vocab_size)
+                     └── written(layer): the layer's KV of these tokens lies in the cache
+
+`TorchForward` runs a decoder with torch on any device; `kernels.CpuForward` runs the same in C.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.engine.attention import FirstChunk, Group, make_group, paged_attention, write_kv
+from tandem.engine.models import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """All tokens of a step in one row, sequence after sequence.
+
+    `input_ids`, `positions` and `slots` (block * block_size + offset, where the KV goes) are (tokens,) int64. Of
+    sequence i there are `counts[i]` tokens; the last of them is token number `lengths[i]` of its context, whose KV lies
+    in the blocks `tables[i]`.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    counts: Sequence[int]
+    lengths: array[int]
+    tables: Sequence[Sequence[int]]
+
+
+class Forward(Protocol):
+    def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
+        """Hidden states (tokens, hidden_size) after the last layer; void at the next call.
+
+        `written` is called with each layer's number when that layer's KV is in the cache.
+        """
+
+    def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """(len(rows), vocab_size) float32 for those rows of the hidden states."""
+
+
+class TorchForward:
+    """Runs `model` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer."""
+
+    def __init__(self, model: Decoder, kv_cache: list[Tensor]) -> None:
+        self._model, self._kv_cache = model, kv_cache
+
+    def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
+        device = self._kv_cache[0].device
+        context = PagedContext(self._kv_cache, step.slots.to(device), _groups(step, self._kv_cache[0]), written)
+        return self._model(step.input_ids.to(device), step.positions.to(device), context)
+
+    def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        return self._model.logits(hidden[list(rows)])
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """What a model's `attend` means in one step: `slots` (tokens,) are where each token's KV goes."""
+
+    kv_cache: list[Tensor]
+    slots: Tensor
+    groups: list[Group | FirstChunk]
+    written: Callable[[int], None] | None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = self.kv_cache[layer]
+        write_kv(kv, self.slots, k, v)
+        if self.written is not None:
+            self.written(layer)
+        out = q.new_empty(q.shape)
+        paged_attention(q, k, v, kv, self.groups, out)
+        return out
+
+
+def _groups(step: StepInput, kv: Tensor) -> list[Group | FirstChunk]:
+    """Neighbours with one token each whose contexts differ by less than twice share a group; others are alone."""
+
+    def key(i: int) -> tuple[int, int]:
+        single = step.counts[i] == 1
+        return (0, ((step.lengths[i] - 1) // kv.shape[3]).bit_length()) if single else (1, i)
+
+    groups, start = list[Group | FirstChunk](), 0
+    for _, members in groupby(range(len(step.counts)), key=key):
+        which = list(members)
+        count, lengths = step.counts[which[0]], [step.lengths[i] for i in which]
+        if len(which) == 1 and count == lengths[0]:
+            groups.append(FirstChunk(start, start + count))
+        else:
+            groups.append(make_group(start, count, [list(step.tables[i]) for i in which], lengths, kv))
+        start += count * len(which)
+    return groups
