@@ -41,7 +41,7 @@ async def test_outputs_come_to_the_loop_and_errors_to_the_caller(engine_of: Call
 async def test_the_death_of_the_engine_is_noticed(engine_of: Callable[[int], Engine]) -> None:
     listener = Listener()
     engine = engine_of(16)
-    engine.kv_cache.clear()
+    del engine._runner
     thread = EngineThread(engine, listener.outputs.extend, listener.deaths.append)
     thread.start()
     await thread.call(lambda engine: engine.add(request("a")))

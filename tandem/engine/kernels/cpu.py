@@ -76,7 +76,8 @@ class CpuForward:
         for name, types in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = types, None
-        self._library, self._model, self._kv_cache, self._num_threads = library, model, kv_cache, num_threads
+        self._library, self._model, self._num_threads = library, model, num_threads
+        self._kv_cache = tuple(kv_cache)  # the structs below only point at it
         self._pack()
         self._layers = (_Layer * len(model.layers))(*map(_layer, model.layers, kv_cache))
         self._struct = _struct(model, self._layers, kv_cache[0])
