@@ -3,10 +3,12 @@
 from tandem.registry.errors import NoWorkers, RegistryError, RegistryUnavailable, RequestTooLarge, StaleIncarnation
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry, Snapshot, Swept
+from tandem.registry.replica import BlockReplica
 from tandem.registry.view import ClusterView
 from tandem.registry.worker import Role, Route, Worker, WorkerInfo, WorkerLoad
 
 __all__ = [
+    "BlockReplica",
     "ClusterView",
     "NoWorkers",
     "PrefillPolicy",

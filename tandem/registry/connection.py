@@ -2,6 +2,7 @@
 
     call      EVALSHA, one round trip; EVAL where the server does not know the script yet (first call, or it restarted)
     changes   a subscription of its own connection; a message only says "look again"
+    read      what a stream has behind a cursor, or what comes next
 
 Every script takes the key prefix `{namespace}:` as its one key: the braces keep all keys of a cluster in one slot.
 """
@@ -22,11 +23,17 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.client import NEVER_DECODE
 
 from tandem.registry.errors import RegistryUnavailable
 
 Argument: TypeAlias = str | bytes | int
-SCRIPTS = ("lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "sweep", "check")
+# Of a stream: its id and its fields.
+Entry: TypeAlias = tuple[str, dict[bytes, bytes]]
+SCRIPTS = (
+    "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "sweep",
+    "check",
+)  # fmt: skip
 UNAVAILABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
@@ -75,19 +82,35 @@ class Connection:
         )
         self._redis = Redis.from_pool(pool)
 
-    async def call(self, name: str, *arguments: Argument) -> Any:
-        """Run one script, within the timeout.
+    async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
+        """Run one script, within the timeout. Strings in the answer are bytes where `binary`.
 
         Raises:
             RegistryUnavailable: Redis did not answer; the script may have run all the same.
         """
         script = self._scripts[name]
+        options = {NEVER_DECODE: True} if binary else {}
         with self._translated():
             async with asyncio.timeout(self._timeout):
                 try:
-                    return await self._redis.evalsha(script.sha, 1, self._prefix, *arguments)
+                    return await self._execute("EVALSHA", script.sha, 1, self._prefix, *arguments, **options)
                 except exceptions.NoScriptError:
-                    return await self._redis.eval(script.text, 1, self._prefix, *arguments)
+                    return await self._execute("EVAL", script.text, 1, self._prefix, *arguments, **options)
+
+    async def read(self, stream: str, cursor: str, count: int, wait: float) -> list[Entry]:
+        """At most `count` entries behind `cursor`, oldest first; if there are none yet, the next that come within
+        `wait` seconds (and the timeout), or none.
+
+        Raises:
+            RegistryUnavailable
+        """
+        wait_ms = round(min(wait, self._timeout / 2) * 1000)
+        block = ("BLOCK", wait_ms) if wait_ms else ()  # BLOCK 0 is for ever
+        command = ("XREAD", "COUNT", count, *block, "STREAMS", self._prefix + stream, cursor)
+        with self._translated():
+            async with asyncio.timeout(self._timeout):
+                found = await self._execute(*command, **{NEVER_DECODE: True})
+        return [(entry_id.decode(), fields) for _, entries in found for entry_id, fields in entries]
 
     async def ping(self) -> None:
         with self._translated():
@@ -108,6 +131,9 @@ class Connection:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    async def _execute(self, *command: Argument, **options: bool) -> Any:
+        return await self._redis.execute_command(*command, **options)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

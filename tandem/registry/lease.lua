@@ -21,7 +21,12 @@ if current == incarnation then
   if before[1] ~= after[1] or before[2] ~= after[2] then announce(worker_id) end
   return 'renewed'
 end
+local time = redis.call('TIME')
+local generation = math.max(time[1] * 1000000 + time[2], tonumber(redis.call('GET', key('generation')) or 0) + 1)
+generation = string.format('%.0f', generation)
+redis.call('SET', key('generation'), generation)
+redis.call('HSET', worker, 'generation', generation, 'block_batches', 0)
 redis.call('HSET', worker, 'reserved_tokens', 0, 'reserved_blocks', 0, 'chosen', 0)
-redis.call('SET', key('epoch'), table.concat(redis.call('TIME'), '.'), 'NX')
+redis.call('SET', key('epoch'), table.concat(time, '.'), 'NX')
 announce(worker_id)
 return 'new'

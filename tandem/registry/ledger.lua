@@ -4,12 +4,14 @@
 --   worker:<id>            hash: one incarnation's info, load, reserved_tokens, reserved_blocks, chosen
 --   held:<id>              hash: tokens:<reservation> or blocks:<reservation> -> amount; sums to the two counters above
 --   blocks:<id>            set: hashes of the KV blocks this incarnation holds
+--   events                 stream: what that set gained and lost, batch by batch; each worker's batches are numbered
 --   expected:<id>          sorted set: hashes of blocks it is about to hold -> until when that is believed (ms)
 --   reservations           sorted set: reservation -> when it expires (ms)
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
 --   abandoned:<res>        its caller went away while asking for it
 --   fenced:<id> <inc>      an incarnation that may not come back
 --   epoch                  when this Redis began to be filled; changes when it lost its memory
+--   generation             the latest one; each lease taken gets one of its own, higher than any before
 --   turn                   counts choices, so that equals take turns
 --   changed                channel: the id of a worker that came, went, drains or has new links
 --
@@ -17,6 +19,7 @@
 local prefix = KEYS[1]
 local FENCE_MS = 3600000
 local EXPIRE_BATCH = 256
+local EVENTS_KEPT = 4096
 
 local function key(kind, id)
   return id and prefix .. kind .. ':' .. id or prefix .. kind
@@ -24,6 +27,12 @@ end
 
 local function announce(worker_id)
   redis.call('PUBLISH', key('changed'), worker_id)
+end
+
+-- Batch 0 of a generation says that it has ended and holds nothing any more.
+local function tell_blocks(worker_id, generation, number, stored, removed)
+  redis.call('XADD', key('events'), 'MAXLEN', '~', EVENTS_KEPT, '*', 'worker', worker_id, 'generation', generation,
+    'number', number, 'medium', 'device', 'stored', stored, 'removed', removed)
 end
 
 local function forget_if_empty(reservation)
@@ -54,6 +63,7 @@ local function retire(worker_id)
     forget_if_empty(reservation)
   end
   local blocks = redis.call('SCARD', key('blocks', worker_id))
+  tell_blocks(worker_id, redis.call('HGET', key('worker', worker_id), 'generation') or 0, 0, '', '')
   redis.call('UNLINK', key('worker', worker_id), key('held', worker_id), key('blocks', worker_id),
     key('expected', worker_id))
   redis.call('ZREM', key('leases'), worker_id)

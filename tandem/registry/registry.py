@@ -22,6 +22,7 @@ from uuid import uuid4
 import structlog
 
 from tandem.clock import Clock
+from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, Connection
 from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
 from tandem.registry.prefix import PromptPrefix
@@ -62,6 +63,7 @@ class Registry:
 
     def __init__(self, connection: Connection, clock: Clock, client: str) -> None:
         self.clock = clock
+        self.block_feed = BlockFeed(connection)
         self._connection = connection
         self._client = client
         self._numbers = count()

@@ -80,6 +80,7 @@ class Worker:
     load: WorkerLoad
     reserved_tokens: int  # prompt tokens routed here and not yet computed
     reserved_blocks: int  # blocks promised to sequences routed here
+    generation: str  # of its lease: each one taken has a higher one
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def decode(flat: Sequence[str]) -> Worker:
     """The worker of one hash, given as name, value, name, value …"""
     row = dict(zip(flat[::2], flat[1::2], strict=True))
     reserved = int(row["reserved_tokens"]), int(row["reserved_blocks"])
-    return Worker(_read(WorkerInfo, row), _read(WorkerLoad, row), *reserved)
+    return Worker(_read(WorkerInfo, row), _read(WorkerLoad, row), *reserved, row["generation"])
 
 
 def _write(value: object) -> str:

@@ -1,6 +1,6 @@
 """What this worker's prefix cache holds, told to the registry in batches.
 
-    engine's block events --> held (a set) --> stored / removed since the last time --> registry
+    engine's block events --> held (a set) --> stored / removed since the last time --> registry, in numbered batches
 
 What could not be told is told the next time. Whatever the registry lost (it restarted, or was gone for longer than the
 lease) is told again, whole.
@@ -9,6 +9,7 @@ lease) is told again, whole.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 import structlog
 
@@ -18,6 +19,8 @@ from tandem.registry import Registry, RegistryUnavailable, StaleIncarnation
 from tandem.worker.engine_thread import EngineThread
 
 EVERY_S = 0.25
+# Blocks in one call: neither Redis nor a gateway that follows should be kept long by one.
+BATCH = 1024
 log = structlog.get_logger(__name__)
 
 
@@ -54,14 +57,23 @@ class BlockNews:
             lost.difference_update(event.hashes)
 
     async def _publish(self) -> None:
-        if not self._stored and not self._removed:
-            return
-        stored, removed, self._stored, self._removed = self._stored, self._removed, set(), set()
         try:
-            await self._registry.publish_blocks(*self._owner, list(stored), list(removed))
+            while self._stored or self._removed:
+                await self._publish_batch()
         except RegistryUnavailable as error:
-            self._stored |= stored & self._held
-            self._removed |= removed - self._held
             log.warning("block news not told yet", error=str(error))
         except StaleIncarnation as error:
+            self._stored, self._removed = set(), set()
             log.warning("block news not told: all of it will be when the lease is back", error=str(error))
+
+    async def _publish_batch(self) -> None:
+        """One batch. Only what was told is no longer news."""
+        stored, removed = set(islice(self._stored, BATCH)), set(islice(self._removed, BATCH))
+        self._stored -= stored
+        self._removed -= removed
+        try:
+            await self._registry.publish_blocks(*self._owner, list(stored), list(removed))
+        except RegistryUnavailable:
+            self._stored |= stored & self._held
+            self._removed |= removed - self._held
+            raise

@@ -10,11 +10,11 @@ from redis.asyncio import Redis
 
 from tandem.block_hash import block_hashes, root_hash
 from tandem.clock import SystemClock
-from tandem.engine import Engine
+from tandem.engine import BlockStored, Engine
 from tandem.redis_server import RedisServer
 from tandem.registry import Registry, Role
 from tandem.worker import EngineThread
-from tandem.worker.block_news import BlockNews
+from tandem.worker.block_news import BATCH, BlockNews
 from tests.registry.cluster import eventually, worker_info, worker_load
 from tests.worker.conftest import request
 
@@ -70,4 +70,19 @@ async def test_news_of_a_time_when_redis_refuses_are_told_later(engine_of: Calla
                 return await registry.locate(hashes_of(engine, 50)) == [["p0"]] * 3
 
             await eventually(told, 10.0, "told when Redis takes writes again")
+        await registry.close()
+
+
+async def test_thousands_of_blocks_are_told_in_batches(engine_of: Callable[[int], Engine]) -> None:
+    hashes = [number.to_bytes(16, "big") for number in range(2 * BATCH + 1)]
+    engine = engine_of(16)
+    with RedisServer.start() as server:
+        registry = await Registry.connect(server.url, clock=SystemClock())
+        info = worker_info("p0", Role.PREFILL, num_blocks=len(hashes))
+        await registry.register(info, worker_load(), 30)
+        news = BlockNews(EngineThread(engine, print, print), registry, "p0", "p0-first", SystemClock())
+        news._note([BlockStored(tuple(hashes), b"")])
+        await news._publish()
+        assert await registry.locate(hashes) == [["p0"]] * len(hashes)
+        assert (await registry.block_feed.heads()).workers["p0"].number == 3
         await registry.close()
