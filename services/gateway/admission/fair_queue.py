@@ -1,0 +1,174 @@
+"""The order in which choices enter the cluster.
+
+    class     realtime, interactive, batch      fair shares by weight, tokens; realtime wins ties
+      tenant                                    fair shares by weight, tokens, within the class
+        choice                                  earliest deadline first, strictly; then in order of arrival
+
+Why deadlines order only one tenant's own choices: a deadline is what a client says. If it ordered tenants too, the
+one that asks for the shortest would have the cluster to itself. Where there is one tenant, deadlines order the class.
+A class that has been idle begins at the virtual time, so a sporadic realtime request is next whatever batch has queued.
+
+What a choice costs is its prompt and all that it may write; at its end the tokens it did not write are given back.
+No clock and no asyncio here: a simulator may drive it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+
+from services.gateway.admission.fair_share import FairShare, Party
+from services.gateway.priority import PriorityClass
+
+# So many idle tenants are remembered at least before those with nothing owed are forgotten.
+MIN_REMEMBERED = 64
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One choice, as the queue sees it. Sizes are in tokens."""
+
+    priority_class: PriorityClass
+    tenant: str
+    deadline: float
+    prompt_tokens: int
+    max_new_tokens: int
+    new_tokens: int = 0  # written so far
+    arrival: int = 0  # set by the queue
+
+    @property
+    def cost(self) -> int:
+        return self.prompt_tokens + self.max_new_tokens
+
+    @property
+    def unused(self) -> int:
+        return max(0, self.max_new_tokens - self.new_tokens)
+
+
+class _Tenant(Party):
+    def __init__(self, name: str, weight: float, rank: int) -> None:
+        super().__init__(name, weight, rank)
+        self.works: list[Work] = []  # the first one last
+
+
+class _Class(Party):
+    def __init__(self, kind: PriorityClass, weight: float) -> None:
+        super().__init__(kind.label, weight, kind)
+        self.share = FairShare[_Tenant]()
+        self.tenants: dict[str, _Tenant] = {}
+        self.num_waiting = 0
+        self.forget_above = MIN_REMEMBERED
+
+
+class FairQueue:
+    """Work that waits. What was taken is told of once more, by `correct`."""
+
+    def __init__(self, weights: Mapping[PriorityClass, float], tenant_weights: Mapping[str, float]) -> None:
+        """
+        Args:
+            weights: of every class, above 0.
+            tenant_weights: above 0; 1 for tenants not named.
+        """
+        self._share = FairShare[_Class]()
+        self._classes = {kind: _Class(kind, weights[kind]) for kind in PriorityClass}
+        self._tenant_weights = tenant_weights
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return sum(group.num_waiting for group in self._classes.values())
+
+    def num_waiting(self, kind: PriorityClass) -> int:
+        return self._classes[kind].num_waiting
+
+    def push(self, work: Work) -> None:
+        work.arrival = next(self._numbers)
+        group = self._classes[work.priority_class]
+        tenant = self._tenant(group, work.tenant)
+        if not tenant.works:
+            group.share.join(tenant)
+        if not group.num_waiting:
+            self._share.join(group)
+        insort(tenant.works, work, key=_last_first)
+        group.num_waiting += 1
+
+    def first(self) -> Work | None:
+        """What `take` would take."""
+        if not self._share.waiting:
+            return None
+        return self._share.waiting[0].share.waiting[0].works[-1]
+
+    def take(self) -> Work:
+        """The first one, charged to its tenant and class."""
+        group = self._share.waiting[0]
+        tenant = group.share.waiting[0]
+        work = tenant.works[-1]
+        self._share.take(group, work.cost)
+        group.share.take(tenant, work.cost)
+        self.remove(work)
+        return work
+
+    def remove(self, work: Work) -> None:
+        """It waits no longer."""
+        group = self._classes[work.priority_class]
+        tenant = group.tenants[work.tenant]
+        place = bisect_left(tenant.works, _last_first(work), key=_last_first)
+        assert tenant.works[place] is work
+        del tenant.works[place]
+        group.num_waiting -= 1
+        if not tenant.works:
+            group.share.leave(tenant)
+            _forget(group)
+        if not group.num_waiting:
+            self._share.leave(group)
+
+    def correct(self, work: Work) -> None:
+        """Work that was taken has ended: give back what it did not use."""
+        group = self._classes[work.priority_class]
+        self._share.correct(group, work.unused, bool(group.num_waiting))
+        if tenant := group.tenants.get(work.tenant):
+            group.share.correct(tenant, work.unused, bool(tenant.works))
+
+    def last(self) -> Work:
+        """What goes when there are too many: the last of the tenant with most waiting; of equals, of the least urgent
+        class, then of the tenant that came last."""
+        tenants = (
+            ((len(tenant.works), kind, tenant.rank), tenant)
+            for kind, group in self._classes.items()
+            for tenant in group.share.waiting
+        )
+        return max(tenants)[1].works[0]
+
+    def check_integrity(self) -> list[str]:
+        """One line for each contradiction: of counts, or of who shares with who waits."""
+        problems = []
+        for kind, group in self._classes.items():
+            waiting = [tenant for tenant in group.tenants.values() if tenant.works]
+            if not group.share.holds(waiting):
+                problems.append(f"{kind.label}: tenants that wait are not those that share")
+            if sum(len(tenant.works) for tenant in waiting) != group.num_waiting:
+                problems.append(f"{kind.label}: {group.num_waiting} counted as waiting")
+        if not self._share.holds(group for group in self._classes.values() if group.num_waiting):
+            problems.append("classes that wait are not those that share")
+        return problems
+
+    def _tenant(self, group: _Class, name: str) -> _Tenant:
+        known = group.tenants.get(name)
+        if known is None:
+            known = _Tenant(name, self._tenant_weights.get(name, 1.0), next(self._numbers))
+            group.tenants[name] = known
+        return known
+
+
+def _last_first(work: Work) -> tuple[float, int]:
+    return -work.deadline, -work.arrival
+
+
+def _forget(group: _Class) -> None:
+    """Tenants that would start at the virtual time anyway. Now and then, so that it costs little each time."""
+    if len(group.tenants) <= group.forget_above:
+        return
+    now = group.share.virtual_time
+    group.tenants = {name: t for name, t in group.tenants.items() if t.works or t.start > now}
+    group.forget_above = 2 * len(group.tenants) + MIN_REMEMBERED

@@ -1,0 +1,105 @@
+"""How much may be in the cluster at once, and how much is.
+
+    tokens          KV blocks of the decode workers: a choice holds its prompt and all that it may write
+    sequences       what workers may run at once
+    prompt tokens   given to those who read prompts and not read yet: more would only wait there, out of order
+
+Blocks are counted as if no two choices shared any. They often do, so beyond the count one choice at a time is let in
+as long as its forerunners of the same or a more urgent class have all got their blocks, which their first token tells.
+In a cluster that is really full that one waits at a decode worker, where more urgent ones pass it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway.admission.fair_queue import Work
+from services.gateway.priority import PriorityClass
+from tandem.registry import Role, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    tokens: int
+    sequences: int
+    prompt_tokens: int
+    max_tokens: int | None = None  # never to be exceeded, whatever is shared
+
+
+def capacity_of(workers: Sequence[Worker], prefill_queue_tokens: int, max_tokens: int | None) -> Capacity | None:
+    """None without a decode worker: nothing is known then, and whoever routes says best what is missing.
+
+    Args:
+        prefill_queue_tokens: how much may wait to be read by each worker that reads prompts.
+        max_tokens: of the answer.
+    """
+    live = [worker for worker in workers if not worker.load.draining]
+    decodes = [worker.info for worker in live if worker.info.role is Role.DECODE]
+    if not decodes:
+        return None
+    readers = len(live) - len(decodes) or len(decodes)
+    return Capacity(
+        tokens=sum(info.num_blocks * info.block_size for info in decodes),
+        sequences=sum(worker.info.max_num_seqs for worker in live),
+        prompt_tokens=readers * prefill_queue_tokens,
+        max_tokens=max_tokens,
+    )
+
+
+class Room:
+    """What is inside. Anything fits an empty cluster, and while its capacity is not known."""
+
+    def __init__(self) -> None:
+        self.capacity: Capacity | None = None
+        self.tokens = 0
+        self.prompt_tokens = 0
+        self._inside: set[Work] = set()
+        self._unread: set[Work] = set()
+
+    def __contains__(self, work: Work) -> bool:
+        return work in self._inside
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    def fits(self, work: Work) -> bool:
+        capacity = self.capacity
+        if capacity is None or not self._inside:
+            return True
+        if len(self._inside) >= capacity.sequences:
+            return False
+        if capacity.max_tokens is not None and self.tokens + work.cost > capacity.max_tokens:
+            return False
+        if self._unread and self.prompt_tokens + work.prompt_tokens > capacity.prompt_tokens:
+            return False
+        return self.tokens + work.cost <= capacity.tokens or not self._is_probed(work.priority_class)
+
+    def enter(self, work: Work) -> None:
+        self._inside.add(work)
+        self._unread.add(work)
+        self.tokens += work.cost
+        self.prompt_tokens += work.prompt_tokens
+
+    def read(self, work: Work) -> None:
+        """Its first token is there: it has its blocks, and its prompt waits no longer."""
+        if work in self._unread:
+            self._unread.remove(work)
+            self.prompt_tokens -= work.prompt_tokens
+
+    def leave(self, work: Work) -> None:
+        self.read(work)
+        self._inside.remove(work)
+        self.tokens -= work.cost
+
+    def check_integrity(self) -> list[str]:
+        """One line for each counter that contradicts what is inside."""
+        sums = {
+            "tokens": (self.tokens, sum(work.cost for work in self._inside)),
+            "prompt tokens": (self.prompt_tokens, sum(work.prompt_tokens for work in self._unread)),
+            "unread and not inside": (len(self._unread - self._inside), 0),
+        }
+        return [f"{name}: {is_} where {should} should be" for name, (is_, should) in sums.items() if is_ != should]
+
+    def _is_probed(self, kind: PriorityClass) -> bool:
+        return any(work.priority_class <= kind for work in self._unread)

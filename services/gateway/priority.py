@@ -1,0 +1,92 @@
+"""Who a request is for, and how urgent it is: the one mapping behind both doors.
+
+    class           gRPC Priority    OpenAI service_tier    vLLM priority
+    realtime        REALTIME         priority, scale        below 0
+    interactive     unspecified too  auto, default          0
+    batch           BATCH            flex                   above 0
+
+    tenant          x-llm-d-inference-fairness-id; else OpenAI's `user`, gRPC's `tenant`; else the API key; else ""
+
+Inside the gateway a priority is vLLM's number, lower first. Its sign is the class; workers order by the number itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from hashlib import sha256
+
+from services.gateway.errors import InvalidRequest
+
+FAIRNESS_ID = "x-llm-d-inference-fairness-id"
+MAX_TENANT_LENGTH = 256
+
+
+class PriorityClass(IntEnum):
+    """Lower goes first among equals."""
+
+    REALTIME = 0
+    INTERACTIVE = 1
+    BATCH = 2
+
+    @classmethod
+    def of(cls, priority: int) -> PriorityClass:
+        return cls.REALTIME if priority < 0 else cls.BATCH if priority else cls.INTERACTIVE
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @property
+    def priority(self) -> int:
+        """The number of a request that names only its class."""
+        return 100 * (self - PriorityClass.INTERACTIVE)
+
+
+TIERS = {
+    "auto": PriorityClass.INTERACTIVE,
+    "default": PriorityClass.INTERACTIVE,
+    "priority": PriorityClass.REALTIME,
+    "scale": PriorityClass.REALTIME,
+    "flex": PriorityClass.BATCH,
+}
+
+
+def priority_of(service_tier: str | None, priority: int | None) -> int:
+    """
+    Raises:
+        InvalidRequest: an unknown tier, a priority that is no 32-bit integer, or both said.
+    """
+    tier = "auto" if service_tier is None else service_tier
+    if tier not in TIERS:
+        raise InvalidRequest(f"service_tier must be one of {', '.join(TIERS)}, got {tier!r}", "service_tier")
+    if priority is None:
+        return TIERS[tier].priority
+    if tier != "auto":
+        raise InvalidRequest("service_tier and priority say the same thing: give only one of them", "service_tier")
+    if not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(f"priority must be a 32-bit integer, got {priority}", "priority")
+    return priority
+
+
+def tenant_of(headers: Mapping[str, str], said: str, param: str) -> str:
+    """
+    Args:
+        headers: of HTTP, or gRPC metadata.
+        said: what the request's own field `param` names.
+
+    Raises:
+        InvalidRequest: the name is too long, or has characters that cannot be printed.
+    """
+    name = headers.get(FAIRNESS_ID, "")
+    if name:
+        param = FAIRNESS_ID
+    name = name or said
+    if len(name) > MAX_TENANT_LENGTH or not name.isprintable():
+        raise InvalidRequest(f"{param} must be at most {MAX_TENANT_LENGTH} printable characters", param)
+    return name or _tenant_of_key(headers.get("authorization", ""))
+
+
+def _tenant_of_key(key: str) -> str:
+    """A name that does not tell the key."""
+    return f"key-{sha256(key.encode()).hexdigest()[:12]}" if key else ""
