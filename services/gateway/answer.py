@@ -19,7 +19,7 @@ from services.gateway import tracing
 from services.gateway.attempt import Outcome
 from services.gateway.choice import Choice, Piece
 from services.gateway.errors import GatewayError
-from services.gateway.metrics import Metrics
+from services.gateway.metrics import PATHS, Metrics
 from services.gateway.pipeline import Pipeline
 from services.gateway.request import Generation
 from tandem.clock import Clock
@@ -29,7 +29,6 @@ REASONS = {
     llm_pb2.FINISH_REASON_STOP: "stop",
     llm_pb2.FINISH_REASON_LENGTH: "length",
 }
-PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
 CLIENT_LEFT = 499
 
 
@@ -66,6 +65,20 @@ class Answer:
     def path(self) -> llm_pb2.Path:
         """The way of the first choice that has one."""
         return next((outcome.path for outcome in self.outcomes if outcome.path.kind), self.outcomes[0].path)
+
+    def way(self) -> dict[str, str]:
+        """Which way the request went and why, as far as it is known: HTTP headers, gRPC trailers."""
+        path = self.path
+        said = {
+            "x-tandem-path": PATHS.get(path.kind, "none"),
+            "x-tandem-prefill-worker": path.prefill_worker,
+            "x-tandem-decode-worker": path.decode_worker,
+            "x-tandem-cached-tokens": str(self.usage.cached_tokens),
+            "x-tandem-transfer-bytes": str(path.transfer_bytes),
+            "x-tandem-transport": path.transport,
+            "x-tandem-reason": path.reason,
+        }
+        return {name: _header_value(value) for name, value in said.items() if value}
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """
@@ -119,14 +132,25 @@ class Answer:
         usage, metrics = self.usage, self._metrics
         tracing.set_usage(span, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         reasons = [REASONS.get(choice.finish_reason, "error") for choice in self._choices]
-        span.set_attribute("gen_ai.response.finish_reasons", reasons)
-        span.set_attribute("tandem.path", PATHS.get(self.path.kind, "none"))
+        path, kind = self.path, PATHS.get(self.path.kind, "none")
+        span.set_attributes(
+            {
+                "gen_ai.response.finish_reasons": reasons,
+                "gen_ai.latency.time_in_queue": max(outcome.queued_s for outcome in self.outcomes),
+                "tandem.path": kind,
+                "tandem.path.reason": path.reason,
+                "kv.transfer.bytes": sum(outcome.path.transfer_bytes for outcome in self.outcomes),
+            }
+        )
         span.end()
-        metrics.request(PATHS.get(self.path.kind, "none"), status)
+        metrics.request(kind, status)
         for outcome in self.outcomes:
-            metrics.transfer_bytes.inc(outcome.path.transfer_bytes)
-            if outcome.path.kind == llm_pb2.Path.KIND_LOCAL_PREFILL:
-                metrics.local_prefill(outcome.path.reason)
+            metrics.path(outcome.path)
+
+
+def _header_value(value: str) -> str:
+    """On one line, in printable ASCII."""
+    return " ".join(value.split()).encode("ascii", "replace").decode()
 
 
 async def merge(runs: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:

@@ -54,6 +54,8 @@ class Outcome:
     path: llm_pb2.Path = field(default_factory=llm_pb2.Path)
     num_cached_tokens: int = 0
     finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
+    queued_s: float = 0.0
+    lost: str = ""  # why the first try came to nothing
 
 
 class Attempt:
@@ -229,7 +231,8 @@ class Attempt:
         return link
 
     def _note_route(self, route: Route) -> None:
-        path = self._outcome.path = llm_pb2.Path(decode_worker=route.decode.info.worker_id, reason=route.reason)
+        reason = f"{route.reason}; after {self._outcome.lost}" if self._outcome.lost else route.reason
+        path = self._outcome.path = llm_pb2.Path(decode_worker=route.decode.info.worker_id, reason=reason)
         path.kind = llm_pb2.Path.KIND_LOCAL_PREFILL
         if route.prefill is not None:
             path.kind = llm_pb2.Path.KIND_REMOTE_PREFILL

@@ -9,12 +9,15 @@
     Unavailable        503    service_unavailable       UNAVAILABLE
     TimedOut           504    timeout                   DEADLINE_EXCEEDED
 
+A 429 says when to come back, as `retry-after`: a header, or a trailer of gRPC.
+
 After the first byte of an answer the HTTP status is spent: the same error then comes as the stream's last event,
 `data: {"error": {...}}`, and no `[DONE]` follows it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from grpc import StatusCode
@@ -26,6 +29,7 @@ class GatewayError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
     grpc: ClassVar[StatusCode] = StatusCode.INTERNAL
+    headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -53,6 +57,7 @@ class BodyTooLarge(GatewayError):
 
 class Overloaded(GatewayError):
     status, type, grpc = 429, "overloaded_error", StatusCode.RESOURCE_EXHAUSTED
+    headers: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
 
 
 class Internal(GatewayError):

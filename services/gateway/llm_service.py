@@ -1,9 +1,12 @@
-"""LLMService: the gRPC door. Errors are statuses whose message names the field; cancelling a call frees everything."""
+"""LLMService: the gRPC door. Errors are statuses whose message names the field; cancelling a call frees everything.
+
+Trailers say which way the request went, as the headers of HTTP do; so does the last message, as `path`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -14,15 +17,16 @@ from services.gateway.answer import Answer
 from services.gateway.choice import Piece
 from services.gateway.errors import GatewayError, InvalidRequest
 from services.gateway.llm import LLM
+from services.gateway.priority import PriorityClass, tenant_of
 from services.gateway.request import Generation, Sampling, check_sampling, with_defaults
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 PRIORITIES = {
-    llm_pb2.PRIORITY_UNSPECIFIED: 0,
-    llm_pb2.PRIORITY_REALTIME: -100,
-    llm_pb2.PRIORITY_INTERACTIVE: 0,
-    llm_pb2.PRIORITY_BATCH: 100,
+    llm_pb2.PRIORITY_UNSPECIFIED: PriorityClass.INTERACTIVE,
+    llm_pb2.PRIORITY_REALTIME: PriorityClass.REALTIME,
+    llm_pb2.PRIORITY_INTERACTIVE: PriorityClass.INTERACTIVE,
+    llm_pb2.PRIORITY_BATCH: PriorityClass.BATCH,
 }
 OPTIONAL = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -38,25 +42,19 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
     async def Generate(self, request: llm_pb2.GenerateRequest, context: Context) -> AsyncIterator[Any]:
         answer = await self._answer(request, context)
-        async with aclosing(answer.pieces()) as pieces:
-            try:
-                async for piece in pieces:
-                    yield _message(llm_pb2.GenerateResponse, answer, piece)
-            except GatewayError as error:
-                raise rpc.Refused(error.grpc, error.message) from error
+        async with aclosing(answer.pieces()) as pieces, _told(answer, context):
+            async for piece in pieces:
+                yield _message(llm_pb2.GenerateResponse, answer, piece)
 
     async def GenerateUnary(
         self, request: llm_pb2.GenerateUnaryRequest, context: Context
     ) -> llm_pb2.GenerateUnaryResponse:
         answer = await self._answer(request.generate, context)
         whole = llm_pb2.GenerateUnaryResponse()
-        async with aclosing(answer.pieces()) as pieces:
-            try:
-                async for piece in pieces:
-                    whole.text += piece.text
-                    whole.MergeFrom(_message(llm_pb2.GenerateUnaryResponse, answer, piece, text=""))
-            except GatewayError as error:
-                raise rpc.Refused(error.grpc, error.message) from error
+        async with aclosing(answer.pieces()) as pieces, _told(answer, context):
+            async for piece in pieces:
+                whole.text += piece.text
+                whole.MergeFrom(_message(llm_pb2.GenerateUnaryResponse, answer, piece, text=""))
         return whole
 
     async def ListModels(self, request: llm_pb2.ListModelsRequest, context: Context) -> llm_pb2.ListModelsResponse:
@@ -69,6 +67,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             return self._llm.answer(generation, param)
         except GatewayError as error:
             self._llm.metrics.request("none", error.status)
+            context.set_trailing_metadata(tuple(error.headers.items()))
             raise rpc.Refused(error.grpc, error.message) from None
 
     async def _read(self, request: llm_pb2.GenerateRequest, context: Context) -> tuple[Generation, str]:
@@ -89,8 +88,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             n=1,
             sampling=with_defaults(sampling, model),
             deadline=llm.deadline(context.time_remaining()),
-            priority=PRIORITIES[request.priority],
-            tenant=request.tenant,
+            priority=PRIORITIES[request.priority].priority,
+            tenant=tenant_of(_metadata(context), request.tenant, "tenant"),
             cache_salt=request.cache_salt,
             parent=otel_context.get_current(),
         )
@@ -105,6 +104,23 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             case "messages":
                 return await self._llm.encode_chat(_messages(request.messages)), "messages"
         raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
+
+
+@asynccontextmanager
+async def _told(answer: Answer, context: Context) -> AsyncIterator[None]:
+    """The answer's way in the trailers, however it ends."""
+    headers: Mapping[str, str] = {}
+    try:
+        yield
+    except GatewayError as error:
+        headers = error.headers
+        raise rpc.Refused(error.grpc, error.message) from error
+    finally:
+        context.set_trailing_metadata(tuple({**answer.way(), **headers}.items()))
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _messages(said: llm_pb2.ChatMessages) -> list[Any]:

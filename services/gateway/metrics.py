@@ -1,19 +1,40 @@
 """What Prometheus reads. Names and meanings are vLLM's where vLLM has them, so that its dashboards work.
 
-waiting   accepted, no token yet        running   from the first token to the last
+queued    accepted, not let into the cluster yet
+waiting   accepted, no token yet: queued ones too        running   from the first token to the last
+fallback  a choice that did not go the way it should: no pair could take it, Redis was gone, or its worker died
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from services.gateway.admission import Admission
+from services.gateway.priority import PriorityClass
+from tandem.v1 import llm_pb2
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name",)
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
+# What a reason says, and its label: series stay few.
+FALLBACKS = {
+    "after worker": "worker_lost",
+    "registry unavailable": "registry_unavailable",
+    "last view": "last_view",
+    "proven link": "no_proven_link",
+    "KV layout": "kv_layout",
+    "draining": "draining",
+    "excluded": "excluded",
+    "large enough": "too_large",
+    "no live": "no_live_worker",
+}
 
 
 class Metrics:
@@ -43,7 +64,13 @@ class Metrics:
             "tandem_requests", "Requests by path and HTTP status.", ("path", "status"), registry=registry
         )
         self.transfer_bytes = Counter("tandem_kv_transfer_bytes", "KV bytes moved for requests.", registry=registry)
-        self._local = Counter("tandem_local_prefill", "Choices read by decode workers.", ("reason",), registry=registry)
+        self._fallbacks = Counter(
+            "tandem_fallbacks", "Choices that did not go the way they should.", ("path", "reason"), registry=registry
+        )
+        self._queued = Histogram(
+            "vllm:request_queue_time_seconds", "Waited for a turn at the gateway.", (*LABELS, "priority_class"),
+            registry=registry, buckets=QUEUE,
+        )  # fmt: skip
         self._model = model
 
     def choice(self, now: Callable[[], float]) -> Meter:
@@ -57,8 +84,28 @@ class Metrics:
         """One request has ended; 499 is a client that left."""
         self._requests.labels(path, str(status)).inc()
 
-    def local_prefill(self, reason: str) -> None:
-        self._local.labels(_kind(reason)).inc()
+    def queued(self, kind: PriorityClass, seconds: float) -> None:
+        self._queued.labels(self._model, kind.label).observe(seconds)
+
+    def path(self, path: llm_pb2.Path) -> None:
+        """The way one choice went."""
+        self.transfer_bytes.inc(path.transfer_bytes)
+        if reason := _fallback(path):
+            self._fallbacks.labels(PATHS[path.kind], reason).inc()
+
+    def watch(self, admission: Admission) -> None:
+        """Report who waits and who is inside, as of when Prometheus asks."""
+        queued = Gauge(
+            "tandem_num_requests_queued", "Choices waiting for their turn.", (*LABELS, "priority_class"),
+            registry=self._registry,
+        )  # fmt: skip
+        for kind in PriorityClass:
+            queued.labels(self._model, kind.label).set_function(partial(admission.num_waiting, kind))
+        for name, text, count in (
+            ("tandem_admitted_requests", "Choices let into the cluster.", lambda: len(admission.admitted)),
+            ("tandem_admitted_tokens", "Their prompts and all they may write.", lambda: admission.admitted.tokens),
+        ):
+            Gauge(name, text, LABELS, registry=self._registry).labels(self._model).set_function(count)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
@@ -103,9 +150,9 @@ class Meter:
         state.inc()
 
 
-def _kind(reason: str) -> str:
-    """A reason without what varies from one request to the next, so that series stay few."""
-    for kind in ("registry unavailable", "proven link", "KV layout", "draining", "excluded", "large enough", "no live"):
-        if kind in reason:
-            return kind.replace(" ", "_")
-    return "other"
+def _fallback(path: llm_pb2.Path) -> str:
+    """Why it was one; empty where it was none."""
+    for said, label in FALLBACKS.items():
+        if said in path.reason:
+            return label
+    return "other" if path.kind == llm_pb2.Path.KIND_LOCAL_PREFILL else ""

@@ -1,5 +1,6 @@
-"""The life of one choice: attempts until one answers.
+"""The life of one choice: its turn, then attempts until one answers.
 
+    queue     until it is let in: order and fairness are decided here
     attempt 1 ── worker lost, nothing sent yet ──> attempt 2, without that worker ── any failure ──> the first error
              └── tokens …
 
@@ -16,8 +17,12 @@ from typing import Any
 import structlog
 from opentelemetry.context import Context
 
+from services.gateway import tracing
+from services.gateway.admission import Admission, Work
 from services.gateway.attempt import Attempt, Cluster, Outcome
 from services.gateway.errors import GatewayError, WorkerLost
+from services.gateway.metrics import Metrics
+from services.gateway.priority import PriorityClass
 from services.gateway.workers import Tokens
 from tandem.v1 import worker_pb2
 
@@ -51,18 +56,48 @@ class Afterwards:
 class Pipeline:
     """Tokens of sequences, from workers."""
 
-    def __init__(self, cluster: Cluster, nonce: Callable[[], str]) -> None:
+    def __init__(self, cluster: Cluster, admission: Admission, metrics: Metrics, nonce: Callable[[], str]) -> None:
         self._cluster = cluster
+        self._admission = admission
+        self._metrics = metrics
         self._nonce = nonce
 
     async def tokens(
         self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome
     ) -> AsyncGenerator[Tokens, None]:
-        """New tokens as they come. Closing the generator frees everything at once.
+        """New tokens as they come, once it is its turn. Closing the generator frees everything at once.
 
         Raises:
             GatewayError
         """
+        work = Work(
+            PriorityClass.of(sequence.priority), sequence.tenant, deadline,
+            len(sequence.token_ids), sequence.sampling.max_tokens,
+        )  # fmt: skip
+        try:
+            await self._wait_turn(work, parent, outcome)
+            async with aclosing(self._attempts(sequence, name, deadline, parent, outcome)) as deltas:
+                async for delta in deltas:
+                    self._admission.wrote(work, len(delta.ids))
+                    yield delta
+        finally:
+            self._admission.leave(work)
+
+    async def _wait_turn(self, work: Work, parent: Context, outcome: Outcome) -> None:
+        now = self._cluster.clock.now
+        arrived = now()
+        with tracing.child(self._cluster.spans, "queue", parent) as span:
+            span.set_attributes({"tandem.queue.class": work.priority_class.label, "tandem.queue.tenant": work.tenant})
+            try:
+                await self._admission.enter(work)
+            finally:
+                outcome.queued_s = now() - arrived
+                span.set_attribute("tandem.queue.wait_s", outcome.queued_s)
+                self._metrics.queued(work.priority_class, outcome.queued_s)
+
+    async def _attempts(
+        self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome
+    ) -> AsyncGenerator[Tokens, None]:
         lost, exclude = None, set[str]()
         for _ in range(2):
             sequence.request_id = f"{name}-{self._nonce()}"
@@ -78,6 +113,7 @@ class Pipeline:
                 if sent or lost:
                     raise lost or error from None
                 lost, exclude = error, {error.worker_id} | attempt.lost_decode
+                outcome.lost = error.message
                 log.warning("trying again elsewhere", request_id=name, reason=error.message)
             except GatewayError:
                 if lost is None:

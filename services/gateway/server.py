@@ -21,6 +21,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from services.gateway import tracing
+from services.gateway.admission import Admission, FairQueue, capacity_of
 from services.gateway.attempt import Cluster
 from services.gateway.errors import Unavailable
 from services.gateway.http import HttpServer, build_app
@@ -29,6 +30,7 @@ from services.gateway.llm_service import LLMService
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.pipeline import Afterwards, Pipeline
+from services.gateway.priority import PriorityClass
 from services.gateway.router import Router
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerPool
@@ -99,6 +101,8 @@ class Gateway:
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
         router = Router(registry, view, model.name, settings.disaggregation)
+        metrics = Metrics(CollectorRegistry(), model.name)
+        self._admit(view, pool, metrics)
         spans = tracing.tracer()
         cluster = Cluster(gateway_id, router, pool, clock, spans, self._afterwards)
         self.llm = LLM(
@@ -106,13 +110,26 @@ class Gateway:
             model=model,
             view=view,
             pool=pool,
-            pipeline=Pipeline(cluster, lambda: uuid4().hex[:8]),
-            metrics=Metrics(CollectorRegistry(), model.name),
+            pipeline=Pipeline(cluster, self.admission, metrics, lambda: uuid4().hex[:8]),
+            metrics=metrics,
             clock=clock,
             spans=spans,
             seeds=random.Random(),
         )
         await self._serve()
+
+    def _admit(self, view: ClusterView, pool: WorkerPool, metrics: Metrics) -> None:
+        settings = self.settings
+        weights = {
+            PriorityClass.REALTIME: settings.realtime_weight,
+            PriorityClass.INTERACTIVE: settings.interactive_weight,
+            PriorityClass.BATCH: settings.batch_weight,
+        }
+        queue = FairQueue(weights, settings.tenant_weights)
+        self.admission = Admission(queue, self._clock, settings.max_queued)
+        metrics.watch(self.admission)
+        bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens
+        self._run(self.admission.run(view, lambda: capacity_of(pool.workers, *bounds)))
 
     async def _serve(self) -> None:
         settings = self.settings
@@ -153,7 +170,9 @@ class Gateway:
         ended = asyncio.create_task(self._wait_idle())
         await asyncio.wait({ended}, timeout=self.settings.drain_s)
         ended.cancel()
-        self.llm.pool.stop(Unavailable("the gateway is stopping", code="stopping"))
+        stopping = Unavailable("the gateway is stopping", code="stopping")
+        self.admission.stop(stopping)
+        self.llm.pool.stop(stopping)
         await asyncio.gather(self._grpc.stop(GRPC_GRACE_S), self._http.stop(), return_exceptions=True)
         try:
             async with asyncio.timeout(FREE_WAIT_S):

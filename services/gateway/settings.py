@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from tandem.settings import Settings
 
@@ -31,4 +31,15 @@ class GatewaySettings(Settings):
     drain_s: float = Field(30, ge=0, description="how long running requests may go on after SIGTERM")
     max_body_bytes: int = Field(16 * 2**20, gt=0)
     max_choices: int = Field(128, ge=1, description="most prompts times n of one request")
+    realtime_weight: float = Field(8, gt=0, description="share of tokens when every class has requests waiting")
+    interactive_weight: float = Field(4, gt=0)
+    batch_weight: float = Field(1, gt=0)
+    tenant_weights: dict[str, PositiveFloat] = Field({}, description="share of tokens within a class; 1 if not named")
+    max_queued: int = Field(1024, ge=1, description="most choices waiting for their turn; beyond it, 429")
+    max_admitted_tokens: int | None = Field(
+        None, ge=1, description="prompts and answers in the cluster at once; if not set, what it finds room for"
+    )
+    prefill_queue_tokens: int = Field(
+        16384, ge=1, description="prompt tokens on their way to each worker that reads prompts"
+    )
     log_level: str = "info"

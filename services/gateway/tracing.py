@@ -1,6 +1,7 @@
 """Spans of one request, through OpenTelemetry's API alone.
 
 chat {model}  (SERVER; GenAI semantic conventions, and vLLM's names beside them)
+ ├─ queue      until it is its turn: class, tenant, wait
  ├─ route      which pair, and why
  ├─ reserve    blocks on the decode worker        (CLIENT)
  ├─ prefill    the prefill worker's unary call    (CLIENT; its server span is the child)

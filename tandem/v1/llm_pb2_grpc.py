@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class LLMServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
+    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -52,7 +54,9 @@ class LLMServiceStub:
 
 
 class LLMServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
+    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds.
+    """
 
     def Generate(self, request, context):
         """Streams the answer as it is generated. The last message carries finish_reason, usage and path.
@@ -102,7 +106,9 @@ def add_LLMServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LLMService:
-    """Missing associated documentation comment in .proto file."""
+    """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
+    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds.
+    """
 
     @staticmethod
     def Generate(request,

@@ -27,6 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LLMServiceStub:
+    """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
+    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds.
+    """
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -40,6 +44,10 @@ class LLMServiceStub:
 
 @_typing.type_check_only
 class LLMServiceAsyncStub(LLMServiceStub):
+    """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
+    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds.
+    """
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_llm_pb2.GenerateRequest, _llm_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams the answer as it is generated. The last message carries finish_reason, usage and path."""
@@ -49,6 +57,10 @@ class LLMServiceAsyncStub(LLMServiceStub):
     """Lists the models this cluster serves."""
 
 class LLMServiceServicer(metaclass=_abc_1.ABCMeta):
+    """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
+    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds.
+    """
+
     @_abc_1.abstractmethod
     def Generate(
         self,

@@ -32,7 +32,8 @@ async def everything_free(peers: Peers, gateway: Gateway) -> None:
             getattr(p.servicer, "held", ()) or getattr(p.servicer, "running", ()) for p in peers.workers.values()
         )
         links = [link.running + len(link.stream) for link in gateway.llm.pool._links.values()]
-        return not held and not any(links) and not gateway.llm.running and await peers.reserved() == 0
+        inside = gateway.admission.admitted.tokens or gateway.admission.check_integrity()
+        return not (held or any(links) or gateway.llm.running or inside) and await peers.reserved() == 0
 
     await eventually(free, 2.0)
 

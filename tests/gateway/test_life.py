@@ -77,11 +77,12 @@ async def test_metrics(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) 
     assert after['vllm:generation_tokens_total{model_name="tiny"}'] > tokens
 
 
-async def test_local_prefill_is_counted_by_reason(http: httpx.AsyncClient, peers: Peers) -> None:
+async def test_fallbacks_are_counted_by_reason(http: httpx.AsyncClient, peers: Peers) -> None:
     await peers.registry.deregister("p", peers.workers["p"].info.incarnation)
     peers.workers["p"].heartbeat.cancel()
     await http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
-    assert metrics_of((await http.get("/metrics")).text)['tandem_local_prefill_total{reason="no_live"}'] == 1
+    found = metrics_of((await http.get("/metrics")).text)
+    assert found['tandem_fallbacks_total{path="local",reason="no_live_worker"}'] == 1
 
 
 def metrics_of(text: str) -> dict[str, float]:

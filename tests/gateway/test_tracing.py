@@ -44,7 +44,7 @@ def ours(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
 async def test_one_tree(spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers) -> None:
     await http.post("/v1/completions", json=BODY, headers=HEADERS)
     root_name = f"text_completion {MODEL}"
-    await eventually(lambda: set(ours(spans)) == {root_name, "route", "reserve", "prefill", "decode"})
+    await eventually(lambda: set(ours(spans)) == {root_name, "queue", "route", "reserve", "prefill", "decode"})
     found = ours(spans)
     root = found[root_name]
     assert root.kind is SpanKind.SERVER
@@ -66,7 +66,7 @@ async def test_workers_are_called_within_their_spans(
     spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers
 ) -> None:
     await http.post("/v1/completions", json=BODY, headers=HEADERS)
-    await eventually(lambda: len(ours(spans)) == 5)
+    await eventually(lambda: len(ours(spans)) == 6)
     for name, peer in (("reserve", peers.decode), ("prefill", peers.prefill)):
         _, trace_id, span_id, _ = peer.metadata[0]["traceparent"].split("-")
         assert trace_id == TRACE
@@ -87,5 +87,5 @@ async def test_a_failed_request_has_failed_spans(
 
 async def test_a_stop_string_is_no_failure(spans: InMemorySpanExporter, http: httpx.AsyncClient) -> None:
     await http.post("/v1/completions", json={**BODY, "stop": "quick", "max_tokens": 50}, headers=HEADERS)
-    await eventually(lambda: len(ours(spans)) == 5)
+    await eventually(lambda: len(ours(spans)) == 6)
     assert {span.status.status_code for span in ours(spans).values()} == {StatusCode.UNSET}

@@ -94,6 +94,12 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"suffix": "after"}, "suffix"),
     ({"best_of": 2}, "best_of"),
     ({"priority": 2**40}, "priority"),
+    ({"priority": "high"}, "priority"),
+    ({"service_tier": "vip"}, "service_tier"),
+    ({"service_tier": "flex", "priority": -1}, "service_tier"),
+    ({"user": 7}, "user"),
+    ({"user": "u" * 300}, "user"),
+    ({"user": "a\nb"}, "user"),
     ({"cache_salt": 5}, "cache_salt"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -206,6 +212,12 @@ async def test_a_timeout_that_is_none(client: httpx.AsyncClient, value: str) -> 
         assert answer.json()["error"]["param"] == name
 
 
+async def test_a_tenant_that_is_too_long(client: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": "x", "user": "fine"}
+    answer = await client.post("/v1/completions", json=body, headers={"x-llm-d-inference-fairness-id": "t" * 300})
+    assert_refused(answer, "x-llm-d-inference-fairness-id")
+
+
 async def test_fields_that_do_no_harm_are_taken(client: httpx.AsyncClient) -> None:
     """Past validation there is no worker: 503."""
     extras = {
@@ -259,6 +271,7 @@ GRPC: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "sampling": Sampling(logit_bias={5: 1000})}, "logit_bias"),
     ({"prompt": "x", "sampling": Sampling(stop=[""])}, "stop"),
     ({"prompt": "x", "priority": 77}, "priority"),
+    ({"prompt": "x", "tenant": "t" * 300}, "tenant"),
 ]
 
 

@@ -74,7 +74,7 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
 
 async def _refuse(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GatewayError)
-    return JSONResponse(error.body(), error.status)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
 async def _explain(request: Request, error: Exception) -> JSONResponse:

@@ -18,12 +18,13 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from services.gateway import tracing
-from services.gateway.answer import CLIENT_LEFT, PATHS, Answer
+from services.gateway.answer import CLIENT_LEFT, Answer
 from services.gateway.choice import Piece
 from services.gateway.errors import GatewayError, Internal, TimedOut
 from services.gateway.http.exchange import ClientLeft, Exchange, deadline_of
 from services.gateway.http.format import Envelope, Read, joined
 from services.gateway.llm import LLM
+from services.gateway.priority import priority_of, tenant_of
 from services.gateway.request import Generation
 
 log = structlog.get_logger(__name__)
@@ -51,10 +52,10 @@ class GenerateEndpoint:
         except ClientLeft:
             self._llm.metrics.request("none", CLIENT_LEFT)
         except GatewayError as error:
-            await exchange.fail(error)
+            await exchange.fail(error, {})
         except Exception as error:
             log.error("request failed", request_id=exchange.request_id, exc_info=error)
-            await exchange.fail(Internal(f"{type(error).__name__}: {error}"))
+            await exchange.fail(Internal(f"{type(error).__name__}: {error}"), {})
 
     async def _serve(self, exchange: Exchange) -> None:
         try:
@@ -69,7 +70,10 @@ class GenerateEndpoint:
         except GatewayError as error:
             self._llm.metrics.request("none", error.status)
             raise
-        await self._supervise(exchange, self._write(exchange, found, answer), deadline)
+        try:
+            await self._supervise(exchange, self._write(exchange, found, answer), deadline)
+        except GatewayError as error:
+            await exchange.fail(error, answer.way())
 
     def _generation(self, exchange: Exchange, found: Read, deadline: float) -> Generation:
         body = found.body
@@ -81,7 +85,8 @@ class GenerateEndpoint:
             n=body.n or 1,
             sampling=found.sampling,
             deadline=deadline,
-            priority=body.priority or 0,
+            priority=priority_of(body.service_tier, body.priority),
+            tenant=tenant_of(exchange.headers, body.user or "", "user"),
             cache_salt=body.cache_salt or "",
             streamed=bool(body.stream),
             parent=tracing.incoming(exchange.headers),
@@ -108,7 +113,7 @@ class GenerateEndpoint:
         async with aclosing(answer.pieces()) as pieces:
             told = _chain(await anext(pieces), pieces)
             if answer.request.streamed:
-                await exchange.open(_headers(answer))
+                await exchange.open(answer.way())
                 await self._write_events(exchange, envelope, told)
             else:
                 await self._write_whole(exchange, envelope, answer, told)
@@ -129,7 +134,7 @@ class GenerateEndpoint:
         choices: list[list[Piece]] = [[] for _ in answer.outcomes]
         async for piece in pieces:
             choices[piece.choice].append(piece)
-        await exchange.json(200, envelope.whole([joined(parts) for parts in choices]), _headers(answer))
+        await exchange.json(200, envelope.whole([joined(parts) for parts in choices]), answer.way())
 
 
 async def _chain(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncIterator[Piece]:
@@ -142,13 +147,3 @@ async def _cancelled(work: asyncio.Future[None]) -> None:
     """Cancel it and see it end, so that what it holds is on its way back."""
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
-
-
-def _headers(answer: Answer) -> dict[str, str]:
-    """Which way the request went."""
-    path = answer.path
-    headers = {"x-tandem-path": PATHS.get(path.kind, "none"), "x-tandem-decode-worker": path.decode_worker}
-    if path.prefill_worker:
-        headers["x-tandem-prefill-worker"] = path.prefill_worker
-        headers["x-tandem-transfer-bytes"] = str(path.transfer_bytes)
-    return headers

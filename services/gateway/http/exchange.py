@@ -82,12 +82,12 @@ class Exchange:
     async def close(self) -> None:
         await self._write(DONE, more=False)
 
-    async def fail(self, error: GatewayError) -> None:
+    async def fail(self, error: GatewayError, headers: Mapping[str, str]) -> None:
         """The typed end of a request. A client that does not read it within FAIL_WAIT_S goes without."""
         try:
             async with asyncio.timeout(FAIL_WAIT_S):
                 if not self.started:
-                    await self.json(error.status, error.body(), {})
+                    await self.json(error.status, error.body(), {**headers, **error.headers})
                 elif self._streaming:
                     await self._write(b"data: " + orjson.dumps(error.body()) + b"\n\n", more=False)
         except TimeoutError:

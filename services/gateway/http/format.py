@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from services.gateway.answer import PATHS, REASONS, Answer
+from services.gateway.answer import REASONS, Answer
+from services.gateway.attempt import Outcome
 from services.gateway.choice import Piece
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.schema import GenerationBody
+from services.gateway.metrics import PATHS
 from services.gateway.model import ServedModel
 from services.gateway.request import Sampling, check_sampling, with_defaults
 from services.gateway.text import Tokenizer
@@ -84,15 +86,17 @@ def usage(answer: Answer) -> dict[str, Any]:
         "completion_tokens": used.completion_tokens,
         "total_tokens": used.prompt_tokens + used.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
-        "tandem": [way(outcome.path) for outcome in answer.outcomes],
+        "tandem": [_way(outcome) for outcome in answer.outcomes],
     }
 
 
-def way(path: llm_pb2.Path) -> dict[str, Any]:
+def _way(outcome: Outcome) -> dict[str, Any]:
+    path = outcome.path
     return {
         "path": PATHS.get(path.kind),
         "prefill_worker": path.prefill_worker or None,
         "decode_worker": path.decode_worker,
+        "cached_tokens": outcome.num_cached_tokens,
         "transfer_bytes": path.transfer_bytes,
         "transport": path.transport or None,
         "reason": path.reason,
@@ -118,8 +122,6 @@ def read_sampling(body: GenerationBody, start: Sampling, model: ServedModel, nam
     """
     if body.n is not None and body.n < 1:
         raise InvalidRequest(f"n must be at least 1, got {body.n}", "n")
-    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
-        raise InvalidRequest(f"priority must be a 32-bit integer, got {body.priority}", "priority")
     sampling = replace(
         start,
         **{name: getattr(body, name) for name in SAME},

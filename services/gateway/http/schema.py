@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from services.gateway.errors import InvalidRequest
 
 HARMLESS = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    ("metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
      "parallel_tool_calls", "request_id")
 )  # fmt: skip
 # Fields that are refused unless they ask for what happens anyway.
@@ -103,7 +103,9 @@ class GenerationBody(Body):
     stop_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
+    service_tier: str | None = None
     priority: int | None = None
+    user: str | None = None
     cache_salt: str | None = None
 
 
