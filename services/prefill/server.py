@@ -22,13 +22,14 @@ from opentelemetry.trace import Span
 from services.prefill.links import LinkKeeper
 from services.prefill.push import TracedPush
 from tandem import rpc
-from tandem.engine import SequenceOutput
+from tandem.engine import Engine, SequenceOutput
 from tandem.transfer import Endpoint, Link, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from tandem.worker import Host, wire
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0
+MIN_ARENA_BYTES, MAX_ARENA_BYTES = 1 << 20, 64 << 20
 log = structlog.get_logger(__name__)
 tracer = trace.get_tracer("tandem.prefill")
 
@@ -39,7 +40,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, host: Host) -> None:
         self._host = host
         local = Endpoint(host.worker_id, host.incarnation, host.engine.layout.hash)
-        self._sender = Sender(local, transports=host.settings.transports)
+        self._sender = Sender(local, transports=host.settings.transports, arena_bytes=_arena_bytes(host.engine))
         self._links = LinkKeeper(self._sender, host.registry, local.layout_hash, host.clock, host.renew_lease)
         self._waiting: dict[str, asyncio.Future[SequenceOutput]] = {}
         self.servicer = rpc.Servicer(
@@ -157,3 +158,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         if output.error:
             raise rpc.Refused(grpc.StatusCode.INTERNAL, output.error)
         return output
+
+
+def _arena_bytes(engine: Engine) -> int:
+    """What a link may hold on its way: never more than the cache that it comes from."""
+    cache = sum(layer.nbytes for layer in engine.kv_cache)
+    return min(max(cache, MIN_ARENA_BYTES), MAX_ARENA_BYTES)

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Literal
 
 import httpx
 from pydantic import ByteSize, Field
@@ -23,6 +24,10 @@ from tandem.settings import Settings, load
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo" / "target"
 SAMPLE_TOKENS = 96
+KV_MEMORY = {
+    ("model", "prefill"): ByteSize(256 * 2**20), ("model", "decode"): ByteSize(512 * 2**20),
+    ("null", "prefill"): ByteSize(4 * 2**20), ("null", "decode"): ByteSize(8 * 2**20),
+}  # fmt: skip
 
 
 class UpSettings(Settings):
@@ -37,11 +42,18 @@ class UpSettings(Settings):
     grpc_port: int = Field(50051, ge=1, le=65535)
     redis_port: int = Field(6380, ge=1, le=65535, description="port of the redis-server started here")
     redis_url: str = Field("", description="use this Redis instead of starting one")
+    engine: Literal["model", "null"] = Field(
+        "model", description="null: workers that compute nothing and take a stated time for it; see their --help"
+    )
     dtype: str = Field("auto", description="float32, bfloat16, or auto: as the weights are stored")
     transports: str = Field("shm,tcp", description="ways to move KV, best first")
     disaggregation: str = Field("auto", pattern="^(require|prefer|auto)$")
-    prefill_kv_memory: ByteSize = Field(ByteSize(256 * 2**20), description="KV cache of each prefill worker")
-    decode_kv_memory: ByteSize = Field(ByteSize(512 * 2**20), description="KV cache of each decode worker")
+    prefill_kv_memory: ByteSize | None = Field(
+        None, description="KV cache of each prefill worker (default: 256MiB; null engine: 4MiB)"
+    )
+    decode_kv_memory: ByteSize | None = Field(
+        None, description="KV cache of each decode worker (default: 512MiB; null engine: 8MiB)"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads per worker (default: cores / workers)")
     logs: Path = Field(Path(".run/logs"), description="folder for the processes' logs")
     ready_timeout_s: float = Field(120.0, gt=0)
@@ -78,12 +90,14 @@ def processes(settings: UpSettings) -> list[list[Process]]:
 
     shared = [f"--model-path={settings.model_path}", f"--model-name={settings.served_name}"]
     shared += [f"--redis-url={settings.registry_url}"]
-    worker = [f"--dtype={settings.dtype}", f"--transports={settings.transports}", f"--threads={threads}"]
+    worker = [f"--engine={settings.engine}", f"--dtype={settings.dtype}", f"--transports={settings.transports}"]
+    worker += [f"--threads={threads}"]
 
-    def workers(role: str, count: int, memory: int) -> list[Process]:
+    def workers(role: str, count: int, memory: ByteSize | None) -> list[Process]:
+        memory = memory or KV_MEMORY[settings.engine, role]
         return [
             process(f"{role}-{i}", f"services.{role}", *shared, *worker, f"--worker-id={role}-{i}",
-                    f"--kv-memory={memory}", restart=True)
+                    f"--kv-memory={int(memory)}", restart=True)
             for i in range(count)
         ]  # fmt: skip
 
@@ -193,7 +207,8 @@ def _progress(cluster: Cluster) -> Table:
 def _status(settings: UpSettings, seconds: float) -> Panel:
     table = Table.grid(padding=(0, 2))
     table.add_row("model", f"{settings.served_name}  ({settings.model_path})")
-    table.add_row("workers", f"{settings.prefill} prefill, {settings.decode} decode")
+    engine = ", null engine: no model computes" if settings.engine == "null" else ""
+    table.add_row("workers", f"{settings.prefill} prefill, {settings.decode} decode{engine}")
     table.add_row("OpenAI HTTP", f"http://{settings.host}:{settings.http_port}/v1")
     table.add_row("gRPC", f"{settings.host}:{settings.grpc_port}  (tandem.v1.LLMService)")
     table.add_row("Redis", settings.registry_url)

@@ -3,6 +3,7 @@
 from tandem.engine.engine import Engine
 from tandem.engine.layout import KVLayout
 from tandem.engine.models import ModelConfig
+from tandem.engine.step_time import StepTime
 from tandem.engine.types import (
     BlockRemoved,
     BlockStored,
@@ -32,4 +33,5 @@ __all__ = [
     "SampledToken",
     "SamplingParams",
     "SequenceOutput",
+    "StepTime",
 ]

@@ -20,6 +20,7 @@ from tandem.engine.kernels import CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
 from tandem.engine.loader import load_weights, weights_revision
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
+from tandem.engine.null_runner import NullRunner, null_layout
 from tandem.engine.runner import Runner
 from tandem.engine.scheduler import Scheduled, Scheduler
 from tandem.engine.sequence import Sequence, Status, new_sequence
@@ -49,11 +50,9 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.model_config = read_model_config(config.model_path, config.max_model_len)
-        self.layout = _layout(config, self.model_config)
+        self.layout = null_layout(config) if config.null else _layout(config, self.model_config)
         self.kv_cache = _kv_cache(config, self.layout)
-        model = Decoder(self.model_config, self.layout.torch_dtype, config.device)
-        load_weights(model, config.model_path, on_progress)
-        self._runner = Runner(_forward(config, self.layout, model, self.kv_cache), self.kv_cache)
+        self._runner = self._make_runner(config, on_progress)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._scheduler = Scheduler(
             self._pool,
@@ -155,6 +154,13 @@ class Engine:
     def take_block_events(self) -> list[BlockStored | BlockRemoved]:
         """What the prefix cache gained and lost since the last call, removals first."""
         return self._pool.take_events()
+
+    def _make_runner(self, config: EngineConfig, on_progress: Progress | None) -> Runner | NullRunner:
+        if config.null:
+            return NullRunner(config.null, self.kv_cache, self.model_config.vocab_size)
+        model = Decoder(self.model_config, self.layout.torch_dtype, config.device)
+        load_weights(model, config.model_path, on_progress)
+        return Runner(_forward(config, self.layout, model, self.kv_cache), self.kv_cache)
 
     def _new_sequence(self, request: Request, total: int) -> Sequence:
         """`total`: how many tokens the sequence may come to hold KV for."""

@@ -9,36 +9,15 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tandem.engine.forward import Forward, StepInput
+from tandem.engine.push import push_of
 from tandem.engine.sampler import sample
 from tandem.engine.scheduler import Scheduled
-from tandem.engine.sequence import Sequence
-from tandem.engine.types import KVSink, SampledToken
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    """Blocks of one sequence's prompt that this step completes."""
-
-    seq: Sequence
-    sink: KVSink
-    first_block: int
-    block_ids: list[int]
-
-    def layer(self, layer: int, kv: Tensor) -> None:
-        if self.seq.error is None:
-            try:
-                self.sink.push(layer, self.first_block, self.block_ids, kv)
-            except Exception as error:
-                self.seq.error = f"KV push failed: {type(error).__name__}: {error}"
-
-    def done(self) -> None:
-        self.seq.num_pushed_blocks = self.first_block + len(self.block_ids)
+from tandem.engine.types import SampledToken
 
 
 class Runner:
@@ -56,7 +35,7 @@ class Runner:
         if not batch:
             return {}
         batch = sorted(batch, key=self._order)
-        pushes = [push for item in batch if (push := self._push(item))]
+        pushes = [push for item in batch if (push := push_of(item, self._block_size))]
 
         def written(layer: int) -> None:
             for push in pushes:
@@ -98,17 +77,6 @@ class Runner:
         if item.num_tokens > 1:
             return 1, *item.seq.key
         return 0, (item.seq.num_computed_tokens // self._block_size).bit_length()
-
-    def _push(self, item: Scheduled) -> Push | None:
-        seq, end = item.seq, item.seq.num_computed_tokens + item.num_tokens
-        if seq.sink is None:
-            return None
-        whole = end >= seq.num_prompt_tokens
-        complete = -(-seq.num_prompt_tokens // self._block_size) if whole else end // self._block_size
-        if complete <= seq.num_pushed_blocks:
-            return None
-        first = seq.num_pushed_blocks
-        return Push(seq, seq.sink, first, seq.block_table[first:complete])
 
 
 def _tensor(values: array[int]) -> Tensor:

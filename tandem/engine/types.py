@@ -15,6 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tandem.engine.step_time import StepTime
+
 
 class FinishReason(enum.Enum):
     STOP = "stop"
@@ -146,7 +148,8 @@ class EngineConfig:
     """What an engine is made from. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds.
 
     `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a fingerprint
-    of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used.
+    of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used. `null` makes it a null
+    engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
     """
 
     model_path: Path
@@ -163,6 +166,7 @@ class EngineConfig:
     num_threads: int | None = None
     revision: str = ""
     cpu_kernels: bool = True
+    null: StepTime | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):

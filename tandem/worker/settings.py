@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Literal
 from uuid import uuid4
 
 from pydantic import ByteSize, Field
 
-from tandem.engine import EngineConfig
+from tandem.engine import EngineConfig, StepTime
 from tandem.settings import Settings
 
 
@@ -24,6 +25,15 @@ class WorkerSettings(Settings):
     grpc_port: int = Field(0, ge=0, le=65535, description="0 chooses a free one")
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV listener; 0 chooses a free one")
     transports: tuple[str, ...] = Field(("shm", "tcp"), description="ways to move KV, best first")
+    engine: Literal["model", "null"] = Field(
+        "model", description="null: no weights, steps take a stated time, KV holds verified digests of the tokens"
+    )
+    null_prefill_tokens_per_s: float = Field(StepTime.prefill_tokens_per_s, gt=0, description="null engine: reading")
+    null_decode_step_s: float = Field(StepTime.decode_step_s, ge=0, description="null engine: a decode step")
+    null_decode_sequence_s: float = Field(
+        StepTime.decode_sequence_s, ge=0, description="null engine: what each decoding sequence adds to it"
+    )
+    null_speedup: float = Field(StepTime.speedup, gt=0, description="null engine: divides all its times")
     device: str = Field("cpu", description="torch device")
     dtype: str = Field("auto", description="float32, bfloat16, or auto: as the weights are stored")
     kv_memory: ByteSize = Field(ByteSize(256 * 2**20), description="memory for the KV cache, such as 4GiB")
@@ -58,6 +68,15 @@ class WorkerSettings(Settings):
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             num_threads=self.threads,
+            null=self._step_time() if self.engine == "null" else None,
+        )
+
+    def _step_time(self) -> StepTime:
+        return StepTime(
+            prefill_tokens_per_s=self.null_prefill_tokens_per_s,
+            decode_step_s=self.null_decode_step_s,
+            decode_sequence_s=self.null_decode_sequence_s,
+            speedup=self.null_speedup,
         )
 
 

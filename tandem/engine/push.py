@@ -1,0 +1,44 @@
+"""Blocks of a prompt on their way out, as the step that completes them computes layer after layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.engine.scheduler import Scheduled
+from tandem.engine.sequence import Sequence
+from tandem.engine.types import KVSink
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Blocks of one sequence's prompt that this step completes."""
+
+    seq: Sequence
+    sink: KVSink
+    first_block: int
+    block_ids: list[int]
+
+    def layer(self, layer: int, kv: Tensor) -> None:
+        if self.seq.error is None:
+            try:
+                self.sink.push(layer, self.first_block, self.block_ids, kv)
+            except Exception as error:
+                self.seq.error = f"KV push failed: {type(error).__name__}: {error}"
+
+    def done(self) -> None:
+        self.seq.num_pushed_blocks = self.first_block + len(self.block_ids)
+
+
+def push_of(item: Scheduled, block_size: int) -> Push | None:
+    """What `item` completes of a prompt that somebody takes away, if anything."""
+    seq, end = item.seq, item.seq.num_computed_tokens + item.num_tokens
+    if seq.sink is None:
+        return None
+    whole = end >= seq.num_prompt_tokens
+    complete = -(-seq.num_prompt_tokens // block_size) if whole else end // block_size
+    if complete <= seq.num_pushed_blocks:
+        return None
+    first = seq.num_pushed_blocks
+    return Push(seq, seq.sink, first, seq.block_table[first:complete])

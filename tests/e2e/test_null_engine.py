@@ -1,0 +1,75 @@
+"""A fleet of null engines: the services, the protocol and the KV frames are real, so the contract is too."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+
+WORKERS, SHARED, BLOCK = 3, 64, 16
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, config_only: Path) -> Iterator[RunningCluster]:
+    options = [f"--model-path={config_only}", "--model-name=null", "--engine=null", "--disaggregation=require"]
+    options += [f"--prefill={WORKERS}", f"--decode={WORKERS}"]
+    with running_cluster(tmp_path_factory.mktemp("null"), *options, env={"TANDEM_NULL_SPEEDUP": "10"}) as cluster:
+        ready = f"{cluster.http}/health/ready"
+        eventually(lambda: httpx.get(ready).json()["linked_pairs"] == WORKERS**2, 30, "every pair has moved a block")
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def config_only(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """The demo model's folder without its weights."""
+    folder = tmp_path_factory.mktemp("config-only")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((demo_model / name).read_bytes())
+    return folder
+
+
+def prompts() -> list[list[int]]:
+    """Some begin alike."""
+    dice = random.Random(5)
+    shared = dice.choices(range(1, 4096), k=SHARED)
+    return [shared[: SHARED * (i % 2)] + dice.choices(range(1, 4096), k=dice.randint(1, 200)) for i in range(24)]
+
+
+async def generate(service: llm_pb2_grpc.LLMServiceAsyncStub, prompt: list[int]) -> llm_pb2.GenerateUnaryResponse:
+    sampling = llm_pb2.SamplingParams(max_tokens=12, seed=3, temperature=1.0)
+    request = llm_pb2.GenerateRequest(model="null", token_ids=llm_pb2.TokenIds(ids=prompt), sampling=sampling)
+    return await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request), timeout=60)
+
+
+def oracle(folder: Path, prompt: list[int]) -> list[int]:
+    engine = Engine(EngineConfig(folder, "null", num_blocks=64, null=StepTime(speedup=1e6)))
+    engine.add(Request("r", prompt, SamplingParams(max_tokens=12, seed=3)))
+    return [token.token_id for _ in range(12) for output in engine.step() for token in output.tokens]
+
+
+async def test_a_fleet_answers_as_one_engine_and_moves_every_byte(
+    fleet: RunningCluster, config_only: Path, at_baseline: Callable[[RunningCluster], Awaitable[bool]]
+) -> None:
+    asked = prompts()
+    async with grpc.aio.insecure_channel(fleet.grpc) as channel:
+        service = llm_pb2_grpc.LLMServiceStub(channel)
+        answers = await asyncio.gather(*(generate(service, prompt) for prompt in asked))
+    assert [list(answer.token_ids) for answer in answers] == [oracle(config_only, prompt) for prompt in asked]
+    for role in ("prefill_worker", "decode_worker"):
+        assert len({getattr(answer.path, role) for answer in answers}) == WORKERS
+    for prompt, answer in zip(asked, answers, strict=True):
+        most = -(-len(prompt) // BLOCK) * BLOCK * 32
+        assert answer.path.transfer_bytes <= most
+        assert answer.path.transfer_bytes >= most - 32 * SHARED
+    async with asyncio.timeout(10):
+        while not await at_baseline(fleet):
+            await asyncio.sleep(0.05)
