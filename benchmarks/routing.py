@@ -25,7 +25,6 @@ from tandem import telemetry
 from tandem.registry import ClusterView, Registry, Role, Route
 from tandem.settings import load
 
-
 Pair = tuple[str, str]
 
 
