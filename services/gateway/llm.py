@@ -110,8 +110,12 @@ class LLM:
         workers = [worker for worker in self.pool.workers if not worker.load.draining]
         prefills = [w for w in workers if w.info.role is Role.PREFILL and self.pool.connected(w.info)]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
-        connected = {worker.info.incarnation for worker in decodes if self.pool.connected(worker.info)}
-        pairs = sum(len(connected.intersection(prefill.load.linked)) for prefill in prefills)
+        connected = [worker.info for worker in decodes if self.pool.connected(worker.info)]
+        pairs = sum(
+            info.incarnation in prefill.load.linked and info.layout_hash == prefill.info.layout_hash
+            for prefill in prefills
+            for info in connected
+        )
         missing = []
         if self.stopping:
             missing.append("the gateway is stopping")

@@ -36,7 +36,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerPool
 from tandem import rpc
 from tandem.clock import Clock, SystemClock
-from tandem.registry import BlockReplica, ClusterView, Registry, RegistryUnavailable
+from tandem.registry import ClusterView, Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
@@ -47,10 +47,16 @@ REGISTRY_WAIT_S = 0.5
 
 
 class Gateway:
-    """Everything that runs in the process. Use as an async context manager: inside, it serves."""
+    """Everything that runs in the process. Use as an async context manager: inside, it serves.
 
-    def __init__(self, settings: GatewaySettings, clock: Clock | None = None) -> None:
+    `make_router`: another kind of Router, for those who measure this one against it.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, clock: Clock | None = None, *, make_router: type[Router] = Router
+    ) -> None:
         self.settings = settings
+        self._make_router = make_router
         self._clock = clock or SystemClock()
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -100,11 +106,8 @@ class Gateway:
         pool = WorkerPool(view, model.name, gateway_id, clock, rpc.channel)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
+        router = self._make_router(registry, view, model.name, settings.disaggregation)
         metrics = Metrics(CollectorRegistry(), model.name)
-        replica = BlockReplica(registry.block_feed, clock, max_blocks=settings.replica_max_blocks)
-        metrics.watch_replica(replica)
-        self._run(replica.run())
-        router = Router(registry, view, replica, model.name, settings.disaggregation)
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
         cluster = Cluster(gateway_id, router, pool, clock, spans, self._afterwards)
@@ -190,7 +193,7 @@ class Gateway:
             await self._clock.sleep(0.05)
 
 
-async def serve(settings: GatewaySettings) -> None:
+async def serve(settings: GatewaySettings, *, make_router: type[Router] = Router) -> None:
     """Run a gateway until it is told to stop.
 
     Raises:
@@ -199,7 +202,7 @@ async def serve(settings: GatewaySettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with Gateway(settings) as gateway:
+    async with Gateway(settings, make_router=make_router) as gateway:
         stopping, failed = asyncio.create_task(stop.wait()), asyncio.create_task(gateway.failed())
         await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -16,15 +16,21 @@ tracer = trace.get_tracer("tandem.prefill")
 
 
 class TracedPush:
-    """A KVSink that records a `kv.transfer` span from the first layer pushed to the receiver's ack."""
+    """A KVSink that records a `kv.transfer` span from the first layer pushed to the receiver's ack.
 
-    def __init__(self, push: Push, link: Link, parent: Span) -> None:
+    `moved` is told how many tokens' KV it moved, and the seconds that took: in pushes, and from the commit to the ack.
+    """
+
+    def __init__(self, push: Push, link: Link, parent: Span, moved: Callable[[int, float], None]) -> None:
         self._push = push
         self._link = link
         self._parent = parent
+        self._moved = moved
         self._span: Span | None = None
         self._blocks = 0
         self._layers = 0
+        self._tokens = 0
+        self._seconds = 0.0
         self.first_push_at: float | None = None
         self.failure: TransferError | None = None
 
@@ -38,15 +44,19 @@ class TracedPush:
             self._span = tracer.start_span("kv.transfer", trace.set_span_in_context(self._parent))
         if layer == 0:
             self._blocks += len(block_ids)
+            self._tokens += len(block_ids) * kv.shape[3]
             self._parent.add_event("chunk", {"first_block": first_block, "blocks": len(block_ids)})
         self._layers = max(self._layers, layer + 1)
+        started = time.monotonic()
         try:
             self._push.push(layer, first_block, block_ids, kv)
         except TransferError as error:
             self.failure = error
             raise
+        self._seconds += time.monotonic() - started
 
     def commit(self, payload: bytes) -> Future[None]:
+        self._seconds -= time.monotonic()
         committed = self._push.commit(payload)
         committed.add_done_callback(self._ended)
         return committed
@@ -57,6 +67,8 @@ class TracedPush:
 
     def _ended(self, committed: Future[None]) -> None:
         error = None if committed.cancelled() else committed.exception()
+        if error is None and self._tokens:
+            self._moved(self._tokens, self._seconds + time.monotonic())
         self._end(str(error) if error else "")
 
     def _end(self, error: str) -> None:

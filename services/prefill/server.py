@@ -129,7 +129,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             num_layers=self._host.engine.layout.num_layers,
             deadline=time.monotonic() + sequence.timeout_ms / 1000,
         )
-        return TracedPush(push, link, span)
+        return TracedPush(push, link, span, self._host.thread.rates.moved)
 
     async def _compute(
         self, sequence: worker_pb2.SequenceSpec, ticket: worker_pb2.LandingTicket, push: TracedPush

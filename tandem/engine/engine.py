@@ -62,7 +62,7 @@ class Engine:
             prefix_caching=config.enable_prefix_caching,
         )
         self._live: dict[str, Sequence] = {}
-        self._num_arrived = 0
+        self._num_arrived = self._num_computed = self._num_written = 0
         self._ended_at_join: dict[str, SequenceOutput] = {}
 
     def add(
@@ -143,6 +143,8 @@ class Engine:
             free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             queued_tokens=sum(unread),
+            num_read_tokens=self._num_computed - self._num_written,
+            num_written_tokens=self._num_written,
         )
 
     def check_integrity(self) -> None:
@@ -197,6 +199,8 @@ class Engine:
         outputs = list(self._ended_at_join.values())
         self._ended_at_join = {}
         for item in batch:
+            self._num_computed += item.num_tokens
+            self._num_written += item.num_tokens == 1 and item.seq.num_output_tokens > 0
             output = self._advance(item.seq, item.num_tokens, tokens.get(item.seq.request_id))
             if output is not None:
                 outputs.append(output)

@@ -133,7 +133,10 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment's load. `free_blocks`: referenced by no live sequence. `queued_tokens`: prompt tokens yet to compute."""
+    """A moment's load. `free_blocks`: referenced by no live sequence. `queued_tokens`: prompt tokens yet to compute.
+
+    `num_read_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since the engine began.
+    """
 
     num_waiting: int
     num_running: int
@@ -141,6 +144,8 @@ class EngineStats:
     free_blocks: int
     num_blocks: int
     queued_tokens: int
+    num_read_tokens: int
+    num_written_tokens: int
 
 
 @dataclass(frozen=True)

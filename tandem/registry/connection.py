@@ -34,8 +34,6 @@ SCRIPTS = (
     "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "sweep",
     "check",
 )  # fmt: skip
-# What a script begins with, behind the ledger.
-PARTS = {"select": ("costs", "expected")}
 UNAVAILABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
@@ -191,5 +189,5 @@ def _cancellable() -> Iterator[None]:
 
 def _load(name: str) -> Script:
     folder = files(__package__)
-    text = "".join((folder / f"{part}.lua").read_text() for part in ("ledger", *PARTS.get(name, ()), name))
+    text = (folder / "ledger.lua").read_text() + (folder / f"{name}.lua").read_text()
     return Script(text, sha1(text.encode()).hexdigest())

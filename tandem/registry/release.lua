@@ -1,9 +1,7 @@
--- ARGV: reservation, 'tokens' | 'all', and so on in pairs. Returns for each how many parts were given back.
+-- ARGV: reservation, then the parts to give back. Returns how many of them there still were.
 expire_due()
-local dropped = {}
-for i = 1, #ARGV, 2 do
-  local count = drop(ARGV[i], 'tokens')
-  if ARGV[i + 1] == 'all' then count = count + drop(ARGV[i], 'blocks') end
-  dropped[#dropped + 1] = count
+local dropped = 0
+for i = 2, #ARGV do
+  dropped = dropped + drop(ARGV[1], ARGV[i])
 end
 return dropped

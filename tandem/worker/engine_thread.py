@@ -2,12 +2,14 @@
 
 asyncio --call(fn)--> inbox --between steps--> fn(engine) --> future
 engine.step() --> outputs --> on_outputs, on the asyncio loop
+          └─> tokens and seconds of the step --> rates
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -16,6 +18,7 @@ from typing import TypeVar
 import structlog
 
 from tandem.engine import Engine, EngineStats, SequenceOutput
+from tandem.worker.rates import Rates
 
 T = TypeVar("T")
 IDLE_WAIT_S = 0.2
@@ -40,6 +43,7 @@ class EngineThread:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats: EngineStats = engine.stats()
+        self.rates = Rates()
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -74,10 +78,11 @@ class EngineThread:
             stalled = False
             while not self._closing.is_set():
                 self._serve_inbox(stalled)
-                before = self.stats
+                before, started = self.stats, time.monotonic()
                 outputs = self._step()
                 self.stats = self._engine.stats()
                 stalled = not outputs and self.stats == before
+                self._measure(before, time.monotonic() - started)
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._on_death, error)
             log.error("engine died", exc_info=error)
@@ -99,3 +104,9 @@ class EngineThread:
         if outputs:
             self._loop.call_soon_threadsafe(self._on_outputs, outputs)
         return outputs
+
+    def _measure(self, before: EngineStats, seconds: float) -> None:
+        read = self.stats.num_read_tokens - before.num_read_tokens
+        written = self.stats.num_written_tokens - before.num_written_tokens
+        if read or written:
+            self.rates.step(read, written, seconds)

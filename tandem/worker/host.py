@@ -99,6 +99,8 @@ async def _serve(
         return WorkerLoad(
             free_blocks=stats.free_blocks, num_waiting=stats.num_waiting, num_running=stats.num_running,
             queued_tokens=stats.queued_tokens, draining=draining, linked=worker.linked(),
+            prefill_tokens_per_s=thread.rates.prefill_tokens_per_s, step_s=thread.rates.step_s,
+            transfer_tokens_per_s=thread.rates.transfer_tokens_per_s,
         )  # fmt: skip
 
     info = _info(host, role, worker.transfer_address, server.port)

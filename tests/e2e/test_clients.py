@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
+import grpc
 import httpx
 import pytest
 from grpc import StatusCode, aio
@@ -86,6 +87,29 @@ def test_errors_name_the_field(client: OpenAI, shm_cluster: RunningCluster) -> N
         client.completions.create(model=MODEL, prompt=[5] * 5000)
     assert long.value.code == "context_length_exceeded"
     assert httpx.post(f"{shm_cluster.http}/v1/completions", content=b"{").status_code == 400
+
+
+def test_every_answer_says_which_way_it_went(client: OpenAI, shm_cluster: RunningCluster) -> None:
+    options = {"model": MODEL, "prompt": "import os\n" * 30, "max_tokens": 4, "temperature": 0}
+    whole = client.completions.with_raw_response.create(**options)
+    streamed = client.completions.with_raw_response.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
+    *_, last = streamed.parse()
+    with grpc.insecure_channel(shm_cluster.grpc) as channel:
+        call = llm_pb2_grpc.LLMServiceStub(channel).Generate(llm_pb2.GenerateRequest(model=MODEL, prompt="x = "))
+        *_, message = call
+        trailers = dict(call.trailing_metadata())
+    assert int(trailers["x-tandem-transfer-bytes"]) == message.path.transfer_bytes > 0
+    for headers, ways in ((whole.headers, whole.parse().usage.tandem), (streamed.headers, last.usage.tandem)):
+        (way,) = ways
+        assert (headers["x-tandem-path"], headers["x-tandem-transport"]) == (way["path"], way["transport"])
+        assert int(headers["x-tandem-transfer-bytes"]) == way["transfer_bytes"] > 0
+        assert int(headers["x-tandem-cached-tokens"]) == way["cached_tokens"]
+        assert headers["x-tandem-reason"] == way["reason"]
+    for told in (whole.headers, streamed.headers, trailers):
+        assert told["x-tandem-path"] == "remote"
+        assert told["x-tandem-reason"].startswith("remote prefill: ")
 
 
 async def test_grpc_service_health_and_reflection(shm_cluster: RunningCluster) -> None:

@@ -11,7 +11,9 @@ import grpc
 import httpx
 import pytest
 
+from tandem.clock import SystemClock
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
+from tandem.registry import Registry, Role
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
@@ -73,3 +75,14 @@ async def test_a_fleet_answers_as_one_engine_and_moves_every_byte(
     async with asyncio.timeout(10):
         while not await at_baseline(fleet):
             await asyncio.sleep(0.05)
+    await everyone_tells_what_was_measured(fleet)
+
+
+async def everyone_tells_what_was_measured(fleet: RunningCluster) -> None:
+    registry = await Registry.connect(fleet.redis_url, clock=SystemClock())
+    workers = await registry.workers()
+    await registry.close()
+    for load in (worker.load for worker in workers if worker.info.role is Role.PREFILL):
+        assert 0 < load.prefill_tokens_per_s <= 10 * StepTime.prefill_tokens_per_s
+        assert load.transfer_tokens_per_s > 0
+    assert all(worker.load.step_s >= 0.001 for worker in workers if worker.info.role is Role.DECODE)

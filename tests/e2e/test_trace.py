@@ -66,6 +66,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, collector: tuple[Collector
 
 EXPECTED = {
     ("tandem-gateway", "text_completion tandem-demo"),
+    ("tandem-gateway", "queue"),
     ("tandem-gateway", "route"),
     ("tandem-gateway", "reserve"),
     ("tandem-prefill", "prefill"),

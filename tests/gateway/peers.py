@@ -27,7 +27,6 @@ from tandem.v1 import (
 )
 
 MODEL = "tiny"
-LAYOUT = "layout-1"
 REVISION = "revision-1"
 TTL_S = 2.0
 Reply = Callable[[worker_pb2.SequenceSpec], list[int]]
@@ -63,8 +62,9 @@ class Generator:
 
 
 class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, incarnation: str, generator: Generator) -> None:
+    def __init__(self, incarnation: str, layout_hash: str, generator: Generator) -> None:
         self.incarnation = incarnation
+        self.layout_hash = layout_hash
         self.generator = generator
         self.step_s = 0.001
         self.held: dict[str, Sequence] = {}
@@ -89,8 +89,9 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
             sequence.task = asyncio.create_task(self._decode(sequence, 0))
             return decode_pb2.ReserveResponse()
         ticket = worker_pb2.LandingTicket(
-            transfer_id=spec.request_id, decode_worker="d", decode_incarnation=self.incarnation, kv_layout_hash=LAYOUT
-        )
+            transfer_id=spec.request_id, decode_worker="d", decode_incarnation=self.incarnation,
+            kv_layout_hash=self.layout_hash,
+        )  # fmt: skip
         return decode_pb2.ReserveResponse(ticket=ticket)
 
     async def StreamTokens(
@@ -161,7 +162,8 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 class PrefillPeer(prefill_pb2_grpc.PrefillServiceServicer):
-    def __init__(self, generator: Generator, decodes: Callable[[str], DecodePeer]) -> None:
+    def __init__(self, layout_hash: str, generator: Generator, decodes: Callable[[str], DecodePeer]) -> None:
+        self.layout_hash = layout_hash
         self.generator = generator
         self.seen: list[worker_pb2.SequenceSpec] = []
         self.running: set[str] = set()
@@ -176,6 +178,7 @@ class PrefillPeer(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.ProbeLinkResponse(bytes=1, elapsed_us=1, transport="tcp")
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
+        assert request.ticket.kv_layout_hash == self.layout_hash, "pushing to a worker of another KV layout"
         spec = request.sequence
         self.seen.append(spec)
         self.metadata.append(dict(context.invocation_metadata()))
@@ -229,16 +232,16 @@ class Peers:
         servicer: PrefillPeer = self.workers["p"].servicer
         return servicer
 
-    async def add_decode(self, worker_id: str = "d") -> Peer:
+    async def add_decode(self, worker_id: str = "d", revision: str = REVISION) -> Peer:
         incarnation = uuid4().hex
-        peer = self._decodes[incarnation] = DecodePeer(incarnation, self.generator)
+        peer = self._decodes[incarnation] = DecodePeer(incarnation, layout_of(revision), self.generator)
         servicer = rpc.Servicer("tandem.v1.DecodeService", peer, decode_pb2_grpc.add_DecodeServiceServicer_to_server)
-        return await self._add(worker_id, Role.DECODE, incarnation, servicer)
+        return await self._add(worker_id, Role.DECODE, incarnation, revision, servicer)
 
-    async def add_prefill(self, worker_id: str = "p") -> Peer:
-        peer = PrefillPeer(self.generator, self._by_incarnation)
+    async def add_prefill(self, worker_id: str = "p", revision: str = REVISION) -> Peer:
+        peer = PrefillPeer(layout_of(revision), self.generator, self._by_incarnation)
         servicer = rpc.Servicer("tandem.v1.PrefillService", peer, prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
-        return await self._add(worker_id, Role.PREFILL, uuid4().hex, servicer)
+        return await self._add(worker_id, Role.PREFILL, uuid4().hex, revision, servicer)
 
     async def move_to(self, redis: RedisServer, namespace: str) -> None:
         """Register in another registry."""
@@ -262,13 +265,13 @@ class Peers:
         decodes = [p.info.incarnation for p in self.workers.values() if p.info.role is Role.DECODE]
         return WorkerLoad(free_blocks=64, num_waiting=0, num_running=0, queued_tokens=0, linked=tuple(decodes))
 
-    async def _add(self, worker_id: str, role: Role, incarnation: str, servicer: rpc.Servicer) -> Peer:
+    async def _add(self, worker_id: str, role: Role, incarnation: str, revision: str, servicer: rpc.Servicer) -> Peer:
         server = await rpc.serve([servicer], "127.0.0.1", 0)
         info = WorkerInfo(
             worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
-            transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=REVISION,
-            layout_hash=LAYOUT, block_size=16, num_blocks=64, max_num_seqs=64, max_model_len=256, transports=("tcp",),
-            host="test",
+            transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=revision,
+            layout_hash=layout_of(revision), block_size=16, num_blocks=64, max_num_seqs=64, max_model_len=256,
+            transports=("tcp",), host="test",
         )  # fmt: skip
         await self.registry.register(info, self._load(), TTL_S)
         heartbeat = asyncio.create_task(self._heartbeat(info))
@@ -282,6 +285,11 @@ class Peers:
             await asyncio.sleep(TTL_S / 4)
             with contextlib.suppress(Exception):
                 await self.registry.heartbeat(info, self._load(), TTL_S)
+
+
+def layout_of(revision: str) -> str:
+    """A worker's layout hash covers its weights."""
+    return f"layout of {revision}"
 
 
 @asynccontextmanager

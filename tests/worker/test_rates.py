@@ -1,0 +1,83 @@
+"""Measured rates find a known hardware, follow it when it changes, and reach the registry."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tandem.clock import SystemClock
+from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
+from tandem.worker import EngineThread
+from tandem.worker.rates import FORGET_S, Rate, Rates
+
+HARDWARE = StepTime(prefill_tokens_per_s=5000, decode_step_s=0.02, decode_sequence_s=0.001)
+
+
+def run(rates: Rates, hardware: StepTime, dice: random.Random, steps: int, mixed: bool) -> None:
+    """Steps of prompts, of 8 decodes, and of both, 5 % off the truth either way."""
+    for i in range(steps):
+        read = dice.randint(2, 512) if i % 2 else 0
+        written = 0 if read and not mixed else 8
+        seconds = hardware.seconds([read, *[1] * written]) * dice.uniform(0.95, 1.05)
+        rates.step(read, written, seconds)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_known_hardware_is_found(mixed: bool) -> None:
+    rates = Rates()
+    run(rates, HARDWARE, random.Random(1), 400, mixed)
+    assert rates.prefill_tokens_per_s == pytest.approx(5000, rel=0.05)
+    assert rates.step_s == pytest.approx(0.028, rel=0.05)
+
+
+def test_a_slower_hardware_is_found_within_a_few_busy_seconds() -> None:
+    rates, dice = Rates(), random.Random(2)
+    run(rates, HARDWARE, dice, 400, mixed=True)
+    slower = StepTime(prefill_tokens_per_s=1000, decode_step_s=0.1, decode_sequence_s=0)
+    run(rates, slower, dice, 200, mixed=True)
+    assert rates.prefill_tokens_per_s == pytest.approx(1000, rel=0.1)
+    assert rates.step_s == pytest.approx(0.1, rel=0.1)
+
+
+def test_nothing_seen_is_zero_and_what_was_seen_stays_while_idle() -> None:
+    rates = Rates()
+    assert (rates.prefill_tokens_per_s, rates.transfer_tokens_per_s, rates.step_s) == (0, 0, 0)
+    rates.moved(1000, 0.25)
+    assert rates.transfer_tokens_per_s == pytest.approx(4000)
+
+
+def test_long_and_short_observations_weigh_by_their_time() -> None:
+    rate = Rate()
+    rate.add(100, 0.1)
+    for _ in range(100):
+        rate.add(1, 0.001)
+    assert rate.per_second == pytest.approx(1000)
+    rate.add(0, FORGET_S)
+    assert rate.per_second == pytest.approx(1000 * 0.1 / (0.1 + FORGET_S), rel=0.05)
+
+
+def test_a_step_that_its_decodes_explain_says_nothing_of_prompts() -> None:
+    rates = Rates()
+    rates.step(0, 8, 0.1)
+    rates.step(16, 8, 0.09)
+    assert rates.prefill_tokens_per_s == 0
+
+
+async def test_the_engines_thread_measures_its_steps(demo_model: Path) -> None:
+    hardware = StepTime(prefill_tokens_per_s=2000, decode_step_s=0.02, decode_sequence_s=0)
+    engine = Engine(EngineConfig(demo_model, "demo", num_blocks=64, max_num_batched_tokens=64, null=hardware))
+    thread = EngineThread(engine, lambda outputs: None, lambda error: None)
+    thread.start()
+    try:
+        await thread.call(lambda engine: engine.add(Request("r", list(range(256)), SamplingParams(max_tokens=8))))
+        clock = SystemClock()
+        end = clock.now() + 10
+        while thread.stats.num_written_tokens < 7 and clock.now() < end:
+            await clock.sleep(0.01)
+    finally:
+        thread.close()
+    assert thread.stats.num_read_tokens == 256
+    assert 0 < thread.rates.prefill_tokens_per_s <= 2000  # sleeping never takes less than it should
+    assert thread.rates.step_s >= 0.02
