@@ -12,7 +12,7 @@ Whatever ends it, `close` frees everything; it runs apart from the request, so a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -70,6 +70,7 @@ class Attempt:
         self._parent = parent
         self._outcome = outcome
         self._route: Route | None = None
+        self._choosing: asyncio.Task[Route] | None = None
         self._links: list[Link] = []
         self._mailbox: Mailbox | None = None
         self._reserving = False
@@ -107,6 +108,9 @@ class Attempt:
         """Free everything this attempt holds, here and on workers. Bounded."""
         if self._timer:
             self._timer.cancel()
+        if self._choosing:
+            self._choosing.cancel()
+            await asyncio.gather(self._choosing, return_exceptions=True)
         mailbox, route = self._mailbox, self._route
         if mailbox is not None and self._reserving and not self._ended_by_decode:
             await self._end_on_decode(mailbox, self._links[0])
@@ -125,10 +129,16 @@ class Attempt:
             sequence.request_id, sequence.token_ids, sequence.cache_salt, sequence.sampling.max_tokens, left + 1.0
         )
         with tracing.child(cluster.spans, "route", self._parent) as span:
-            route = self._route = await self._within(self._answering(wanted, exclude))
+            self._choosing = asyncio.create_task(self._take(wanted, exclude))
+            route = await self._within(self._choosing)
             self._note_route(route)
             span.set_attribute("tandem.path.reason", route.reason)
         return route
+
+    async def _take(self, wanted: Wanted, exclude: Collection[str]) -> Route:
+        """A route that is had is known at once: a request that is cancelled in that moment still gives it back."""
+        self._route = await self._answering(wanted, exclude)
+        return self._route
 
     async def _answering(self, wanted: Wanted, exclude: Collection[str]) -> Route:
         """Among the workers that answer now; if there are none, among those that may be back in a moment."""
@@ -204,9 +214,8 @@ class Attempt:
         await self._cluster.clock.sleep(max(0.0, self._deadline - self._cluster.clock.now()))
         mailbox.fail(TimedOut("the request's deadline passed"))
 
-    async def _within(self, awaitable: Awaitable[T]) -> T:
-        """Bounded by the deadline."""
-        work = asyncio.ensure_future(awaitable)
+    async def _within(self, work: asyncio.Task[T]) -> T:
+        """Bounded by the deadline; whatever ends the wait ends the work."""
         pause = asyncio.create_task(self._cluster.clock.sleep(self._left()))
         try:
             await asyncio.wait({work, pause}, return_when=asyncio.FIRST_COMPLETED)

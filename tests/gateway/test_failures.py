@@ -6,16 +6,20 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from opentelemetry.context import Context
 
 from services.gateway import Gateway, GatewaySettings
+from services.gateway.attempt import Outcome
 from services.gateway.settings import Disaggregation
 from tandem.redis_server import RedisServer
+from tandem.v1 import llm_pb2, worker_pb2
 from tests.gateway.conftest import TEXT, eventually, free_port, make_settings
 from tests.gateway.peers import MODEL, Peers
 
@@ -68,6 +72,29 @@ async def test_a_client_that_leaves_while_its_prompt_is_read(
     await asyncio.gather(request, return_exceptions=True)
     await everything_free(peers, gateway)
     assert peers.prefill.cancelled == [peers.prefill.seen[0].request_id]
+
+
+async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers) -> None:
+    """So many turns of the event loop after it began, or after its workers were chosen."""
+    chosen = gateway.llm.pipeline._cluster.router._own
+    for turns, after_choice in ((turns, after) for turns in range(60) for after in (False, True)):
+        request = asyncio.create_task(first_tokens(gateway, f"r{turns}"))
+        while after_choice and not chosen:
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        await eventually(lambda: not chosen)
+    await everything_free(peers, gateway)
+
+
+async def first_tokens(gateway: Gateway, name: str) -> None:
+    sampling = llm_pb2.SamplingParams(max_tokens=8)
+    sequence = worker_pb2.SequenceSpec(token_ids=[5] * 20, sampling=sampling)
+    deadline = gateway.llm.clock.now() + 20
+    async with aclosing(gateway.llm.pipeline.tokens(sequence, name, deadline, Context(), Outcome())) as tokens:
+        await anext(tokens)
 
 
 async def test_the_deadline_before_the_first_token(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
