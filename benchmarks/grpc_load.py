@@ -1,0 +1,64 @@
+"""Open-loop load over gRPC: each request at its own time, its tokens stamped as they come.
+
+request -> its gateway's Generate stream -> Replayed: when each token came, what was cached, which way it went
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from grpc import aio
+
+from benchmarks.mooncake import Request
+from benchmarks.results import Answer, Arrival
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One request's end: its answer, or the error it ended with."""
+
+    request: Request
+    answer: Answer | None
+    cached_tokens: int = 0
+    remote: bool = False
+    error: str = ""
+
+
+async def replay(requests: Sequence[Request], addresses: Sequence[str], model: str) -> list[Replayed]:
+    """Sends each request at its time, gateways taking turns; returns them in order when the last has ended."""
+    channels = [aio.insecure_channel(address) for address in addresses]
+    stubs = cycle([llm_pb2_grpc.LLMServiceStub(channel) for channel in channels])
+    start, tasks = time.perf_counter(), list[asyncio.Task[Replayed]]()
+    try:
+        for request in requests:
+            await asyncio.sleep(max(0.0, start + request.at - time.perf_counter()))
+            tasks.append(asyncio.create_task(_send(request, next(stubs), model)))
+        return await asyncio.gather(*tasks)
+    finally:
+        for channel in channels:
+            await channel.close(None)
+
+
+async def _send(request: Request, stub: llm_pb2_grpc.LLMServiceAsyncStub, model: str) -> Replayed:
+    message = llm_pb2.GenerateRequest(
+        model=model,
+        token_ids=llm_pb2.TokenIds(ids=request.prompt()),
+        sampling=llm_pb2.SamplingParams(max_tokens=request.max_tokens, temperature=0, ignore_eos=True),
+    )
+    sent, arrivals, response = time.perf_counter(), list[Arrival](), llm_pb2.GenerateResponse()
+    try:
+        async for response in stub.Generate(message, timeout=TIMEOUT_S):
+            if response.token_ids:
+                arrivals.append(Arrival(time.perf_counter(), len(response.token_ids)))
+    except aio.AioRpcError as error:
+        return Replayed(request, None, error=f"{error.code().name}: {error.details()}")
+    answer = Answer(sent, tuple(arrivals), request.prompt_tokens)
+    remote = response.path.kind == llm_pb2.Path.KIND_REMOTE_PREFILL
+    return Replayed(request, answer, response.usage.cached_tokens, remote)

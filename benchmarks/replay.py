@@ -1,0 +1,115 @@
+"""`python -m benchmarks.replay`: Mooncake's trace through gateways to 8 + 8 null engines, by routing policy.
+
+1 simulate   a router with perfect knowledge of the workers' caches, and all caches as one
+2 replay     for each policy, on a fresh fleet: the whole trace at its arrival times, scaled
+3 compare    prefix hit rate, tokens prefilled, TTFT; benchmarks/out/replay.json keeps the last run of each policy
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.fleet import MODEL, Fleet, running
+from benchmarks.grpc_load import Replayed, replay
+from benchmarks.models import OUT
+from benchmarks.mooncake import SCALE, Request, read_trace, tokens_of
+from benchmarks.perfect import perfect_hit_rate, pooled_hit_rate
+from benchmarks.results import percentile
+from benchmarks.routing import POLICIES
+
+RESULTS = OUT / "replay.json"
+SPEEDUP = 24.0
+
+
+def main() -> None:
+    options = _options()
+    requests = read_trace(options.speedup, limit=options.requests)
+    fleet = Fleet(gateways=options.gateways)
+    setting = {"requests": len(requests), "scale": SCALE, "speedup": options.speedup, "fleet": asdict(fleet)}
+    bounds = {
+        "perfect": perfect_hit_rate(
+            requests, fleet.prefill, fleet.prefill_blocks, fleet.step_time.prefill_tokens_per_s
+        ),
+        "pooled": pooled_hit_rate(requests, fleet.prefill * fleet.prefill_blocks),
+    }
+    runs = _earlier(setting)
+    for policy in options.policies:
+        runs[policy] = asyncio.run(_run(requests, replace(fleet, policy=policy)))
+        RESULTS.write_text(json.dumps({"setting": setting, "bounds": bounds, "policies": runs}, indent=2))
+    _print(requests, setting, bounds, runs)
+
+
+async def _run(requests: Sequence[Request], fleet: Fleet) -> dict[str, Any]:
+    async with running(fleet) as addresses:
+        return figures(await replay(requests, addresses, MODEL))
+
+
+def figures(replayed: Sequence[Replayed]) -> dict[str, Any]:
+    """Of one replay; rates and latencies over the requests that were answered."""
+    answered = [one for one in replayed if one.answer]
+    ttfts = [one.answer.ttft for one in answered if one.answer]
+    prompt_tokens = tokens_of([one.request for one in answered])
+    cached = sum(one.cached_tokens for one in answered)
+    errors = Counter(one.error for one in replayed if one.error)
+    return {
+        "answered": len(answered), "errors": dict(errors.most_common(5)), "hit_rate": cached / prompt_tokens,
+        "prefilled_tokens": prompt_tokens - cached, "ttft_p50_ms": 1000 * percentile(ttfts, 50),
+        "ttft_p99_ms": 1000 * percentile(ttfts, 99),
+    }  # fmt: skip
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--policies", type=lambda text: text.split(","), default=list(POLICIES), help=", ".join(POLICIES)
+    )
+    parser.add_argument("--speedup", type=float, default=SPEEDUP, help="arrival times are divided by this")
+    parser.add_argument("--requests", type=int, help="only the trace's first so many")
+    parser.add_argument("--gateways", type=int, default=1)
+    return parser.parse_args()
+
+
+def _earlier(setting: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Policies measured before in the same setting."""
+    if not RESULTS.is_file():
+        return {}
+    found = json.loads(RESULTS.read_text())
+    runs: dict[str, dict[str, Any]] = found["policies"] if found["setting"] == setting else {}
+    return runs
+
+
+def _print(
+    requests: Sequence[Request], setting: dict[str, Any], bounds: dict[str, float], runs: dict[str, dict[str, Any]]
+) -> None:
+    title = f"{len(requests):,} requests, {tokens_of(requests):,} prompt tokens (lengths / {SCALE}), "
+    table = Table(
+        "routing", "prefix hits", "of perfect", "tokens prefilled", "x Tandem's", "TTFT p50, p99 ms", "answered"
+    )
+    for name, rate in bounds.items():
+        table.add_row(f"{name} (simulated)", f"{100 * rate:.1f} %", f"{rate / bounds['perfect']:.3f}")
+    for name, run in runs.items():
+        own = runs.get("tandem", run)["prefilled_tokens"]
+        table.add_row(
+            name, f"{100 * run['hit_rate']:.1f} %", f"{run['hit_rate'] / bounds['perfect']:.3f}",
+            f"{run['prefilled_tokens']:,}", f"{run['prefilled_tokens'] / own:.2f}",
+            f"{run['ttft_p50_ms']:.0f}, {run['ttft_p99_ms']:.0f}", f"{run['answered']:,}",
+        )  # fmt: skip
+    console = Console(width=120)
+    console.print(f"{title}{setting['speedup']:g} times as fast")
+    console.print(table)
+    for name, run in runs.items():
+        for error, count in run["errors"].items():
+            console.print(f"{name}: {count} x {error}", markup=False)
+
+
+if __name__ == "__main__":
+    main()
