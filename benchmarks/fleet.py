@@ -24,6 +24,7 @@ from tandem.launcher import Cluster, Process
 
 MODEL, MAX_MODEL_LEN = "null", 8192
 READY_BOUND_S = 120.0
+LOGS = OUT / "logs" / "fleet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,12 @@ async def running(fleet: Fleet) -> AsyncIterator[list[str]]:
         await cluster.stop()
 
 
+def tokens_read(role: str) -> int:
+    """Prompt tokens that the engines of the last fleet's workers computed, by their own last words."""
+    lines = [line for log in LOGS.glob(f"{role}-*.log") for line in log.read_text().splitlines()]
+    return sum(json.loads(line)["tokens"]["read"] for line in lines if '"stopped"' in line)
+
+
 def model_folder() -> Path:
     """A config and the demo model's tokenizer: all that a null engine and a gateway need."""
     folder = OUT / "models" / MODEL
@@ -72,12 +79,11 @@ def model_folder() -> Path:
 
 
 def _processes(fleet: Fleet, http: list[int], grpc: list[int], redis: int) -> list[list[Process]]:
-    logs = OUT / "logs" / "fleet"
-    shutil.rmtree(logs, ignore_errors=True)
-    logs.mkdir(parents=True)
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
 
     def process(name: str, module: str, *options: str) -> Process:
-        return Process(name, [module, *options, "--log-level=warning"], logs / f"{name}.log", {"OMP_NUM_THREADS": "1"})
+        return Process(name, [module, *options, "--log-level=info"], LOGS / f"{name}.log", {"OMP_NUM_THREADS": "1"})
 
     shared = [f"--model-path={model_folder()}", f"--model-name={MODEL}", f"--redis-url=redis://127.0.0.1:{redis}"]
     times = fleet.step_time

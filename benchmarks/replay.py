@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet import MODEL, Fleet, running
+from benchmarks.fleet import MODEL, Fleet, running, tokens_read
 from benchmarks.grpc_load import Replayed, replay
 from benchmarks.models import OUT
 from benchmarks.mooncake import SCALE, Request, read_trace, tokens_of
@@ -50,21 +50,24 @@ def main() -> None:
 
 async def _run(requests: Sequence[Request], fleet: Fleet) -> dict[str, Any]:
     async with running(fleet) as addresses:
-        return figures(await replay(requests, addresses, MODEL))
+        replayed = await replay(requests, addresses, MODEL)
+    return figures(replayed, tokens_read("prefill"))
 
 
-def figures(replayed: Sequence[Replayed]) -> dict[str, Any]:
-    """Of one replay; rates and latencies over the requests that were answered."""
+def figures(replayed: Sequence[Replayed], prefilled_tokens: int) -> dict[str, Any]:
+    """Of one replay in which the prefill workers computed so many prompt tokens."""
     answered = [one for one in replayed if one.answer]
     ttfts = [one.answer.ttft for one in answered if one.answer]
     prompt_tokens = tokens_of([one.request for one in answered])
-    cached = sum(one.cached_tokens for one in answered)
     errors = Counter(one.error for one in replayed if one.error)
     return {
-        "answered": len(answered), "errors": dict(errors.most_common(5)), "hit_rate": cached / prompt_tokens,
-        "prefilled_tokens": prompt_tokens - cached, "ttft_p50_ms": 1000 * percentile(ttfts, 50),
+        "answered": len(answered),
+        "errors": dict(errors.most_common(5)),
+        "hit_rate": 1 - prefilled_tokens / prompt_tokens,
+        "prefilled_tokens": prefilled_tokens,
+        "ttft_p50_ms": 1000 * percentile(ttfts, 50),
         "ttft_p99_ms": 1000 * percentile(ttfts, 99),
-    }  # fmt: skip
+    }
 
 
 def _options() -> argparse.Namespace:

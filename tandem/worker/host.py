@@ -126,7 +126,8 @@ async def _serve(
         worker.close()
         thread.close()
         await registry.close()
-        log.info("stopped", worker=worker_id)
+        computed = {"read": thread.stats.num_read_tokens, "written": thread.stats.num_written_tokens}
+        log.info("stopped", worker=worker_id, tokens=computed)
 
 
 def _info(host: Host, role: Role, transfer_address: str, grpc_port: int) -> WorkerInfo:
