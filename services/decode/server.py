@@ -145,6 +145,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         num_cached, block_ids = await self._admission.reserve(sequence)
         transfer_id = uuid4().hex
         self._enter(request, transfer_id)
+        self._live[sequence.request_id].span.set_attribute("decode.cached_tokens", num_cached)
         try:
             self._expect(sequence, transfer_id, num_cached, block_ids, request.sequence.timeout_ms / 1000)
         except BaseException:

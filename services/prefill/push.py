@@ -1,4 +1,23 @@
-"""One sequence's KV on its way out, seen by the trace: the engine's sink around a transfer's Push."""
+"""One sequence's KV on its way out, seen by the trace: the engine's sink around a transfer's Push.
+
+    kv.transfer span   |-- push, push, push, … --|            |-- commit -> ack --|
+    the engine         |== layer by layer =========== sample ==|
+                                                               |<--- exposed ----->|
+                                                 |<-------- tail ----------------->|
+
+The span lasts from the first push until the receiver has verified every frame and decode may start. Its attributes, all
+under `kv.transfer.`:
+
+    bytes, blocks, layers     what was moved: KV bytes, blocks of the prompt, layers of each
+    transport                 shm or tcp
+    peer, peer_incarnation    the decode worker
+    push_s                    seconds that the engine's own thread spent in pushes: copying, and waiting for room
+    exposed_s                 seconds from the commit, when nothing is left to compute, until decode may start
+    tail_s                    seconds from the last push until decode may start: the last layer's rest, and sampling
+    overlap_ratio             share of the span, 0 to 1, that ran beneath computing: 1 - exposed_s / the span's seconds
+
+Each push is an event `layer` of it, with `layer`, `first_block` and `blocks`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +49,9 @@ class TracedPush:
         self._blocks = 0
         self._layers = 0
         self._tokens = 0
-        self._seconds = 0.0
+        self._push_s = 0.0
+        self._last_push_at = 0.0
+        self._committed_at: float | None = None
         self.first_push_at: float | None = None
         self.failure: TransferError | None = None
 
@@ -39,24 +60,25 @@ class TracedPush:
         return self._push.bytes_sent
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
-        if self._span is None:
-            self.first_push_at = time.monotonic()
-            self._span = tracer.start_span("kv.transfer", trace.set_span_in_context(self._parent))
+        start = time.monotonic()
+        span = self._span or self._start(start)
         if layer == 0:
             self._blocks += len(block_ids)
             self._tokens += len(block_ids) * kv.shape[3]
             self._parent.add_event("chunk", {"first_block": first_block, "blocks": len(block_ids)})
+        if span.is_recording():
+            span.add_event("layer", {"layer": layer, "first_block": first_block, "blocks": len(block_ids)})
         self._layers = max(self._layers, layer + 1)
-        started = time.monotonic()
         try:
             self._push.push(layer, first_block, block_ids, kv)
         except TransferError as error:
             self.failure = error
             raise
-        self._seconds += time.monotonic() - started
+        self._last_push_at = time.monotonic()
+        self._push_s += self._last_push_at - start
 
     def commit(self, payload: bytes) -> Future[None]:
-        self._seconds -= time.monotonic()
+        self._committed_at = time.monotonic()
         committed = self._push.commit(payload)
         committed.add_done_callback(self._ended)
         return committed
@@ -65,10 +87,15 @@ class TracedPush:
         self._push.abort(reason)
         self._end(reason)
 
+    def _start(self, now: float) -> Span:
+        self.first_push_at = now
+        self._span = tracer.start_span("kv.transfer", trace.set_span_in_context(self._parent))
+        return self._span
+
     def _ended(self, committed: Future[None]) -> None:
         error = None if committed.cancelled() else committed.exception()
-        if error is None and self._tokens:
-            self._moved(self._tokens, self._seconds + time.monotonic())
+        if error is None and self._tokens and self._committed_at:
+            self._moved(self._tokens, self._push_s + time.monotonic() - self._committed_at)
         self._end(str(error) if error else "")
 
     def _end(self, error: str) -> None:
@@ -83,8 +110,20 @@ class TracedPush:
                 "kv.transfer.transport": self._link.transport,
                 "kv.transfer.peer": self._link.remote.worker_id,
                 "kv.transfer.peer_incarnation": self._link.remote.incarnation,
+                "kv.transfer.push_s": self._push_s,
+                **self._exposed(time.monotonic()),
             }
         )
         if error:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end()
+
+    def _exposed(self, now: float) -> dict[str, float]:
+        if self._committed_at is None or self.first_push_at is None:
+            return {}
+        exposed, whole = now - self._committed_at, now - self.first_push_at
+        return {
+            "kv.transfer.exposed_s": exposed,
+            "kv.transfer.tail_s": now - self._last_push_at,
+            "kv.transfer.overlap_ratio": 1 - exposed / whole if whole else 0.0,
+        }

@@ -126,3 +126,23 @@ def test_a_repeated_prompt_is_cached_and_equal(service: llm_pb2_grpc.LLMServiceS
     second, last = generate(service, prompt, sampling)
     assert first == second
     assert last.usage.cached_tokens == 10 * BLOCK
+
+
+@pytest.mark.parametrize("first", [6 * BLOCK, 6 * BLOCK + 5])
+@pytest.mark.parametrize("more", [1, BLOCK, 3 * BLOCK + 7])
+def test_a_follow_up_turn_moves_only_the_blocks_that_decode_lacks(
+    service: llm_pb2_grpc.LLMServiceStub, one_process_engine: Engine, first: int, more: int
+) -> None:
+    """Decode kept the first prompt and its own answer, but for the last token's KV."""
+    answered, layout = 2 * BLOCK + 1, one_process_engine.layout
+    prompt = prompt_of(first, seed=1000 * first + more)
+    answer, _ = generate(service, prompt, llm_pb2.SamplingParams(max_tokens=answered, temperature=0, ignore_eos=True))
+    assert len(answer) == answered
+    prompt += answer + prompt_of(more, seed=more)
+    expected, _ = oracle(one_process_engine, prompt, SamplingParams(max_tokens=20, temperature=0))
+    tokens, last = generate(service, prompt, llm_pb2.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    assert tokens == expected
+    held = (first + answered - 1) // BLOCK
+    assert last.usage.cached_tokens == held * BLOCK
+    lacking = -(-len(prompt) // BLOCK) - held
+    assert last.path.transfer_bytes == lacking * layout.num_layers * layout.block_bytes

@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
 
@@ -99,10 +100,44 @@ def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Colle
     assert moved["kv.transfer.bytes"] > 0
     assert moved["kv.transfer.layers"] == 8
     assert moved["kv.transfer.blocks"] > 1
+    assert moved["kv.transfer.peer"] == "decode-0"
+    assert moved["kv.transfer.peer_incarnation"]
+    assert 0 < moved["kv.transfer.exposed_s"] < moved["kv.transfer.tail_s"] < 5
+    assert 0 < moved["kv.transfer.push_s"] < 5
+    lasted = (transfer.end_time_unix_nano - transfer.start_time_unix_nano) / 1e9
+    assert moved["kv.transfer.overlap_ratio"] == pytest.approx(1 - moved["kv.transfer.exposed_s"] / lasted, abs=0.1)
+    pushes = [event for event in transfer.events if event.name == "layer"]
+    assert len(pushes) == 8 * sum(event.name == "chunk" for event in by_id[transfer.parent_span_id.hex()].events)
     usage = attributes(root)
     assert usage["gen_ai.request.model"] == "tandem-demo"
     assert usage["gen_ai.usage.output_tokens"] == 8
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano for _, span in spans)
+
+
+def test_a_follow_up_turn_says_what_each_side_had_cached(
+    cluster: RunningCluster, collector: tuple[Collector, str]
+) -> None:
+    """Prefill kept the first prompt, decode also its own answer, but for the last token's KV."""
+    prompt, sampling = [7, 11, 13, 17] * 20, llm_pb2.SamplingParams(max_tokens=33, temperature=0, ignore_eos=True)
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        for trace_id in ("2af7651916cd43dd8448eb211c80319e", "3af7651916cd43dd8448eb211c80319f"):
+            asked = llm_pb2.GenerateRequest(
+                model="tandem-demo", token_ids=llm_pb2.TokenIds(ids=prompt), sampling=sampling
+            )
+            answer = llm_pb2_grpc.LLMServiceStub(channel).GenerateUnary(
+                llm_pb2.GenerateUnaryRequest(generate=asked),
+                timeout=30, metadata=[("traceparent", f"00-{trace_id}-b7ad6b7169203331-01")],
+            )  # fmt: skip
+            prompt += [*answer.token_ids, 37, 41, 43]
+    sides = {("tandem-prefill", "prefill"), ("tandem-prefill", "kv.transfer"), ("tandem-decode", "decode")}
+    eventually(lambda: collector[0].names(trace_id) >= sides, 10, "both sides' spans arrive")
+    prefill, transfer, decode = (
+        attributes(next(span for service, span in collector[0].spans[trace_id] if (service, span.name) == side))
+        for side in (("tandem-prefill", "prefill"), ("tandem-prefill", "kv.transfer"), ("tandem-decode", "decode"))
+    )
+    assert prefill["prefill.cached_tokens"] == 80
+    assert decode["decode.cached_tokens"] == 112
+    assert transfer["kv.transfer.blocks"] == 1
 
 
 def test_a_failed_request_has_a_failed_span(cluster: RunningCluster, collector: tuple[Collector, str]) -> None:
