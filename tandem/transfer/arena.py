@@ -17,9 +17,9 @@ import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
 from tandem.transfer.wire import ShmOffer
+
+ASK_BYTES = 4 << 20  # few enough that the slots in use stay in the CPU's caches, many enough to be worth a message
 
 
 class Arena:
@@ -29,7 +29,6 @@ class Arena:
         self.size = len(memory)
         self.offer = offer
         self.view = memoryview(memory)
-        self.octets = torch.frombuffer(memory, dtype=torch.uint8)
 
     @classmethod
     def private(cls, size: int) -> Arena:
@@ -75,11 +74,14 @@ class Arena:
 
 @dataclass(slots=True)
 class Slot:
-    """Arena memory that is its taker's until it is queued or given back."""
+    """Arena memory that is its taker's until it is queued or given back.
+
+    urgent: the receiver shall tell which slots it has read once it has read this one, and not wait for more to tell.
+    """
 
     offset: int
     view: memoryview
-    octets: torch.Tensor
+    urgent: bool
 
 
 class Slots:
@@ -92,13 +94,18 @@ class Slots:
         slot_bytes = -(-self.blocks * block_bytes // 64) * 64  # rows start on a cache line
         self.count = arena.size // slot_bytes
         self._free = [slot * slot_bytes for slot in reversed(range(self.count))]
+        self._unasked = 0  # bytes taken since a slot was urgent
 
     def take(self, nbytes: int) -> Slot | None:
         """The first `nbytes` of a free slot, or None."""
         if not self._free:
             return None
         start = self._free.pop()
-        return Slot(start, self._arena.view[start : start + nbytes], self._arena.octets[start : start + nbytes])
+        self._unasked += nbytes
+        urgent = not self._free or self._unasked >= ASK_BYTES
+        if urgent:
+            self._unasked = 0
+        return Slot(start, self._arena.view[start : start + nbytes], urgent)
 
     def give(self, offset: int) -> None:
         self._free.append(offset)

@@ -1,16 +1,18 @@
-"""The thread of one end of a link: it alone touches the stream, and carries messages between it and a port.
+"""The thread of one end of a link: it carries messages between the stream and a port, and alone reads and waits.
 
     each turn  read a few messages and hand them over -> write what the port has to say -> tick, now and then
                -> sleep if nothing moved, until the stream is ready, somebody wakes it, or something falls due
     the end    of the stream, of the peer's life, by a bad message or by `close`: the port hears of it exactly once
 
-Messages are read and written in bursts: on a busy link a thread switch costs more than the message.
+Messages are read and written in bursts: on a busy link a thread switch costs more than the message. For the same reason
+whoever queues a small message writes it too, one thread at a time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 from tandem.clock import Clock
@@ -32,6 +34,10 @@ class Port(Protocol):
 
     liveness: Liveness
     max_frame_bytes: int
+
+    @property
+    def small(self) -> bool:
+        """Whether its messages are so small that writing one costs less than waking a thread."""
 
     def pending(self) -> bool:
         """Whether `take` would return something."""
@@ -64,6 +70,8 @@ class Channel:
         self._parts: deque[memoryview] = deque()
         self._tick_at = 0.0
         self._asleep = False
+        self._writer = threading.Lock()  # whoever holds it writes
+        self._over = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -73,8 +81,19 @@ class Channel:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def wake(self) -> None:
-        """From any thread: the port has something to write."""
+    def flush(self) -> None:
+        """From any thread: the port has something to write. Small messages are written here and now.
+
+        What does not go without waiting, and any failure, is the channel's own thread's to find.
+        """
+        if self._port.small:
+            with suppress(OSError, TransferError):
+                while self._port.pending() and self._write():
+                    pass
+        if self._parts or self._port.pending():
+            self._wake()
+
+    def _wake(self) -> None:
         if self._asleep:
             self._asleep = False
             self._stream.wake()
@@ -87,22 +106,29 @@ class Channel:
             self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
+        error = self._work()
+        with self._writer:
+            self._over = True
+            self._stream.close()
+            self._writing.clear()  # messages may hold on to an arena
+            self._parts.clear()
+        self._port.closed(error.fresh())
+
+    def _work(self) -> TransferError:
+        """Until the link ends; why it did."""
         try:
             while self._closing is None:
                 self._turn()
-            error = self._closing
-            while self._write():  # as much as goes without waiting: an ABORT, say
-                pass
+            with self._writer:
+                while self._write_some():  # as much as goes without waiting: an ABORT, say
+                    pass
         except TransferError as why:
-            error = why
+            return why
         except OSError as why:
-            error = TransferError("UNAVAILABLE", f"link lost: {why}")
+            return TransferError("UNAVAILABLE", f"link lost: {why}")
         except Exception as why:
-            error = TransferError("UNAVAILABLE", f"link thread died: {why!r}")
-        self._stream.close()
-        self._writing.clear()  # messages may hold on to an arena
-        self._parts.clear()
-        self._port.closed(error.fresh())
+            return TransferError("UNAVAILABLE", f"link thread died: {why!r}")
+        return self._closing
 
     def _turn(self) -> None:
         moved = self._read()
@@ -132,6 +158,15 @@ class Channel:
         return True
 
     def _write(self) -> bool:
+        """Whether something was written. False also while another thread writes: it looks at the port again after."""
+        if not self._writer.acquire(blocking=False):
+            return False
+        try:
+            return not self._over and self._write_some()
+        finally:
+            self._writer.release()
+
+    def _write_some(self) -> bool:
         if not self._writing:
             self._writing = self._port.take()
             for message in self._writing:

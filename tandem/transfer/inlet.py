@@ -28,6 +28,10 @@ class Inlet:
         )  # fmt: skip
         self.liveness = self._protocol.liveness
 
+    @property
+    def small(self) -> bool:
+        return True
+
     def pending(self) -> bool:
         return bool(self._protocol.outbox)
 

@@ -10,10 +10,12 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tandem.clock import Clock
-from tandem.transfer.blocks import block_rows
+from tandem.transfer.blocks import block_rows, row_ids
 from tandem.transfer.channel import Channel
 from tandem.transfer.endpoint import Endpoint, TransferError
 from tandem.transfer.outlet import Outlet
@@ -38,14 +40,14 @@ class Push:
         Waits while the link's arena is full, at most to the transfer's deadline. Raises TransferError.
         """
         rows = block_rows(kv)
-        ids = torch.as_tensor(block_ids, dtype=torch.int64)
+        ids = row_ids(block_ids, len(rows))
         try:
             step = self._blocks_per_frame(rows)
             for start in range(0, len(ids), step):
                 self._outlet.push(self._outgoing, layer, first_block + start, rows, ids[start : start + step])
-                self._channel.wake()
+                self._channel.flush()
         except TransferError:
-            self._channel.wake()  # an ABORT may be waiting to go out
+            self._channel.flush()  # an ABORT may be waiting to go out
             raise
 
     def commit(self, payload: bytes) -> Future[None]:
@@ -56,15 +58,15 @@ class Push:
         try:
             return self._outlet.commit(self._outgoing, payload)
         finally:
-            self._channel.wake()
+            self._channel.flush()
 
     def abort(self, reason: str) -> None:
         """Idempotent. The receiver's on_abort hears ABORTED and the reason."""
         self._outlet.abort(self._outgoing, TransferError("ABORTED", reason))
-        self._channel.wake()
+        self._channel.flush()
 
-    def _blocks_per_frame(self, rows: torch.Tensor) -> int:
-        slots, have = self._outlet.slots, rows.shape[1] * rows.itemsize
+    def _blocks_per_frame(self, rows: NDArray[np.uint8]) -> int:
+        slots, have = self._outlet.slots, rows.shape[1]
         if have != slots.block_bytes:
             text = f"kv: a block has {have} bytes here and {slots.block_bytes} at the receiver"
             error = TransferError("FAILED_PRECONDITION", text)
@@ -103,7 +105,7 @@ class Link:
         for offset in range(0, nbytes, step):
             size = min(step, nbytes - offset)
             handles.add(self._outlet.probe((pattern * (size // 4096 + 1))[:size], deadline))
-            self._channel.wake()
+            self._channel.flush()
         if not self._outlet.probed(handles, deadline):
             raise TransferError("DATA_LOSS", f"probe: {self.remote} saw other bytes than were sent")
         return self._clock.now() - start
@@ -114,7 +116,7 @@ class Link:
         deadline: of this process's clock. Raises TransferError.
         """
         outgoing = self._outlet.begin(transfer_id, first_block, num_blocks, num_layers, deadline)
-        self._channel.wake()
+        self._channel.flush()
         return Push(self._outlet, self._channel, outgoing)
 
     def open(self, timeout: float) -> None:

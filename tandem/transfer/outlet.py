@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from tandem.clock import Clock
 from tandem.transfer.arena import Arena, Slot, Slots
@@ -35,6 +36,10 @@ class Outlet:
         self._futures: dict[Outgoing, Future[None]] = {}
 
     # The port: called by the channel's thread.
+
+    @property
+    def small(self) -> bool:
+        return not self._protocol.inline
 
     def pending(self) -> bool:
         return bool(self._protocol.outbox)
@@ -95,19 +100,22 @@ class Outlet:
                 transfer_id, first_block=first_block, num_blocks=num_blocks, num_layers=num_layers, deadline=deadline
             )
 
-    def push(self, outgoing: Outgoing, layer: int, first_block: int, rows: torch.Tensor, ids: torch.Tensor) -> None:
+    def push(
+        self, outgoing: Outgoing, layer: int, first_block: int, rows: NDArray[np.uint8], ids: NDArray[np.int64]
+    ) -> None:
         """Copies blocks that fit one slot into one, waiting for it, and queues the frame."""
         slot = self._slot(outgoing, layer, first_block, len(ids))
         try:
-            gather(rows, ids, slot.octets)
+            gather(rows, ids, slot.view)
             payload_sum = checksum(slot.view)
         except BaseException:
             self._give(slot)
             raise
         with self._turn() as protocol:
             protocol.frame(
-                outgoing, layer, first_block, len(ids), slot=slot.offset, payload=slot.view, payload_sum=payload_sum
-            )
+                outgoing, layer, first_block, len(ids), slot=slot.offset, payload=slot.view, payload_sum=payload_sum,
+                urgent=slot.urgent,
+            )  # fmt: skip
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> Future[None]:
         future: Future[None] = Future()
@@ -134,7 +142,7 @@ class Outlet:
             self._wait(room, deadline, "probe: no room to send")
             slot = taken[0]
             slot.view[:] = payload
-            return self._protocol.probe(slot.offset, slot.view, checksum(slot.view))
+            return self._protocol.probe(slot.offset, slot.view, checksum(slot.view), slot.urgent)
 
     def probed(self, handles: set[int], deadline: float) -> bool:
         """Waits for the answers to these probes; whether the receiver saw the bytes that were sent."""

@@ -33,6 +33,7 @@ from tandem.transfer.wire import (
     checksum,
     control,
     link_nonce,
+    packed_offsets,
     parse,
 )
 
@@ -67,6 +68,7 @@ class ReceiverProtocol:
         self._opened_at = now
         self._bound: dict[int, Inbound] = {}
         self._last_handle = 0
+        self._read: list[int] = []  # arena slots that the sender has not been told of
 
     @property
     def peer(self) -> str:
@@ -136,6 +138,7 @@ class ReceiverProtocol:
         if self.transport and self.liveness.ping_due(now):
             self.liveness.sent_at = now
             self._send(Kind.PING)
+        self._tell_read()
 
     def _greet(self, message: Message) -> None:
         if message.kind is not Kind.HELLO or checksum(message.body) != message.payload_sum:
@@ -244,7 +247,14 @@ class ReceiverProtocol:
 
     def _credit(self, message: Message) -> None:
         if message.offset != INLINE:
-            self.outbox.append(Message(Kind.CREDIT, self._nonce, offset=message.offset, payload_sum=checksum(b"")))
+            self._read.append(message.offset)
+            if message.urgent:
+                self._tell_read()
+
+    def _tell_read(self) -> None:
+        if self._read:
+            self._send(Kind.CREDIT, body=packed_offsets(self._read))
+            self._read.clear()
 
     def _send(self, kind: Kind, handle: int = 0, body: bytes = b"") -> None:
         self.outbox.append(control(kind, body, nonce=self._nonce, handle=handle))

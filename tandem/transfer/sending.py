@@ -31,6 +31,7 @@ from tandem.transfer.wire import (
     checksum,
     control,
     link_nonce,
+    offsets_of,
     parse,
 )
 
@@ -106,7 +107,7 @@ class SenderProtocol:
 
     def frame(
         self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int, *, slot: int, payload: memoryview,
-        payload_sum: int,
+        payload_sum: int, urgent: bool = False,
     ) -> None:  # fmt: skip
         """Queues blocks that lie in arena slot `slot`, which comes back through `credits` whatever happens."""
         self._lent.add(slot)
@@ -117,17 +118,17 @@ class SenderProtocol:
             raise
         outgoing.coverage.add(layer, first_block, num_blocks)
         outgoing.bytes_sent += len(payload)
-        message = self._payload(Kind.FRAME, outgoing.handle, slot, payload, payload_sum)
+        message = self._payload(Kind.FRAME, outgoing.handle, slot, payload, payload_sum, urgent)
         message.layer, message.first_block, message.num_blocks = layer, first_block, num_blocks
         self.outbox.append(message)
 
-    def probe(self, slot: int, payload: memoryview, payload_sum: int) -> int:
+    def probe(self, slot: int, payload: memoryview, payload_sum: int, urgent: bool = False) -> int:
         """Queues a probe; `probed[handle]` will say whether the receiver saw the same bytes."""
         self.opened()
         handle = self._next_handle()
         self._lent.add(slot)
         self._probes[handle] = payload_sum
-        self.outbox.append(self._payload(Kind.PROBE, handle, slot, payload, payload_sum))
+        self.outbox.append(self._payload(Kind.PROBE, handle, slot, payload, payload_sum, urgent))
         return handle
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> None:
@@ -198,7 +199,8 @@ class SenderProtocol:
         outgoing = self._live.get(message.handle)
         match message.kind:
             case Kind.CREDIT:
-                self._return(message.offset)
+                for offset in offsets_of(message.body):
+                    self._return(offset)
             case Kind.PING:
                 self.outbox.appendleft(control(Kind.PONG, nonce=self._nonce))
             case Kind.PROBE_ACK if message.handle in self._probes:
@@ -240,10 +242,13 @@ class SenderProtocol:
                 kept.append(message)
         self.outbox = kept
 
-    def _payload(self, kind: Kind, handle: int, slot: int, payload: memoryview, payload_sum: int) -> Message:
+    def _payload(
+        self, kind: Kind, handle: int, slot: int, payload: memoryview, payload_sum: int, urgent: bool
+    ) -> Message:
         message = Message(
-            kind, self._nonce, handle, length=len(payload), payload_sum=payload_sum, offset=slot, slot=slot
-        )
+            kind, self._nonce, handle, length=len(payload), payload_sum=payload_sum, offset=slot, slot=slot,
+            urgent=urgent,
+        )  # fmt: skip
         if self.inline:
             message.offset, message.body = INLINE, payload
         return message
