@@ -18,7 +18,7 @@ from services.gateway.choice import Piece
 from services.gateway.errors import GatewayError, InvalidRequest
 from services.gateway.llm import LLM
 from services.gateway.priority import PriorityClass, tenant_of
-from services.gateway.request import Generation, Sampling, check_sampling, with_defaults
+from services.gateway.request import RANGES, Generation, Sampling, check_sampling, with_defaults
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
@@ -28,10 +28,6 @@ PRIORITIES = {
     llm_pb2.PRIORITY_INTERACTIVE: PriorityClass.INTERACTIVE,
     llm_pb2.PRIORITY_BATCH: PriorityClass.BATCH,
 }
-OPTIONAL = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "max_tokens", "min_tokens", "logprobs", "seed",
-)  # fmt: skip
 Context = aio.ServicerContext[Any, Any]
 
 
@@ -135,7 +131,7 @@ def _messages(said: llm_pb2.ChatMessages) -> list[Any]:
 
 
 def _sampling(said: llm_pb2.SamplingParams) -> Sampling:
-    given = {name: getattr(said, name) for name in OPTIONAL if said.HasField(name)}
+    given = {name: getattr(said, name) for name in RANGES if said.HasField(name)}
     return Sampling(
         **given,
         logit_bias=dict(said.logit_bias),

@@ -21,7 +21,7 @@ from tandem.v1 import llm_pb2, worker_pb2
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
-# Lowest and highest value of each number; None is no bound.
+# The numbers that a client may set, by the name that both doors and Sampling have for them: lowest and highest value.
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),

@@ -17,15 +17,13 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.http.schema import GenerationBody
 from services.gateway.metrics import PATHS
 from services.gateway.model import ServedModel
-from services.gateway.request import Sampling, check_sampling, with_defaults
+from services.gateway.request import RANGES, Sampling, check_sampling, with_defaults
 from services.gateway.text import Tokenizer
 from services.gateway.workers import Tokens
 from tandem.v1 import llm_pb2
 
-SAME = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "max_tokens", "min_tokens", "seed",
-)  # fmt: skip
+# The endpoints differ in how they ask for logprobs: they are in `start`.
+SAME = RANGES.keys() - {"logprobs"}
 
 
 class Format(Protocol):
