@@ -22,11 +22,12 @@ def admission_of(
     tokens: int = 1000,
     sequences: int = 100,
     prompt_tokens: int = 10_000,
+    prompts: int = 1,
     max_tokens: int | None = 1000,
     max_queued: int = 100,
 ) -> Admission:
     admission = Admission(FairQueue({REALTIME: 8, INTERACTIVE: 4, BATCH: 1}, {}), SystemClock(), max_queued)
-    admission.resize(Capacity(tokens, sequences, prompt_tokens, max_tokens))
+    admission.resize(Capacity(tokens, sequences, prompt_tokens, prompts, max_tokens))
     return admission
 
 
@@ -159,7 +160,9 @@ async def test_an_urgent_one_does_not_wait_behind_one_that_looks_for_blocks() ->
     await line.close()
 
 
-@pytest.mark.parametrize(("bound", "held"), [({"sequences": 3}, 3), ({"prompt_tokens": 250}, 2)])
+@pytest.mark.parametrize(
+    ("bound", "held"), [({"sequences": 3}, 3), ({"prompt_tokens": 250}, 2), ({"prompt_tokens": 50, "prompts": 3}, 3)]
+)
 async def test_sequences_and_unread_prompts_are_bounded_too(bound: dict[str, int], held: int) -> None:
     line = Line(admission_of(tokens=10**6, max_tokens=None, **bound))
     works = [work() for _ in range(5)]
@@ -175,7 +178,7 @@ async def test_workers_that_come_let_more_in_and_none_at_all_hold_nobody_back() 
     line = Line(admission_of())
     works = [work() for _ in range(8)]
     await line.begin(*works)
-    line.admission.resize(Capacity(2000, 100, 10_000))
+    line.admission.resize(Capacity(2000, 100, 10_000, 1))
     await settle()
     assert line.inside == works[:4]
     line.admission.resize(None)
@@ -305,11 +308,11 @@ P, D = worker(Role.PREFILL), worker(Role.DECODE)
         ([], None, None),
         ([P], None, None),
         ([P, worker(Role.DECODE, draining=True)], None, None),
-        ([P, D], None, Capacity(1600, 16, 50)),
-        ([P, P, P, D, D], None, Capacity(3200, 40, 150)),
-        ([D, D], None, Capacity(3200, 16, 100)),
-        ([P, D, worker(Role.DECODE, draining=True)], None, Capacity(1600, 16, 50)),
-        ([P, D], 1000, Capacity(1600, 16, 50, 1000)),
+        ([P, D], None, Capacity(1600, 16, 50, 4)),
+        ([P, P, P, D, D], None, Capacity(3200, 40, 150, 12)),
+        ([D, D], None, Capacity(3200, 16, 100, 8)),
+        ([P, D, worker(Role.DECODE, draining=True)], None, Capacity(1600, 16, 50, 4)),
+        ([P, D], 1000, Capacity(1600, 16, 50, 4, 1000)),
     ],
 )
 def test_capacity(workers: Sequence[Worker], max_tokens: int | None, expected: Capacity | None) -> None:

@@ -2,7 +2,8 @@
 
     tokens          KV blocks of the decode workers: a choice holds its prompt and all that it may write
     sequences       what workers may run at once
-    prompt tokens   given to those who read prompts and not read yet: more would only wait there, out of order
+    prompt tokens   given to those who read prompts and not read yet: more would only wait there, out of order. Some
+                    prompts each are let through whatever their length: much of them may be cached
 
 Blocks are counted as if no two choices shared any. They often do, so beyond the count one choice at a time is let in
 as long as its forerunners of the same or a more urgent class have all got their blocks, which their first token tells.
@@ -18,12 +19,15 @@ from services.gateway.admission.fair_queue import Work
 from services.gateway.priority import PriorityClass
 from tandem.registry import Role, Worker
 
+PROMPTS_PER_READER = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     tokens: int
     sequences: int
     prompt_tokens: int
+    prompts: int  # so many may wait to be read whatever their tokens
     max_tokens: int | None = None  # never to be exceeded, whatever is shared
 
 
@@ -43,6 +47,7 @@ def capacity_of(workers: Sequence[Worker], prefill_queue_tokens: int, max_tokens
         tokens=sum(info.num_blocks * info.block_size for info in decodes),
         sequences=sum(worker.info.max_num_seqs for worker in live),
         prompt_tokens=readers * prefill_queue_tokens,
+        prompts=readers * PROMPTS_PER_READER,
         max_tokens=max_tokens,
     )
 
@@ -71,7 +76,8 @@ class Room:
             return False
         if capacity.max_tokens is not None and self.tokens + work.cost > capacity.max_tokens:
             return False
-        if self._unread and self.prompt_tokens + work.prompt_tokens > capacity.prompt_tokens:
+        many = len(self._unread) >= capacity.prompts
+        if many and self.prompt_tokens + work.prompt_tokens > capacity.prompt_tokens:
             return False
         return self.tokens + work.cost <= capacity.tokens or not self._is_probed(work.priority_class)
 
