@@ -1,0 +1,126 @@
+"""How fast KV blocks go from one process to another, beside memcpy of as many bytes in the same run.
+
+    this process                              a process of its own
+    cache -> gather, sum -> arena or socket -> copy to the cache, sum -> commit -> ack
+
+Blocks lie scattered on both sides; frames are cut as an engine's chunks cut them; every checksum is taken and verified.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+
+from benchmarks.models import Shape
+from tandem.transfer import Endpoint, Link, Receiver, Sender
+
+BLOCK_SIZE = 16
+CHUNK_BLOCKS = 32  # a chunk of 512 tokens
+PREFILL, DECODE = Endpoint("prefill", "p", "layout"), Endpoint("decode", "d", "layout")
+BOUND_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Medians: GB/s of a transfer and of memcpy, and seconds until one layer of a prompt is there and acknowledged."""
+
+    transport: str
+    gb_s: float
+    memcpy_gb_s: float
+    layer_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.gb_s / self.memcpy_gb_s
+
+
+def bandwidth(shape: Shape, transport: str, *, num_bytes: int, layer_blocks: int, rounds: int) -> Bandwidth:
+    """Moves `num_bytes` of the shape's KV `rounds` times, each time beside a memcpy; a round that counts not first."""
+    cache = kv_cache(shape, num_bytes)
+    rates: list[tuple[float, float]] = []
+    with linked(shape, transport, num_bytes) as (link, pipe):
+        for name in range(rounds + 1):
+            rates.append((num_bytes / 1e9 / moved(link, pipe, cache, str(name)), memcpy_gb_s(num_bytes)))
+        layer_s = statistics.median(link.probe(layer_blocks * cache[0][0].nbytes, timeout=BOUND_S) for _ in range(20))
+    ours, memcpy = (statistics.median(rate) for rate in zip(*rates[1:], strict=True))
+    return Bandwidth(transport, ours, memcpy, layer_s)
+
+
+def kv_cache(shape: Shape, num_bytes: int) -> list[torch.Tensor]:
+    """A layer's (num_blocks, 2, kv_heads, block_size, head_dim) for each layer, `num_bytes` in all at most."""
+    block = (2, shape.kv_heads, BLOCK_SIZE, shape.hidden // shape.heads)
+    num_blocks = num_bytes // (shape.layers * 2 * int(np.prod(block)))
+    return [torch.ones(num_blocks, *block, dtype=torch.bfloat16) for _ in range(shape.layers)]
+
+
+def scattered(num_blocks: int, seed: int) -> list[int]:
+    order: list[int] = np.random.default_rng(seed).permutation(num_blocks).tolist()
+    return order
+
+
+def moved(link: Link, pipe: Connection, cache: Sequence[torch.Tensor], name: str) -> float:
+    """Seconds from the first frame until the receiver has verified the last."""
+    num_blocks = len(cache[0])
+    pipe.send(name)
+    pipe.recv()
+    here = scattered(num_blocks, seed=1)
+    start = time.perf_counter()
+    push = link.begin(
+        name, first_block=0, num_blocks=num_blocks, num_layers=len(cache), deadline=time.monotonic() + BOUND_S
+    )
+    for first in range(0, num_blocks, CHUNK_BLOCKS):
+        for layer, kv in enumerate(cache):
+            push.push(layer, first, here[first : first + CHUNK_BLOCKS], kv)
+    push.commit(b"").result(BOUND_S)
+    return time.perf_counter() - start
+
+
+def memcpy_gb_s(num_bytes: int) -> float:
+    """The best of three: one thread, memory to memory."""
+    source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        target.data[:] = source.data
+        seconds.append(time.perf_counter() - start)
+    return num_bytes / 1e9 / min(seconds)
+
+
+@contextmanager
+def linked(shape: Shape, transport: str, num_bytes: int) -> Iterator[tuple[Link, Connection]]:
+    """A link to a receiver in a process of its own, and the pipe that tells it which transfer to expect."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_receive, args=(theirs, shape, transport, num_bytes), daemon=True)
+    process.start()
+    sender = Sender(PREFILL, transports=(transport,))
+    try:
+        if not ours.poll(BOUND_S):
+            raise TimeoutError("the receiving process did not start")
+        yield sender.open_link(DECODE, ours.recv(), timeout=BOUND_S), ours
+    finally:
+        sender.close()
+        ours.send("")
+        process.join(BOUND_S)
+
+
+def _receive(pipe: Connection, shape: Shape, transport: str, num_bytes: int) -> None:
+    torch.set_num_threads(1)
+    cache = kv_cache(shape, num_bytes)
+    receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=(transport,))
+    pipe.send(receiver.address)
+    while name := pipe.recv():
+        receiver.expect(
+            name, block_ids=scattered(len(cache[0]), seed=2), first_block=0, deadline=time.monotonic() + BOUND_S,
+            on_commit=lambda *_: None, on_abort=lambda *_: None,
+        )  # fmt: skip
+        pipe.send(name)
+    receiver.close()
