@@ -25,7 +25,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from services.decode.admission import Admission
 from services.decode.streams import Streams
 from tandem import rpc
-from tandem.engine import FinishReason, Request, SequenceOutput
+from tandem.engine import FinishReason, SequenceOutput
 from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from tandem.worker import Host, wire
@@ -147,7 +147,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         self._enter(request, transfer_id)
         self._live[sequence.request_id].span.set_attribute("decode.cached_tokens", num_cached)
         try:
-            self._expect(sequence, transfer_id, num_cached, block_ids, request.sequence.timeout_ms / 1000)
+            self._expect(request, transfer_id, num_cached, block_ids)
         except BaseException:
             await self._abort(sequence.request_id)
             raise
@@ -162,9 +162,9 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         )
 
     def _expect(
-        self, sequence: Request, transfer_id: str, num_cached: int, block_ids: list[int], timeout_s: float
+        self, request: decode_pb2.ReserveRequest, transfer_id: str, num_cached: int, block_ids: list[int]
     ) -> None:
-        request_id = sequence.request_id
+        request_id = request.sequence.request_id
 
         def joined(payload: bytes, num_bytes: int) -> None:
             token = wire.token_of(worker_pb2.SequenceOutput.FromString(payload))
@@ -178,9 +178,10 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
             transfer_id,
             block_ids=block_ids,
             first_block=num_cached // self._host.settings.block_size,
-            deadline=time.monotonic() + timeout_s,
+            deadline=time.monotonic() + request.sequence.timeout_ms / 1000,
             on_commit=joined,
             on_abort=failed,
+            sender=request.prefill_incarnation,
         )
 
     def _enter(self, request: decode_pb2.ReserveRequest, transfer_id: str) -> None:

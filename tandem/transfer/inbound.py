@@ -2,6 +2,7 @@
 
     expect: AWAITED -> BEGIN: bound to one link -> FRAME*: landing, landed -> COMMIT: committed
     at any time: cancel (silent), or a bad frame, ABORT, loss of the link, deadline -> aborted
+    a transfer expected of one sender alone does not wait for its BEGIN once that sender's link is lost
 
 A transfer never ends while a copy of its blocks is under way: whoever hears of its end may give the blocks to somebody
 else at once.
@@ -9,7 +10,7 @@ else at once.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,7 +34,10 @@ class Binding(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Inbound:
-    """One expected transfer. It has ended once `payload` (committed) or `error` (aborted) is set, or `cancelled`."""
+    """One expected transfer. It has ended once `payload` (committed) or `error` (aborted) is set, or `cancelled`.
+
+    sender: the only incarnation that may send it; empty where any may.
+    """
 
     transfer_id: str
     block_ids: NDArray[np.int64]
@@ -41,6 +45,7 @@ class Inbound:
     deadline: float
     on_commit: Callable[[bytes, int], None]
     on_abort: Callable[[str, str], None]
+    sender: str = ""
     coverage: Coverage | None = None
     link: Binding | None = None
     handle: int = 0
@@ -59,6 +64,7 @@ class InboundTable:
         self.live: dict[str, Inbound] = {}
         self.untold: dict[str, Inbound] = {}
         self.endings: deque[Inbound] = deque()
+        self._links: Counter[str] = Counter()
 
     def expect(self, inbound: Inbound) -> None:
         if inbound.transfer_id in self.live or inbound.transfer_id in self.untold:
@@ -83,6 +89,18 @@ class InboundTable:
             self.untold[inbound.transfer_id] = inbound
             if not inbound.landing:
                 self.announce(inbound)
+
+    def linked(self, sender: str) -> None:
+        """One more link of this incarnation."""
+        self._links[sender] += 1
+
+    def lost(self, sender: str, error: TransferError) -> None:
+        """One link less: with an incarnation's last one ends what it alone might have begun."""
+        self._links[sender] -= 1
+        if self._links[sender] == 0:
+            del self._links[sender]
+            for inbound in [i for i in self.live.values() if i.link is None and i.sender == sender]:
+                self.end(inbound, error)
 
     def commit(self, inbound: Inbound, payload: bytes) -> None:
         inbound.payload = payload

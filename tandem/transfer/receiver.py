@@ -22,6 +22,7 @@ from tandem.transfer.inbox import Inbox
 from tandem.transfer.inlet import Inlet
 from tandem.transfer.sender import carried
 from tandem.transfer.stream import Network, SocketNetwork, Stream
+from tandem.transfer.wire import Failure, Kind, control
 
 TICK_SECONDS = 0.05
 
@@ -33,19 +34,20 @@ class Receiver:
 
     kv_cache: one contiguous CPU tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) a layer.
     max_frame_bytes: the largest frame a sender may send, and so the memory each tcp link may take.
+    max_links: senders beyond these are refused.
     """
 
     def __init__(
         self, local: Endpoint, kv_cache: Sequence[torch.Tensor], *, host: str, port: int = 0,
         transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None, clock: Clock | None = None,
-        max_frame_bytes: int = 4 << 20,
+        max_frame_bytes: int = 4 << 20, max_links: int = 256,
     ) -> None:  # fmt: skip
         self.local = local
         network = network or SocketNetwork()
         self._transports = carried(transports, network)
         self._cache = KVCache(kv_cache)
         self._clock: Clock = clock or SystemClock()
-        self._max_frame_bytes = max_frame_bytes
+        self._max_frame_bytes, self._max_links = max_frame_bytes, max_links
         self._inbox = Inbox()
         self._channels: list[Channel] = []
         self._closing = threading.Event()
@@ -61,19 +63,22 @@ class Receiver:
 
     def expect(
         self, transfer_id: str, *, block_ids: Sequence[int], first_block: int, deadline: float,
-        on_commit: Callable[[bytes, int], None], on_abort: Callable[[str, str], None],
+        on_commit: Callable[[bytes, int], None], on_abort: Callable[[str, str], None], sender: str = "",
     ) -> None:  # fmt: skip
         """Lets one sender write logical blocks [first_block, len(block_ids)) of the sequence to the cache.
 
-        block_ids: physical id of every logical prompt block. deadline: of this process's clock. Exactly one of
-        on_commit(payload, bytes received) and on_abort(code, reason) is called once, unless `cancel` comes first; the
-        blocks may be given to another sequence as soon as either begins. Raises ValueError naming the bad argument.
+        block_ids: physical id of every logical prompt block. deadline: of this process's clock. sender: the one
+        incarnation that may, whose lost link ends the transfer even before it has begun; empty for any.
+
+        Exactly one of on_commit(payload, bytes received) and on_abort(code, reason) is called once, unless `cancel`
+        comes first; the blocks may be given to another sequence as soon as either begins. Raises ValueError naming the
+        bad argument.
         """
         ids = self._cache.ids(block_ids, first_block)
         with self._inbox.changed:
             if self._closing.is_set():
                 raise TransferError("UNAVAILABLE", "the receiver is closed")
-            self._inbox.table.expect(Inbound(transfer_id, ids, first_block, deadline, on_commit, on_abort))
+            self._inbox.table.expect(Inbound(transfer_id, ids, first_block, deadline, on_commit, on_abort, sender))
 
     def cancel(self, transfer_id: str) -> None:
         """Fence: when it returns no byte of this transfer will be written any more, and no callback will be called.
@@ -93,7 +98,6 @@ class Receiver:
         try:
             while not self._closing.is_set():
                 self._accept()
-                self._channels = [channel for channel in self._channels if channel.alive]
                 with self._inbox.changed:
                     self._inbox.table.tick(self._clock.now())
                 self._inbox.tell(self._inbox.table.endings)
@@ -102,7 +106,11 @@ class Receiver:
 
     def _accept(self) -> None:
         try:
-            if stream := self._listener.accept(TICK_SECONDS):
+            stream = self._listener.accept(TICK_SECONDS)
+            self._channels = [channel for channel in self._channels if channel.alive]
+            if stream and len(self._channels) >= self._max_links:
+                self._refuse(stream)
+            elif stream:
                 self._open(stream)
         except OSError as error:  # one connection's trouble, or no descriptors left: neither ends the others
             _log.warning("a KV link could not be accepted: %s", error)
@@ -116,6 +124,16 @@ class Receiver:
         channel = Channel(stream, inlet, self._clock, f"kv-link-{self.local.worker_id}")
         self._channels.append(channel)
         channel.start()
+
+    def _refuse(self, stream: Stream) -> None:
+        """Says why, if it goes without waiting, and hangs up."""
+        text = f"{self.local} has {self._max_links} links, as many as it takes"
+        _log.warning("a KV link was refused: %s", text)
+        refusal = control(Kind.REFUSE, Failure(code="RESOURCE_EXHAUSTED", message=text).packed())
+        try:
+            stream.send([refusal.header(), refusal.body])
+        finally:
+            stream.close()
 
     def _shut(self) -> None:
         self._closing.set()

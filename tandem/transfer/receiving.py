@@ -71,6 +71,10 @@ class ReceiverProtocol:
         self._read: list[int] = []  # arena slots that the sender has not been told of
 
     @property
+    def _sender(self) -> str:
+        return self.hello.sender.incarnation if self.hello else ""
+
+    @property
     def peer(self) -> str:
         return str(self.hello.sender) if self.hello else "a peer that has not said HELLO"
 
@@ -124,6 +128,9 @@ class ReceiverProtocol:
         """The link is gone, and with it every transfer bound to it."""
         for inbound in list(self._bound.values()):
             self.table.end(inbound, error)
+        if self.transport:
+            self.table.lost(self._sender, error)
+            self.transport = ""
         self.outbox.clear()
 
     def sent(self, messages: Sequence[Message], now: float) -> None:
@@ -157,6 +164,7 @@ class ReceiverProtocol:
             block_bytes=self.block_bytes, max_frame_bytes=self.max_frame_bytes,
         )  # fmt: skip
         self.outbox.append(control(Kind.WELCOME, welcome.packed()))
+        self.table.linked(hello.sender.incarnation)
         self._nonce = link_nonce(hello.sender, self.local, hello.nonce, self._nonce)
 
     def _mismatch(self, hello: Hello) -> str:
@@ -188,8 +196,8 @@ class ReceiverProtocol:
             return
         self._last_handle = max(self._last_handle, handle)
         inbound = self.table.live.get(begin.transfer_id)
-        if inbound is None or inbound.link is not None:
-            text = f"{begin.transfer_id}: not expected here, or begun already"
+        if inbound is None or inbound.link is not None or inbound.sender not in ("", self._sender):
+            text = f"{begin.transfer_id}: not expected here of {self.peer}, or begun already"
             self.refuse(handle, TransferError("FAILED_PRECONDITION", text))
             return
         inbound.link, inbound.handle = self, handle

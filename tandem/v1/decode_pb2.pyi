@@ -8,16 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("sequence", "gateway_id", "decode_incarnation", "local_prefill")
+    __slots__ = ("sequence", "gateway_id", "decode_incarnation", "local_prefill", "prefill_incarnation")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     sequence: _worker_pb2.SequenceSpec
     gateway_id: str
     decode_incarnation: str
     local_prefill: bool
-    def __init__(self, sequence: _Optional[_Union[_worker_pb2.SequenceSpec, _Mapping]] = ..., gateway_id: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
+    prefill_incarnation: str
+    def __init__(self, sequence: _Optional[_Union[_worker_pb2.SequenceSpec, _Mapping]] = ..., gateway_id: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., local_prefill: _Optional[bool] = ..., prefill_incarnation: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("ticket",)

@@ -68,11 +68,13 @@ class Pair:
     def link(self) -> Link:
         return self.sender.open_link(DECODE, self.receiver.address, timeout=SOON)
 
-    def expect(self, name: str, block_ids: Sequence[int], first_block: int = 0, seconds: float = SOON) -> Outcome:
+    def expect(
+        self, name: str, block_ids: Sequence[int], first_block: int = 0, seconds: float = SOON, sender: str = ""
+    ) -> Outcome:
         outcome = Outcome()
         self.receiver.expect(
             name, block_ids=block_ids, first_block=first_block, deadline=deadline(seconds),
-            on_commit=outcome.on_commit, on_abort=outcome.on_abort,
+            on_commit=outcome.on_commit, on_abort=outcome.on_abort, sender=sender,
         )  # fmt: skip
         return outcome
 
@@ -119,7 +121,7 @@ def network_for(transport: str) -> Network:
 
 def make_pair(
     transport: str, *, network: Network | None = None, dtype: torch.dtype = torch.float32, arena_bytes: int = 1 << 20,
-    frame_bytes: int = 1 << 16,
+    frame_bytes: int = 1 << 16, max_links: int = 8,
 ) -> Pair:  # fmt: skip
     network = network or network_for(transport)
     cache = [torch.zeros_like(layer) for layer in kv_cache(48, dtype)]
@@ -127,7 +129,7 @@ def make_pair(
         transport,
         network,
         Sender(PREFILL, transports=(transport,), network=network, arena_bytes=arena_bytes, frame_bytes=frame_bytes),
-        Receiver(DECODE, cache, host="127.0.0.1", transports=(transport,), network=network),
+        Receiver(DECODE, cache, host="127.0.0.1", transports=(transport,), network=network, max_links=max_links),
         kv_cache(32, dtype, seed=1),
         cache,
     )

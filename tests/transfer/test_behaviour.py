@@ -269,6 +269,52 @@ def test_only_one_sender_gets_a_transfer(pair: Pair) -> None:
     rival.close()
 
 
+def test_only_the_sender_that_was_named_may_begin(pair: Pair) -> None:
+    outcome = pair.expect("t", [1, 2], sender="p-9")
+    with pytest.raises(TransferError, match="FAILED_PRECONDITION"):
+        pair.finish(pair.begin("t", 2), [4, 5])
+    assert outcome.silent()
+    other = pair.expect("u", [3], sender=PREFILL.incarnation)
+    pair.finish(pair.begin("u", 1), [6])
+    assert other.get()[0] == "commit"
+    pair.receiver.cancel("t")
+
+
+def test_a_named_sender_that_is_lost_before_it_began_ends_its_transfers_alone(pair: Pair) -> None:
+    pair.link()
+    outcome, anyone = pair.expect("t", [1], sender=PREFILL.incarnation), pair.expect("any", [2])
+    someone = pair.expect("other", [3], sender="p-9")
+    twin = Sender(PREFILL, transports=(pair.transport,), network=pair.network)
+    twin.open_link(DECODE, pair.receiver.address, timeout=SOON)
+    twin.close()
+    assert not until(lambda: not outcome.silent(), 0.2)  # it has a link still
+    start = time.monotonic()
+    pair.sender.close()
+    assert outcome.get()[:2] == ("abort", "UNAVAILABLE")
+    assert time.monotonic() - start < 2.0
+    assert anyone.silent()
+    assert someone.silent()
+
+
+def test_links_beyond_the_limit_are_refused_and_harm_no_other(meet: Meet, transport: str) -> None:
+    pair = meet(transport, max_links=1)
+    first = pair.link()
+    rival = Sender(Endpoint("prefill-1", "p-7", "layout-a"), transports=(transport,), network=pair.network)
+    with pytest.raises(TransferError, match=r"RESOURCE_EXHAUSTED|UNAVAILABLE"):  # a reset may overtake the refusal
+        rival.open_link(DECODE, pair.receiver.address, timeout=SOON)
+    assert first.healthy
+    pair.moves("t", [1], [2])
+    pair.sender.close_link(DECODE.worker_id, DECODE.incarnation)
+    assert until(lambda: opens(rival, pair))
+    rival.close()
+
+
+def opens(sender: Sender, pair: Pair) -> bool:
+    with contextlib.suppress(TransferError):
+        return sender.open_link(DECODE, pair.receiver.address, timeout=SOON).healthy
+    return False
+
+
 def test_sides_that_differ_on_the_blocks_fail_before_any_is_written(pair: Pair) -> None:
     outcome = pair.expect("t", [1, 2, 3], first_block=1)
     pair.begin("t", 3, first_block=0)
