@@ -15,7 +15,7 @@ import structlog
 
 from tandem.clock import Clock
 from tandem.registry import Registry, RegistryUnavailable, Role, Worker, WorkerInfo
-from tandem.transfer import Endpoint, Link, Sender, TransferError
+from tandem.transfer import Endpoint, Link, Sender
 
 OPEN_TIMEOUT_S = 1.5
 CLOSE_WAIT_S = 2.0
@@ -63,6 +63,10 @@ class LinkKeeper:
         link = self._sender.link(remote.worker_id, remote.incarnation)
         if link is not None:
             return link
+        return await asyncio.shield(self._open(remote, address))
+
+    def _open(self, remote: Endpoint, address: str) -> asyncio.Task[Link]:
+        """Bounded by OPEN_TIMEOUT_S; one at a time to each incarnation."""
         task = self._opening.get(remote.incarnation)
         if task is None:
             task = asyncio.create_task(
@@ -70,7 +74,7 @@ class LinkKeeper:
             )
             self._opening[remote.incarnation] = task
             task.add_done_callback(lambda done: self._opened(remote, done))
-        return await asyncio.shield(task)
+        return task
 
     def _opened(self, remote: Endpoint, task: asyncio.Task[Link]) -> None:
         self._opening.pop(remote.incarnation, None)
@@ -92,26 +96,22 @@ class LinkKeeper:
                 await asyncio.to_thread(self._sender.close_link, worker_id, info.incarnation)
                 self._refused.pop(info.incarnation, None)
         self._peers = live
-        opening = [
-            self._try_link(info) for info in live.values() if not self._sender.link(info.worker_id, info.incarnation)
-        ]
-        await asyncio.gather(*opening)
+        for info in live.values():
+            if info.layout_hash != self._layout_hash:
+                self._refuse(info)
+            elif not self._sender.link(info.worker_id, info.incarnation):
+                # Not awaited: a worker that does not answer holds up no other.
+                self._open(Endpoint(info.worker_id, info.incarnation, info.layout_hash), info.transfer_address)
 
-    async def _try_link(self, info: WorkerInfo) -> None:
-        if info.layout_hash != self._layout_hash:
-            if info.incarnation not in self._refused:
-                self._refused[info.incarnation] = "KV layout"
-                log.warning(
-                    "no link: KV layouts differ",
-                    decode_worker=info.worker_id,
-                    theirs=info.layout_hash,
-                    ours=self._layout_hash,
-                )
-            return
-        try:
-            await self.link_to(Endpoint(info.worker_id, info.incarnation, info.layout_hash), info.transfer_address)
-        except TransferError:
-            return
+    def _refuse(self, info: WorkerInfo) -> None:
+        if info.incarnation not in self._refused:
+            self._refused[info.incarnation] = "KV layout"
+            log.warning(
+                "no link: KV layouts differ",
+                decode_worker=info.worker_id,
+                theirs=info.layout_hash,
+                ours=self._layout_hash,
+            )
 
     def _publish(self) -> None:
         healthy = tuple(

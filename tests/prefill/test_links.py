@@ -1,0 +1,152 @@
+"""Links follow the registry: real Redis, real sockets, real blocks moved. Each pair heals alone and in under 2 s."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+import pytest
+import structlog
+import torch
+
+from services.prefill.links import LinkKeeper
+from tandem.clock import SystemClock
+from tandem.redis_server import RedisServer
+from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
+from tandem.transfer import Endpoint, Receiver, Sender, TransferError
+
+LAYOUT = "layout-a"
+HEAL_S = 2.0
+IDLE = WorkerLoad(free_blocks=8, num_waiting=0, num_running=0, queued_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer.start() as server:
+        yield server
+
+
+@dataclass
+class Pool:
+    """A prefill worker's links, and decode workers that come and go."""
+
+    registry: Registry
+    keeper: LinkKeeper
+    changes: list[tuple[str, ...]]
+    receivers: list[Receiver] = field(default_factory=list)
+
+    def receiver(self, worker_id: str, incarnation: str, port: int = 0, layout: str = LAYOUT) -> Receiver:
+        cache = [torch.zeros(8, 2, 1, 4, 8) for _ in range(2)]
+        endpoint = Endpoint(worker_id, incarnation, layout)
+        self.receivers.append(Receiver(endpoint, cache, host="127.0.0.1", port=port))
+        return self.receivers[-1]
+
+    async def register(self, worker_id: str, incarnation: str, address: str, layout: str = LAYOUT) -> None:
+        info = WorkerInfo(
+            worker_id=worker_id, role=Role.DECODE, incarnation=incarnation, grpc_address="127.0.0.1:1",
+            transfer_address=address, model="m", revision="r", layout_hash=layout, block_size=4, num_blocks=8,
+            max_num_seqs=4, max_model_len=64, transports=("shm", "tcp"), host="here",
+        )  # fmt: skip
+        await self.registry.register(info, IDLE, 30.0)
+
+    async def linked(self, *incarnations: str) -> float:
+        """Seconds until exactly these are linked."""
+        return await within(HEAL_S, lambda: self.keeper.linked() == incarnations)
+
+
+async def within(seconds: float, check: Callable[[], bool]) -> float:
+    start = time.monotonic()
+    async with asyncio.timeout(seconds):
+        while not check():
+            await asyncio.sleep(0.01)
+    return time.monotonic() - start
+
+
+@pytest.fixture
+async def pool(redis_server: RedisServer) -> AsyncIterator[Pool]:
+    registry = await Registry.connect(redis_server.url, namespace=uuid4().hex, clock=SystemClock())
+    sender, changes = Sender(Endpoint("prefill-0", "p-1", LAYOUT)), list[tuple[str, ...]]()
+    keeper = LinkKeeper(sender, registry, LAYOUT, SystemClock(), lambda: changes.append(keeper.linked()))
+    pool, keeping = Pool(registry, keeper, changes), asyncio.create_task(keeper.keep())
+    yield pool
+    keeping.cancel()
+    with suppress(asyncio.CancelledError):
+        await keeping
+    sender.close()
+    for receiver in pool.receivers:
+        receiver.close()
+    await registry.close()
+
+
+def nobody() -> socket.socket:
+    """A listener that takes connections and never says a word."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+async def test_a_worker_is_linked_once_a_block_has_moved_and_no_earlier(pool: Pool) -> None:
+    with nobody() as silent:
+        port = silent.getsockname()[1]
+        await pool.register("decode-0", "d-1", f"127.0.0.1:{port}")
+        await within(HEAL_S, lambda: pool.keeper.peer("decode-0") is not None)
+        assert pool.keeper.linked() == ()
+    pool.receiver("decode-0", "d-1", port)
+    await pool.linked("d-1")
+    assert pool.changes == [("d-1",)]
+
+
+async def test_a_worker_restarted_at_its_address_is_linked_anew(pool: Pool) -> None:
+    old = pool.receiver("decode-0", "d-1")
+    await pool.register("decode-0", "d-1", old.address)
+    await pool.linked("d-1")
+    old.close()
+    await pool.linked()
+    pool.receiver("decode-0", "d-2", int(old.address.rpartition(":")[2]))
+    await pool.register("decode-0", "d-2", old.address)
+    await pool.linked("d-2")
+    with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*d-1.*d-2"):
+        await pool.keeper.link_to(Endpoint("decode-0", "d-1", LAYOUT), old.address)
+    link = await pool.keeper.link_to(Endpoint("decode-0", "d-2", LAYOUT), old.address)
+    assert link.healthy
+
+
+async def test_a_request_need_not_wait_for_the_registry(pool: Pool) -> None:
+    receiver = pool.receiver("decode-0", "d-1")
+    link = await pool.keeper.link_to(Endpoint("decode-0", "d-1", LAYOUT), receiver.address)
+    assert link.healthy
+    assert 0 < link.rtt < HEAL_S
+
+
+async def test_another_layout_is_refused_with_the_reason(pool: Pool) -> None:
+    other = pool.receiver("decode-0", "d-1", layout="layout-b")
+    with structlog.testing.capture_logs() as logs:
+        await pool.register("decode-0", "d-1", other.address, layout="layout-b")
+        await within(HEAL_S, lambda: bool(logs))
+    assert [(log["event"], log["theirs"], log["ours"]) for log in logs] == [
+        ("no link: KV layouts differ", "layout-b", "layout-a")
+    ]
+    with pytest.raises(TransferError, match=r"FAILED_PRECONDITION: layout_hash.*layout-a.*layout-b"):
+        await pool.keeper.link_to(Endpoint("decode-0", "d-1", "layout-b"), other.address)
+    assert pool.keeper.linked() == ()
+
+
+async def test_a_silent_worker_holds_up_no_other(pool: Pool) -> None:
+    with nobody() as silent:
+        await pool.register("decode-0", "d-0", f"127.0.0.1:{silent.getsockname()[1]}")
+        await within(HEAL_S, lambda: pool.keeper.peer("decode-0") is not None)
+        for number in range(1, 4):
+            receiver = pool.receiver(f"decode-{number}", f"d-{number}")
+            await pool.register(f"decode-{number}", f"d-{number}", receiver.address)
+            await within(1.0, lambda: len(pool.keeper.linked()) == number)  # noqa: B023
+
+
+async def test_a_worker_that_leaves_is_unlinked(pool: Pool) -> None:
+    for name in ("0", "1"):
+        await pool.register(f"decode-{name}", f"d-{name}", pool.receiver(f"decode-{name}", f"d-{name}").address)
+    await pool.linked("d-0", "d-1")
+    await pool.registry.deregister("decode-0", "d-0")
+    await pool.linked("d-1")
