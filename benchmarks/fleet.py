@@ -29,15 +29,16 @@ LOGS = OUT / "logs" / "fleet"
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How many of each, the size of each worker's KV cache in blocks of 16 tokens, and how long a step takes."""
+    """How many of each, the size of each worker's KV cache in blocks of 16 tokens, and how long a step takes.
+
+    `gateways`: for each, its routing policy and its disaggregation.
+    """
 
     prefill: int = 8
     decode: int = 8
-    gateways: int = 1
     prefill_blocks: int = 4096
     decode_blocks: int = 4096
-    policy: str = "tandem"
-    disaggregation: str = "require"
+    gateways: tuple[tuple[str, str], ...] = (("tandem", "require"),)
     step_time: StepTime = field(default_factory=lambda: StepTime(decode_step_s=0.02))
 
 
@@ -49,7 +50,8 @@ async def running(fleet: Fleet) -> AsyncIterator[list[str]]:
         ProcessFailed: a process ended; its last words.
         TimeoutError: not ready in time.
     """
-    http, grpc, redis = free_ports(fleet.gateways), free_ports(fleet.gateways), free_ports(1)[0]
+    ports = free_ports(2 * len(fleet.gateways) + 1)
+    http, grpc, redis = ports[1::2], ports[2::2], ports[0]
     cluster = Cluster(_processes(fleet, http, grpc, redis), SystemClock(), print)
     try:
         await cluster.start(lambda stage: asyncio.ensure_future(asyncio.sleep(1.0 if stage == 0 else 0)))
@@ -101,9 +103,9 @@ def _processes(fleet: Fleet, http: list[int], grpc: list[int], redis: int) -> li
     gateways = [
         process(
             f"gateway-{i}", "benchmarks.routing", *shared, "--host=127.0.0.1", f"--http-port={http[i]}",
-            f"--grpc-port={grpc[i]}", f"--policy={fleet.policy}", f"--disaggregation={fleet.disaggregation}",
+            f"--grpc-port={grpc[i]}", f"--policy={policy}", f"--disaggregation={disaggregation}",
         )
-        for i in range(fleet.gateways)
+        for i, (policy, disaggregation) in enumerate(fleet.gateways)
     ]  # fmt: skip
     kvstore = process("kvstore", "services.kvstore", f"--redis-port={redis}", "--grpc-port=0")
     prefill = workers("prefill", fleet.prefill, fleet.prefill_blocks)

@@ -31,26 +31,30 @@ class Replayed:
     error: str = ""
 
 
-async def replay(requests: Sequence[Request], addresses: Sequence[str], model: str) -> list[Replayed]:
-    """Sends each request at its time, gateways taking turns; returns them in order when the last has ended."""
+async def replay(requests: Sequence[Request], addresses: Sequence[str], model: str, salt: str = "") -> list[Replayed]:
+    """Sends each request at its time, gateways taking turns; returns them in order when the last has ended.
+
+    What was cached under another `salt` is not found.
+    """
     channels = [aio.insecure_channel(address) for address in addresses]
     stubs = cycle([llm_pb2_grpc.LLMServiceStub(channel) for channel in channels])
     start, tasks = time.perf_counter(), list[asyncio.Task[Replayed]]()
     try:
         for request in requests:
             await asyncio.sleep(max(0.0, start + request.at - time.perf_counter()))
-            tasks.append(asyncio.create_task(_send(request, next(stubs), model)))
+            tasks.append(asyncio.create_task(_send(request, next(stubs), model, salt)))
         return await asyncio.gather(*tasks)
     finally:
         for channel in channels:
             await channel.close(None)
 
 
-async def _send(request: Request, stub: llm_pb2_grpc.LLMServiceAsyncStub, model: str) -> Replayed:
+async def _send(request: Request, stub: llm_pb2_grpc.LLMServiceAsyncStub, model: str, salt: str) -> Replayed:
     message = llm_pb2.GenerateRequest(
         model=model,
         token_ids=llm_pb2.TokenIds(ids=request.prompt()),
         sampling=llm_pb2.SamplingParams(max_tokens=request.max_tokens, temperature=0, ignore_eos=True),
+        cache_salt=salt,
     )
     sent, arrivals, response = time.perf_counter(), list[Arrival](), llm_pb2.GenerateResponse()
     try:

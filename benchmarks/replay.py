@@ -23,7 +23,7 @@ from benchmarks.grpc_load import Replayed, replay
 from benchmarks.models import OUT
 from benchmarks.mooncake import SCALE, Request, read_trace, tokens_of
 from benchmarks.perfect import perfect_hit_rate, pooled_hit_rate
-from benchmarks.results import percentile
+from benchmarks.results import earlier, percentile
 from benchmarks.routing import POLICIES
 
 RESULTS = OUT / "replay.json"
@@ -33,7 +33,7 @@ SPEEDUP = 24.0
 def main() -> None:
     options = _options()
     requests = read_trace(options.speedup, limit=options.requests)
-    fleet = Fleet(gateways=options.gateways)
+    fleet = Fleet(gateways=(("tandem", "require"),) * options.gateways)
     setting = {"requests": len(requests), "scale": SCALE, "speedup": options.speedup, "fleet": asdict(fleet)}
     bounds = {
         "perfect": perfect_hit_rate(
@@ -41,9 +41,9 @@ def main() -> None:
         ),
         "pooled": pooled_hit_rate(requests, fleet.prefill * fleet.prefill_blocks),
     }
-    runs = _earlier(setting)
+    runs = earlier(RESULTS, setting, "policies")
     for policy in options.policies:
-        runs[policy] = asyncio.run(_run(requests, replace(fleet, policy=policy)))
+        runs[policy] = asyncio.run(_run(requests, replace(fleet, gateways=((policy, "require"),) * options.gateways)))
         RESULTS.write_text(json.dumps({"setting": setting, "bounds": bounds, "policies": runs}, indent=2))
     _print(requests, setting, bounds, runs)
 
@@ -72,22 +72,12 @@ def figures(replayed: Sequence[Replayed], prefilled_tokens: int) -> dict[str, An
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--policies", type=lambda text: text.split(","), default=list(POLICIES), help=", ".join(POLICIES)
-    )
+    compared = ["tandem", "round-robin", "random"]
+    parser.add_argument("--policies", type=lambda text: text.split(","), default=compared, help=", ".join(POLICIES))
     parser.add_argument("--speedup", type=float, default=SPEEDUP, help="arrival times are divided by this")
     parser.add_argument("--requests", type=int, help="only the trace's first so many")
     parser.add_argument("--gateways", type=int, default=1)
     return parser.parse_args()
-
-
-def _earlier(setting: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Policies measured before in the same setting."""
-    if not RESULTS.is_file():
-        return {}
-    found = json.loads(RESULTS.read_text())
-    runs: dict[str, dict[str, Any]] = found["policies"] if found["setting"] == setting else {}
-    return runs
 
 
 def _print(

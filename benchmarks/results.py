@@ -5,11 +5,13 @@ one request -> Answer (when sent, when tokens arrived) -> a workload's figures, 
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +117,11 @@ def gaps(answers: Sequence[Answer]) -> list[float]:
 def goodput(answers: Sequence[Answer], ttft: float, itl: float) -> float:
     """Share of the requests, 0 to 1, whose first token and every later one came in time (both in seconds)."""
     return sum(answer.meets(ttft, itl) for answer in answers) / len(answers)
+
+
+def earlier(results: Path, setting: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """`part` of the results that an earlier run in the same setting wrote; empty without one."""
+    found: dict[str, Any] = json.loads(results.read_text()) if results.is_file() else {}
+    same = found.get("setting") == json.loads(json.dumps(setting))
+    kept: dict[str, Any] = found[part] if same else {}
+    return kept

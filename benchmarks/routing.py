@@ -3,6 +3,7 @@
 Everything but the choice of workers is the gateway's own; it takes the gateway's options too.
 
 tandem        the gateway's own router
+local         the gateway's own router, decode workers read every prompt
 random        any linked pair, all alike
 round-robin   linked pairs, in turn
 """
@@ -60,7 +61,20 @@ class RoundRobinRouter(BlindRouter):
         return pairs[next(self._turn) % len(pairs)]
 
 
-POLICIES: dict[str, type[Router]] = {"tandem": Router, "random": RandomRouter, "round-robin": RoundRobinRouter}
+class LocalRouter(Router):
+    """Never asks a prefill worker."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._policy = "never"
+
+
+POLICIES: dict[str, type[Router]] = {
+    "tandem": Router,
+    "local": LocalRouter,
+    "random": RandomRouter,
+    "round-robin": RoundRobinRouter,
+}
 
 
 class RoutingSettings(GatewaySettings):

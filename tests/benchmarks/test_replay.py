@@ -68,7 +68,7 @@ def test_backlog_sends_a_request_elsewhere_when_it_weighs_more_than_the_hit() ->
 
 async def test_a_fleet_answers_a_trace(trace: Path) -> None:
     requests = read_trace(10, trace)
-    fleet = Fleet(prefill=2, decode=1, policy="round-robin", prefill_blocks=64, decode_blocks=64)
+    fleet = Fleet(prefill=2, decode=1, gateways=(("round-robin", "require"),), prefill_blocks=64, decode_blocks=64)
     async with running(fleet) as gateways:
         replayed = await replay(requests, gateways, MODEL)
     found = figures(replayed, tokens_read("prefill"))

@@ -1,0 +1,157 @@
+"""`python -m benchmarks.auto`: does `auto` do as well as the better of always-remote and always-local prefill?
+
+1 mix       requests of Mooncake's trace by the kind of conversation they belong to, lengths scaled, Poisson arrivals
+2 replay    the same requests at the same times through three gateways of one fleet of null engines, one after another;
+            each has its own cache salt, so none finds what another has cached
+3 compare   goodput: the share of all requests whose TTFT and every ITL met the SLO; benchmarks/out/auto.json keeps it
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import accumulate
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.fleet import MODEL, Fleet, running
+from benchmarks.grpc_load import Replayed, replay
+from benchmarks.models import OUT
+from benchmarks.mooncake import Request, read_trace
+from benchmarks.perfect import SimulatedWorker
+from benchmarks.results import earlier, percentile
+from tandem.engine import StepTime
+
+RESULTS = OUT / "auto.json"
+TTFT_S, ITL_S = 1.0, 0.100
+GATEWAYS = {"remote": ("tandem", "require"), "local": ("local", "prefer"), "auto": ("tandem", "auto")}
+# Slow enough that the machine's own noise is small beside it: 4,096 prompt tokens a second, 30 ms a decode step.
+STEP_TIME = StepTime(prefill_tokens_per_s=4096, decode_step_s=0.030, decode_sequence_s=0.0003)
+SHORT_TOKENS = 128
+SECONDS, LOAD, MOST_PER_S = 20.0, 0.3, 50.0
+# Kinds of conversation in a mix, each as often as the trace has it; see `kinds`.
+MIXES = {
+    "all": ("short", "long", "turns"),
+    "short": ("short",),
+    "long": ("long",),
+    "turns": ("turns",),
+}
+# Prefill and decode workers: as many of each, and too few to read everything.
+FLEETS = {"4+4": (4, 4), "2+6": (2, 6)}
+
+
+def main() -> None:
+    options = _options()
+    setting = {"load": options.load, "seconds": SECONDS, "ttft_s": TTFT_S, "itl_s": ITL_S} | asdict(STEP_TIME)
+    found = earlier(RESULTS, setting, "found")
+    for name in options.fleets:
+        prefill, decode = FLEETS[name]
+        fleet = Fleet(prefill, decode, gateways=tuple(GATEWAYS.values()), step_time=STEP_TIME)
+        found[name] = found.get(name, {}) | asyncio.run(_run(fleet, options.mixes, options.load))
+        RESULTS.write_text(json.dumps({"setting": setting, "found": found}, indent=2))
+    _print(options.load, found)
+
+
+def kinds(requests: Sequence[Request]) -> list[str]:
+    """Of each: `turns` where others of its conversation (equal second blocks) are in the trace, else `short` or `long`.
+
+    All conversations begin with the same block of the trace.
+    """
+    sizes = Counter(request.blocks[1:2] for request in requests)
+
+    def kind(request: Request) -> str:
+        if request.blocks[1:2] and sizes[request.blocks[1:2]] > 1:
+            return "turns"
+        return "short" if request.prompt_tokens <= SHORT_TOKENS else "long"
+
+    return [kind(request) for request in requests]
+
+
+def mixed(trace: Sequence[Request], wanted: Sequence[str], capacity: float, seconds: float = SECONDS) -> list[Request]:
+    """The trace's first requests of the `wanted` kinds, in order, arriving at random for about `seconds`.
+
+    So many that what no cache of any size could hold is `capacity` tokens a second, and at most MOST_PER_S a second.
+    """
+    chosen, cache, unread = list[Request](), SimulatedWorker(10**9, 1.0), 0
+    for request, kind in zip(trace, kinds(trace), strict=True):
+        if unread < capacity * seconds and len(chosen) < MOST_PER_S * seconds and kind in wanted:
+            unread += request.prompt_tokens - cache.read(request, len(chosen))
+            chosen.append(request)
+    dice = random.Random(1)
+    times = accumulate(dice.expovariate(len(chosen) / seconds) for _ in chosen)
+    return [replace(request, at=at) for request, at in zip(chosen, times, strict=True)]
+
+
+async def _run(fleet: Fleet, mixes: Sequence[str], load: float) -> dict[str, Any]:
+    trace = read_trace(1.0)
+    capacity = load * (fleet.prefill + fleet.decode) * fleet.step_time.prefill_tokens_per_s
+    async with running(fleet) as addresses:
+        gateways = dict(zip(GATEWAYS, addresses, strict=True))
+        for name, address in gateways.items():  # so that every worker has measured itself
+            await replay(mixed(trace, MIXES["all"], capacity, 5.0), [address], MODEL, f"warm-up {name}")
+        return {mix: await _compare(mixed(trace, MIXES[mix], capacity), gateways, mix) for mix in mixes}
+
+
+async def _compare(requests: Sequence[Request], gateways: Mapping[str, str], mix: str) -> dict[str, Any]:
+    return {
+        name: figures(await replay(requests, [address], MODEL, f"{mix} {name}")) for name, address in gateways.items()
+    }
+
+
+def figures(replayed: Sequence[Replayed]) -> dict[str, Any]:
+    """Of one replay; a request that was not answered is not good."""
+    answers = [one.answer for one in replayed if one.answer]
+    ttfts, gaps = [answer.ttft for answer in answers], [gap for answer in answers for gap in answer.gaps] or [0.0]
+    return {
+        "requests": len(replayed),
+        "errors": dict(Counter(one.error for one in replayed if one.error).most_common(5)),
+        "goodput": sum(answer.meets(TTFT_S, ITL_S) for answer in answers) / len(replayed),
+        "in_time_ttft": sum(ttft <= TTFT_S for ttft in ttfts) / len(replayed),
+        "ttft_p50_ms": 1000 * percentile(ttfts, 50),
+        "ttft_p99_ms": 1000 * percentile(ttfts, 99),
+        "itl_p99_ms": 1000 * percentile(gaps, 99),
+        "local": sum(not one.remote for one in replayed) / len(replayed),
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.auto", description=__doc__.splitlines()[0])
+    known = list(MIXES)
+    parser.add_argument("--mixes", type=lambda text: text.split(","), default=known, help=", ".join(known))
+    fleets = list(FLEETS)
+    parser.add_argument("--fleets", type=lambda text: text.split(","), default=fleets, help=", ".join(fleets))
+    parser.add_argument("--load", type=float, default=LOAD, help="prompt tokens to read, of what all workers could")
+    return parser.parse_args()
+
+
+def _print(load: float, found: Mapping[str, Any]) -> None:
+    console = Console(width=120)
+    console.print(f"goodput: TTFT within {TTFT_S:g} s, every ITL within {1000 * ITL_S:g} ms")
+    console.print(f"load: {load:g} of what all workers could read, at most {MOST_PER_S:g} requests a second")
+    table = Table("fleet, mix", "requests", *GATEWAYS, "auto / better", "read locally", "TTFT p99 ms", "ITL p99 ms")
+    for fleet, mixes in found.items():
+        for mix, runs in mixes.items():
+            table.add_row(f"{fleet} {mix}", *_row(runs))
+    console.print(table)
+
+
+def _row(runs: Mapping[str, Any]) -> list[str]:
+    def each(figure: str) -> str:
+        return ", ".join(f"{runs[name][figure]:.0f}" for name in GATEWAYS)
+
+    better = max(runs["remote"]["goodput"], runs["local"]["goodput"])
+    goodputs = [f"{100 * runs[name]['goodput']:.1f} %" for name in GATEWAYS]
+    ratio = runs["auto"]["goodput"] / better if better else 1.0
+    local = f"{100 * runs['auto']['local']:.0f} %"
+    return [str(runs["auto"]["requests"]), *goodputs, f"{ratio:.3f}", local, each("ttft_p99_ms"), each("itl_p99_ms")]
+
+
+if __name__ == "__main__":
+    main()
