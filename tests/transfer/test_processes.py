@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -55,11 +55,13 @@ def strike(pid: int, blow: signal.Signals) -> None:
 
 
 def thread_states(pid: int) -> list[str]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [(task / "stat").read_text().rpartition(") ")[2][0] for task in tasks]
-    except (FileNotFoundError, ProcessLookupError):
-        return ["X"]
+    """Those of the threads that are still there: one may go while the others are being looked at."""
+    states: list[str] = []
+    with suppress(FileNotFoundError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                states.append((task / "stat").read_text().rpartition(") ")[2][0])
+    return states
 
 
 def heard(pipe: Connection) -> str:
