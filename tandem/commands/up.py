@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -81,17 +82,20 @@ def main(arguments: list[str]) -> None:
 def processes(settings: UpSettings) -> list[list[Process]]:
     """The cluster's processes, stage by stage."""
     settings.logs.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(settings.logs / "cores", ignore_errors=True)
     threads = settings.threads or max(1, (os.cpu_count() or 1) // (settings.prefill + settings.decode))
 
     def process(name: str, module: str, *arguments: str, restart: bool = False) -> Process:
         log_path = settings.logs / f"{name}.log"
         log_path.unlink(missing_ok=True)
-        return Process(name, [module, *arguments], log_path, {"OMP_NUM_THREADS": str(threads)}, restart)
+        # Idle threads sleep: another worker's may need their core.
+        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        return Process(name, [module, *arguments], log_path, environment, restart)
 
     shared = [f"--model-path={settings.model_path}", f"--model-name={settings.served_name}"]
     shared += [f"--redis-url={settings.registry_url}"]
     worker = [f"--engine={settings.engine}", f"--dtype={settings.dtype}", f"--transports={settings.transports}"]
-    worker += [f"--threads={threads}"]
+    worker += [f"--threads={threads}", f"--shared-cores={settings.logs / 'cores'}"]
 
     def workers(role: str, count: int, memory: ByteSize | None) -> list[Process]:
         memory = memory or KV_MEMORY[settings.engine, role]

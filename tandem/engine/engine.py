@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.block_pool import BlockPool
+from tandem.engine.cores import Cores
 from tandem.engine.forward import Forward, TorchForward
 from tandem.engine.kernels import CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
@@ -49,6 +50,7 @@ class Engine:
     def __init__(self, config: EngineConfig, *, on_progress: Progress | None = None) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        self._cores = Cores(torch.get_num_threads(), config.shared_cores)
         self.model_config = read_model_config(config.model_path, config.max_model_len)
         self.layout = null_layout(config) if config.null else _layout(config, self.model_config)
         self.kv_cache = _kv_cache(config, self.layout)
@@ -120,13 +122,17 @@ class Engine:
         seq = self._live.get(request_id)
         if seq is not None:
             self._remove(seq)
+            self._rest_when_idle()
         return seq is not None
 
     def step(self) -> list[SequenceOutput]:
         """Compute one batch; returns the new tokens of every sequence that got some, or ended."""
+        self._cores.work()
         batch = self._scheduler.schedule()
         tokens = self._runner.execute(batch)
-        return self._update(batch, tokens)
+        outputs = self._update(batch, tokens)
+        self._rest_when_idle()
+        return outputs
 
     def has_work(self) -> bool:
         """Whether a step could bring something on: reservations that were not joined are not work."""
@@ -157,12 +163,16 @@ class Engine:
         """What the prefix cache gained and lost since the last call, removals first."""
         return self._pool.take_events()
 
+    def _rest_when_idle(self) -> None:
+        if not self.has_work():
+            self._cores.rest()
+
     def _make_runner(self, config: EngineConfig, on_progress: Progress | None) -> Runner | NullRunner:
         if config.null:
             return NullRunner(config.null, self.kv_cache, self.model_config.vocab_size)
         model = Decoder(self.model_config, self.layout.torch_dtype, config.device)
         load_weights(model, config.model_path, on_progress)
-        return Runner(_forward(config, self.layout, model, self.kv_cache), self.kv_cache)
+        return Runner(_forward(config, model, self.kv_cache, self._cores), self.kv_cache)
 
     def _new_sequence(self, request: Request, total: int) -> Sequence:
         """`total`: how many tokens the sequence may come to hold KV for."""
@@ -240,14 +250,14 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
     )
 
 
-def _forward(config: EngineConfig, layout: KVLayout, model: Decoder, kv_cache: list[Tensor]) -> Forward:
-    if config.cpu_kernels and config.device == "cpu" and layout.dtype == "bfloat16":
+def _forward(config: EngineConfig, model: Decoder, kv_cache: list[Tensor], cores: Cores) -> Forward:
+    if config.cpu_kernels and config.device == "cpu" and kv_cache[0].dtype == torch.bfloat16:
         if not CpuForward.fits(model.config):
             log.warning(
                 "CPU kernels are off, torch computes everything", reason="the model's sizes are no multiples of 32"
             )
         elif (library := load_library()) is not None:
-            return CpuForward(library, model, kv_cache, config.max_num_batched_tokens)
+            return CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
     return TorchForward(model, kv_cache)
 
 

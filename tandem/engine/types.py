@@ -153,8 +153,9 @@ class EngineConfig:
     """What an engine is made from. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds.
 
     `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a fingerprint
-    of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used. `null` makes it a null
-    engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
+    of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used. Through the folder
+    `shared_cores` engines on one machine lend each other idle cores, beyond their own `num_threads`. `null` makes it a
+    null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
     """
 
     model_path: Path
@@ -169,6 +170,7 @@ class EngineConfig:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     num_threads: int | None = None
+    shared_cores: Path | None = None
     revision: str = ""
     cpu_kernels: bool = True
     null: StepTime | None = None

@@ -43,6 +43,7 @@ class WorkerSettings(Settings):
     max_num_seqs: int = Field(256, ge=1, description="sequences in one engine step")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer (default: the model's)")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine (default: torch's choice)")
+    shared_cores: Path | None = Field(None, description="folder where one machine's workers lend out idle cores")
     lease_ttl_s: float = Field(2.0, gt=0.2, description="a worker silent for so long is taken for dead")
     drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for running requests to end")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
@@ -68,6 +69,7 @@ class WorkerSettings(Settings):
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             num_threads=self.threads,
+            shared_cores=self.shared_cores,
             null=self._step_time() if self.engine == "null" else None,
         )
 

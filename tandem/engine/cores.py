@@ -1,0 +1,70 @@
+"""Cores that engines on one machine share: each has some of its own and borrows those of engines that rest.
+
+    step ── work: my file is locked ── threads? mine, and what nobody who works calls his ── no work left: unlocked
+
+Whoever computes asks anew every few milliseconds, so that a borrowed core goes back soon. A lock ends with its process,
+so a dead engine holds no core.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class Cores:
+    """`own` threads, and in `folder`, where one is given, a file each for every engine of this machine."""
+
+    def __init__(self, own: int, folder: Path | None = None) -> None:
+        self._own, self._folder, self._working = own, folder, False
+        self._total = max(own, len(os.sched_getaffinity(0)))
+        self._others: dict[str, int] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._name = f"{own}-threads-of-{os.getpid()}-{id(self)}"
+            self._file = os.open(folder / self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+
+    def threads(self) -> int:
+        """How many threads to compute with now."""
+        if self._folder is None:
+            return self._own
+        busy = sum(_own_threads(name) for name in os.listdir(self._folder) if name != self._name and self._works(name))
+        return max(self._own, self._total - busy)
+
+    def work(self) -> None:
+        """From now on others leave this engine's cores alone."""
+        if self._folder is not None and not self._working:
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # another's look at it lasts microseconds
+            self._working = True
+
+    def rest(self) -> None:
+        """There is nothing to compute."""
+        if self._working:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._working = False
+
+    def close(self) -> None:
+        """Others may have the cores."""
+        if self._folder is not None:
+            for file in (self._file, *self._others.values()):
+                os.close(file)
+            (self._folder / self._name).unlink(missing_ok=True)
+            self._folder, self._working, self._others = None, False, {}
+
+    def _works(self, name: str) -> bool:
+        assert self._folder is not None
+        try:
+            if name not in self._others:
+                self._others[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(self._others[name], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._others[name], fcntl.LOCK_UN)
+        return False
+
+
+def _own_threads(name: str) -> int:
+    return int(name.partition("-")[0])
