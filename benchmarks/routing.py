@@ -19,7 +19,8 @@ from typing import Any
 import uvloop
 
 from services.gateway.errors import Unavailable
-from services.gateway.router import Router, Wanted
+from services.gateway.last_view import Wanted
+from services.gateway.router import Router
 from services.gateway.server import serve
 from services.gateway.settings import GatewaySettings
 from tandem import telemetry

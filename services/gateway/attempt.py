@@ -22,7 +22,8 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 
 from services.gateway import tracing
 from services.gateway.errors import GatewayError, TimedOut, Unavailable, WorkerLost
-from services.gateway.router import Router, Wanted
+from services.gateway.last_view import Wanted
+from services.gateway.router import Router
 from services.gateway.workers import Link, Mailbox, Tokens, WorkerPool
 from tandem.clock import Clock
 from tandem.registry import Route, WorkerInfo

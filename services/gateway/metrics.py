@@ -7,13 +7,16 @@ fallback  a choice that did not go the way it should: no pair could take it, Red
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission
 from services.gateway.priority import PriorityClass
+from tandem.registry import BlockReplica
 from tandem.v1 import llm_pb2
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,6 +38,8 @@ FALLBACKS = {
     "large enough": "too_large",
     "no live": "no_live_worker",
 }
+# Not a fallback: the cost model's choice.
+CHOSEN_LOCAL = "local prefill: cheapest"
 
 
 class Metrics:
@@ -107,6 +112,10 @@ class Metrics:
         ):
             Gauge(name, text, LABELS, registry=self._registry).labels(self._model).set_function(count)
 
+    def watch_replica(self, replica: BlockReplica) -> None:
+        """Report what is known of prefix caches, as of when Prometheus asks."""
+        self._registry.register(_ReplicaCollector(replica))
+
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -150,8 +159,24 @@ class Meter:
         state.inc()
 
 
+class _ReplicaCollector(Collector):
+    def __init__(self, replica: BlockReplica) -> None:
+        self._replica = replica
+
+    def collect(self) -> Iterator[Metric]:
+        replica = self._replica
+        yield GaugeMetricFamily("tandem_replica_blocks", "KV blocks whose holders are known.", value=len(replica))
+        for name, text, value in (
+            ("dropped_blocks", "KV blocks forgotten because more were told of than fit.", replica.num_dropped),
+            ("rereads", "Workers whose blocks were read anew, whole.", replica.num_rereads),
+        ):
+            yield CounterMetricFamily(f"tandem_replica_{name}", text, value=value)
+
+
 def _fallback(path: llm_pb2.Path) -> str:
     """Why it was one; empty where it was none."""
+    if path.reason.startswith(CHOSEN_LOCAL):
+        return ""
     for said, label in FALLBACKS.items():
         if said in path.reason:
             return label

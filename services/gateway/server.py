@@ -36,7 +36,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerPool
 from tandem import rpc
 from tandem.clock import Clock, SystemClock
-from tandem.registry import ClusterView, Registry, RegistryUnavailable
+from tandem.registry import BlockReplica, ClusterView, Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
@@ -106,8 +106,11 @@ class Gateway:
         pool = WorkerPool(view, model.name, gateway_id, clock, rpc.channel)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
-        router = self._make_router(registry, view, model.name, settings.disaggregation)
         metrics = Metrics(CollectorRegistry(), model.name)
+        replica = BlockReplica(registry.block_feed, clock, max_blocks=settings.replica_max_blocks)
+        metrics.watch_replica(replica)
+        self._run(replica.run())
+        router = self._make_router(registry, view, replica, model.name, settings.disaggregation)
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
         cluster = Cluster(gateway_id, router, pool, clock, spans, self._afterwards)

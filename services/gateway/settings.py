@@ -15,7 +15,7 @@ class Disaggregation(StrEnum):
 
     REQUIRE = "require"  # a prefill worker, or the request fails
     PREFER = "prefer"  # a prefill worker; the decode worker itself where none can
-    AUTO = "auto"  # as prefer
+    AUTO = "auto"  # whichever costs less, by the rates that the workers have measured
 
 
 class GatewaySettings(Settings):
@@ -41,5 +41,8 @@ class GatewaySettings(Settings):
     )
     prefill_queue_tokens: int = Field(
         16384, ge=1, description="prompt tokens on their way to each worker that reads prompts"
+    )
+    replica_max_blocks: int = Field(
+        2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"
     )
     log_level: str = "info"

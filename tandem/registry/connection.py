@@ -34,6 +34,8 @@ SCRIPTS = (
     "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "sweep",
     "check",
 )  # fmt: skip
+# What a script begins with, behind the ledger.
+PARTS = {"select": ("costs", "expected")}
 UNAVAILABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
@@ -189,5 +191,5 @@ def _cancellable() -> Iterator[None]:
 
 def _load(name: str) -> Script:
     folder = files(__package__)
-    text = (folder / "ledger.lua").read_text() + (folder / f"{name}.lua").read_text()
+    text = "".join((folder / f"{part}.lua").read_text() for part in ("ledger", *PARTS.get(name, ()), name))
     return Script(text, sha1(text.encode()).hexdigest())

@@ -1,11 +1,14 @@
 -- What every script of the registry starts with: the keys, the time, and the only code that takes things away.
 --
 --   leases                 sorted set: worker id -> when its lease ends (ms, this server's clock)
---   worker:<id>            hash: one incarnation's info, load, reserved_tokens, reserved_blocks, chosen
+--   worker:<id>            hash: one incarnation's info and load
+--   pool:<model>           hash: worker id -> what choosing reads of it, packed
+--   links:<id>             set: incarnations of decode workers that this prefill worker has moved a block to
+--   reserved               hash: tokens:<worker id> or blocks:<worker id> -> sum of what is held of it
 --   held:<id>              hash: tokens:<reservation> or blocks:<reservation> -> amount; sums to the two counters above
 --   blocks:<id>            set: hashes of the KV blocks this incarnation holds
 --   events                 stream: what that set gained and lost, batch by batch; each worker's batches are numbered
---   expected:<id>          sorted set: hashes of blocks it is about to hold -> until when that is believed (ms)
+--   expected:<period>      hash: block -> generations of the (prefill, decode) pair that is about to hold it
 --   reservations           sorted set: reservation -> when it expires (ms)
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
 --   abandoned:<res>        its caller went away while asking for it
@@ -48,7 +51,7 @@ local function drop(reservation, part)
   local field = part .. ':' .. reservation
   local amount = redis.call('HGET', key('held', worker_id), field)
   redis.call('HDEL', key('held', worker_id), field)
-  redis.call('HINCRBY', key('worker', worker_id), 'reserved_' .. part, -tonumber(amount))
+  redis.call('HINCRBY', key('reserved'), part .. ':' .. worker_id, -tonumber(amount))
   redis.call('HDEL', key('reservation', reservation), part)
   forget_if_empty(reservation)
   return 1
@@ -63,9 +66,12 @@ local function retire(worker_id)
     forget_if_empty(reservation)
   end
   local blocks = redis.call('SCARD', key('blocks', worker_id))
-  tell_blocks(worker_id, redis.call('HGET', key('worker', worker_id), 'generation') or 0, 0, '', '')
+  local worker = redis.call('HMGET', key('worker', worker_id), 'generation', 'model')
+  tell_blocks(worker_id, worker[1] or 0, 0, '', '')
+  redis.call('HDEL', key('pool', worker[2] or ''), worker_id)
+  redis.call('HDEL', key('reserved'), 'tokens:' .. worker_id, 'blocks:' .. worker_id)
   redis.call('UNLINK', key('worker', worker_id), key('held', worker_id), key('blocks', worker_id),
-    key('expected', worker_id))
+    key('links', worker_id))
   redis.call('ZREM', key('leases'), worker_id)
   announce(worker_id)
   return blocks

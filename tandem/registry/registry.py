@@ -4,7 +4,8 @@
     select_and_reserve ── release (tokens) ── release (blocks)        a request's hold on one pair of workers
     publish_blocks ── locate                       prefix caches
 
-Each call is one Lua script, hence atomic, and one round trip. Time is Redis's own, so skewed clocks do no harm. What a
+Each call is one Lua script, hence atomic, and one round trip; choices and releases that come while one is under way
+share the next. Time is Redis's own, so skewed clocks do no harm. What a
 lease held for others goes with it: a dead incarnation's reservations and blocks are nowhere to be found.
 """
 
@@ -15,25 +16,29 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from itertools import count
-from typing import Literal, TypeAlias
+from itertools import chain, count
+from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 import structlog
 
 from tandem.clock import Clock
 from tandem.registry.block_feed import BlockFeed
-from tandem.registry.connection import Changes, Connection
+from tandem.registry.connection import Argument, Changes, Connection
 from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
 from tandem.registry.prefix import PromptPrefix
-from tandem.registry.worker import Route, Worker, WorkerInfo, WorkerLoad, decode, encode
+from tandem.registry.together import Together
+from tandem.registry.worker import Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
 
 log = structlog.get_logger(__name__)
 # A reservation that cannot be given back for so long is left to expire.
 GIVE_BACK_S = 60.0
 GIVE_BACK_RETRY_S = 0.5
 CLOSE_WAIT_S = 1.0
-PrefillPolicy: TypeAlias = Literal["require", "prefer", "never"]
+PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
+# So many requests routed in one call: more would keep other gateways waiting.
+MOST_TOGETHER = 16
+Arguments: TypeAlias = tuple[Argument, ...]
 NO_PREFIX = PromptPrefix.of("", 1, ())
 
 
@@ -68,6 +73,10 @@ class Registry:
         self._client = client
         self._numbers = count()
         self._giving_back: set[asyncio.Task[None]] = set()
+        self._selects = Together[Arguments](self._select, MOST_TOGETHER)
+        self._releases = Together[Arguments](self._release, MOST_TOGETHER)
+        self._infos: dict[str, WorkerInfo] = {}  # by generation
+        self._reading_infos = asyncio.Lock()
 
     @classmethod
     async def connect(
@@ -133,7 +142,8 @@ class Registry:
 
         Reserves the uncached prompt tokens on the worker that reads the prompt and blocks for the whole sequence on
         the one that decodes, until released or for `ttl` seconds. `exclude` names worker ids or incarnations.
-        `require` takes only a pair, `prefer` falls back to a decode worker alone, `never` takes one alone.
+        `require` takes only a pair, `prefer` falls back to a decode worker alone, `never` takes one alone, and `auto`
+        takes what costs less by the rates that the workers have measured.
 
         Workers that hold the beginning of the prompt, by `prefix`, are preferred as far as load allows; from now on
         the chosen ones are expected to hold all of it, until they have told of their blocks.
@@ -144,20 +154,20 @@ class Registry:
         """
         if prompt_tokens < 1 or max_new_tokens < 0:
             raise ValueError(f"prompt_tokens and max_new_tokens must not be {prompt_tokens} and {max_new_tokens}")
-        reservation, ttl_ms = f"{request_id}/{self._client}/{next(self._numbers)}", _ms(ttl)
+        reservation = f"{request_id}/{self._client}/{next(self._numbers)}"
+        arguments = (
+            reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl), json.dumps(list(exclude)),
+            prefix.revision, prefix.block_size, prefix.marks, prefix.held,
+        )  # fmt: skip
         try:
-            status, reason, *rows = await self._connection.call(
-                "select", reservation, model, prompt_tokens, max_new_tokens, prefill, ttl_ms,
-                json.dumps(list(exclude)), prefix.revision, prefix.block_size, json.dumps(list(prefix.counts)),
-                b"".join(prefix.hashes),
-            )  # fmt: skip
+            status, why, *chosen = await self._selects.call(arguments)
+            if status == "ok":
+                places = [await self._place(*chosen[i : i + 3]) for i in range(0, len(chosen), 3)]
+                return Route.of(places[1] if len(places) == 2 else None, places[0], reservation, why)
         except BaseException:
             self._give_back_later("abandon", reservation)
             raise
-        if status != "ok":
-            raise (RequestTooLarge if status == "too large" else NoWorkers)(reason)
-        chosen = [decode(row) for row in rows]
-        return Route(chosen[1] if len(chosen) == 2 else None, chosen[0], reservation, reason)
+        raise (RequestTooLarge if status == "too large" else NoWorkers)(why)
 
     async def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> bool:
         """Give back a reservation, or only its prompt tokens. True if this call freed anything.
@@ -166,11 +176,11 @@ class Registry:
         """
         if not reservation_id:
             return False
-        parts = ("tokens",) if prefill_done_only else ("tokens", "blocks")
+        arguments = (reservation_id, "tokens" if prefill_done_only else "all")
         try:
-            return bool(await self._connection.call("release", reservation_id, *parts) > 0)
+            return bool(await self._releases.call(arguments) > 0)
         except (RegistryUnavailable, asyncio.CancelledError):
-            self._give_back_later("release", reservation_id, *parts)
+            self._give_back_later("release", *arguments)
             raise
 
     async def publish_blocks(
@@ -210,6 +220,8 @@ class Registry:
         for task in self._giving_back:
             task.cancel()
         await asyncio.gather(*self._giving_back, return_exceptions=True)
+        await self._selects.close()
+        await self._releases.close()
         await self._connection.close()
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
@@ -218,6 +230,26 @@ class Registry:
         if status == "stale":
             raise StaleIncarnation(info.worker_id, info.incarnation)
         return status
+
+    async def _select(self, requests: Sequence[Arguments]) -> Sequence[Any]:
+        answers: Sequence[Any] = await self._connection.call("select", *chain.from_iterable(requests))
+        return answers
+
+    async def _release(self, releases: Sequence[Arguments]) -> Sequence[Any]:
+        dropped: Sequence[Any] = await self._connection.call("release", *chain.from_iterable(releases))
+        return dropped
+
+    async def _place(self, worker_id: str, generation: str, cached_tokens: int) -> Place:
+        if generation not in self._infos:
+            await self._read_infos(generation)
+        if generation not in self._infos:
+            raise NoWorkers(f"worker {worker_id} has just left")
+        return Place(self._infos[generation], cached_tokens)
+
+    async def _read_infos(self, wanted: str) -> None:
+        async with self._reading_infos:
+            if wanted not in self._infos:
+                self._infos = {worker.generation: worker.info for worker in await self.workers()}
 
     def _give_back_later(self, script: str, *arguments: str) -> None:
         task = asyncio.create_task(self._give_back(script, *arguments))

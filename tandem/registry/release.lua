@@ -1,7 +1,9 @@
--- ARGV: reservation, then the parts to give back. Returns how many of them there still were.
+-- ARGV: reservation, 'tokens' | 'all', and so on in pairs. Returns for each how many parts were given back.
 expire_due()
-local dropped = 0
-for i = 2, #ARGV do
-  dropped = dropped + drop(ARGV[1], ARGV[i])
+local dropped = {}
+for i = 1, #ARGV, 2 do
+  local count = drop(ARGV[i], 'tokens')
+  if ARGV[i + 1] == 'all' then count = count + drop(ARGV[i], 'blocks') end
+  dropped[#dropped + 1] = count
 end
 return dropped

@@ -84,13 +84,31 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """A worker's part in a route."""
+
+    info: WorkerInfo
+    cached_tokens: int  # of the prompt, held or expected there
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """Where one request goes. `prefill` is None where the decode worker reads the prompt itself."""
 
-    prefill: Worker | None
-    decode: Worker
+    prefill: Place | None
+    decode: Place
     reservation_id: str
     reason: str
+
+    @classmethod
+    def of(cls, prefill: Place | None, decode: Place, reservation_id: str, why: str) -> Route:
+        """Its reason says the path, the cached tokens and why."""
+        if prefill is None:
+            reason = f"local prefill: {why}; {decode.cached_tokens} prompt tokens cached at decode"
+        else:
+            cached = f"{prefill.cached_tokens} prompt tokens cached there, {decode.cached_tokens} at decode"
+            reason = f"remote prefill: {cached}; {why}"
+        return cls(prefill, decode, reservation_id, reason)
 
 
 T = TypeVar("T", WorkerInfo, WorkerLoad)

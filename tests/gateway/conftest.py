@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway, GatewaySettings
+from services.gateway.settings import Disaggregation
 from services.gateway.text import Tokenizer
 from tandem.clock import SystemClock
 from tandem.redis_server import RedisServer
@@ -62,9 +63,10 @@ def settings(model_folder: Path, redis: RedisServer) -> GatewaySettings:
 
 
 def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> GatewaySettings:
+    said = {"disaggregation": Disaggregation.PREFER} | other  # short prompts use both workers
     return GatewaySettings(
         model_path=model_folder, model_name=MODEL, redis_url=redis.url, namespace=f"t{uuid4().hex[:8]}",
-        host="127.0.0.1", http_port=free_port(), grpc_port=0, drain_s=0.2, **other,
+        host="127.0.0.1", http_port=free_port(), grpc_port=0, drain_s=0.2, **said,
     )  # fmt: skip
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
+from tandem.clock import SystemClock
+from tandem.registry import BlockReplica, PromptPrefix, Registry, Role, WorkerInfo, WorkerLoad
 
 MODEL = "demo"
 REVISION = "r1"
@@ -37,6 +38,13 @@ async def register_pool(registry: Registry, prefill: int = 1, decode: int = 1, t
         await registry.register(worker_info(f"d{i}", Role.DECODE), worker_load(), ttl)
     for i in range(prefill):
         await registry.register(worker_info(f"p{i}", Role.PREFILL), worker_load(linked=incarnations), ttl)
+
+
+async def known_prefix(registry: Registry, hashes: Sequence[bytes]) -> PromptPrefix:
+    """Of a prompt, as a gateway knows it whose replica is up to date."""
+    replica = BlockReplica(registry.block_feed, SystemClock())
+    await replica.refresh()
+    return PromptPrefix.of(REVISION, BLOCK_SIZE, hashes, replica.holders(hashes))
 
 
 async def eventually(check: Callable[[], Awaitable[bool]], within_s: float, what: str) -> float:

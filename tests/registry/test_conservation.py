@@ -125,13 +125,14 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
     """What a broken connection can do to a call: answer lost and sent again, or carried out after it was given up."""
     await register_pool(registry)
     wire = Connection(redis_server.url, namespace, 2.0, 1)
+    wanted = (MODEL, 40, 8, "require", 1000, "[]", "", 1, "", "[]")
     for _ in range(2):
-        status, *_ = await wire.call("select", "twice", MODEL, 40, 8, "require", 1000, "[]", "", 1, "[]", "")
+        ((status, *_),) = await wire.call("select", "twice", *wanted)
         assert status == "ok"
     assert await totals(registry) == (40, 3)
     await wire.call("abandon", "twice")
     await wire.call("abandon", "late")
-    status, *_ = await wire.call("select", "late", MODEL, 40, 8, "require", 1000, "[]", "", 1, "[]", "")
+    ((status, *_),) = await wire.call("select", "late", *wanted)
     assert status == "none"
     assert await totals(registry) == (0, 0)
     await wire.close()
@@ -140,9 +141,9 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
 async def test_the_check_sees_a_wrong_counter(registry: Registry, redis: Redis, namespace: str) -> None:
     await register_pool(registry)
     await reserve(registry)
-    await redis.hincrby(f"{{{namespace}}}:worker:d0", "reserved_blocks", 1)
+    await redis.hincrby(f"{{{namespace}}}:reserved", "blocks:d0", 1)
     assert await registry.check_integrity() == ["d0 counts 4 blocks and holds 3"]
-    await redis.hincrby(f"{{{namespace}}}:worker:d0", "reserved_blocks", -1)
+    await redis.hincrby(f"{{{namespace}}}:reserved", "blocks:d0", -1)
     assert await registry.check_integrity() == []
 
 

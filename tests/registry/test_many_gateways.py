@@ -1,4 +1,7 @@
-"""Eight gateways decide as one does: the same prefix hit rate, the same spread, and everything given back."""
+"""Eight gateways decide as one does: the same prefix hit rate, the same spread, and everything given back.
+
+Requests are truly concurrent: each wave is sent at once, so with one gateway they share calls and with eight they race.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from uuid import uuid4
 
 from tandem.clock import SystemClock
 from tandem.redis_server import RedisServer
-from tandem.registry import PromptPrefix, Registry, Role, Route
+from tandem.registry import BlockReplica, PromptPrefix, Registry, Role, Route
 from tests.registry.cluster import BLOCK_SIZE, MODEL, REVISION, worker_info, worker_load
 
 PAIRS = 8
 NUM_BLOCKS = 512
-WAVES, AT_ONCE = 24, 8
+WAVES, AT_ONCE = 48, 16
 TOPICS = 48
 
 
@@ -53,38 +56,52 @@ async def register(registry: Registry) -> dict[str, Cache]:
     return {f"{role}{i}": Cache(f"{role}{i}") for role in "dp" for i in range(PAIRS)}
 
 
-async def request(gateway: Registry, hashes: list[bytes]) -> Route:
-    return await gateway.select_and_reserve(
-        request_id="r", model=MODEL, prompt_tokens=len(hashes) * BLOCK_SIZE, max_new_tokens=64, prefill="require",
-        prefix=PromptPrefix.of(REVISION, BLOCK_SIZE, hashes), ttl=60.0,
-    )  # fmt: skip
+class Gateway:
+    """A client of the registry with a replica of its own."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.replica = BlockReplica(registry.block_feed, SystemClock())
+
+    async def request(self, hashes: list[bytes]) -> Route:
+        prefix = PromptPrefix.of(REVISION, BLOCK_SIZE, hashes, self.replica.holders(hashes))
+        return await self.registry.select_and_reserve(
+            request_id="r", model=MODEL, prompt_tokens=len(hashes) * BLOCK_SIZE, max_new_tokens=64, prefill="require",
+            prefix=prefix, ttl=60.0,
+        )  # fmt: skip
+
+
+async def gateways_on(redis: RedisServer, count: int) -> list[Gateway]:
+    namespace = uuid4().hex
+    clients = [await Registry.connect(redis.url, namespace=namespace, clock=SystemClock()) for _ in range(count)]
+    return [Gateway(client) for client in clients]
 
 
 async def hit_rate_and_spread(redis: RedisServer, num_gateways: int) -> tuple[float, Counter[str]]:
-    """Of the same waves of requests, each dealt out to the gateways in turn."""
-    namespace, chance = uuid4().hex, random.Random(7)
-    gateways = [
-        await Registry.connect(redis.url, namespace=namespace, clock=SystemClock()) for _ in range(num_gateways)
-    ]
-    caches = await register(gateways[0])
+    """Of the same waves of requests, each dealt out to the gateways and sent at once."""
+    chance = random.Random(7)
+    gateways = await gateways_on(redis, num_gateways)
+    registry = gateways[0].registry
+    caches = await register(registry)
     asked = hit = 0
     spread: Counter[str] = Counter()
-    for _ in range(WAVES):
+    for number in range(WAVES):
         wave = prompts(chance)
-        # In the same order for any number of gateways: what differs is only who asks.
-        routes = [await request(gateways[i % num_gateways], hashes) for i, hashes in enumerate(wave)]
+        routes = await asyncio.gather(*(gateways[i % num_gateways].request(hashes) for i, hashes in enumerate(wave)))
         for route, hashes in zip(routes, wave, strict=True):
             assert route.prefill is not None
             asked += len(hashes) * BLOCK_SIZE
             hit += hits(route)
             spread[route.prefill.info.worker_id] += 1
-            for worker in (route.prefill, route.decode):
-                await caches[worker.info.worker_id].keep(gateways[0], hashes)
-        await asyncio.gather(*(gateways[i % num_gateways].release(r.reservation_id) for i, r in enumerate(routes)))
-    assert await gateways[0].check_integrity() == []
-    assert all(w.reserved_tokens == w.reserved_blocks == 0 for w in await gateways[0].workers())
+            for place in (route.prefill, route.decode):
+                await caches[place.info.worker_id].keep(registry, hashes)
+        await asyncio.gather(*(registry.release(route.reservation_id) for route in routes))
+        if number % 2:  # news come later than the requests that they tell of
+            await asyncio.gather(*(gateway.replica.refresh() for gateway in gateways))
+    assert await registry.check_integrity() == []
+    assert all(w.reserved_tokens == w.reserved_blocks == 0 for w in await registry.workers())
     for gateway in gateways:
-        await gateway.close()
+        await gateway.registry.close()
     return hit / asked, spread
 
 

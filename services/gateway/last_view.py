@@ -1,0 +1,99 @@
+"""Choosing workers while Redis is gone: from what this gateway last saw, and from what it has sent itself.
+
+    work = own requests there, each counted as this prompt + what each would have to read or be sent of this prompt
+
+Nothing is reserved and other gateways are not seen, so this is only as good as one gateway can do alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.gateway.errors import Unavailable
+from tandem.registry import ClusterView, Place, Role, Route, Worker
+
+# As in the registry's costs: reading a token delays whoever comes next, too.
+OWN_WORK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a sequence needs of the cluster."""
+
+    request_id: str
+    token_ids: Sequence[int]  # of the prompt
+    cache_salt: str
+    max_new_tokens: int
+    seconds: float  # how long a forgotten reservation may live
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class LastView:
+    """Routes without reservations. `note` every route that begins, `forget` every one that ends."""
+
+    def __init__(self, view: ClusterView, model: str, may_be_local: bool) -> None:
+        self._view = view
+        self._model = model
+        self._may_be_local = may_be_local
+        self._own: Counter[str] = Counter()
+
+    def note(self, route: Route) -> None:
+        self._own.update(place.info.worker_id for place in _places(route))
+
+    def forget(self, route: Route) -> None:
+        self._own.subtract(place.info.worker_id for place in _places(route))
+        self._own += Counter()
+
+    def choose(self, wanted: Wanted, held: Mapping[str, int], exclude: Collection[str], why: str) -> Route:
+        """
+        Args:
+            held: generation of a worker: tokens of the prompt that it has cached.
+            why: Redis is not asked.
+
+        Raises:
+            Unavailable: nobody in the view can take it.
+        """
+        usable = [w for w in self._view.workers if w.info.model == self._model and _usable(w, exclude)]
+        decodes = [w for w in usable if w.info.role is Role.DECODE and _fits(w, wanted)]
+        if not decodes:
+            raise Unavailable(f"no decode worker of model {self._model} in the last view; {why}", code="no_workers")
+        pairs = [(p, d) for p in usable if p.info.role is Role.PREFILL for d in decodes if _linked(p, d)]
+        reason = f"chosen from the last view, {why}"
+
+        def work(worker: Worker, tokens_times: int) -> float:
+            missing = wanted.prompt_tokens - held.get(worker.generation, 0)
+            return self._own[worker.info.worker_id] * wanted.prompt_tokens + tokens_times * missing
+
+        def place(worker: Worker) -> Place:
+            return Place(worker.info, held.get(worker.generation, 0))
+
+        if pairs:
+            prefill, decode = min(pairs, key=lambda pair: work(pair[0], OWN_WORK) + work(pair[1], 1))
+            return Route.of(place(prefill), place(decode), "", reason)
+        if not self._may_be_local:
+            raise Unavailable(f"no linked prefill worker of model {self._model} in the last view", code="no_workers")
+        decode = min(decodes, key=lambda decode: work(decode, OWN_WORK))
+        return Route.of(None, place(decode), "", f"no linked pair; {reason}")
+
+
+def _places(route: Route) -> list[Place]:
+    return [route.decode] if route.prefill is None else [route.prefill, route.decode]
+
+
+def _usable(worker: Worker, exclude: Collection[str]) -> bool:
+    info = worker.info
+    return not worker.load.draining and info.worker_id not in exclude and info.incarnation not in exclude
+
+
+def _fits(worker: Worker, wanted: Wanted) -> bool:
+    tokens = wanted.prompt_tokens + wanted.max_new_tokens
+    return tokens <= min(worker.info.max_model_len, worker.info.num_blocks * worker.info.block_size)
+
+
+def _linked(prefill: Worker, decode: Worker) -> bool:
+    return prefill.info.layout_hash == decode.info.layout_hash and decode.info.incarnation in prefill.load.linked

@@ -1,0 +1,153 @@
+"""The gateway's choice of workers: what it finds cached, what it gives back, and what it does without Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from opentelemetry.context import Context
+
+from services.gateway import Gateway
+from services.gateway.attempt import Attempt, Outcome
+from services.gateway.last_view import Wanted
+from services.gateway.router import Router
+from services.gateway.settings import Disaggregation
+from tandem.block_hash import block_hashes, root_hash
+from tandem.clock import SystemClock
+from tandem.redis_server import RedisServer
+from tandem.registry import BlockReplica, ClusterView, Registry, Role
+from tandem.v1 import llm_pb2, worker_pb2
+from tests.gateway.conftest import eventually, make_settings
+from tests.gateway.peers import Peers
+from tests.gateway.test_life import metrics_of
+from tests.registry.cluster import BLOCK_SIZE, MODEL, REVISION, TTL, register_pool, worker_info, worker_load
+
+PROMPT = list(range(4 * BLOCK_SIZE + 3))
+
+
+def hashes(salt: str = "") -> list[bytes]:
+    return block_hashes(root_hash(MODEL, REVISION, "", salt), PROMPT, BLOCK_SIZE)
+
+
+def wanted(salt: str = "", prompt: Sequence[int] = PROMPT) -> Wanted:
+    return Wanted("r", prompt, salt, 8, 30.0)
+
+
+class Routing:
+    """A router on a Redis of its own."""
+
+    def __init__(self, registry: Registry, policy: Disaggregation) -> None:
+        self.registry = registry
+        self.view = ClusterView(registry, stale_after=0.5)
+        self.replica = BlockReplica(registry.block_feed, registry.clock)
+        self.router = Router(registry, self.view, self.replica, MODEL, policy)
+
+    async def see(self) -> None:
+        await self.view.refresh()
+        await self.replica.refresh()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RedisServer]:
+    with RedisServer.start() as server:
+        yield server
+
+
+@pytest.fixture
+async def routing(server: RedisServer) -> AsyncIterator[Routing]:
+    registry = await Registry.connect(server.url, clock=SystemClock(), timeout=0.5)
+    await register_pool(registry, prefill=2, decode=2)
+    yield Routing(registry, Disaggregation.PREFER)
+    await registry.close()
+
+
+async def test_cached_tokens_are_found_by_the_prompts_tokens_and_salt(routing: Routing) -> None:
+    await routing.registry.publish_blocks("p1", "p1-first", hashes(), [])
+    await routing.registry.publish_blocks("d1", "d1-first", hashes()[:2], [])
+    await routing.see()
+    route = await routing.router.choose(wanted(), ())
+    assert route.prefill is not None
+    assert (route.prefill.info.worker_id, route.decode.info.worker_id) == ("p1", "d1")
+    assert (route.prefill.cached_tokens, route.decode.cached_tokens) == (64, 32)
+    await routing.router.release(route)
+    other = await routing.router.choose(wanted(salt="another tenant"), ())
+    assert other.reason == "remote prefill: 0 prompt tokens cached there, 0 at decode; preferred"
+
+
+async def test_without_redis_hits_and_own_work_decide(routing: Routing, server: RedisServer) -> None:
+    await routing.registry.publish_blocks("p1", "p1-first", hashes(), [])
+    await routing.registry.publish_blocks("d0", "d0-first", hashes(), [])
+    await routing.see()
+    server.kill()
+    route = await routing.router.choose(wanted(), ())
+    assert route.prefill is not None
+    assert (route.prefill.info.worker_id, route.decode.info.worker_id) == ("p1", "d0")
+    assert route.reason.startswith("remote prefill: 64 prompt tokens cached there, 64 at decode; chosen from the last")
+    others = [await routing.router.choose(wanted(prompt=[*range(500, 560)]), ()) for _ in range(3)]
+    used = [(r.prefill.info.worker_id, r.decode.info.worker_id) for r in others if r.prefill]
+    assert used[0] == ("p0", "d1"), "whom this gateway has sent nothing"
+    assert {p for p, _ in used} == {"p0", "p1"}
+    assert not any(route.reservation_id for route in others)
+
+
+async def test_hits_of_a_worker_that_started_again_are_forgotten_without_redis(
+    routing: Routing, server: RedisServer
+) -> None:
+    await routing.registry.publish_blocks("p1", "p1-first", hashes(), [])
+    await routing.see()
+    info = worker_info("p1", Role.PREFILL, "second")
+    await routing.registry.register(info, worker_load(linked=("d0-first", "d1-first")), TTL)
+    await routing.view.refresh()
+    server.kill()
+    route = await routing.router.choose(wanted(), ())
+    assert "0 prompt tokens cached there" in route.reason
+
+
+async def test_whoever_leaves_at_any_moment_of_the_choice_leaves_no_reservation(gateway: Gateway, peers: Peers) -> None:
+    cluster = gateway.llm.pipeline._cluster
+    for turns in range(150):
+        spec = worker_pb2.SequenceSpec(
+            request_id=f"r{turns}", token_ids=PROMPT, sampling=llm_pb2.SamplingParams(max_tokens=4)
+        )
+        attempt = Attempt(cluster, spec, cluster.clock.now() + 30, Context(), Outcome())
+        asking = asyncio.ensure_future(attempt._choose(()))
+        while turns and not asking.done():
+            await asyncio.sleep(0)
+            turns -= 1
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await attempt.close()
+
+    async def free() -> bool:
+        return await peers.reserved() == 0
+
+    await eventually(free)
+
+
+async def test_the_replica_is_seen_in_metrics(gateway: Gateway, peers: Peers, http: httpx.AsyncClient) -> None:
+    info = peers.workers["p"].info
+    names = [number.to_bytes(16, "little") for number in range(10)]
+    await peers.registry.publish_blocks("p", info.incarnation, names, [])
+
+    async def told() -> bool:
+        found = metrics_of((await http.get("/metrics")).text)
+        return (found["tandem_replica_blocks"], found["tandem_replica_dropped_blocks_total"]) == (10, 0)
+
+    await eventually(told)
+
+
+async def test_auto_reads_a_short_prompt_at_decode_and_calls_it_no_fallback(
+    model_folder: Path, redis: RedisServer, peers: Peers
+) -> None:
+    settings = make_settings(model_folder, redis, disaggregation=Disaggregation.AUTO)
+    await peers.move_to(redis, settings.namespace)
+    base = f"http://127.0.0.1:{settings.http_port}"
+    async with Gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=10) as client:
+        await eventually(lambda: gateway.llm.readiness()[0], 5.0)
+        body = {"model": settings.model_name, "prompt": "once", "seed": 0}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.headers["x-tandem-reason"].startswith("local prefill: cheapest: ")
+        assert "tandem_fallbacks_total{" not in (await client.get("/metrics")).text

@@ -1,0 +1,207 @@
+"""The route chosen is the cheapest there is: compared with every pair and every decode worker, one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tandem.clock import SystemClock
+from tandem.redis_server import RedisServer
+from tandem.registry import (
+    NoWorkers,
+    PrefillPolicy,
+    PromptPrefix,
+    Registry,
+    Role,
+    Route,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+)
+from tests.registry.cluster import BLOCK_SIZE, MODEL, REVISION, TTL, worker_info, worker_load
+
+HASHES = [i.to_bytes(16, "little") for i in range(1, 25)]
+RATES = st.sampled_from([0.0, 300.0, 5000.0, 40000.0])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    prompt_tokens: int
+    new_tokens: int
+    policy: PrefillPolicy
+    hits: dict[str, int]  # worker id: blocks
+    exclude: frozenset[str]
+
+
+@st.composite
+def loads(draw: st.DrawFn, role: Role, decodes: int) -> WorkerLoad:
+    links = st.sets(st.integers(0, decodes - 1)) if role is Role.PREFILL else st.just(set())
+    return worker_load(
+        free_blocks=draw(st.integers(0, 64)), num_waiting=draw(st.integers(0, 2)),
+        num_running=draw(st.integers(0, 8)), queued_tokens=draw(st.integers(0, 3000)),
+        draining=draw(st.booleans()) and draw(st.booleans()), prefill_tokens_per_s=draw(RATES),
+        transfer_tokens_per_s=draw(RATES), step_s=draw(st.sampled_from([0.0, 0.004, 0.05])),
+        linked=tuple(f"d{i}-first" for i in draw(links)),
+    )  # fmt: skip
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[tuple[WorkerInfo, WorkerLoad]]:
+    decodes = draw(st.integers(1, 5))
+    ids = [(f"d{i}", Role.DECODE) for i in range(decodes)]
+    ids += [(f"p{i}", Role.PREFILL) for i in range(draw(st.integers(0, 5)))]
+    layouts = st.sampled_from(["layout", "layout", "layout", "other"])
+    sizes = st.sampled_from([16, 64, 200])
+    return [
+        (worker_info(name, role, layout_hash=draw(layouts), num_blocks=draw(sizes)), draw(loads(role, decodes)))
+        for name, role in ids
+    ]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Wanted:
+    names = st.sampled_from([f"{role}{i}" for role in "pd" for i in range(5)])
+    return Wanted(
+        draw(st.integers(24 * BLOCK_SIZE, 500)), draw(st.integers(0, 40)),
+        draw(st.sampled_from(["require", "prefer", "auto", "never"])),
+        draw(st.dictionaries(names, st.integers(1, 24), max_size=6)), draw(st.frozensets(names, max_size=2)),
+    )  # fmt: skip
+
+
+class Costs:
+    """The cost model in plain words."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+
+    def able(self, worker: Worker) -> bool:
+        info, wanted = worker.info, self.wanted
+        size = wanted.prompt_tokens + (wanted.new_tokens if info.role is Role.DECODE else 0)
+        fits = size <= min(info.max_model_len, info.num_blocks * info.block_size)
+        return fits and not worker.load.draining and info.worker_id not in wanted.exclude
+
+    def uncached(self, worker: Worker) -> int:
+        return self.wanted.prompt_tokens - BLOCK_SIZE * self.wanted.hits.get(worker.info.worker_id, 0)
+
+    def queue(self, worker: Worker) -> int:
+        return max(worker.reserved_tokens, worker.load.queued_tokens)
+
+    def writing(self, d: Worker) -> float:
+        blocks = math.ceil((self.wanted.prompt_tokens + self.wanted.new_tokens) / BLOCK_SIZE)
+        used = max(d.reserved_blocks, d.info.num_blocks - d.load.free_blocks) + blocks
+        full = used / d.info.num_blocks + (d.load.num_running + d.load.num_waiting) / d.info.max_num_seqs
+        return full * 64 * (d.load.step_s or 1 / 64) + 8 * (used > d.info.num_blocks)
+
+    def pair(self, p: Worker, d: Worker) -> float:
+        reading = (self.queue(p) + 2 * max(self.uncached(p), 1)) / (p.load.prefill_tokens_per_s or 8192)
+        return reading + self.uncached(d) / (p.load.transfer_tokens_per_s or 32768) + self.writing(d)
+
+    def alone(self, d: Worker, rate: float) -> float:
+        delayed = 3 + d.load.num_running + d.load.num_waiting
+        reading = self.queue(d) + delayed * max(self.uncached(d), 1)
+        return reading / (d.load.prefill_tokens_per_s or rate) + self.writing(d)
+
+    def best(self, workers: list[Worker]) -> float:
+        """The cheapest allowed route's cost; infinite if there is none."""
+        policy = self.wanted.policy
+        able = [worker for worker in workers if self.able(worker)]
+        decodes = [worker for worker in able if worker.info.role is Role.DECODE]
+        pairs = [] if policy == "never" else list(linked_pairs(able, decodes))
+        remote = min((self.pair(p, d) for p, d in pairs), default=math.inf)
+        rate = next((p.load.prefill_tokens_per_s for p, d in pairs if self.pair(p, d) == remote), 0) or 8192
+        local = min((self.alone(d, rate) for d in decodes), default=math.inf)
+        if policy == "auto" and pairs:
+            return min(remote + 0.002, local)
+        return remote if pairs or policy == "require" else local
+
+    def of(self, route: Route, workers: list[Worker]) -> float:
+        by_id = {worker.info.worker_id: worker for worker in workers}
+        d = by_id[route.decode.info.worker_id]
+        if route.prefill is not None:
+            p = by_id[route.prefill.info.worker_id]
+            return self.pair(p, d) + 0.002 * (self.wanted.policy == "auto")
+        able = [worker for worker in workers if self.able(worker)]
+        pairs = [] if self.wanted.policy == "never" else list(linked_pairs(able, able))
+        rates = [p.load.prefill_tokens_per_s for p, d in sorted(pairs, key=lambda pair: self.pair(*pair))]
+        return self.alone(d, (rates[0] if rates else 0) or 8192)
+
+
+def linked_pairs(able: list[Worker], decodes: list[Worker]) -> Iterator[tuple[Worker, Worker]]:
+    for p in able:
+        for d in decodes:
+            linked = d.info.incarnation in p.load.linked and d.info.role is Role.DECODE
+            if linked and p.info.role is Role.PREFILL and p.info.layout_hash == d.info.layout_hash:
+                yield p, d
+
+
+async def ask(registry: Registry, wanted: Wanted, workers: list[Worker]) -> Route:
+    generations = {worker.info.worker_id: worker.generation for worker in workers}
+    held = [(count, (generations[name],)) for name, count in wanted.hits.items() if name in generations]
+    return await registry.select_and_reserve(
+        request_id="r", model=MODEL, prompt_tokens=wanted.prompt_tokens, max_new_tokens=wanted.new_tokens,
+        prefill=wanted.policy, prefix=PromptPrefix(REVISION, BLOCK_SIZE, b"", PromptPrefix.of("", 1, (), held).held),
+        ttl=TTL, exclude=wanted.exclude,
+    )  # fmt: skip
+
+
+async def start(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]]) -> Registry:
+    registry = await Registry.connect(url, namespace=uuid4().hex, clock=SystemClock())
+    for info, load in cluster:
+        await registry.register(info, load, TTL)
+    return registry
+
+
+async def check(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[Wanted]) -> None:
+    registry = await start(url, cluster)
+    for wanted in asked:
+        workers, costs = await registry.workers(), Costs(wanted)
+        try:
+            route = await ask(registry, wanted, workers)
+        except NoWorkers:
+            assert costs.best(workers) == math.inf
+        else:
+            assert costs.of(route, workers) == pytest.approx(costs.best(workers), rel=1e-9)
+    assert await registry.check_integrity() == []
+    await registry.close()
+
+
+async def both_ways(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[Wanted]) -> None:
+    def said(outcome: Route | BaseException) -> str:
+        return outcome.reason if isinstance(outcome, Route) else str(outcome)
+
+    one, other = await start(url, cluster), await start(url, cluster)
+    workers = await one.workers()
+    in_turn = [(await asyncio.gather(ask(one, wanted, workers), return_exceptions=True))[0] for wanted in asked]
+    workers = await other.workers()
+    at_once = await asyncio.gather(*(ask(other, wanted, workers) for wanted in asked), return_exceptions=True)
+    assert list(map(said, in_turn)) == list(map(said, at_once))
+    sums = [{w.info.worker_id: (w.reserved_tokens, w.reserved_blocks) for w in await r.workers()} for r in (one, other)]
+    assert sorted(sums[0].values()) == sorted(sums[1].values())
+    await one.close()
+    await other.close()
+
+
+OFTEN = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@OFTEN
+@given(cluster=clusters(), asked=st.lists(requests(), min_size=1, max_size=4))
+def test_no_route_is_cheaper_than_the_one_chosen(
+    redis_server: RedisServer, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[Wanted]
+) -> None:
+    asyncio.run(check(redis_server.url, cluster, asked))
+
+
+@OFTEN
+@given(cluster=clusters(), asked=st.lists(requests(), min_size=2, max_size=6))
+def test_requests_routed_together_go_as_they_would_one_by_one(
+    redis_server: RedisServer, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[Wanted]
+) -> None:
+    asyncio.run(both_ways(redis_server.url, cluster, asked))
