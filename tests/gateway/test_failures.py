@@ -76,7 +76,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_read(
 
 async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers) -> None:
     """So many turns of the event loop after it began, or after its workers were chosen."""
-    chosen = gateway.llm.pipeline._cluster.router._own
+    chosen = gateway.llm.pipeline._cluster.router._last_view._own
     for turns, after_choice in ((turns, after) for turns in range(60) for after in (False, True)):
         request = asyncio.create_task(first_tokens(gateway, f"r{turns}"))
         while after_choice and not chosen:

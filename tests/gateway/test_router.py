@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
-from opentelemetry.context import Context
 
 from services.gateway import Gateway
-from services.gateway.attempt import Attempt, Outcome
 from services.gateway.last_view import Wanted
 from services.gateway.router import Router
 from services.gateway.settings import Disaggregation
@@ -19,7 +16,6 @@ from tandem.block_hash import block_hashes, root_hash
 from tandem.clock import SystemClock
 from tandem.redis_server import RedisServer
 from tandem.registry import BlockReplica, ClusterView, Registry, Role
-from tandem.v1 import llm_pb2, worker_pb2
 from tests.gateway.conftest import eventually, make_settings
 from tests.gateway.peers import Peers
 from tests.gateway.test_life import metrics_of
@@ -104,27 +100,6 @@ async def test_hits_of_a_worker_that_started_again_are_forgotten_without_redis(
     server.kill()
     route = await routing.router.choose(wanted(), ())
     assert "0 prompt tokens cached there" in route.reason
-
-
-async def test_whoever_leaves_at_any_moment_of_the_choice_leaves_no_reservation(gateway: Gateway, peers: Peers) -> None:
-    cluster = gateway.llm.pipeline._cluster
-    for turns in range(150):
-        spec = worker_pb2.SequenceSpec(
-            request_id=f"r{turns}", token_ids=PROMPT, sampling=llm_pb2.SamplingParams(max_tokens=4)
-        )
-        attempt = Attempt(cluster, spec, cluster.clock.now() + 30, Context(), Outcome())
-        asking = asyncio.ensure_future(attempt._choose(()))
-        while turns and not asking.done():
-            await asyncio.sleep(0)
-            turns -= 1
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        await attempt.close()
-
-    async def free() -> bool:
-        return await peers.reserved() == 0
-
-    await eventually(free)
 
 
 async def test_the_replica_is_seen_in_metrics(gateway: Gateway, peers: Peers, http: httpx.AsyncClient) -> None:
