@@ -1,12 +1,14 @@
 """What this worker's hardware does, as seen in its own work: nothing is run only to be measured.
 
-    step of prompt tokens          seconds ──────────────────────────> prefill: tokens / seconds
-    step of decodes                seconds ──────> decode: steps / seconds
+    step of prompt tokens          seconds ──────────────────────────> prefill
+    step of decodes                seconds ──────> decode
     step of both                   seconds less a decode step's ─────> prefill
-    blocks moved                   seconds in pushes and from the commit to its ack ─────> transfer: tokens / seconds
+    blocks moved                   seconds in pushes and from the commit to its ack ─────> transfer
 
-Each rate is a sum over a sum, both of which forget: what was seen FORGET_S busy seconds ago counts half as much. So a
-long step weighs as much as the many short ones that fit into it, and an idle worker keeps what it knew.
+Reading and moving cost something each time and something each token, so a line is fitted:
+seconds = each time + tokens * each token. Its slope is the rate: a worker that gets only short prompts is not slower
+for that, and would get ever fewer if it said so. What was seen FORGET_S busy seconds ago counts half; an idle
+worker keeps what it knew.
 """
 
 from __future__ import annotations
@@ -16,33 +18,55 @@ import threading
 FORGET_S = 2.0
 # A step of both says little about its prompt tokens where nearly all of it was the decode step's.
 LEAST_SHARE = 0.1
+# Of the time that a token took on the whole, at least so much is its own: what keeps a noisy fit within reason.
+LEAST_SLOPE = 0.125
+# Amounts that differ less than this, squared and relative, say nothing about a slope.
+LEAST_SPREAD = 0.01
 
 
-class Rate:
-    """Amount per second, of late; 0 until the first observation. Any thread may add."""
+class Line:
+    """A line through (amount, seconds), by least squares that forget. Any thread may add."""
 
     def __init__(self, forget_s: float = FORGET_S) -> None:
         self._forget_s = forget_s
         self._lock = threading.Lock()
-        self._amount = self._seconds = 0.0
+        self._count = self._amount = self._seconds = self._amount_squared = self._product = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
         keep = 0.5 ** (seconds / self._forget_s)
         with self._lock:
+            self._count = self._count * keep + 1
             self._amount = self._amount * keep + amount
             self._seconds = self._seconds * keep + seconds
+            self._amount_squared = self._amount_squared * keep + amount * amount
+            self._product = self._product * keep + amount * seconds
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of one observation; 0 before the first."""
+        with self._lock:
+            return self._seconds / self._count if self._count else 0.0
 
     @property
     def per_second(self) -> float:
+        """Amount per second, what each observation costs by itself left out; 0 before the first."""
         with self._lock:
-            return self._amount / self._seconds if self._seconds > 0 else 0.0
+            return 1 / self._slope() if self._seconds > 0 else 0.0
+
+    def _slope(self) -> float:
+        whole = self._seconds / self._amount
+        spread = self._count * self._amount_squared - self._amount**2
+        slope = whole
+        if spread > LEAST_SPREAD * self._amount**2:
+            slope = (self._count * self._product - self._amount * self._seconds) / spread
+        return min(max(slope, LEAST_SLOPE * whole), whole)
 
 
 class Rates:
     """A worker's three rates; 0 is not measured yet."""
 
     def __init__(self) -> None:
-        self._prefill, self._decode, self._transfer = Rate(), Rate(), Rate()
+        self._prefill, self._decode, self._transfer = Line(), Line(), Line()
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -57,13 +81,12 @@ class Rates:
     @property
     def step_s(self) -> float:
         """Seconds of a step that only decodes, with batches as large as of late."""
-        steps_per_s = self._decode.per_second
-        return 1 / steps_per_s if steps_per_s else 0.0
+        return self._decode.mean_s
 
     def step(self, num_read: int, num_written: int, seconds: float) -> None:
         """A step computed so many prompt tokens and decoded so many sequences."""
         if num_read == 0:
-            self._decode.add(1, seconds)
+            self._decode.add(num_written, seconds)
             return
         reading = seconds - self.step_s if num_written else seconds
         if reading > LEAST_SHARE * seconds:

@@ -10,7 +10,7 @@ import pytest
 from tandem.clock import SystemClock
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.worker import EngineThread
-from tandem.worker.rates import FORGET_S, Rate, Rates
+from tandem.worker.rates import Line, Rates
 
 HARDWARE = StepTime(prefill_tokens_per_s=5000, decode_step_s=0.02, decode_sequence_s=0.001)
 
@@ -48,14 +48,24 @@ def test_nothing_seen_is_zero_and_what_was_seen_stays_while_idle() -> None:
     assert rates.transfer_tokens_per_s == pytest.approx(4000)
 
 
-def test_long_and_short_observations_weigh_by_their_time() -> None:
-    rate = Rate()
-    rate.add(100, 0.1)
-    for _ in range(100):
-        rate.add(1, 0.001)
-    assert rate.per_second == pytest.approx(1000)
-    rate.add(0, FORGET_S)
-    assert rate.per_second == pytest.approx(1000 * 0.1 / (0.1 + FORGET_S), rel=0.05)
+@pytest.mark.parametrize("longest", [40, 2000])
+def test_what_every_step_costs_is_no_reason_to_seem_slow(longest: int) -> None:
+    """A worker that gets short prompts and one that gets all kinds say the same of equal hardware."""
+    line, dice = Line(), random.Random(3)
+    for _ in range(300):
+        tokens = dice.randint(10, longest)
+        line.add(tokens, (0.003 + tokens / 8000) * dice.uniform(0.95, 1.05))
+    assert line.per_second == pytest.approx(8000, rel=0.15)
+
+
+def test_equal_amounts_and_nonsense_give_the_rate_on_the_whole() -> None:
+    equal, falling = Line(), Line()
+    for _ in range(10):
+        equal.add(100, 0.1)
+    assert equal.per_second == pytest.approx(1000)
+    for tokens, seconds in ((10, 0.5), (100, 0.1), (50, 0.3)):
+        falling.add(tokens, seconds)
+    assert 160 / 0.9 <= falling.per_second <= 9 * 160 / 0.9
 
 
 def test_a_step_that_its_decodes_explain_says_nothing_of_prompts() -> None:
