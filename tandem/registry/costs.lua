@@ -3,7 +3,7 @@
 --   prefill p    queue + own reading                          work waiting there, and the prompt less p's hit
 --   move p -> d  what d lacks / p's rate of moving
 --   decode d     how full it is, in steps of its own length
---   alone on d   queue + own reading on d                     which holds up every sequence that runs there
+--   alone on d   queue + own reading on d, and how it halts every sequence that runs there
 --
 -- Rates are what workers measured; one that has measured nothing counts as a nominal one.
 local NOMINAL_TOKEN_S = 1 / 8192
@@ -13,8 +13,9 @@ local NOMINAL_STEP_S = 1 / 64
 -- A full worker writes each token of an answer later: counted for so many of them.
 local ANSWER_STEPS = 64
 local NO_ROOM_NOW = 8
--- Work also delays whoever comes next, so a worker's own share of it counts twice: a hit is worth some queueing.
-local OWN_WORK = 2
+-- Work also delays whoever comes next, and a prefix read twice takes another one's room: a hit is worth some queueing.
+-- On Mooncake's trace a larger weight finds hardly more hits and a smaller one makes first tokens no faster.
+local OWN_WORK = 8
 -- Two workers to call instead of one.
 local TWO_CALLS_S = 0.002
 
@@ -39,7 +40,8 @@ local function read_pool(model, reserved)
     worker.capacity = math.min(worker.max_model_len, worker.num_blocks * worker.block_size)
     worker.token_s = rate_s(worker.prefill_tokens_per_s, NOMINAL_TOKEN_S)
     worker.transfer_s = rate_s(worker.transfer_tokens_per_s, NOMINAL_TRANSFER_S)
-    worker.full_s = (worker.step_s > 0 and worker.step_s or NOMINAL_STEP_S) * ANSWER_STEPS
+    worker.step = worker.step_s > 0 and worker.step_s or NOMINAL_STEP_S
+    worker.full_s = worker.step * ANSWER_STEPS
     worker.sequences = worker.num_running + worker.num_waiting
     worker.reserved_tokens = tonumber(reserved['tokens:' .. worker.id] or 0)
     worker.reserved_blocks = tonumber(reserved['blocks:' .. worker.id] or 0)
@@ -83,11 +85,13 @@ local function cost_of_pair(prefill, decode)
   return prefill.cost + (decode.cost + decode.missing * prefill.transfer_s)
 end
 
--- A decode worker that has read nothing yet is taken to read as fast as the prefill worker it is compared with. What it
--- reads delays each sequence that runs there, and one that is about to.
+-- A decode worker that has read nothing yet is taken to read as fast as the prefill worker it is compared with. Reading
+-- halts each sequence that runs there, and this one when it does: a halt counts by how long it is beside a step, for a
+-- short one is hardly seen and a long one breaks what a reader of tokens expects.
 local function cost_alone(decode, compared_with)
   local unknown = decode.prefill_tokens_per_s == 0 and compared_with
   local token_s = unknown and compared_with.token_s or decode.token_s
-  local delayed = OWN_WORK + 1 + decode.sequences
-  return decode.cost + (decode.queue + delayed * decode.tokens) * token_s
+  local halt = (decode.queue + decode.tokens) * token_s
+  local halts = (1 + decode.sequences) * halt * halt / decode.step
+  return decode.cost + (decode.queue + OWN_WORK * decode.tokens) * token_s + halts
 end

@@ -171,7 +171,7 @@ async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry
 async def test_a_hit_yields_to_load(registry: Registry) -> None:
     await register_pool(registry, prefill=2)
     await registry.publish_blocks("p0", "p0-first", HASHES, [])
-    for queued, chosen in ((100, "p0"), (200, "p1")):
+    for queued, chosen in ((400, "p0"), (600, "p1")):
         load = worker_load(queued_tokens=queued, linked=("d0-first",))
         await registry.heartbeat(worker_info("p0", Role.PREFILL), load, TTL)
         route = await select(registry, prefix=await known_prefix(registry, HASHES))
@@ -336,19 +336,21 @@ FAST, SLOW = {"prefill_tokens_per_s": 10_000.0}, {"prefill_tokens_per_s": 250.0}
 @pytest.mark.parametrize(
     ("held", "prefill", "decode", "path"),
     [
-        ({}, FAST, FAST, "remote prefill: 0 prompt tokens cached there, 0 at decode; cheapest: "),
+        ({}, FAST, {**FAST, "step_s": 0.004}, "remote prefill: 0 prompt tokens cached there, 0 at decode; cheapest: "),
+        ({}, FAST, {**FAST, "step_s": 0.05}, "local"),
         ({}, FAST, {**FAST, "num_running": 4}, "remote"),
         ({}, FAST, SLOW, "remote"),
         ({}, SLOW, FAST, "local prefill: cheapest: "),
         ({}, {**FAST, "queued_tokens": 5000}, FAST, "local"),
         ({"d0": 4}, FAST, FAST, "local"),
-        ({"d0": 4}, FAST, {**SLOW, "num_running": 4}, "remote"),
+        ({"d0": 4}, FAST, {"prefill_tokens_per_s": 25.0, "num_running": 4}, "remote"),
         ({"p0": 4}, FAST, FAST, "remote"),
         ({"p0": 4, "d0": 4}, FAST, {**FAST, "num_running": 7}, "local"),
         ({}, SLOW, {}, "remote"),
     ],
     ids=[
-        "a cold prompt on idle workers", "sequences run at decode", "decode reads slowly", "prefill reads slowly",
+        "a cold prompt that halts", "a cold prompt shorter than a step", "sequences run at decode",
+        "decode reads slowly", "prefill reads slowly",
         "a queue at prefill", "decode holds it", "decode holds it and is slow and busy", "prefill holds it",
         "both hold it", "decode has measured nothing",
     ],
@@ -361,4 +363,4 @@ async def test_auto_takes_what_costs_less(
 
 async def test_auto_says_what_both_ways_cost(registry: Registry) -> None:
     reason = await auto(registry, {"d0": 4}, SLOW, {**FAST, "num_running": 1})
-    assert reason == "local prefill: cheapest: 204 ms, remote 717; 64 prompt tokens cached at decode"
+    assert reason == "local prefill: cheapest: 204 ms, remote 2253; 64 prompt tokens cached at decode"
