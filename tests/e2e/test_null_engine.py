@@ -86,7 +86,6 @@ async def everyone_tells_what_was_measured(fleet: RunningCluster) -> bool:
     await registry.close()
     prefills = [worker.load for worker in workers if worker.info.role is Role.PREFILL]
     decodes = [worker.load for worker in workers if worker.info.role is Role.DECODE]
-    assert all(load.prefill_tokens_per_s <= 10 * StepTime.prefill_tokens_per_s for load in prefills)
     assert all(load.step_s == 0 or load.step_s >= 0.001 for load in decodes)
     told = [min(load.prefill_tokens_per_s, load.transfer_tokens_per_s) for load in prefills]
     return all(told) and all(load.step_s for load in decodes)
