@@ -180,13 +180,15 @@ def _cancellable() -> Iterator[None]:
     """Cancel here what was cancelled inside and went on all the same.
 
     redis-py sends within `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives in the moment
-    when the sending ends.
+    when the sending ends, well or in an error.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
-    yield
-    if task and task.cancelling() > before:
-        raise asyncio.CancelledError
+    try:
+        yield
+    finally:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 def _load(name: str) -> Script:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from redis.asyncio import Redis
@@ -172,6 +172,36 @@ async def test_redis_comes_back_empty_and_the_same_workers_register_again(
             await comes_to(registry, replica, HASHES[:8], {"d0": 3})
             assert [count for count, _ in replica.holders(HASHES[:8])] == [3]
     await registry.close()
+
+
+async def test_a_cancelled_replica_ends_also_while_its_connections_break() -> None:
+    """In whatever step of a call: the server answers now and then, and hangs up soon."""
+    chance, served = random.Random(0), set[asyncio.Task[None] | None]()
+
+    async def hang_up_soon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.add(asyncio.current_task())
+        with suppress(ConnectionError):
+            await reader.read(10)
+            if chance.random() < 0.5:
+                writer.write(b"+OK\r\n")
+            await asyncio.sleep(chance.uniform(0, 0.002))
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(hang_up_soon, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    registry = await Registry.connect(url, clock=SystemClock(), timeout=0.5)
+    for _ in range(500):
+        task = asyncio.create_task(BlockReplica(registry.block_feed, SystemClock(), retry_s=0.001).run())
+        await asyncio.sleep(chance.uniform(0, 0.005))
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=1.0)
+        assert done
+    await registry.close()
+    server.close()
+    await server.wait_closed()
+    await asyncio.gather(*filter(None, served))
 
 
 async def test_many_changes_by_many_workers_end_in_the_same_picture(registry: Registry, connect: Connect) -> None:
