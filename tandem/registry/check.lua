@@ -15,7 +15,7 @@ for _, worker_id in ipairs(live_workers()) do
     end
   end
   for part, sum in pairs(sums) do
-    local counter = redis.call('HGET', key('reserved'), part .. ':' .. worker_id) or 0
+    local counter = redis.call('HGET', key('reserved', part), worker_id) or 0
     if tonumber(counter) ~= sum then complain(worker_id, 'counts', counter, part, 'and holds', sum) end
   end
 end

@@ -35,7 +35,7 @@ SCRIPTS = (
     "check",
 )  # fmt: skip
 # What a script begins with, behind the ledger.
-PARTS = {"select": ("costs", "expected")}
+PARTS = {"select": ("table", "costs", "expected")}
 UNAVAILABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,

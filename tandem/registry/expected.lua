@@ -8,18 +8,14 @@
 -- there; the pair then chosen is written from there on. Entries live for one to two periods; a wrong one costs a miss.
 local PERIOD_MS = 10000
 local MOST_ENTRIES = 200000
-local MARK_BYTES = 12
+local MARK = 'I4c8'
 
-local function num_marks(request)
-  return #request.marks / MARK_BYTES
-end
-
-local function count_at(request, i)
-  return (struct.unpack('<I4', request.marks, (i - 1) * MARK_BYTES + 1))
-end
-
-local function hash_at(request, i)
-  return request.marks:sub((i - 1) * MARK_BYTES + 5, i * MARK_BYTES)
+-- Sets request.counts and request.names: of each mark.
+local function read_marks(request)
+  local count = #request.marks / struct.size(MARK)
+  local flat = {struct.unpack('<' .. MARK:rep(count), request.marks)}
+  request.counts, request.names = {}, {}
+  for i = 1, count do request.counts[i], request.names[i] = flat[2 * i - 1], flat[2 * i] end
 end
 
 -- The last i of first .. last for which test(i) is true, where it is true for those before it; else first - 1.
@@ -32,47 +28,45 @@ local function last_where(first, last, test)
   return low
 end
 
--- The first mark behind `count` blocks.
-local function mark_behind(request, count)
-  return last_where(1, num_marks(request), function(i) return count_at(request, i) <= count end) + 1
+local function period_key(back)
+  return key('expected', string.format('%.0f', math.floor(now / PERIOD_MS) - back))
 end
 
-local function period_key(request, back)
-  return key('expected', string.format('%.0f', math.floor(request.now / PERIOD_MS) - back))
-end
+local current, before = period_key(0), period_key(1)
 
-local function pair_at(request, i)
-  local hash = hash_at(request, i)
-  return redis.call('HGET', period_key(request, 0), hash) or redis.call('HGET', period_key(request, 1), hash)
+local function pair_of(name)
+  return redis.call('HGET', current, name) or redis.call('HGET', before, name)
 end
 
 -- The best hit (blocks) that the replica knows of, of that role which has the lesser.
-local function known_to_both(pool, request)
-  local best = {prefill = 0, decode = 0}
+local function known_to_both(workers, request)
+  local prefill, decode = 0, 0
   for generation, count in pairs(request.hits) do
-    local role = pool.roles[generation]
-    if role then best[role] = math.max(best[role], count) end
+    if workers.prefill.row[generation] then prefill = math.max(prefill, count) end
+    if workers.decode.row[generation] then decode = math.max(decode, count) end
   end
-  return #pool.prefill == 0 and best.decode or math.min(best.prefill, best.decode)
+  return #workers.prefill.id == 0 and decode or math.min(prefill, decode)
 end
 
 -- Raises the hits of the pair that is about to hold more of this prompt than both are known to.
-local function add_expected(pool, request)
-  request.first_mark = mark_behind(request, known_to_both(pool, request))
-  if request.first_mark > num_marks(request) or not pair_at(request, request.first_mark) then return end
-  local deepest = last_where(request.first_mark + 1, num_marks(request), function(i) return pair_at(request, i) end)
-  for generation in pair_at(request, deepest):gmatch('%S+') do
-    request.hits[generation] = math.max(request.hits[generation] or 0, count_at(request, deepest))
+local function add_expected(workers, request)
+  read_marks(request)
+  local counts, names, known = request.counts, request.names, known_to_both(workers, request)
+  local first = last_where(1, #counts, function(i) return counts[i] <= known end) + 1
+  request.first_mark = first
+  if first > #counts or not pair_of(names[first]) then return end
+  local deepest = last_where(first + 1, #counts, function(i) return pair_of(names[i]) end)
+  for generation in pair_of(names[deepest]):gmatch('%S+') do
+    request.hits[generation] = math.max(request.hits[generation] or 0, counts[deepest])
   end
 end
 
+-- The pair, given by their generations, is about to hold this prompt.
 local function expect(request, reader, decode)
-  local current = period_key(request, 0)
-  if request.first_mark > num_marks(request) or redis.call('HLEN', current) > MOST_ENTRIES then return end
-  local pair, entries = reader.generation .. ' ' .. decode.generation, {}
-  for i = request.first_mark, num_marks(request) do
-    entries[#entries + 1] = hash_at(request, i)
-    entries[#entries + 1] = pair
+  if request.first_mark > #request.names or redis.call('HLEN', current) > MOST_ENTRIES then return end
+  local pair, entries = reader .. ' ' .. decode, {}
+  for i = request.first_mark, #request.names do
+    entries[#entries + 1], entries[#entries + 2] = request.names[i], pair
   end
   redis.call('HSET', current, unpack(entries))
   redis.call('PEXPIRE', current, 2 * PERIOD_MS)

@@ -2,9 +2,10 @@
 --
 --   leases                 sorted set: worker id -> when its lease ends (ms, this server's clock)
 --   worker:<id>            hash: one incarnation's info and load
---   pool:<model>           hash: worker id -> what choosing reads of it, packed
+--   table:<model>          what choosing reads of all workers at once (table.lua)
+--   changed_in:<model>     set: ids of workers that came, went or told of their load since that was written
 --   links:<id>             set: incarnations of decode workers that this prefill worker has moved a block to
---   reserved               hash: tokens:<worker id> or blocks:<worker id> -> sum of what is held of it
+--   reserved:<part>        hash: worker id -> sum of the tokens, or blocks, held of it
 --   held:<id>              hash: tokens:<reservation> or blocks:<reservation> -> amount; sums to the two counters above
 --   blocks:<id>            set: hashes of the KV blocks this incarnation holds
 --   events                 stream: what that set gained and lost, batch by batch; each worker's batches are numbered
@@ -51,7 +52,7 @@ local function drop(reservation, part)
   local field = part .. ':' .. reservation
   local amount = redis.call('HGET', key('held', worker_id), field)
   redis.call('HDEL', key('held', worker_id), field)
-  redis.call('HINCRBY', key('reserved'), part .. ':' .. worker_id, -tonumber(amount))
+  redis.call('HINCRBY', key('reserved', part), worker_id, -tonumber(amount))
   redis.call('HDEL', key('reservation', reservation), part)
   forget_if_empty(reservation)
   return 1
@@ -68,8 +69,9 @@ local function retire(worker_id)
   local blocks = redis.call('SCARD', key('blocks', worker_id))
   local worker = redis.call('HMGET', key('worker', worker_id), 'generation', 'model')
   tell_blocks(worker_id, worker[1] or 0, 0, '', '')
-  redis.call('HDEL', key('pool', worker[2] or ''), worker_id)
-  redis.call('HDEL', key('reserved'), 'tokens:' .. worker_id, 'blocks:' .. worker_id)
+  redis.call('SADD', key('changed_in', worker[2] or ''), worker_id)
+  redis.call('HDEL', key('reserved', 'tokens'), worker_id)
+  redis.call('HDEL', key('reserved', 'blocks'), worker_id)
   redis.call('UNLINK', key('worker', worker_id), key('held', worker_id), key('blocks', worker_id),
     key('links', worker_id))
   redis.call('ZREM', key('leases'), worker_id)

@@ -2,7 +2,7 @@
 -- one after the other, as one step. Everyone sees them all or none.
 --
 --   1 undo      a request sent twice (its answer was lost) gives back what it holds
---   2 read      every worker of the model, once for all requests: two commands, whatever their number
+--   2 read      every worker of the model, once for all requests (table.lua)
 --   then for each request, in order:
 --   3 hits      what the gateway's replica says, by generation, so nothing counts that has ended; and what is expected
 --   4 weigh     every worker that can take it (costs.lua)
@@ -10,9 +10,9 @@
 --   6 reserve   prompt tokens on the worker that reads it, blocks on the one that decodes
 --   7 expect    the prompt's blocks on both, until they tell of them
 --
--- No worker is left out before it is weighed, so what is chosen is the best there is (test_optimum.py compares it with
--- brute force). Pairs are: a prefill worker that could not win with the cheapest decode worker is not paired at all,
--- which leaves a few rows of the table of pairs.
+-- No worker is left out before it is weighed, so what is chosen is the best there is; the tests compare it with brute
+-- force. Only pairs are left out: a prefill worker that could not win with the cheapest decode worker is paired with
+-- none, which leaves one to three of them. Every scan starts at another row each time, so that equals take turns.
 --
 -- ARGV, for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' | 'never',
 --   ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks (expected.lua)
@@ -20,52 +20,41 @@
 -- Returns for each: {'ok', why, decode worker, its generation, its hit (tokens), and the same three of the prefill
 -- worker if there is one}, {'none', reason} or {'too large', reason}.
 local ARGUMENTS = 11
-local now = expire_due()
+
+local function names_in(json)
+  if json == '[]' then return nil end
+  local names = {}
+  for _, name in ipairs(cjson.decode(json)) do names[name] = true end
+  return names
+end
+
+local function hits_in(json)
+  local hits = {}
+  if json == '[]' then return hits end
+  for _, held in ipairs(cjson.decode(json)) do
+    for _, generation in ipairs(held[2]) do hits[generation] = held[1] end
+  end
+  return hits
+end
 
 local function parse(start)
-  local request = {
+  return {
     reservation = ARGV[start], model = ARGV[start + 1], prompt_tokens = tonumber(ARGV[start + 2]),
     new_tokens = tonumber(ARGV[start + 3]), policy = ARGV[start + 4], ttl = tonumber(ARGV[start + 5]),
-    revision = ARGV[start + 7], block_size = tonumber(ARGV[start + 8]), marks = ARGV[start + 9],
-    excluded = {}, hits = {}, now = now,
+    excluded = names_in(ARGV[start + 6]), revision = ARGV[start + 7], block_size = tonumber(ARGV[start + 8]),
+    marks = ARGV[start + 9], hits = hits_in(ARGV[start + 10]),
   }
-  for _, name in ipairs(cjson.decode(ARGV[start + 6])) do request.excluded[name] = true end
-  for _, held in ipairs(cjson.decode(ARGV[start + 10])) do
-    for _, generation in ipairs(held[2]) do request.hits[generation] = held[1] end
-  end
-  return request
 end
 
-local function size_on(worker, request)
-  return request.prompt_tokens + (worker.role == 'decode' and request.new_tokens or 0)
-end
-
-local function excludes(request, worker)
-  return request.excluded[worker.id] or request.excluded[worker.incarnation]
-end
-
--- Workers that can take the request, weighed. They start at another one each time, so that equals take turns.
-local function able(workers, request, weigh, turn)
-  local kept, count = {}, #workers
-  for i = 0, count - 1 do
-    local worker = workers[(turn + i) % count + 1]
-    if size_on(worker, request) <= worker.capacity and worker.draining == 0 and not excludes(request, worker) then
-      weigh(worker, request)
-      kept[#kept + 1] = worker
-    end
-  end
-  return kept
-end
-
--- Why `able` found none: the first of its tests that nobody passed. Second, whether waiting can not help.
-local function why_none(workers, role, request)
+-- Why no row could take it: the first test that nobody passed. Second, whether waiting can not help.
+local function why_none(rows, role, request)
   local of_model = ' ' .. role .. ' worker of model ' .. request.model
-  if #workers == 0 then return 'no live' .. of_model end
+  if #rows.id == 0 then return 'no live' .. of_model end
   local fitting, admitted = 0, 0
-  for _, worker in ipairs(workers) do
-    if size_on(worker, request) <= worker.capacity then
+  for i, capacity in ipairs(rows.capacity) do
+    if size_on(role, request) <= capacity then
       fitting = fitting + 1
-      if not excludes(request, worker) then admitted = admitted + 1 end
+      if not excludes(request, rows, i) then admitted = admitted + 1 end
     end
   end
   if fitting == 0 then
@@ -75,37 +64,45 @@ local function why_none(workers, role, request)
   return 'every' .. of_model .. ' that could take the request is ' .. (admitted == 0 and 'excluded' or 'draining')
 end
 
-local function linked(prefill, decode)
-  prefill.links = prefill.links or {}
-  if prefill.links[decode.id] == nil then
-    prefill.links[decode.id] = redis.call('SISMEMBER', key('links', prefill.id), decode.incarnation) == 1
+local function linked(prefills, p, decodes, d)
+  local asked = p * 65536 + d
+  if prefills.links[asked] == nil then
+    prefills.links[asked] = redis.call('SISMEMBER', key('links', prefills.id[p]), decodes.incarnation[d]) == 1
   end
-  return prefill.links[decode.id]
+  return prefills.links[asked]
 end
 
-local function best_pair(prefills, decodes, pool)
-  local best, cheapest = nil, math.huge
-  if #prefills == 0 then return nil end
-  for _, decode in ipairs(decodes) do
-    cheapest = math.min(cheapest, decode.cost + decode.missing * pool.fastest_transfer_s)
-  end
-  for _, prefill in ipairs(prefills) do
-    if prefill.num_links > 0 and (not best or prefill.cost + cheapest < best.cost) then
-      for _, decode in ipairs(decodes) do
-        local cost = cost_of_pair(prefill, decode)
-        if prefill.layout_hash == decode.layout_hash and (not best or cost < best.cost) and linked(prefill, decode) then
-          best = {prefill = prefill, decode = decode, cost = cost}
-        end
+-- The cheapest decode row for prefill row p, if that makes a pair cheaper than `best`; else `best`.
+local function pair_with(p, prefills, decodes, best, turn)
+  local layout, transfer_s, reading = prefills.layout_hash[p], prefills.transfer_s[p], prefills.cost[p]
+  local writing, missing, count = decodes.cost, decodes.missing, #decodes.cost
+  for i = turn, turn + count - 1 do
+    local d = i % count + 1
+    if writing[d] < huge then
+      local cost = reading + (writing[d] + missing[d] * transfer_s)
+      if cost < best.cost and layout == decodes.layout_hash[d] and linked(prefills, p, decodes, d) then
+        best = {prefill = p, decode = d, cost = cost}
       end
     end
   end
   return best
 end
 
+local function best_pair(prefills, decodes, turn)
+  local best, count, reading, least = {cost = huge}, #prefills.cost, prefills.cost, decodes.least
+  for i = turn, turn + count - 1 do
+    local p = i % count + 1
+    if reading[p] + least < best.cost and prefills.num_links[p] > 0 then
+      best = pair_with(p, prefills, decodes, best, turn)
+    end
+  end
+  return best.decode and best
+end
+
 local function why_no_pair(prefills, decodes, request)
-  for _, prefill in ipairs(prefills) do
-    for _, decode in ipairs(decodes) do
-      if prefill.layout_hash == decode.layout_hash then
+  for p, cost in ipairs(prefills.cost) do
+    for d, other in ipairs(decodes.cost) do
+      if cost < huge and other < huge and prefills.layout_hash[p] == decodes.layout_hash[d] then
         return 'no prefill worker has a proven link to a decode worker of model ' .. request.model
       end
     end
@@ -113,11 +110,14 @@ local function why_no_pair(prefills, decodes, request)
   return 'no prefill worker has the KV layout of a decode worker of model ' .. request.model
 end
 
-local function best_alone(decodes, compared_with)
-  local best
-  for _, decode in ipairs(decodes) do
-    local cost = cost_alone(decode, compared_with)
-    if not best or cost < best.cost then best = {decode = decode, cost = cost} end
+local function best_alone(decodes, turn, compared_token_s)
+  local best, count = {cost = huge}, #decodes.cost
+  for i = turn, turn + count - 1 do
+    local d = i % count + 1
+    if decodes.cost[d] < best.cost then
+      local cost = decodes.cost[d] + reading_alone(decodes, d, compared_token_s)
+      if cost < best.cost then best = {decode = d, cost = cost} end
+    end
   end
   return best
 end
@@ -128,45 +128,52 @@ local function cheaper(chosen, other)
 end
 
 -- Returns the best route under the policy, and why; or nothing, what is missing, and whether waiting can not help.
-local function choose(pool, request, turn)
-  if #pool.decode + #pool.prefill == 0 then return nil, 'no live worker serves model ' .. request.model end
-  local decodes = able(pool.decode, request, weigh_decode, turn)
-  if #decodes == 0 then return nil, why_none(pool.decode, 'decode', request) end
-  if request.policy == 'never' then return best_alone(decodes), 'asked for' end
-  local prefills = able(pool.prefill, request, weigh_prefill, turn)
-  local pair = best_pair(prefills, decodes, pool)
+local function choose(prefills, decodes, request, turn)
+  if #prefills.id + #decodes.id == 0 then return nil, 'no live worker serves model ' .. request.model end
+  if weigh_decodes(decodes, request, prefills.fastest) == 0 then return nil, why_none(decodes, 'decode', request) end
+  if request.policy == 'never' then return best_alone(decodes, turn), 'asked for' end
+  local can_read = weigh_prefills(prefills, request) > 0
+  local pair = can_read and best_pair(prefills, decodes, turn)
   if not pair then
-    local why, too_large = why_no_pair(prefills, decodes, request), false
-    if #prefills == 0 then why, too_large = why_none(pool.prefill, 'prefill', request) end
+    local why, too_large
+    if can_read then why = why_no_pair(prefills, decodes, request)
+    else why, too_large = why_none(prefills, 'prefill', request) end
     if request.policy == 'require' then return nil, why, too_large end
-    return best_alone(decodes), why
+    return best_alone(decodes, turn), why
   end
   if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
   pair.cost = pair.cost + TWO_CALLS_S
-  local alone = best_alone(decodes, pair.prefill)
+  local alone = best_alone(decodes, turn, prefills.token_s[pair.prefill])
   if alone.cost < pair.cost then return alone, cheaper(alone, pair) end
   return pair, cheaper(pair, alone)
 end
 
-local function reserve(request, part, worker, amount)
-  redis.call('HSET', key('held', worker.id), part .. ':' .. request.reservation, amount)
-  redis.call('HINCRBY', key('reserved'), part .. ':' .. worker.id, amount)
-  redis.call('HSET', key('reservation', request.reservation), part, worker.id)
-  worker['reserved_' .. part] = worker['reserved_' .. part] + amount
-  settle(worker)
+local function reserve(request, part, rows, i, amount)
+  local id = rows.id[i]
+  redis.call('HSET', key('held', id), part .. ':' .. request.reservation, amount)
+  redis.call('HINCRBY', key('reserved', part), id, amount)
+  rows['reserved_' .. part][i] = rows['reserved_' .. part][i] + amount
+  return id
 end
 
-local function route(pool, request, turn)
-  add_expected(pool, request)
-  local best, why, too_large = choose(pool, request, turn)
+local function route(workers, request, turn)
+  local prefills, decodes = workers.prefill, workers.decode
+  add_expected(workers, request)
+  local best, why, too_large = choose(prefills, decodes, request, turn)
   if not best then return {too_large and 'too large' or 'none', why} end
-  local prefill, decode = best.prefill, best.decode
-  reserve(request, 'tokens', prefill or decode, (prefill or decode).tokens)
-  reserve(request, 'blocks', decode, decode.blocks)
+  local readers, reader, d = decodes, best.decode, best.decode
+  if best.prefill then readers, reader = prefills, best.prefill end
+  local tokens = max(request.prompt_tokens - (readers.hit[reader] or 0), 1)
+  local blocks = ceil(size_on('decode', request) / decodes.block_size[d])
+  local reads = reserve(request, 'tokens', readers, reader, tokens)
+  local writes = reserve(request, 'blocks', decodes, d, blocks)
+  redis.call('HSET', key('reservation', request.reservation), 'tokens', reads, 'blocks', writes)
   redis.call('ZADD', key('reservations'), now + request.ttl, request.reservation)
-  expect(request, prefill or decode, decode)
-  local answer = {'ok', why, decode.id, decode.generation, decode.hit}
-  if prefill then answer[6], answer[7], answer[8] = prefill.id, prefill.generation, prefill.hit end
+  expect(request, readers.generation[reader], decodes.generation[d])
+  local answer = {'ok', why, decodes.id[d], decodes.generation[d], decodes.hit[d] or 0}
+  if best.prefill then
+    answer[6], answer[7], answer[8] = prefills.id[reader], prefills.generation[reader], prefills.hit[reader] or 0
+  end
   return answer
 end
 
@@ -177,16 +184,14 @@ for start = 1, #ARGV, ARGUMENTS do
   drop(request.reservation, 'blocks')
   requests[#requests + 1] = request
 end
-local counters, reserved = redis.call('HGETALL', key('reserved')), {}
-for i = 1, #counters, 2 do reserved[counters[i]] = counters[i + 1] end
 local turn = redis.call('INCRBY', key('turn'), #requests) - #requests
-local pools, answers = {}, {}
+local tables, answers = {}, {}
 for i, request in ipairs(requests) do
   if redis.call('EXISTS', key('abandoned', request.reservation)) == 1 then
     answers[i] = {'none', 'the reservation was given up'}
   else
-    pools[request.model] = pools[request.model] or read_pool(request.model, reserved)
-    answers[i] = route(pools[request.model], request, turn + i - 1)
+    tables[request.model] = tables[request.model] or read_table(request.model)
+    answers[i] = route(tables[request.model], request, turn + i - 1)
   end
 end
 return answers

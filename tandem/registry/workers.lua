@@ -5,7 +5,7 @@ for _, worker_id in ipairs(live_workers()) do
   local row = redis.call('HGETALL', key('worker', worker_id))
   for _, part in ipairs({'tokens', 'blocks'}) do
     row[#row + 1] = 'reserved_' .. part
-    row[#row + 1] = redis.call('HGET', key('reserved'), part .. ':' .. worker_id) or '0'
+    row[#row + 1] = redis.call('HGET', key('reserved', part), worker_id) or '0'
   end
   rows[#rows + 1] = row
 end
