@@ -26,9 +26,10 @@ ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
 QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
-# What a reason says, and its label: series stay few.
+# What a reason says, and its label: series stay few. The first that fits holds; the cost model's choice is no fallback.
 FALLBACKS = {
-    "after worker": "worker_lost",
+    "; after worker": "worker_lost",
+    "local prefill: cheapest": "",
     "registry unavailable": "registry_unavailable",
     "last view": "last_view",
     "proven link": "no_proven_link",
@@ -38,8 +39,6 @@ FALLBACKS = {
     "large enough": "too_large",
     "no live": "no_live_worker",
 }
-# Not a fallback: the cost model's choice.
-CHOSEN_LOCAL = "local prefill: cheapest"
 
 
 class Metrics:
@@ -175,8 +174,6 @@ class _ReplicaCollector(Collector):
 
 def _fallback(path: llm_pb2.Path) -> str:
     """Why it was one; empty where it was none."""
-    if path.reason.startswith(CHOSEN_LOCAL):
-        return ""
     for said, label in FALLBACKS.items():
         if said in path.reason:
             return label

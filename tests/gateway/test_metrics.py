@@ -1,0 +1,85 @@
+"""Which ways count as a fallback: those that were not wanted, never the cost model's own choice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.gateway import Gateway
+from services.gateway.metrics import Metrics
+from services.gateway.settings import Disaggregation
+from tandem.redis_server import RedisServer
+from tandem.v1 import llm_pb2
+from tests.gateway.conftest import eventually, make_settings
+from tests.gateway.peers import MODEL, Peers
+
+REMOTE, LOCAL = llm_pb2.Path.KIND_REMOTE_PREFILL, llm_pb2.Path.KIND_LOCAL_PREFILL
+# Long enough that the prefill worker is the cheaper reader.
+LONG = {"model": MODEL, "prompt": "0123456789" * 20, "seed": 0, "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "label"),
+    [
+        (REMOTE, "remote prefill: 0 prompt tokens cached there, 0 at decode; required", ""),
+        (REMOTE, "remote prefill: 0 prompt tokens cached there, 0 at decode; cheapest: 3 ms, local 9", ""),
+        (LOCAL, "local prefill: cheapest: 4 ms, remote 9; 16 prompt tokens cached at decode", ""),
+        (LOCAL, "local prefill: cheapest: 4 ms, remote 9; 0 prompt tokens cached at decode; after worker p: gone",
+         "worker_lost"),
+        (REMOTE, "remote prefill: 0 prompt tokens cached there, 0 at decode; required; after worker p: gone",
+         "worker_lost"),
+        (LOCAL, "local prefill: no live prefill worker of model m; 0 prompt tokens cached at decode",
+         "no_live_worker"),
+        (LOCAL, "local prefill: no prefill worker has a proven link to a decode worker of model m; 0 prompt tokens "
+         "cached at decode", "no_proven_link"),
+        (REMOTE, "remote prefill: 0 prompt tokens cached there, 0 at decode; chosen from the last view, registry "
+         "unavailable: timeout", "registry_unavailable"),
+    ],
+)  # fmt: skip
+def test_a_way_that_was_not_wanted_counts(kind: llm_pb2.Path.Kind, reason: str, label: str) -> None:
+    metrics = Metrics(CollectorRegistry(), "m")
+    metrics.path(llm_pb2.Path(kind=kind, reason=reason))
+    path = "local" if kind == LOCAL else "remote"
+    expected = [f'tandem_fallbacks_total{{path="{path}",reason="{label}"}} 1.0'] if label else []
+    assert fallbacks(metrics.exposition().decode()) == expected
+
+
+@pytest.fixture
+async def auto(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway that chooses by cost."""
+    settings = make_settings(model_folder, redis, disaggregation=Disaggregation.AUTO)
+    await peers.move_to(redis, settings.namespace)
+    base = f"http://127.0.0.1:{settings.http_port}"
+    async with Gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=10) as client:
+        await eventually(lambda: gateway.llm.readiness()[1]["linked_pairs"] == 1, 5.0)
+        yield client
+
+
+async def test_auto_that_gets_its_way_is_no_fallback(auto: httpx.AsyncClient) -> None:
+    assert await ways(auto, LONG, {**LONG, "prompt": "once"}) == ["remote", "local"]
+    assert fallbacks((await auto.get("/metrics")).text) == []
+
+
+async def test_auto_that_wanted_a_prefill_worker_and_got_none_is_one(auto: httpx.AsyncClient, peers: Peers) -> None:
+    peers.prefill.refuse = grpc.StatusCode.UNAVAILABLE
+    assert await ways(auto, LONG) == ["local"]
+    await peers.workers["p"].die()
+    await peers.registry.deregister("p", peers.workers["p"].info.incarnation)
+    assert await ways(auto, LONG) == ["local"]
+    assert fallbacks((await auto.get("/metrics")).text) == [
+        'tandem_fallbacks_total{path="local",reason="worker_lost"} 1.0',
+        'tandem_fallbacks_total{path="local",reason="no_live_worker"} 1.0',
+    ]
+
+
+async def ways(client: httpx.AsyncClient, *bodies: dict[str, object]) -> list[str]:
+    return [(await client.post("/v1/completions", json=body)).headers["x-tandem-path"] for body in bodies]
+
+
+def fallbacks(exposition: str) -> list[str]:
+    return [line for line in exposition.splitlines() if line.startswith("tandem_fallbacks_total{")]
