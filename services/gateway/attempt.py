@@ -80,9 +80,10 @@ class Attempt:
 
     @property
     def lost_decode(self) -> set[str]:
-        """The decode worker, where its stream has failed this sequence."""
-        failed = self._mailbox is not None and self._mailbox.failed.done()
-        return {self._route.decode.info.worker_id} if failed and self._route else set()
+        """The decode worker, where its stream broke under this sequence."""
+        mailbox, route = self._mailbox, self._route
+        broke = mailbox is not None and mailbox.failed.done() and not mailbox.told
+        return {route.decode.info.worker_id} if broke and route else set()
 
     async def tokens(self, exclude: Collection[str]) -> AsyncIterator[Tokens]:
         """New tokens as they come, ending once the outcome's finish_reason is set.
@@ -92,7 +93,7 @@ class Attempt:
         """
         route = await self._choose(exclude)
         decode = self._use(route.decode.info)
-        mailbox, ticket = await self._reserve(decode, local_prefill=route.prefill is None)
+        mailbox, ticket = await self._reserve(decode, route.prefill.info if route.prefill else None)
         if route.prefill is not None:
             yield await self._prefill(self._use(route.prefill.info), ticket, mailbox)
         with tracing.child(self._cluster.spans, "decode", self._parent) as span:
@@ -151,7 +152,7 @@ class Attempt:
                 raise
         return await self._cluster.router.choose(wanted, exclude)
 
-    async def _reserve(self, decode: Link, local_prefill: bool) -> tuple[Mailbox, worker_pb2.LandingTicket]:
+    async def _reserve(self, decode: Link, prefill: WorkerInfo | None) -> tuple[Mailbox, worker_pb2.LandingTicket]:
         with tracing.child(self._cluster.spans, "reserve", self._parent, SpanKind.CLIENT) as span:
             span.set_attribute("tandem.worker", decode.info.worker_id)
             await decode.stream.wait_open(self._deadline)
@@ -161,7 +162,8 @@ class Attempt:
                 sequence=self._timed(),
                 gateway_id=self._cluster.gateway_id,
                 decode_incarnation=decode.info.incarnation,
-                local_prefill=local_prefill,
+                local_prefill=prefill is None,
+                prefill_incarnation=prefill.incarnation if prefill else "",
             )
             self._reserving = True
             response = await self._call(decode, decode.decode.Reserve, request, span, mailbox)
@@ -171,7 +173,13 @@ class Attempt:
         with tracing.child(self._cluster.spans, "prefill", self._parent, SpanKind.CLIENT) as span:
             span.set_attribute("tandem.worker", prefill.info.worker_id)
             request = prefill_pb2.PrefillRequest(sequence=self._timed(), ticket=ticket)
-            response = await self._call(prefill, prefill.prefill.Prefill, request, span, mailbox)
+            try:
+                response = await self._call(prefill, prefill.prefill.Prefill, request, span, mailbox)
+            except WorkerLost as error:
+                if not mailbox.told:
+                    raise
+                # The decode worker lives, for it says so: what it has lost is this prefill worker.
+                raise WorkerLost(prefill.info.worker_id, error.message) from None
             self._outcome.path.transfer_bytes = response.transfer_bytes
             self._outcome.path.transport = response.transport
             span.set_attribute("kv.transfer.bytes", response.transfer_bytes)

@@ -69,6 +69,7 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
         self.step_s = 0.001
         self.held: dict[str, Sequence] = {}
         self.seen: list[worker_pb2.SequenceSpec] = []
+        self.senders: list[str] = []
         self.aborted: list[str] = []
         self.metadata: list[dict[str, str]] = []
         self.refuse: grpc.StatusCode | None = None
@@ -83,6 +84,7 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
         assert request.gateway_id in self._streams, "the stream must be open before reserving"
         spec = request.sequence
         self.seen.append(spec)
+        self.senders.append(request.prefill_incarnation)
         self.metadata.append(dict(context.invocation_metadata()))
         self.held[spec.request_id] = sequence = Sequence(spec, request.gateway_id)
         if request.local_prefill:

@@ -181,23 +181,29 @@ async def test_decode_dies_while_the_prompt_is_read(http: httpx.AsyncClient, pee
     assert peers.prefill.cancelled == [first]
 
 
-@pytest.mark.parametrize("how", ["dies", "refuses"])
+@pytest.mark.parametrize("how", ["dies", "refuses", "loses its link"])
 async def test_prefill_fails_and_decode_reads_the_prompt(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway, how: str
 ) -> None:
+    """The decode worker that tells of a lost link lives, and is not left out of the second try."""
     peers.prefill.hold.clear()
     request = asyncio.create_task(post(http, SHORT))
     await eventually(lambda: bool(peers.prefill.running))
     if how == "dies":
         await peers.workers["p"].die()
+    elif how == "loses its link":
+        peers.decode.fail("UNAVAILABLE")
     else:
         peers.prefill.refuse = grpc.StatusCode.UNAVAILABLE
         peers.prefill.hold.set()
     answer = await request
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-tandem-path"] == "local"
-    assert "excluded" in answer.json()["usage"]["tandem"][0]["reason"]
+    reason = answer.json()["usage"]["tandem"][0]["reason"]
+    assert "excluded" in reason
+    assert "after worker p: " in reason
     assert answer.json()["choices"][0]["text"] == TEXT
+    assert peers.decode.senders == [peers.workers["p"].info.incarnation, ""]
     await everything_free(peers, gateway)
 
 

@@ -33,12 +33,14 @@ class Mailbox:
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
         # Done, with the error, once the sequence has failed.
         self.failed: asyncio.Future[GatewayError] = asyncio.get_running_loop().create_future()
+        self.told = False  # the failure by the worker itself, which so far lives
         self._worker_id = worker_id
         self._outputs: list[worker_pb2.SequenceOutput] = []
         self._news = asyncio.Event()
 
     def put(self, output: worker_pb2.SequenceOutput) -> None:
         if output.HasField("failure"):
+            self.told = not self.failed.done()
             self.fail(from_failure(self._worker_id, output.failure.code, output.failure.message))
             return
         self._outputs.append(output)
