@@ -56,18 +56,26 @@ class Runner:
         if not seqs:
             return {}
         logits = self._forward.logits(hidden, ends)
-        for row in (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist():
-            seqs[row].error = "the model's logits are not finite numbers"
+        finite = logits.amax(dim=-1).isfinite()
+        if not finite.all():
+            for row in (~finite).nonzero().flatten().tolist():
+                seqs[row].error = "the model's logits are not finite numbers"
         return {seq.request_id: token for seq, token in zip(seqs, sample(logits, seqs), strict=True)}
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
         ids, positions, slots, lengths = (array("q") for _ in range(4))
+        size = self._block_size
         for item in batch:
-            seq, start, size = item.seq, item.seq.num_computed_tokens, self._block_size
+            seq, start = item.seq, item.seq.num_computed_tokens
             end = start + item.num_tokens
-            ids += seq.token_ids[start:end]
-            positions.extend(range(start, end))
-            slots.extend(seq.block_table[p // size] * size + p % size for p in range(start, end))
+            if item.num_tokens == 1:
+                ids.append(seq.token_ids[start])
+                positions.append(start)
+                slots.append(seq.block_table[start // size] * size + start % size)
+            else:
+                ids += seq.token_ids[start:end]
+                positions.extend(range(start, end))
+                slots.extend(seq.block_table[p // size] * size + p % size for p in range(start, end))
             lengths.append(end)
         counts, tables = [item.num_tokens for item in batch], [item.seq.block_table for item in batch]
         return StepInput(_tensor(ids), _tensor(positions), _tensor(slots), counts, lengths, tables)

@@ -18,11 +18,14 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import SampledToken, SamplingParams
 
 _NARROW = 256
+_CHUNK = 64
+_LN_2 = math.log(2)
 
 
 def sample(logits: Tensor, seqs: Rows[Sequence]) -> list[SampledToken]:
@@ -110,29 +113,63 @@ def _per_row(logits: Tensor, seqs: Rows[Sequence], read: Callable[[SamplingParam
 
 
 def _choose(logits: Tensor, params: list[SamplingParams], indices: list[int]) -> list[int]:
-    token_ids: list[int] = logits.argmax(dim=-1).tolist()
+    token_ids = _argmax(logits)
     drawn = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
     if drawn:
         uniforms = [uniform(params[row].seed, indices[row]) for row in drawn]
-        picked = _draw(logits[drawn], [params[row] for row in drawn], uniforms)
+        rows = logits if len(drawn) == len(params) else logits[drawn]
+        picked = _draw(rows, [params[row] for row in drawn], uniforms)
         for row, token_id in zip(drawn, picked, strict=True):
             token_ids[row] = token_id
     return token_ids
 
 
+def _argmax(logits: Tensor) -> list[int]:
+    """Tensor.argmax reads one value after the other, amax many at once: it finds the chunk."""
+    chunks = _chunks(logits, -math.inf)
+    chunk = chunks.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    token_ids: list[int] = (chunk * _CHUNK + _pick(chunks, chunk).argmax(dim=-1, keepdim=True))[:, 0].tolist()
+    return token_ids
+
+
 def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> list[int]:
-    temperatures = logits.new_tensor([sampling.temperature for sampling in params])[:, None]
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures  # the best is 0, so nothing overflows
-    scaled.masked_fill_(scaled < _thresholds(scaled, params)[:, None], -math.inf)
-    cdf = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    """By the sums of chunks to the chunk, and in it to the token."""
+    temperatures = logits.new_tensor([sampling.temperature * _LN_2 for sampling in params])[:, None]
+    # As powers of two: exp takes three times as long. The best is 0, so nothing overflows.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures)
+    if any(sampling.top_k or sampling.top_p < 1 or sampling.min_p for sampling in params):
+        scaled.masked_fill_(scaled < _thresholds(scaled, params)[:, None], -math.inf)
+    chunks = _chunks(scaled.exp2_(), 0.0)
+    cdf = chunks.sum(dim=-1).double().cumsum(dim=-1)
     targets = torch.tensor(uniforms, dtype=torch.float64, device=cdf.device)[:, None] * cdf[:, -1:]
-    picked: list[int] = torch.searchsorted(cdf, targets, right=True).clamp_(max=cdf.shape[1] - 1)[:, 0].tolist()
+    chunk = _first_above(cdf, targets)
+    inside = _pick(chunks, chunk).double().cumsum(dim=-1)
+    left = targets - pad(cdf, (1, 0)).gather(1, chunk)
+    # The chunk's sum may be rounded up: below its own total, the last token with any weight is the last to be found.
+    below = inside[:, -1:].nextafter(inside.new_zeros(()))
+    picked: list[int] = (chunk * _CHUNK + _first_above(inside, left.minimum(below)))[:, 0].tolist()
     return picked
+
+
+def _chunks(values: Tensor, fill: float) -> Tensor:
+    """(rows, vocab_size) as (rows, chunks, _CHUNK)."""
+    if missing := -values.shape[1] % _CHUNK:
+        values = pad(values, (0, missing), value=fill)
+    return values.view(len(values), -1, _CHUNK)
+
+
+def _pick(chunks: Tensor, chunk: Tensor) -> Tensor:
+    """One chunk of each row: (rows, _CHUNK)."""
+    return chunks[torch.arange(len(chunks), device=chunks.device), chunk[:, 0]]
+
+
+def _first_above(cdf: Tensor, targets: Tensor) -> Tensor:
+    return torch.searchsorted(cdf, targets, right=True).clamp_(max=cdf.shape[1] - 1)
 
 
 def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     """The least value in each row that top_k, top_p and min_p keep: (rows,)."""
-    lowest = scaled.new_tensor([sampling.min_p for sampling in params]).log()
+    lowest = scaled.new_tensor([sampling.min_p for sampling in params]).log2()
     top_k = [row for row, sampling in enumerate(params) if sampling.top_k > 0]
     if top_k:
         _raise_to_top_k(lowest, scaled, top_k, params)
@@ -148,7 +185,7 @@ def _raise_to_top_k(lowest: Tensor, scaled: Tensor, rows: list[int], params: lis
     k = scaled.new_tensor([min(params[row].top_k, scaled.shape[1]) for row in rows])[:, None]
     best = _best(scaled[rows], int(k.max()))
     best = best.masked_fill(torch.arange(best.shape[1], device=best.device) >= k, -math.inf)
-    needed = _needed(best, best.logsumexp(dim=-1), [params[row].top_p for row in rows]) & best.isfinite()
+    needed = _needed(best, best.exp2().sum(dim=-1), [params[row].top_p for row in rows]) & best.isfinite()
     lowest[rows] = lowest[rows].maximum(best.masked_fill(~needed, math.inf).amin(dim=-1))
 
 
@@ -157,7 +194,7 @@ def _raise_to_top_p(
 ) -> list[int]:
     """top_p of those `rows` whose nucleus lies within the `width` best tokens; returns the other ones."""
     best = _best(scaled[rows], width)
-    needed = _needed(best, scaled[rows].logsumexp(dim=-1), [params[row].top_p for row in rows])
+    needed = _needed(best, scaled[rows].exp2().sum(dim=-1), [params[row].top_p for row in rows])
     value = best.masked_fill(~needed, math.inf).amin(dim=-1)
     within = ~needed[:, -1] if width < scaled.shape[1] else torch.ones_like(needed[:, -1])
     lowest[rows] = torch.where(within, lowest[rows].maximum(value), lowest[rows])
@@ -174,9 +211,9 @@ def _best(values: Tensor, width: int) -> Tensor:
 def _needed(best: Tensor, total: Tensor, top_p: list[float]) -> Tensor:
     """Which of the values of `best` (rows, width), descending, the nucleus of top_p needs.
 
-    `total` (rows,) is the logarithm of the mass that top_p is a part of.
+    `total` (rows,) is the mass that top_p is a part of.
     """
-    probs = (best - total[:, None]).double().exp()
+    probs = best.double().exp2() / total[:, None]
     limit = probs.new_tensor([p if p < 1 else math.inf for p in top_p])
     return probs.cumsum(dim=-1) - probs < limit[:, None]
 

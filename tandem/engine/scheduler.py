@@ -13,22 +13,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.sequence import Sequence, Status
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """The next `num_tokens` tokens of a sequence."""
+class Scheduled(NamedTuple):
+    """The next `num_tokens` tokens of a sequence. `samples`: nothing is left to compute then, a new token follows."""
 
     seq: Sequence
     num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether a new token follows: nothing of the sequence is left to compute after this."""
-        return self.num_tokens == self.seq.num_uncomputed_tokens
+    samples: bool
 
 
 @dataclass(slots=True)
@@ -37,9 +33,10 @@ class Batch:
     scheduled: list[Scheduled] = field(default_factory=list)
 
     def add(self, seq: Sequence) -> None:
-        num_tokens = min(seq.num_uncomputed_tokens, self.budget)
+        left = len(seq.token_ids) - seq.num_computed_tokens
+        num_tokens = min(left, self.budget)
         self.budget -= num_tokens
-        self.scheduled.append(Scheduled(seq, num_tokens))
+        self.scheduled.append(Scheduled(seq, num_tokens, num_tokens == left))
 
 
 class SequenceQueue:
@@ -103,40 +100,47 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         batch = Batch(self._max_num_batched_tokens)
-        self._schedule_decodes(batch)
-        for seq in self.running:
-            if batch.budget and seq.num_uncomputed_tokens > 1:
+        for seq in self._schedule_decodes(batch):
+            if batch.budget and seq.status is Status.RUNNING:
                 batch.add(seq)
         self._admit(batch)
         return batch.scheduled
 
     def register_blocks(self, seq: Sequence) -> None:
         """Make the blocks that the sequence has filled findable."""
-        if not self._prefix_caching:
+        num_full = seq.num_computed_tokens // self._block_size
+        if num_full == seq.num_registered_blocks or not self._prefix_caching:
             return
-        for block in range(seq.num_registered_blocks, seq.num_computed_tokens // self._block_size):
+        for block in range(seq.num_registered_blocks, num_full):
             self._pool.register(seq.block_table[block], *seq.hashes.link(seq.token_ids, block))
             seq.num_registered_blocks = block + 1
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _schedule_decodes(self, batch: Batch) -> None:
+    def _schedule_decodes(self, batch: Batch) -> list[Sequence]:
+        """Returns the running sequences with more than one token left."""
+        longer = []
         for seq in tuple(self.running):
             # Preempted ones come later in the order than the one that needed their blocks, so none is in the batch.
-            if seq.status is not Status.RUNNING or seq.num_uncomputed_tokens != 1:
+            if seq.status is not Status.RUNNING:
                 continue
-            while seq.status is Status.RUNNING and not self._grow(seq):
-                self._preempt(next(s for s in reversed(self.running) if not s.holds_all_blocks))
-            if seq.status is Status.RUNNING:
+            num_tokens = len(seq.token_ids)
+            if num_tokens - seq.num_computed_tokens > 1:
+                longer.append(seq)
+            elif num_tokens <= len(seq.block_table) * self._block_size or self._grow(seq):
                 batch.add(seq)
+        return longer
 
     def _grow(self, seq: Sequence) -> bool:
-        if seq.num_tokens <= len(seq.block_table) * self._block_size:
-            return True
-        new = self._pool.take(1)
-        seq.block_table += new or ()
-        return new is not None
+        """One block more, preempting whoever is last; False if that was the sequence itself."""
+        while (new := self._pool.take(1)) is None:
+            last = next(s for s in reversed(self.running) if not s.holds_all_blocks)
+            self._preempt(last)
+            if last is seq:
+                return False
+        seq.block_table += new
+        return True
 
     def _preempt(self, seq: Sequence) -> None:
         self._release_blocks(seq)

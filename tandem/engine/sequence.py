@@ -64,9 +64,10 @@ class Sequence:
 
     def check_stop(self, max_model_len: int) -> FinishReason | None:
         """What the last token means: STOP or LENGTH ends the sequence. Below min_tokens no stop token is sampled."""
-        if self.token_ids[-1] in self.sampling.stop_token_ids:
+        sampling, num_tokens = self.sampling, len(self.token_ids)
+        if self.token_ids[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
-        if self.num_output_tokens >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
+        if num_tokens - self.num_prompt_tokens >= sampling.max_tokens or num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
 

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -79,8 +79,7 @@ class Request:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A token and, where asked for, its log-probability and the most likely (token id, log-probability), best first."""
 
     token_id: int

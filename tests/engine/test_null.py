@@ -110,10 +110,10 @@ def test_a_step_sleeps_as_long_as_the_model_says(config_only: Path) -> None:
     seqs = [new_sequence(Request(f"r{i}", [1] * n, greedy(4)), i, engine.layout) for i, n in enumerate((30, 1, 1))]
     for i, seq in enumerate(seqs):
         seq.block_table = list(range(8 * i, 8 * i + 8))
-    runner.execute([Scheduled(seqs[0], 30)])
+    runner.execute([Scheduled(seqs[0], 30, True)])
     assert sum(slept) == pytest.approx(30 / 100 / 2)
     assert len(slept) == engine.layout.num_layers  # layers leave one by one
-    runner.execute([Scheduled(seqs[1], 1), Scheduled(seqs[2], 1)])
+    runner.execute([Scheduled(seqs[1], 1, True), Scheduled(seqs[2], 1, True)])
     assert sum(slept) == pytest.approx((30 / 100 + 0.5 + 2 * 0.25) / 2)
     runner.execute([])
     assert len(slept) == 2 * engine.layout.num_layers
