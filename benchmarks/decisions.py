@@ -4,7 +4,8 @@
             conversations of 50 blocks, each held by one of each role: a million blocks, two million locations
 2 memory    a process of its own reads them all into a gateway's replica: what its memory grew by
 3 closed    routers as gateways run them, CALLERS in all, each asking again as soon as it has its answer
-4 open      the same at a stated rate, arriving at random: latency from arrival to route
+4 open      the same at a stated rate, each time at random: a process of its own says when, as clients do over the
+            network; latency from there to the route
 
 Three of four prompts go on with a conversation (800 tokens and 16 to 224 more), one is new (320 to 1024 tokens); none
 comes twice. A decision is `Router.choose`: hash the prompt, look it up, choose and reserve. In `whole` runs each is
@@ -18,12 +19,15 @@ import asyncio
 import gc
 import json
 import multiprocessing
+import os
 import random
+import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 
 import psutil  # type: ignore[import-untyped]
 import uvloop
@@ -43,6 +47,7 @@ MODEL, REVISION, BLOCK_SIZE, TTL_S = "bench", "r1", 16, 3600.0
 PAIRS, CONVERSATIONS, SHARED_BLOCKS = 32, 20_000, 50
 CALLERS, DECISIONS = 64, 10_000
 OPEN_RATES, OPEN_S = (500, 1000, 2000), 6.0
+SPAWN, SENT = multiprocessing.get_context("spawn"), struct.Struct("d")
 RESULTS = OUT / "decisions.json"
 
 
@@ -143,6 +148,37 @@ def _prompt(chance: random.Random, number: int) -> Sequence[int]:
     return worker_pb2.SequenceSpec(token_ids=tokens).token_ids
 
 
+async def arrivals(rate: float, count: int) -> AsyncIterator[float]:
+    """When each is sent, as it comes, after one that says that they begin. Times are time.perf_counter's, which all
+    processes of a Linux machine share."""
+    receiver, sender = SPAWN.Pipe(duplex=False)
+    clients = SPAWN.Process(target=send_arrivals, args=(sender, rate, count))
+    clients.start()
+    sender.close()
+    readable, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(receiver.fileno(), readable.set)
+    while count >= 0:
+        await readable.wait()
+        readable.clear()
+        said = os.read(receiver.fileno(), 64 * SENT.size)
+        if not said:
+            raise RuntimeError(f"the process that says when requests arrive ended {count} too early")
+        for (sent,) in SENT.iter_unpack(said):
+            yield sent
+            count -= 1
+    loop.remove_reader(receiver.fileno())
+    clients.join()
+
+
+def send_arrivals(pipe: Connection, rate: float, count: int) -> None:
+    os.write(pipe.fileno(), SENT.pack(time.perf_counter()))
+    chance, due = random.Random(1), time.perf_counter() + 0.1
+    for _ in range(count):
+        due += chance.expovariate(rate)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        os.write(pipe.fileno(), SENT.pack(time.perf_counter()))
+
+
 class Bench:
     """Routers of so many gateways; one replica serves all, as its content is the same."""
 
@@ -167,15 +203,16 @@ class Bench:
         return await self._measured(name, run)
 
     async def open(self, rate: float) -> Figures:
-        chance, tasks, asked = random.Random(1), set[asyncio.Task[None]](), self._fresh(round(rate * OPEN_S))
+        tasks, asked = set[asyncio.Task[None]](), self._fresh(round(rate * OPEN_S))
+        arriving = arrivals(rate, len(asked))
+        await anext(arriving)
 
         async def run() -> None:
-            start, offset = time.perf_counter(), 0.0
-            for number, request in enumerate(asked):
-                offset += chance.expovariate(rate)
-                await asyncio.sleep(max(0.0, start + offset - time.perf_counter()))
+            number = 0
+            async for sent in arriving:
                 router = self.routers[number % len(self.routers)]
-                tasks.add(asyncio.create_task(self._one(router, request, start + offset, whole=True)))
+                tasks.add(asyncio.create_task(self._one(router, asked[number], sent, whole=True)))
+                number += 1
             await asyncio.gather(*tasks)
 
         return await self._measured(f"open, {rate:.0f}/s", run)
@@ -254,7 +291,7 @@ async def run() -> None:
         await fill(registry)
         await registry.close()
         print(f"Redis holds {psutil.Process(redis.pid).memory_info().rss / 2**20:.0f} MiB")
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        with ProcessPoolExecutor(1, SPAWN) as other:
             memory = other.submit(replica_memory, redis.url).result(timeout=120)
         print(f"replica: {memory['blocks']:,.0f} blocks, {memory['MiB']:.0f} MiB, read in {memory['seconds']:.1f} s")
         figures = []

@@ -9,7 +9,7 @@ choose    Redis: one atomic decision that every gateway sees, held until release
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import structlog
 
@@ -27,6 +27,7 @@ from tandem.registry import (
     RegistryUnavailable,
     RequestTooLarge,
     Route,
+    Worker,
 )
 
 log = structlog.get_logger(__name__)
@@ -48,6 +49,7 @@ class Router:
         self._replica = replica
         self._model = model
         self._policy = POLICIES[policy]
+        self._kind_of: tuple[Sequence[Worker], tuple[str, int] | None] = ((), None)
         self._last_view = LastView(view, model, may_be_local=policy is not Disaggregation.REQUIRE)
 
     async def choose(self, wanted: Wanted, exclude: Collection[str]) -> Route:
@@ -107,10 +109,12 @@ class Router:
         return PromptPrefix.of(revision, block_size, hashes, held), tokens
 
     def _kind(self) -> tuple[str, int] | None:
-        """Revision and block size of most workers of the model."""
-        infos = (worker.info for worker in self._view.workers if worker.info.model == self._model)
-        kinds = Counter((info.revision, info.block_size) for info in infos)
-        return kinds.most_common(1)[0][0] if kinds else None
+        """Revision and block size of most workers of the model. Counted once for each time that the view is read."""
+        workers = self._view.workers
+        if workers is not self._kind_of[0]:
+            kinds = Counter((w.info.revision, w.info.block_size) for w in workers if w.info.model == self._model)
+            self._kind_of = workers, kinds.most_common(1)[0][0] if kinds else None
+        return self._kind_of[1]
 
     async def _give_back(self, route: Route, prefill_done_only: bool) -> None:
         try:

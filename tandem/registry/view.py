@@ -41,6 +41,7 @@ class ClusterView:
         self._stale_after = stale_after
         self._grace = grace
         self._epoch = ""
+        self._all: list[Worker] = []
         self._workers: dict[str, Worker] = {}
         self._orphans: dict[str, Worker] = {}
         self._orphaned_at = 0.0
@@ -50,10 +51,11 @@ class ClusterView:
 
     @property
     def workers(self) -> list[Worker]:
-        """By id, as of `age` seconds ago. Raises what ended the refreshing task, if anything did."""
+        """By id, as of `age` seconds ago; a new list when the view was read again, never changed. Raises what ended the
+        refreshing task, if anything did."""
         if self._task and self._task.done() and not self._task.cancelled():
             self._task.result()
-        return [worker for _, worker in sorted({**self._orphans, **self._workers}.items())]
+        return self._all
 
     @property
     def age(self) -> float:
@@ -112,12 +114,13 @@ class ClusterView:
                     await self._clock.sleep(SETTLE_S)
 
     def _take(self, snapshot: Snapshot) -> None:
-        before, now = self.workers, self._clock.now()
+        before, now = self._all, self._clock.now()
         if self._read_at is not None and (snapshot.epoch != self._epoch or self.age > 2 * self._poll):
             self._orphans, self._orphaned_at = {**self._orphans, **self._workers}, now
         self._epoch, self._read_at = snapshot.epoch, now
         self._workers = {worker.info.worker_id: worker for worker in snapshot.workers}
         in_grace = now - self._orphaned_at <= self._grace
         self._orphans = {name: w for name, w in self._orphans.items() if in_grace and name not in self._workers}
-        if self.workers != before:
+        self._all = [worker for _, worker in sorted({**self._orphans, **self._workers}.items())]
+        if self._all != before:
             self._changed.set()
