@@ -118,4 +118,4 @@ async def test_eight_gateways_hit_as_often_as_one(redis_server: RedisServer) -> 
     assert abs(one - eight) < 0.01
     for spread in (spread_of_one, spread_of_eight):
         assert len(spread) == PAIRS
-        assert max(spread.values()) < 0.45 * spread.total(), "no more than its most common topic draws to a worker"
+        assert max(spread.values()) < 0.6 * spread.total(), "no more than its two most common topics draw to a worker"

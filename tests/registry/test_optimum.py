@@ -100,13 +100,13 @@ class Costs:
         return full * 64 * (d.load.step_s or 1 / 64) + 8 * (used > d.info.num_blocks)
 
     def pair(self, p: Worker, d: Worker) -> float:
-        reading = (self.queue(p) + 8 * max(self.uncached(p), 1)) / (p.load.prefill_tokens_per_s or 8192)
+        reading = (self.queue(p) + 16 * max(self.uncached(p), 1)) / (p.load.prefill_tokens_per_s or 8192)
         return reading + self.uncached(d) / (p.load.transfer_tokens_per_s or 32768) + self.writing(d)
 
     def alone(self, d: Worker, rate: float) -> float:
         rate, uncached = d.load.prefill_tokens_per_s or rate, max(self.uncached(d), 1)
         halt, halted = (self.queue(d) + uncached) / rate, 1 + d.load.num_running + d.load.num_waiting
-        return (self.queue(d) + 8 * uncached) / rate + halted * halt**2 / (d.load.step_s or 1 / 64) + self.writing(d)
+        return (self.queue(d) + 16 * uncached) / rate + halted * halt**2 / (d.load.step_s or 1 / 64) + self.writing(d)
 
     def best(self, workers: list[Worker]) -> float:
         """The cheapest allowed route's cost; infinite if there is none."""
@@ -154,7 +154,7 @@ async def ask(registry: Registry, wanted: Wanted, workers: list[Worker]) -> Rout
 async def start(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]]) -> Registry:
     registry = await Registry.connect(url, namespace=uuid4().hex, clock=SystemClock())
     for info, load in cluster:
-        await registry.register(info, load, TTL)
+        await registry.heartbeat(info, load, TTL)  # which, unlike `register`, takes a lease whatever the KV layout
     return registry
 
 

@@ -171,7 +171,7 @@ async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry
 async def test_a_hit_yields_to_load(registry: Registry) -> None:
     await register_pool(registry, prefill=2)
     await registry.publish_blocks("p0", "p0-first", HASHES, [])
-    for queued, chosen in ((400, "p0"), (600, "p1")):
+    for queued, chosen in ((900, "p0"), (1100, "p1")):
         load = worker_load(queued_tokens=queued, linked=("d0-first",))
         await registry.heartbeat(worker_info("p0", Role.PREFILL), load, TTL)
         route = await select(registry, prefix=await known_prefix(registry, HASHES))
@@ -256,9 +256,10 @@ async def test_one_role_missing(registry: Registry) -> None:
 
 
 async def test_only_workers_of_one_kv_layout_pair(registry: Registry) -> None:
+    """The last ones take their leases by heartbeats, as after Redis lost its memory: nobody who serves is refused."""
     info = worker_info("p0", Role.PREFILL, layout_hash="old layout")
     await registry.register(info, worker_load(linked=("d0-first",)), TTL)
-    await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
     assert "has the KV layout of a decode worker" in await missing(registry)
     await registry.register(worker_info("d1", Role.DECODE, layout_hash="old layout"), worker_load(), TTL)
     assert "proven link" in await missing(registry)
@@ -361,6 +362,33 @@ async def test_auto_takes_what_costs_less(
     assert (await auto(registry, held, prefill, decode)).startswith(path)
 
 
+@pytest.mark.parametrize(
+    ("held", "prefill", "decode", "path"),
+    [
+        (3, {}, {}, "local"),
+        (1, {}, {}, "local"),
+        (0, {}, {}, "remote"),
+        (3, {}, {"queued_tokens": 100}, "local"),
+        (3, {}, {"queued_tokens": 100, "num_running": 4}, "remote"),
+        (3, {}, {"queued_tokens": 300}, "remote"),
+        (3, {"queued_tokens": 6000}, {"queued_tokens": 300}, "local"),
+        (3, {}, {"prefill_tokens_per_s": 5000.0}, "local"),
+        (3, {}, {"prefill_tokens_per_s": 2500.0}, "remote"),
+        (3, {"prefill_tokens_per_s": 4000.0}, {"prefill_tokens_per_s": 2500.0}, "local"),
+    ],
+    ids=[
+        "3 of 4 blocks", "1 of 4", "none", "and reads another prompt", "which halts others too", "and a long one",
+        "as does prefill", "and reads half as fast", "a quarter", "and so does prefill, nearly",
+    ],
+)  # fmt: skip
+async def test_a_prefix_at_decode_is_weighed_against_reading_it_again_at_prefill(
+    registry: Registry, held: int, prefill: dict[str, Any], decode: dict[str, Any], path: str
+) -> None:
+    reason = await auto(registry, {"d0": held}, {**FAST, **prefill}, {**FAST, "step_s": 0.004, **decode})
+    assert reason.startswith(f"{path} prefill: ")
+    assert f"{16 * held} prompt tokens cached at decode" in reason or f"{16 * held} at decode" in reason
+
+
 async def test_auto_says_what_both_ways_cost(registry: Registry) -> None:
     reason = await auto(registry, {"d0": 4}, SLOW, {**FAST, "num_running": 1})
-    assert reason == "local prefill: cheapest: 204 ms, remote 2253; 64 prompt tokens cached at decode"
+    assert reason == "local prefill: cheapest: 205 ms, remote 4301; 64 prompt tokens cached at decode"
