@@ -1,6 +1,13 @@
 """Who is in the cluster, how loaded they are, and who goes where: on Redis."""
 
-from tandem.registry.errors import NoWorkers, RegistryError, RegistryUnavailable, RequestTooLarge, StaleIncarnation
+from tandem.registry.errors import (
+    NoWorkers,
+    RegistryError,
+    RegistryUnavailable,
+    RequestTooLarge,
+    StaleIncarnation,
+    StrangeLayout,
+)
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry, Snapshot, Swept
 from tandem.registry.replica import BlockReplica
@@ -22,6 +29,7 @@ __all__ = [
     "Route",
     "Snapshot",
     "StaleIncarnation",
+    "StrangeLayout",
     "Swept",
     "Worker",
     "WorkerInfo",

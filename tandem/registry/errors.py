@@ -20,6 +20,10 @@ class StaleIncarnation(RegistryError):
         self.incarnation = incarnation
 
 
+class StrangeLayout(RegistryError, ValueError):
+    """No worker of the other role could pair with this one: its KV layout is none of theirs."""
+
+
 class NoWorkers(RegistryError):
     """No worker can take the request now. The message names what is missing."""
 

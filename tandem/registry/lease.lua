@@ -1,14 +1,39 @@
 -- ARGV: worker id, incarnation, ttl (ms), 'register' or 'heartbeat', then field, value, … of the worker's hash
--- Returns 'new', 'renewed' or 'stale'. Only a registration replaces another incarnation; a heartbeat that finds no
--- lease at all takes one, which is how workers come back after Redis lost its memory.
+-- Returns {'new'}, {'renewed'}, {'stale'} or {'stranger', another's id, its layout, its role}. Only a registration
+-- replaces another incarnation, or is refused as a stranger's; a heartbeat that finds no lease at all takes one, which is
+-- how workers come back after Redis lost its memory.
 local worker_id, incarnation, ttl, kind = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local now = expire_due()
 local worker = key('worker', worker_id)
 
-if redis.call('EXISTS', key('fenced', worker_id .. ' ' .. incarnation)) == 1 then return 'stale' end
+if redis.call('EXISTS', key('fenced', worker_id .. ' ' .. incarnation)) == 1 then return {'stale'} end
+
+-- A worker that none of the other role could pair with: all that live and serve its model and revision have another KV
+-- layout. Returns what to answer. So that a cluster in service can still change its layout, a stranger is
+-- remembered: the next of the other role with the same layout gets in, and then the first one does when it comes again.
+local STRANGER_MS = 600000
+local function stranger_to()
+  local new, other = {}, nil
+  for i = 5, #ARGV, 2 do new[ARGV[i]] = ARGV[i + 1] end
+  for _, id in ipairs(live_workers()) do
+    local live = redis.call('HMGET', key('worker', id), 'role', 'layout_hash', 'model', 'revision', 'draining')
+    if live[1] ~= new.role and live[3] == new.model and live[4] == new.revision and live[5] == '0' then
+      if live[2] == new.layout_hash then return nil end
+      other = {'stranger', id, live[2], live[1]}
+    end
+  end
+  if not other or redis.call('EXISTS', key('stranger', other[4] .. ' ' .. new.layout_hash)) == 1 then return nil end
+  redis.call('SET', key('stranger', new.role .. ' ' .. new.layout_hash), worker_id, 'PX', STRANGER_MS)
+  return other
+end
+
 local current = redis.call('HGET', worker, 'incarnation')
+if kind == 'register' and current ~= incarnation then
+  local other = stranger_to()
+  if other then return other end
+end
 if current and current ~= incarnation then
-  if kind ~= 'register' then return 'stale' end
+  if kind ~= 'register' then return {'stale'} end
   redis.call('SET', key('fenced', worker_id .. ' ' .. current), '', 'PX', FENCE_MS)
   retire(worker_id)
 end
@@ -30,7 +55,7 @@ write_links(before[2], after[2])
 redis.call('SADD', key('changed_in', after[3]), worker_id)
 if current == incarnation then
   if before[1] ~= after[1] or before[2] ~= after[2] then announce(worker_id) end
-  return 'renewed'
+  return {'renewed'}
 end
 local time = redis.call('TIME')
 local generation = math.max(time[1] * 1000000 + time[2], tonumber(redis.call('GET', key('generation')) or 0) + 1)
@@ -39,4 +64,4 @@ redis.call('SET', key('generation'), generation)
 redis.call('HSET', worker, 'generation', generation, 'block_batches', 0)
 redis.call('SET', key('epoch'), table.concat(time, '.'), 'NX')
 announce(worker_id)
-return 'new'
+return {'new'}

@@ -25,7 +25,7 @@ import structlog
 from tandem.clock import Clock
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Argument, Changes, Connection
-from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
+from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation, StrangeLayout
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.together import Together
 from tandem.registry.worker import Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
@@ -96,7 +96,13 @@ class Registry:
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
         """Take the worker's lease for `ttl` seconds. Another incarnation of this worker loses everything at once.
 
+        A worker that could pair with nobody is refused: live workers of the other role serve its model and revision,
+        and all of them have another KV layout. Other weights are another revision, so they are rolled out side by
+        side; for another layout of the same weights, a worker of each role has to come (or those of the other role to
+        leave or drain): one that was refused gets in when it registers again within ten minutes.
+
         Raises:
+            StrangeLayout: names both layouts.
             StaleIncarnation: a later registration has replaced this incarnation, or it has deregistered.
         """
         await self._lease("register", info, load, ttl)
@@ -226,10 +232,13 @@ class Registry:
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
         fields = encode(info) + encode(load)
-        status: str = await self._connection.call("lease", info.worker_id, info.incarnation, _ms(ttl), kind, *fields)
+        owner = info.worker_id, info.incarnation
+        status, *other = await self._connection.call("lease", *owner, _ms(ttl), kind, *fields)
         if status == "stale":
             raise StaleIncarnation(info.worker_id, info.incarnation)
-        return status
+        if status == "stranger":
+            raise StrangeLayout(_strange(info, *other))
+        return str(status)
 
     async def _select(self, requests: Sequence[Arguments]) -> Sequence[Any]:
         answers: Sequence[Any] = await self._connection.call("select", *chain.from_iterable(requests))
@@ -269,6 +278,14 @@ class Registry:
         self._giving_back.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("giving back a reservation failed", error=repr(error))
+
+
+def _strange(info: WorkerInfo, worker_id: str, layout_hash: str, role: str) -> str:
+    return (
+        f"layout_hash: {info.layout_hash} is the KV layout of {info.role} worker {info.worker_id}, and of no live "
+        f"{role} worker of model {info.model}, revision {info.revision}: that of {worker_id} is {layout_hash}. "
+        "Layouts are equal where dtype, block size and tensor parallelism are"
+    )
 
 
 def _ms(seconds: float) -> int:

@@ -47,6 +47,7 @@ class Lease:
 
         Raises:
             StaleIncarnation: another start of this worker took its place.
+            StrangeLayout: refused at its registration.
         """
         while True:
             try:

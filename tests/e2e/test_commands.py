@@ -51,6 +51,19 @@ def test_doctor_names_a_frozen_worker(tmp_path: Path) -> None:
     assert "decode" in result.stderr
 
 
+def test_a_worker_of_another_kv_layout_ends_with_the_reason(shm_cluster: RunningCluster) -> None:
+    """The cluster's KV is float32."""
+    options = [f"--redis-url={shm_cluster.redis_url}", "--dtype=bfloat16", "--worker-id=stranger", "--grpc-port=0"]
+    model = ["--model-path=models/demo/target", "--model-name=tandem-demo", "--num-blocks=64"]
+    command = [sys.executable, "-m", "services.prefill", *model, *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "stranger: layout_hash: " in result.stderr
+    assert "that of decode-0 is" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert shm_cluster.ready()
+
+
 def test_doctor_without_a_cluster() -> None:
     result = tandem("doctor", "--redis-url=redis://127.0.0.1:1", "--gateway-url=http://127.0.0.1:1")
     assert result.returncode == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from tandem.registry import Registry, RegistryUnavailable, Role, StaleIncarnation
+from tandem.registry import Registry, RegistryUnavailable, Role, StaleIncarnation, StrangeLayout
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -145,6 +145,47 @@ async def test_nothing_is_left_when_every_worker_is_gone(registry: Registry, red
         await registry.deregister(worker.info.worker_id, worker.info.incarnation)
     kinds = {key.split(":", 2)[1] async for key in redis.scan_iter(f"{{{namespace}}}:*")}
     assert kinds == {"epoch", "turn", "fenced", "generation", "events", "table", "changed_in"}
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_a_worker_that_could_pair_with_nobody_is_refused_with_the_reason(registry: Registry, role: Role) -> None:
+    await register_pool(registry, prefill=2, decode=2)
+    new = worker_info("new", role, layout_hash="other layout")
+    with pytest.raises(StrangeLayout, match=rf"other layout is the KV layout of {role} worker new.* is layout\.") as no:
+        await registry.register(new, worker_load(), TTL)
+    assert "block size" in str(no.value)
+    assert len(await registry.workers()) == 4
+    for welcome in (
+        worker_info("new", role, "as the others"),
+        worker_info("new", role, "other weights", layout_hash="other layout", revision="r2"),
+        worker_info("new", role, "other model", layout_hash="other layout", model="m2"),
+    ):
+        await registry.register(welcome, worker_load(), TTL)
+
+
+async def test_a_refused_registration_changes_nothing(registry: Registry) -> None:
+    await register_pool(registry)
+    with pytest.raises(StrangeLayout):
+        await registry.register(worker_info("d0", Role.DECODE, "second", layout_hash="other"), worker_load(), TTL)
+    assert {w.info.incarnation for w in await registry.workers()} == {"p0-first", "d0-first"}
+    assert not await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
+
+
+async def test_a_cluster_in_service_changes_its_layout(registry: Registry) -> None:
+    """The first of the new workers is refused until one of the other role has come."""
+    await register_pool(registry)
+    prefill, decode = (worker_info(f"{role}-new", role, layout_hash="new layout") for role in Role)
+    with pytest.raises(StrangeLayout):
+        await registry.register(prefill, worker_load(), TTL)
+    await registry.register(decode, worker_load(), TTL)
+    await registry.register(prefill, worker_load(linked=(decode.incarnation,)), TTL)
+    assert len(await registry.workers()) == 4
+
+
+async def test_workers_that_drain_refuse_nobody(registry: Registry) -> None:
+    await register_pool(registry)
+    await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(draining=True), TTL)
+    await registry.register(worker_info("p1", Role.PREFILL, layout_hash="new layout"), worker_load(), TTL)
 
 
 async def test_bad_input_names_the_field(registry: Registry) -> None:
