@@ -38,6 +38,7 @@ from tandem.engine.types import (
 )
 
 log = structlog.get_logger(__name__)
+CPU_CHUNK = 64
 
 
 class Engine:
@@ -60,6 +61,7 @@ class Engine:
             self._pool,
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_beside_decode=_max_prefill_beside_decode(config),
             max_num_seqs=config.max_num_seqs,
             prefix_caching=config.enable_prefix_caching,
         )
@@ -248,6 +250,12 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
         head_dim=model.head_dim,
         block_size=config.block_size,
     )
+
+
+def _max_prefill_beside_decode(config: EngineConfig) -> int:
+    if config.max_prefill_beside_decode is None and config.device == "cpu" and not config.null:
+        return CPU_CHUNK
+    return config.max_prefill_beside_decode or config.max_num_batched_tokens
 
 
 def _forward(config: EngineConfig, model: Decoder, kv_cache: list[Tensor], cores: Cores) -> Forward:

@@ -2,7 +2,8 @@
 
     1 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
                 preempted: it gives its blocks back and waits to compute everything again
-    2 prefill   running sequences with more tokens left get what remains of the budget, in order
+    2 prefill   running sequences with more tokens left get what remains of the budget, in order; beside a decode, it
+                is cut to max_prefill_beside_decode, so that no decode waits for a long chunk
     3 admit     waiting sequences take blocks for all their tokens and join the running ones, in order
 
 Order is (priority, arrival). A sequence that came by reserve holds all its blocks, so it is never preempted.
@@ -68,10 +69,18 @@ class Scheduler:
     """Owns every live sequence and its blocks: what it takes from the pool goes back when the sequence leaves."""
 
     def __init__(
-        self, pool: BlockPool, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int, prefix_caching: bool
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_prefill_beside_decode: int,
+        max_num_seqs: int,
+        prefix_caching: bool,
     ) -> None:
         self._pool, self._block_size, self._prefix_caching = pool, block_size, prefix_caching
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_prefill_beside_decode = max_prefill_beside_decode
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
         self._queues = {status: SequenceQueue() for status in Status}
         self.waiting, self.running, self.reserved = (self._queues[status] for status in Status)
@@ -100,7 +109,10 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         batch = Batch(self._max_num_batched_tokens)
-        for seq in self._schedule_decodes(batch):
+        longer = self._schedule_decodes(batch)
+        if batch.scheduled:
+            batch.budget = min(batch.budget, self._max_prefill_beside_decode)
+        for seq in longer:
             if batch.budget and seq.status is Status.RUNNING:
                 batch.add(seq)
         self._admit(batch)

@@ -151,6 +151,10 @@ class EngineStats:
 class EngineConfig:
     """What an engine is made from. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds.
 
+    A step computes up to `max_num_batched_tokens`; one that decodes, only `max_prefill_beside_decode` of prompts, so
+    that running answers go on. None makes that 64 on CPUs, where arithmetic is no slower in such chunks and a long step
+    takes a second, and all that fit elsewhere.
+
     `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a fingerprint
     of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used. Through the folder
     `shared_cores` engines on one machine lend each other idle cores, beyond their own `num_threads`. `null` makes it a
@@ -165,6 +169,7 @@ class EngineConfig:
     kv_budget_bytes: int | None = 1 << 30
     num_blocks: int | None = None
     max_num_batched_tokens: int = 512
+    max_prefill_beside_decode: int | None = None
     max_num_seqs: int = 256
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
@@ -178,7 +183,7 @@ class EngineConfig:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
-        for name in ("kv_budget_bytes", "num_blocks", "max_model_len", "num_threads"):
+        for name in ("kv_budget_bytes", "num_blocks", "max_model_len", "num_threads", "max_prefill_beside_decode"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: {value} is not at least 1")

@@ -40,6 +40,9 @@ class WorkerSettings(Settings):
     num_blocks: int | None = Field(None, ge=2, description="size of the KV cache in blocks, instead of kv-memory")
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one engine step")
+    max_prefill_beside_decode: int | None = Field(
+        None, ge=1, description="prompt tokens in a step that also decodes (default: 64 on CPUs, else the token budget)"
+    )
     max_num_seqs: int = Field(256, ge=1, description="sequences in one engine step")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer (default: the model's)")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine (default: torch's choice)")
@@ -66,6 +69,7 @@ class WorkerSettings(Settings):
             kv_budget_bytes=int(self.kv_memory),
             num_blocks=self.num_blocks,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_prefill_beside_decode=self.max_prefill_beside_decode,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             num_threads=self.threads,

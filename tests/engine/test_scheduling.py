@@ -55,6 +55,17 @@ def test_decode_goes_on_while_a_long_prompt_is_read(llama: Path) -> None:
     assert first_steps(engine, 1) == [{"short", "long"}]  # 40 tokens in 6 chunks of 7
 
 
+def test_a_long_prompt_is_cut_small_only_beside_a_decode(llama: Path) -> None:
+    engine = make_engine(llama, max_num_batched_tokens=128, max_prefill_beside_decode=10)
+    engine.add(Request("short", prompt_of(4), greedy(5)))
+    engine.step()
+    engine.add(Request("long", prompt_of(60, seed=1), greedy(9)))
+    assert first_steps(engine, 3) == [{"short"}] * 3
+    assert engine.stats().queued_tokens == 30
+    assert first_steps(engine, 1) == [{"short"}]  # its last one
+    assert first_steps(engine, 1) == [{"long"}]  # 20 tokens left, in one step
+
+
 def test_order_is_priority_then_arrival(llama: Path) -> None:
     engine = make_engine(llama, max_num_seqs=1)
     for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -1)):
