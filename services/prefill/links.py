@@ -1,7 +1,8 @@
 """Links to every decode worker, kept by one task.
 
     decode worker appears in the registry --> open (handshake, warm, probe) --> its incarnation is published as linked
-    its lease or the link dies            --> close, unpublish
+    the link dies, or it started again    --> close, unpublish
+    its lease is gone and the link works  --> keep for `grace_s`: it beat late, or Redis has lost its memory
 
 A push that finds no link opens it itself, so a decode worker restarted a moment ago serves its first request.
 """
@@ -33,6 +34,7 @@ class LinkKeeper:
         self._clock = clock
         self._changed = changed
         self._peers: dict[str, WorkerInfo] = {}
+        self._absent_since: dict[str, float] = {}
         self._opening: dict[str, asyncio.Task[Link]] = {}
         self._refused: dict[str, str] = {}
         self._published: tuple[str, ...] = ()
@@ -44,11 +46,11 @@ class LinkKeeper:
     def peer(self, worker_id: str) -> WorkerInfo | None:
         return self._peers.get(worker_id)
 
-    async def keep(self, every_s: float = 0.25) -> None:
-        """Follow the registry until cancelled."""
+    async def keep(self, every_s: float = 0.25, grace_s: float = 3.0) -> None:
+        """Follow the registry until cancelled. Who is absent from it for `grace_s` is unlinked even if it answers."""
         while True:
             try:
-                await self._follow(await self._registry.workers())
+                await self._follow(await self._registry.workers(), grace_s)
             except RegistryUnavailable:
                 log.warning("registry unavailable: keeping the links there are")
             self._publish()
@@ -89,19 +91,29 @@ class LinkKeeper:
             log.warning("no link", decode_worker=remote.worker_id, reason=str(error))
         self._publish()
 
-    async def _follow(self, workers: list[Worker]) -> None:
+    async def _follow(self, workers: list[Worker], grace_s: float) -> None:
         live = {w.info.worker_id: w.info for w in workers if w.info.role is Role.DECODE}
+        gone = [info for name, info in self._peers.items() if name not in live]
+        spared = {info.worker_id: info for info in gone if self._is_spared(info, grace_s)}
+        known = spared | live
         for worker_id, info in self._peers.items():
-            if worker_id not in live or live[worker_id].incarnation != info.incarnation:
+            if worker_id not in known or known[worker_id].incarnation != info.incarnation:
                 await asyncio.to_thread(self._sender.close_link, worker_id, info.incarnation)
                 self._refused.pop(info.incarnation, None)
-        self._peers = live
+        self._peers = known
+        self._absent_since = {name: since for name, since in self._absent_since.items() if name in spared}
         for info in live.values():
             if info.layout_hash != self._layout_hash:
                 self._refuse(info)
             elif not self._sender.link(info.worker_id, info.incarnation):
                 # Not awaited: a worker that does not answer holds up no other.
                 self._open(Endpoint(info.worker_id, info.incarnation, info.layout_hash), info.transfer_address)
+
+    def _is_spared(self, info: WorkerInfo, grace_s: float) -> bool:
+        """Whether this absent worker still answers, and has not been absent for too long."""
+        now = self._clock.now()
+        since = self._absent_since.setdefault(info.worker_id, now)
+        return now - since < grace_s and self._sender.link(info.worker_id, info.incarnation) is not None
 
     def _refuse(self, info: WorkerInfo) -> None:
         if info.incarnation not in self._refused:

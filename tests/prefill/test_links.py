@@ -22,6 +22,7 @@ from tandem.transfer import Endpoint, Receiver, Sender, TransferError
 
 LAYOUT = "layout-a"
 HEAL_S = 2.0
+GRACE_S = 1.0
 IDLE = WorkerLoad(free_blocks=8, num_waiting=0, num_running=0, queued_tokens=0)
 
 
@@ -46,13 +47,15 @@ class Pool:
         self.receivers.append(Receiver(endpoint, cache, host="127.0.0.1", port=port))
         return self.receivers[-1]
 
-    async def register(self, worker_id: str, incarnation: str, address: str, layout: str = LAYOUT) -> None:
+    async def register(
+        self, worker_id: str, incarnation: str, address: str, layout: str = LAYOUT, ttl: float = 30.0
+    ) -> None:
         info = WorkerInfo(
             worker_id=worker_id, role=Role.DECODE, incarnation=incarnation, grpc_address="127.0.0.1:1",
             transfer_address=address, model="m", revision="r", layout_hash=layout, block_size=4, num_blocks=8,
             max_num_seqs=4, max_model_len=64, transports=("shm", "tcp"), host="here",
         )  # fmt: skip
-        await self.registry.register(info, IDLE, 30.0)
+        await self.registry.register(info, IDLE, ttl)
 
     async def linked(self, *incarnations: str) -> float:
         """Seconds until exactly these are linked."""
@@ -72,7 +75,7 @@ async def pool(redis_server: RedisServer) -> AsyncIterator[Pool]:
     registry = await Registry.connect(redis_server.url, namespace=uuid4().hex, clock=SystemClock())
     sender, changes = Sender(Endpoint("prefill-0", "p-1", LAYOUT)), list[tuple[str, ...]]()
     keeper = LinkKeeper(sender, registry, LAYOUT, SystemClock(), lambda: changes.append(keeper.linked()))
-    pool, keeping = Pool(registry, keeper, changes), asyncio.create_task(keeper.keep())
+    pool, keeping = Pool(registry, keeper, changes), asyncio.create_task(keeper.keep(grace_s=GRACE_S))
     yield pool
     keeping.cancel()
     with suppress(asyncio.CancelledError):
@@ -150,3 +153,21 @@ async def test_a_worker_that_leaves_is_unlinked(pool: Pool) -> None:
     await pool.linked("d-0", "d-1")
     await pool.registry.deregister("decode-0", "d-0")
     await pool.linked("d-1")
+
+
+async def test_a_lease_that_runs_out_costs_no_transfer_on_a_link_that_works(pool: Pool) -> None:
+    """Beats came late, or Redis has lost its memory: the worker registers again, and is linked all along."""
+    receiver = pool.receiver("decode-0", "d-1")
+    await pool.register("decode-0", "d-1", receiver.address, ttl=0.5)
+    await pool.linked("d-1")
+    link = await pool.keeper.link_to(Endpoint("decode-0", "d-1", LAYOUT), receiver.address)
+    async with asyncio.timeout(HEAL_S):
+        while await pool.registry.workers():
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(GRACE_S / 2)
+    assert link.healthy
+    await pool.register("decode-0", "d-1", receiver.address, ttl=1.0)
+    assert await pool.keeper.link_to(Endpoint("decode-0", "d-1", LAYOUT), receiver.address) is link
+    assert pool.changes == [("d-1",)]
+    await within(2 * HEAL_S, lambda: not link.healthy)
+    assert pool.keeper.linked() == ()
