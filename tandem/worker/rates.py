@@ -16,6 +16,9 @@ from __future__ import annotations
 import threading
 
 FORGET_S = 2.0
+# Fewer prompt tokens than these take about as long as one, and say nothing of a rate. A decode worker that seemed slow
+# for a short prompt, or for the rest of a cached one, would never be given another to correct itself.
+LEAST_READ = 32
 # A step of both says little about its prompt tokens where nearly all of it was the decode step's.
 LEAST_SHARE = 0.1
 # Of the time that a token took on the whole, at least so much is its own: what keeps a noisy fit within reason.
@@ -89,7 +92,7 @@ class Rates:
             self._decode.add(num_written, seconds)
             return
         reading = seconds - self.step_s if num_written else seconds
-        if reading > LEAST_SHARE * seconds:
+        if num_read >= LEAST_READ and reading > LEAST_SHARE * seconds:
             self._prefill.add(num_read, reading)
 
     def moved(self, num_tokens: int, seconds: float) -> None:

@@ -71,8 +71,19 @@ def test_equal_amounts_and_nonsense_give_the_rate_on_the_whole() -> None:
 def test_a_step_that_its_decodes_explain_says_nothing_of_prompts() -> None:
     rates = Rates()
     rates.step(0, 8, 0.1)
-    rates.step(16, 8, 0.09)
+    rates.step(64, 8, 0.09)
     assert rates.prefill_tokens_per_s == 0
+
+
+def test_the_rest_of_a_cached_prompt_says_nothing_of_a_rate() -> None:
+    """Before anything else was read, and afterwards."""
+    rates = Rates()
+    rates.step(3, 0, 0.07)
+    assert rates.prefill_tokens_per_s == 0
+    rates.step(400, 0, 0.1)
+    for _ in range(50):
+        rates.step(1, 0, 0.008)
+    assert rates.prefill_tokens_per_s == pytest.approx(4000)
 
 
 async def test_the_engines_thread_measures_its_steps(demo_model: Path) -> None:
