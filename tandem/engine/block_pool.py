@@ -5,6 +5,9 @@
       └────────────────┘                 take evicts the oldest first     free but still cached <── match, take: back
                                                                                                     to referenced
 
+A prompt's part-full last block, its tail, is findable too, in use or free, until it is taken anew. It never leaves its
+owner: whoever finds it goes on in a copy.
+
 `free` is one queue: nameless blocks in front, cached ones behind in the order they were released. A sequence releases
 its last block first, so the leaves of a chain are evicted before the blocks that lead to them.
 """
@@ -26,6 +29,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self._tail_of: dict[bytes, int] = {}
+        self._tail_name_of: dict[int, bytes] = {}
         self._stored: dict[bytes, bytes] = {}
         self._removed: dict[bytes, None] = {}
 
@@ -44,6 +49,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def match_tail(self, name: bytes) -> int | None:
+        """A block that begins with these tokens, whose contents may be copied until the next step computes."""
+        return self._tail_of.get(name, self._block_of.get(name))
+
     def take(self, num_new: int, cached: Sequence[int] = ()) -> list[int] | None:
         """Reference `cached` blocks and `num_new` more, in this order; None, and nothing taken, without room."""
         if num_new > len(self._free) - sum(block in self._free for block in cached):
@@ -57,6 +66,7 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         self._references[block] = 1
         self._forget(block)
+        self._forget_tail(block)
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -83,6 +93,16 @@ class BlockPool:
             del self._removed[name]
         else:
             self._stored[name] = parent
+
+    def register_tail(self, block: int, name: bytes) -> None:
+        """Make a referenced block findable by the tokens that it begins with."""
+        self._forget_tail(block)
+        self._forget_tail(self._tail_of.get(name))
+        self._tail_of[name], self._tail_name_of[block] = block, name
+
+    def _forget_tail(self, block: int | None) -> None:
+        if block in self._tail_name_of:
+            del self._tail_of[self._tail_name_of.pop(block)]
 
     def _forget(self, block: int) -> None:
         name = self._hash_of.pop(block, None)
@@ -120,3 +140,5 @@ class BlockPool:
         assert len(self._free) <= self.num_blocks, f"{len(self._free)} of {self.num_blocks} blocks are free"
         names = {name: block for block, name in self._hash_of.items()}
         assert names == self._block_of, "the prefix cache's two directions disagree"
+        tails = {name: block for block, name in self._tail_name_of.items()}
+        assert tails == self._tail_of, "the tails' two directions disagree"

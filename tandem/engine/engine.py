@@ -131,6 +131,7 @@ class Engine:
         """Compute one batch; returns the new tokens of every sequence that got some, or ended."""
         self._cores.work()
         batch = self._scheduler.schedule()
+        self._copy_blocks(self._scheduler.copies)
         tokens = self._runner.execute(batch)
         outputs = self._update(batch, tokens)
         self._rest_when_idle()
@@ -164,6 +165,11 @@ class Engine:
     def take_block_events(self) -> list[BlockStored | BlockRemoved]:
         """What the prefix cache gained and lost since the last call, removals first."""
         return self._pool.take_events()
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        for source, target in copies:
+            for layer in self.kv_cache:
+                layer[target] = layer[source]
 
     def _rest_when_idle(self) -> None:
         if not self.has_work():
@@ -225,6 +231,8 @@ class Engine:
             self._scheduler.register_blocks(seq)
             if token is None:
                 return None
+            if output.first_index == 0:
+                self._scheduler.register_tail(seq)
             seq.append(token.token_id)
             output.tokens = [token]
             output.finish_reason = seq.check_stop(self.model_config.max_model_len)

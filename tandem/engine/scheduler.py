@@ -4,7 +4,8 @@
                 preempted: it gives its blocks back and waits to compute everything again
     2 prefill   running sequences with more tokens left get what remains of the budget, in order; beside a decode, it
                 is cut to max_prefill_beside_decode, so that no decode waits for a long chunk
-    3 admit     waiting sequences take blocks for all their tokens and join the running ones, in order
+    3 admit     waiting sequences take blocks for all their tokens and join the running ones, in order; one whose prefix
+                another is reading waits for it, then takes those blocks and copies the part-full last one
 
 Order is (priority, arrival). A sequence that came by reserve holds all its blocks, so it is never preempted.
 """
@@ -82,6 +83,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_beside_decode = max_prefill_beside_decode
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
+        self.copies: list[tuple[int, int]] = []  # of blocks, (from, to), in order, before the scheduled tokens
         self._queues = {status: SequenceQueue() for status in Status}
         self.waiting, self.running, self.reserved = (self._queues[status] for status in Status)
 
@@ -108,6 +110,7 @@ class Scheduler:
         self._release_blocks(seq)
 
     def schedule(self) -> list[Scheduled]:
+        self.copies = []
         batch = Batch(self._max_num_batched_tokens)
         longer = self._schedule_decodes(batch)
         if batch.scheduled:
@@ -126,6 +129,12 @@ class Scheduler:
         for block in range(seq.num_registered_blocks, num_full):
             self._pool.register(seq.block_table[block], *seq.hashes.link(seq.token_ids, block))
             seq.num_registered_blocks = block + 1
+
+    def register_tail(self, seq: Sequence) -> None:
+        """The prompt is computed: make its last block findable, if it is part-full."""
+        if self._prefix_caching and seq.num_prompt_tokens % self._block_size:
+            block = seq.block_table[seq.num_prompt_tokens // self._block_size]
+            self._pool.register_tail(block, seq.hashes.tail(seq.token_ids, seq.num_prompt_tokens))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -160,27 +169,69 @@ class Scheduler:
         self._move(seq, Status.WAITING)
 
     def _admit(self, batch: Batch) -> None:
-        while batch.budget and self.waiting and self._num_free_seats() > 0:
-            seq = self.waiting.first()
-            if not self._take_blocks(seq, seq.num_tokens, seq.num_tokens):
+        reading = self._being_read() if self.waiting else set()
+        for seq in tuple(self.waiting):
+            if not batch.budget or self._num_free_seats() < 1:
+                return
+            if self._prefix_caching and self._first_missing(seq) in reading:
+                continue
+            if not self._take_blocks(seq, seq.num_tokens, seq.num_tokens, copy_tail=True):
                 return
             self._move(seq, Status.RUNNING)
             batch.add(seq)
+            reading |= self._to_be_read(seq)
+
+    def _being_read(self) -> set[bytes]:
+        """Names of the blocks, part-full ones too, that running sequences will have filled when they have read."""
+        return set[bytes]().union(*(self._to_be_read(seq) for seq in self.running if seq.num_uncomputed_tokens > 1))
+
+    def _to_be_read(self, seq: Sequence) -> set[bytes]:
+        names = seq.hashes.up_to(seq.token_ids, seq.num_prompt_tokens // self._block_size)
+        return {*names[seq.num_registered_blocks :], seq.hashes.tail(seq.token_ids, seq.num_prompt_tokens)}
+
+    def _first_missing(self, seq: Sequence) -> bytes | None:
+        """Name of the first block that the sequence would have to compute more than one token of."""
+        names = seq.hashes.up_to(seq.token_ids, (seq.num_tokens - 1) // self._block_size)
+        num_cached = len(self._pool.match(names))
+        if num_cached < len(names):
+            return names[num_cached]
+        if self._ends_alone(seq.num_tokens):
+            return None
+        tail = seq.hashes.tail(seq.token_ids, seq.num_tokens)
+        return tail if self._pool.match_tail(tail) is None else None
 
     def _num_free_seats(self) -> int:
         return self._max_num_seqs - len(self.running) - len(self.reserved)
 
-    def _take_blocks(self, seq: Sequence, num_tokens: int, num_known: int) -> bool:
+    def _take_blocks(self, seq: Sequence, num_tokens: int, num_known: int, copy_tail: bool = False) -> bool:
         """Blocks for `num_tokens`, cached ones first; one of the `num_known` tokens is left to compute."""
         cached = self._cached_blocks(seq, num_known - 1)
+        source = self._tail_source(seq, num_known, len(cached)) if copy_tail else None
         blocks = self._pool.take(self.blocks_for(num_tokens) - len(cached), cached)
         if blocks is None:
             return False
         seq.block_table, seq.num_registered_blocks = blocks, len(cached)
         seq.num_computed_tokens = len(cached) * self._block_size
+        if source is not None:
+            self._copy_tail(seq, num_known, source)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
         return True
+
+    def _tail_source(self, seq: Sequence, num_known: int, num_cached: int) -> int | None:
+        """The block that holds what cached ones lack of the `num_known` tokens, if more than one is lacking."""
+        if not self._prefix_caching or num_cached < (num_known - 1) // self._block_size or self._ends_alone(num_known):
+            return None
+        return self._pool.match_tail(seq.hashes.tail(seq.token_ids, num_known))
+
+    def _copy_tail(self, seq: Sequence, num_known: int, source: int) -> None:
+        target = seq.block_table[(num_known - 1) // self._block_size]
+        self.copies.append((source, target))
+        self._pool.register_tail(target, seq.hashes.tail(seq.token_ids, num_known))
+        seq.num_computed_tokens = num_known - 1
+
+    def _ends_alone(self, num_tokens: int) -> bool:
+        return num_tokens % self._block_size == 1 or self._block_size == 1
 
     def _cached_blocks(self, seq: Sequence, num_tokens: int) -> list[int]:
         if not self._prefix_caching:

@@ -88,6 +88,12 @@ class BlockHashes:
         self._extend(token_ids, block + 1)
         return self._chain[block + 1], self._chain[block]
 
+    def tail(self, token_ids: array[int], num_tokens: int) -> bytes:
+        """Name of the first `num_tokens` tokens' last block, which may be part-full."""
+        block = (num_tokens - 1) // self._block_size
+        self._extend(token_ids, block)
+        return next_hash(self._chain[block], token_ids[block * self._block_size : num_tokens])
+
     def _extend(self, token_ids: array[int], num_blocks: int) -> None:
         size = self._block_size
         for block in range(len(self._chain) - 1, num_blocks):

@@ -208,9 +208,52 @@ def test_a_shared_prefix_is_computed_once(llama: Path, roomy: Engine) -> None:
         assert tokens(outputs) == generate(roomy, prompt, greedy(6))
         assert {o.num_cached_tokens for o in outputs} == {cached}
     engine.add(Request("r", prefix[:16], greedy(1)))
-    assert run(engine)["r"][0].num_cached_tokens == 12  # never the whole prompt
+    assert run(engine)["r"][0].num_cached_tokens == 15  # never the whole prompt
     engine.add(Request("r", prefix, greedy(1), cache_salt="other"))
     assert run(engine)["r"][0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("length", [3, 16, 17, 18, 40])
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_answers_to_one_prompt_read_it_once(llama: Path, roomy: Engine, length: int, prefill_only: bool) -> None:
+    engine, prompt = make_engine(llama), prompt_of(length)
+    requests = [
+        Request(str(i), prompt, SamplingParams(max_tokens=1 if prefill_only else 12, temperature=2.0, seed=i))
+        for i in range(4)
+    ]  # fmt: skip
+    for request in requests:
+        engine.add(request, prefill_only=prefill_only)
+    outputs = run(engine)
+    for request in requests:
+        assert tokens(outputs[request.request_id]) == generate(roomy, prompt, request.sampling)
+    cached = [outputs[request.request_id][0].num_cached_tokens for request in requests]
+    assert cached == [0] + 3 * [length - 1]
+    assert_idle(engine)
+
+
+def test_a_copied_tail_does_not_feel_what_its_source_becomes(llama: Path, roomy: Engine) -> None:
+    """The copy is made while the source's owner decodes into the very block."""
+
+    def params(seed: int) -> SamplingParams:
+        return SamplingParams(max_tokens=9, temperature=2.0, seed=seed)
+
+    engine, prompt = make_engine(llama), prompt_of(6)
+    engine.add(Request("first", prompt, params(1)))
+    engine.step()
+    engine.step()
+    engine.add(Request("second", prompt, params(2)))
+    outputs = run(engine)
+    assert outputs["second"][0].num_cached_tokens == 5
+    assert tokens(outputs["second"]) == generate(roomy, prompt, params(2))
+
+
+def test_a_prompt_waits_for_no_more_than_it_shares(llama: Path) -> None:
+    engine, prompt = make_engine(llama), prompt_of(20)
+    engine.add(Request("long", prompt, greedy(1)))
+    engine.add(Request("shares", prompt[:8] + prompt_of(4, seed=2), greedy(1)))
+    assert first_steps(engine, 1) == [set()]  # 16 tokens of the long one
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
+    assert first_steps(engine, 1) == [{"long", "shares"}]  # 4 tokens each
 
 
 def test_answers_are_cached_too(llama: Path, roomy: Engine) -> None:
