@@ -35,15 +35,17 @@ local function excludes(request, rows, i)
   return request.excluded and (request.excluded[rows.id[i]] or request.excluded[rows.incarnation[i]])
 end
 
--- Sets rows.cost: of reading the prompt; infinite where that cannot be. Returns how many can.
+-- Sets rows.cost: of reading the prompt; infinite where that cannot be. Returns how many can. What is lost with a hit
+-- counts alike wherever that is: else whoever once seemed a little slower would get hardly anything.
 local function weigh_prefills(rows, request)
   rows.hit = hits_of(rows, request)
   local cost, count, prompt = {}, 0, request.prompt_tokens
   local hit, reserved, queued, token_s = rows.hit, rows.reserved_tokens, rows.queued, rows.token_s
-  local capacity, draining = rows.capacity, rows.draining
+  local capacity, draining, lost_s = rows.capacity, rows.draining, (OWN_WORK - 1) * rows.usual
   for i = 1, #token_s do
     if prompt <= capacity[i] and draining[i] == 0 and not excludes(request, rows, i) then
-      cost[i] = (max(reserved[i], queued[i]) + OWN_WORK * max(prompt - (hit[i] or 0), 1)) * token_s[i]
+      local tokens = max(prompt - (hit[i] or 0), 1)
+      cost[i] = (max(reserved[i], queued[i]) + tokens) * token_s[i] + tokens * lost_s
       count = count + 1
     else
       cost[i] = huge

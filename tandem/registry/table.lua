@@ -94,7 +94,7 @@ local function read_reserved(part)
 end
 
 -- Returns {prefill = rows, decode = rows}. Both have `row` too: generation -> row number; and the prefill workers
--- `fastest`: the least of transfer_s.
+-- `fastest`: the least of transfer_s; `usual`: the mean of token_s.
 local function read_table(model)
   local packed, changed = redis.call('GET', key('table', model)), redis.call('SMEMBERS', key('changed_in', model))
   local workers = packed and cmsgpack.unpack(packed) or empty_table()
@@ -111,6 +111,9 @@ local function read_table(model)
   local fastest = math.huge
   for _, transfer_s in ipairs(workers.prefill.transfer_s) do fastest = math.min(fastest, transfer_s) end
   workers.prefill.fastest = #workers.prefill.id > 0 and fastest or 0
+  local sum = 0
+  for _, token_s in ipairs(workers.prefill.token_s) do sum = sum + token_s end
+  workers.prefill.usual = sum / math.max(#workers.prefill.id, 1)
   local tokens, blocks = read_reserved('tokens'), read_reserved('blocks')
   for _, rows in pairs(workers) do
     rows.row, rows.links, rows.reserved_tokens, rows.reserved_blocks = {}, {}, {}, {}

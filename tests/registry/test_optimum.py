@@ -78,8 +78,10 @@ def requests(draw: st.DrawFn) -> Wanted:
 class Costs:
     """The cost model in plain words."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, workers: list[Worker]) -> None:
         self.wanted = wanted
+        token_s = [1 / (w.load.prefill_tokens_per_s or 8192) for w in workers if w.info.role is Role.PREFILL]
+        self.usual = sum(token_s) / max(len(token_s), 1)
 
     def able(self, worker: Worker) -> bool:
         info, wanted = worker.info, self.wanted
@@ -100,7 +102,8 @@ class Costs:
         return full * 64 * (d.load.step_s or 1 / 64) + 8 * (used > d.info.num_blocks)
 
     def pair(self, p: Worker, d: Worker) -> float:
-        reading = (self.queue(p) + 16 * max(self.uncached(p), 1)) / (p.load.prefill_tokens_per_s or 8192)
+        tokens = max(self.uncached(p), 1)
+        reading = (self.queue(p) + tokens) / (p.load.prefill_tokens_per_s or 8192) + 15 * tokens * self.usual
         return reading + self.uncached(d) / (p.load.transfer_tokens_per_s or 32768) + self.writing(d)
 
     def alone(self, d: Worker, rate: float) -> float:
@@ -161,7 +164,8 @@ async def start(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]]) -> Regis
 async def check(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[Wanted]) -> None:
     registry = await start(url, cluster)
     for wanted in asked:
-        workers, costs = await registry.workers(), Costs(wanted)
+        workers = await registry.workers()
+        costs = Costs(wanted, workers)
         try:
             route = await ask(registry, wanted, workers)
         except NoWorkers:

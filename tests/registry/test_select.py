@@ -67,6 +67,14 @@ async def test_requests_spread_evenly_over_equal_workers(registry: Registry) -> 
     assert Counter(d for _, d in routes) == {"d0": 6, "d1": 6, "d2": 6, "d3": 6}
 
 
+async def test_a_slower_reader_gets_its_share(registry: Registry) -> None:
+    await register_pool(registry, prefill=2)
+    for name, rate in (("p0", 10_000.0), ("p1", 5000.0)):
+        load = worker_load(prefill_tokens_per_s=rate, linked=("d0-first",))
+        await registry.heartbeat(worker_info(name, Role.PREFILL), load, TTL)
+    assert Counter([names(await select(registry))[0] for _ in range(12)]) == {"p0": 8, "p1": 4}
+
+
 async def test_idle_equals_take_turns(registry: Registry) -> None:
     await register_pool(registry, decode=3)
     seen = []
