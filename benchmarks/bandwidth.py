@@ -3,7 +3,8 @@
     this process                              a process of its own
     cache -> gather, sum -> arena or socket -> copy to the cache, sum -> commit -> ack
 
-Blocks lie scattered on both sides; frames are cut as an engine's chunks cut them; every checksum is taken and verified.
+Blocks lie scattered on both sides; every checksum is taken and verified. A push is one layer of `push_tokens` tokens,
+and one frame where it fits. memcpy: one thread, between two arrays of as many bytes, more than any cache holds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from benchmarks.models import Shape
 from tandem.transfer import Endpoint, Link, Receiver, Sender
 
 BLOCK_SIZE = 16
-CHUNK_BLOCKS = 32  # a chunk of 512 tokens
 PREFILL, DECODE = Endpoint("prefill", "p", "layout"), Endpoint("decode", "d", "layout")
 BOUND_S = 60.0
 
@@ -33,6 +33,7 @@ class Bandwidth:
     """Medians: GB/s of a transfer and of memcpy, and seconds until one layer of a prompt is there and acknowledged."""
 
     transport: str
+    push_tokens: int
     gb_s: float
     memcpy_gb_s: float
     layer_s: float
@@ -42,16 +43,18 @@ class Bandwidth:
         return self.gb_s / self.memcpy_gb_s
 
 
-def bandwidth(shape: Shape, transport: str, *, num_bytes: int, layer_blocks: int, rounds: int) -> Bandwidth:
+def bandwidth(
+    shape: Shape, transport: str, *, num_bytes: int, push_tokens: int, layer_blocks: int, rounds: int
+) -> Bandwidth:
     """Moves `num_bytes` of the shape's KV `rounds` times, each time beside a memcpy; a round that counts not first."""
     cache = kv_cache(shape, num_bytes)
     rates: list[tuple[float, float]] = []
     with linked(shape, transport, num_bytes) as (link, pipe):
         for name in range(rounds + 1):
-            rates.append((num_bytes / 1e9 / moved(link, pipe, cache, str(name)), memcpy_gb_s(num_bytes)))
+            rates.append((num_bytes / 1e9 / moved(link, pipe, cache, push_tokens, str(name)), memcpy_gb_s(num_bytes)))
         layer_s = statistics.median(link.probe(layer_blocks * cache[0][0].nbytes, timeout=BOUND_S) for _ in range(20))
     ours, memcpy = (statistics.median(rate) for rate in zip(*rates[1:], strict=True))
-    return Bandwidth(transport, ours, memcpy, layer_s)
+    return Bandwidth(transport, push_tokens, ours, memcpy, layer_s)
 
 
 def kv_cache(shape: Shape, num_bytes: int) -> list[torch.Tensor]:
@@ -66,9 +69,9 @@ def scattered(num_blocks: int, seed: int) -> list[int]:
     return order
 
 
-def moved(link: Link, pipe: Connection, cache: Sequence[torch.Tensor], name: str) -> float:
+def moved(link: Link, pipe: Connection, cache: Sequence[torch.Tensor], push_tokens: int, name: str) -> float:
     """Seconds from the first frame until the receiver has verified the last."""
-    num_blocks = len(cache[0])
+    num_blocks, step = len(cache[0]), push_tokens // BLOCK_SIZE
     pipe.send(name)
     pipe.recv()
     here = scattered(num_blocks, seed=1)
@@ -76,9 +79,9 @@ def moved(link: Link, pipe: Connection, cache: Sequence[torch.Tensor], name: str
     push = link.begin(
         name, first_block=0, num_blocks=num_blocks, num_layers=len(cache), deadline=time.monotonic() + BOUND_S
     )
-    for first in range(0, num_blocks, CHUNK_BLOCKS):
+    for first in range(0, num_blocks, step):
         for layer, kv in enumerate(cache):
-            push.push(layer, first, here[first : first + CHUNK_BLOCKS], kv)
+            push.push(layer, first, here[first : first + step], kv)
     push.commit(b"").result(BOUND_S)
     return time.perf_counter() - start
 

@@ -1,6 +1,6 @@
 """Measures KV transfer: its bandwidth beside memcpy's, and how much of it hides behind prefill.
 
-1. bandwidth   for shm and tcp: two processes, much KV, in pushes as a chunk of 512 tokens makes them: one layer each
+1. bandwidth   for shm and tcp: two processes, much KV, in pushes of one layer of 512 tokens (a chunk) and of 2,048
 2. overlap     for shm and tcp: gateway, prefill and decode worker, prompts of 2,048 tokens; the trace says the rest
 3. write all of it as JSON; print it beside its bounds
 """
@@ -21,33 +21,38 @@ from benchmarks.overlap import Overlap, overlap
 
 RESULTS = OUT / "transfer.json"
 TRANSPORTS = ("shm", "tcp")
-PROMPT_TOKENS = 2048
+CHUNK_TOKENS, PROMPT_TOKENS = 512, 2048
 
 
 def main() -> None:
     console, options = Console(soft_wrap=True), _options()
     torch.set_num_threads(1)
-    layer_blocks = PROMPT_TOKENS // BLOCK_SIZE
-    pairs: list[tuple[Bandwidth, Overlap | None]] = []
+    found: list[dict[str, object]] = []
     for transport in options.transports:
-        moved = bandwidth(
-            LARGE, transport, num_bytes=options.mib << 20, layer_blocks=layer_blocks, rounds=options.rounds
-        )
-        console.print(said_bandwidth(moved), markup=False)
-        pairs.append((moved, None))
-    for index, (moved, _) in enumerate(pairs if options.overlap else []):
-        hidden = overlap(LARGE, moved.transport, prompt_tokens=PROMPT_TOKENS, rounds=options.rounds)
-        console.print(said_overlap(moved, hidden), markup=False)
-        pairs[index] = (moved, hidden)
+        chunked, whole = (_bandwidth(transport, tokens, options) for tokens in (CHUNK_TOKENS, PROMPT_TOKENS))
+        for moved in (chunked, whole):
+            console.print(said_bandwidth(moved), markup=False)
+            found.append(asdict(moved) | {"ratio": moved.ratio})
+        if options.overlap:
+            hidden = overlap(LARGE, transport, prompt_tokens=PROMPT_TOKENS, rounds=options.rounds)
+            console.print(said_overlap(whole, hidden), markup=False)
+            found.append(asdict(hidden) | {"layer_s": whole.layer_s, "bound_s": hidden.bound_s(whole.layer_s)})
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps([as_json(*pair) for pair in pairs], indent=1))
+    options.out.write_text(json.dumps(found, indent=1))
     console.print(f"written to {options.out}", markup=False)
+
+
+def _bandwidth(transport: str, push_tokens: int, options: argparse.Namespace) -> Bandwidth:
+    return bandwidth(
+        LARGE, transport, num_bytes=options.mib << 20, push_tokens=push_tokens,
+        layer_blocks=PROMPT_TOKENS // BLOCK_SIZE, rounds=options.rounds,
+    )  # fmt: skip
 
 
 def said_bandwidth(moved: Bandwidth) -> str:
     return (
-        f"{moved.transport}: {moved.gb_s:.2f} GB/s, checksums included; memcpy {moved.memcpy_gb_s:.2f} GB/s; "
-        f"ratio {moved.ratio:.2f}"
+        f"{moved.transport}, pushes of {moved.push_tokens:,} tokens: {moved.gb_s:.2f} GB/s, checksums included; "
+        f"memcpy {moved.memcpy_gb_s:.2f} GB/s; ratio {moved.ratio:.2f}"
     )
 
 
@@ -59,12 +64,6 @@ def said_overlap(moved: Bandwidth, hidden: Overlap) -> str:
         f"{bound * 1e3:.1f} ms; the engine spent {hidden.push_s * 1e3:.1f} ms in pushes; "
         f"{hidden.overlap_ratio:.2%} of the transfer ran beneath computing"
     )
-
-
-def as_json(moved: Bandwidth, hidden: Overlap | None) -> dict[str, object]:
-    if hidden is None:
-        return asdict(moved) | {"ratio": moved.ratio}
-    return asdict(moved) | {"ratio": moved.ratio} | asdict(hidden) | {"bound_s": hidden.bound_s(moved.layer_s)}
 
 
 def _options() -> argparse.Namespace:
