@@ -2,7 +2,8 @@
 
 1 fill      a real redis-server; 32 prefill and 32 decode workers register, all linked, and tell of 20,000
             conversations of 50 blocks, each held by one of each role: a million blocks, two million locations
-2 memory    a process of its own reads them all into a gateway's replica: what its memory grew by
+2 memory    a process of its own reads them all into a gateway's replica: what its memory grew by; and as many as a
+            small `max_blocks` lets it keep
 3 closed    routers as gateways run them, CALLERS in all, each asking again as soon as it has its answer
 4 open      the same at a stated rate, each time at random: a process of its own says when, as clients do over the
             network; latency from there to the route
@@ -46,7 +47,8 @@ from tandem.v1 import worker_pb2
 MODEL, REVISION, BLOCK_SIZE, TTL_S = "bench", "r1", 16, 3600.0
 PAIRS, CONVERSATIONS, SHARED_BLOCKS = 32, 20_000, 50
 CALLERS, DECISIONS = 64, 10_000
-OPEN_RATES, OPEN_S = (500, 1000, 2000), 6.0
+MAX_BLOCKS = (2_000_000, 250_000)  # a gateway's default; a smaller one
+OPEN_RATES, OPEN_S = (500, 1000, 2000, 4000), 3.0
 SPAWN, SENT = multiprocessing.get_context("spawn"), struct.Struct("d")
 RESULTS = OUT / "decisions.json"
 
@@ -112,13 +114,13 @@ async def fill(registry: Registry) -> None:
 # --- memory ---
 
 
-def replica_memory(url: str) -> dict[str, float]:
-    return asyncio.run(_replica_memory(url))
+def replica_memory(url: str, max_blocks: int) -> dict[str, float]:
+    return asyncio.run(_replica_memory(url, max_blocks))
 
 
-async def _replica_memory(url: str) -> dict[str, float]:
+async def _replica_memory(url: str, max_blocks: int) -> dict[str, float]:
     registry = await Registry.connect(url, clock=SystemClock())
-    replica = BlockReplica(registry.block_feed, registry.clock)
+    replica = BlockReplica(registry.block_feed, registry.clock, max_blocks=max_blocks)
     await registry.workers()
     gc.collect()
     before, start = psutil.Process().memory_info().rss, time.perf_counter()
@@ -127,7 +129,7 @@ async def _replica_memory(url: str) -> dict[str, float]:
     gc.collect()
     grown = (psutil.Process().memory_info().rss - before) / 2**20
     await registry.close()
-    return {"blocks": len(replica), "MiB": grown, "seconds": seconds}
+    return {"max_blocks": max_blocks, "blocks": len(replica), "MiB": grown, "seconds": seconds}
 
 
 # --- runs ---
@@ -291,15 +293,18 @@ async def run() -> None:
         await fill(registry)
         await registry.close()
         print(f"Redis holds {psutil.Process(redis.pid).memory_info().rss / 2**20:.0f} MiB")
-        with ProcessPoolExecutor(1, SPAWN) as other:
-            memory = other.submit(replica_memory, redis.url).result(timeout=120)
-        print(f"replica: {memory['blocks']:,.0f} blocks, {memory['MiB']:.0f} MiB, read in {memory['seconds']:.1f} s")
+        memory = []
+        for max_blocks in MAX_BLOCKS:
+            with ProcessPoolExecutor(1, SPAWN) as other:
+                memory.append(other.submit(replica_memory, redis.url, max_blocks).result(timeout=120))
+            said = "replica of at most {max_blocks:,}: {blocks:,} blocks, {MiB:.0f} MiB, read in {seconds:.1f} s"
+            print(said.format_map(memory[-1]))
         figures = []
         async for found in measure(redis):
             print(found.line(), flush=True)
             figures.append(asdict(found))
     OUT.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({"replica": memory, "runs": figures}, indent=2))
+    RESULTS.write_text(json.dumps({"replicas": memory, "runs": figures}, indent=2))
 
 
 if __name__ == "__main__":

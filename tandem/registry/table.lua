@@ -4,7 +4,7 @@
 --   choice    ──> unpacks table:<model>; takes the changed workers out, puts those alive in again, packs it anew
 --
 -- So a choice reads every worker with a handful of commands; unpacking columns takes Redis less than a microsecond for
--- each worker. Row i of a role is worker id[i]. Columns, of both roles:
+-- each worker. Row i of a role is worker id[i]. Columns, of those roles that need them:
 --
 --   id, generation, incarnation, layout_hash, revision    texts
 --   draining, block_size, num_links                       as the worker tells them; draining as 0 or 1
@@ -24,17 +24,15 @@ local NOMINAL_STEP_S = 1 / 64
 -- A full worker writes each token of an answer later: counted for so many of them.
 local ANSWER_STEPS = 64
 
-local TEXTS = {'id', 'generation', 'incarnation', 'layout_hash', 'revision'}
-local NUMBERS = {'draining', 'block_size', 'num_links', 'capacity', 'queued', 'used', 'num_blocks', 'token_s',
-  'transfer_s', 'unmeasured', 'step_s', 'full_s', 'sequences', 'sequences_s'}
+local COLUMNS = {
+  prefill = {'id', 'generation', 'incarnation', 'layout_hash', 'revision', 'draining', 'block_size', 'capacity', 'queued',
+    'token_s', 'num_links', 'transfer_s'},
+  decode = {'id', 'generation', 'incarnation', 'layout_hash', 'revision', 'draining', 'block_size', 'capacity', 'queued',
+    'token_s', 'unmeasured', 'used', 'num_blocks', 'step_s', 'full_s', 'sequences', 'sequences_s'},
+}
 local TEXTS_READ = {'role', 'generation', 'incarnation', 'layout_hash', 'revision'}
 local NUMBERS_READ = {'draining', 'block_size', 'num_blocks', 'max_num_seqs', 'max_model_len', 'free_blocks',
   'num_waiting', 'num_running', 'queued_tokens', 'prefill_tokens_per_s', 'transfer_tokens_per_s', 'step_s'}
-
-local function each_column(visit)
-  for _, name in ipairs(TEXTS) do visit(name) end
-  for _, name in ipairs(NUMBERS) do visit(name) end
-end
 
 local function read_worker(worker_id)
   local worker = {id = worker_id}
@@ -63,26 +61,28 @@ local function row_of(worker)
   }
 end
 
-local function take_out(rows, worker_id)
+local function take_out(rows, role, worker_id)
   for i, id in ipairs(rows.id) do
     if id == worker_id then
       local last = #rows.id
-      each_column(function(name)
+      for _, name in ipairs(COLUMNS[role]) do
         rows[name][i] = rows[name][last]
         rows[name][last] = nil
-      end)
+      end
       return
     end
   end
 end
 
-local function put_in(rows, row)
-  each_column(function(name) table.insert(rows[name], row[name]) end)
+local function put_in(rows, role, row)
+  for _, name in ipairs(COLUMNS[role]) do table.insert(rows[name], row[name]) end
 end
 
 local function empty_table()
   local workers = {prefill = {}, decode = {}}
-  each_column(function(name) workers.prefill[name], workers.decode[name] = {}, {} end)
+  for role, rows in pairs(workers) do
+    for _, name in ipairs(COLUMNS[role]) do rows[name] = {} end
+  end
   return workers
 end
 
@@ -99,10 +99,9 @@ local function read_table(model)
   local packed, changed = redis.call('GET', key('table', model)), redis.call('SMEMBERS', key('changed_in', model))
   local workers = packed and cmsgpack.unpack(packed) or empty_table()
   for _, worker_id in ipairs(changed) do
-    take_out(workers.prefill, worker_id)
-    take_out(workers.decode, worker_id)
+    for role, rows in pairs(workers) do take_out(rows, role, worker_id) end
     local worker = read_worker(worker_id)
-    if worker.role then put_in(workers[worker.role], row_of(worker)) end
+    if worker.role then put_in(workers[worker.role], worker.role, row_of(worker)) end
   end
   if #changed > 0 then
     redis.call('SET', key('table', model), cmsgpack.pack(workers))

@@ -1,9 +1,11 @@
 """Calls that go together: what comes while one is under way waits and goes in the next.
 
-    a ─────────> answers
-       b, c, d ┄┄┄┄┄┄┄┄┄> one call ─────────> answers
+    line 1    a ─────────> answers
+    line 2       b ─────────> answers
+                    c, d, e ┄┄> one call ─────────> answers
 
-An idle line adds no wait; a busy one shares each round trip among all who would have waited for it anyway.
+An idle line adds no wait; busy ones share each round trip among all who would have waited for it anyway. The second
+line keeps the server busy while the first one's answer is on its way.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+LINES = 2
 
 
 class Together(Generic[T]):
@@ -22,20 +25,24 @@ class Together(Generic[T]):
         self._run = run
         self._most = most
         self._waiting: list[tuple[T, asyncio.Future[Any]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None] | None] = set()
 
     async def call(self, argument: T) -> Any:
         """The answer to this argument, or what the call that it went with, or the one before it, has raised."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((argument, answer))
-        if self._task is None:
-            self._task = asyncio.create_task(self._run_all())
+        if len(self._tasks) < LINES:
+            self._tasks.add(asyncio.create_task(self._run_all()))
         return await answer
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [task for task in self._tasks if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A line cancelled before it began has told nobody.
+        self._fail(self._waiting, asyncio.CancelledError())
+        self._waiting.clear()
 
     async def _run_all(self) -> None:
         going: list[tuple[T, asyncio.Future[Any]]] = []
@@ -53,7 +60,7 @@ class Together(Generic[T]):
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._task = None
+            self._tasks.discard(asyncio.current_task())
 
     def _next(self) -> list[tuple[T, asyncio.Future[Any]]]:
         """Those whose caller still waits."""

@@ -1,0 +1,61 @@
+"""Calls that go together: each is answered with its own, whatever it shares a line with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from tandem.registry.together import LINES, Together
+
+MOST = 4
+
+
+async def test_every_call_is_answered_and_no_line_carries_too_many() -> None:
+    under_way, carried = 0, list[int]()
+
+    async def double(numbers: Sequence[int]) -> list[int]:
+        nonlocal under_way
+        under_way += 1
+        carried.append(len(numbers))
+        assert under_way <= LINES
+        await asyncio.sleep(0)
+        under_way -= 1
+        return [2 * number for number in numbers]
+
+    together = Together[int](double, MOST)
+
+    async def caller(number: int) -> None:
+        for _ in range(5):  # the next one comes in the moment when a line ends
+            assert await together.call(number) == 2 * number
+
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(caller(number) for number in range(30)))
+        for number in range(5):
+            assert await together.call(number) == 2 * number
+    assert sum(carried) == 155
+    assert max(carried) == MOST
+    await together.close()
+
+
+async def test_an_error_is_told_to_all_that_wait_and_ends_nothing_else() -> None:
+    broken = True
+
+    async def fail_once(numbers: Sequence[int]) -> Sequence[int]:
+        await asyncio.sleep(0)
+        if broken:
+            raise ConnectionError("gone")
+        return numbers
+
+    together = Together[int](fail_once, MOST)
+    async with asyncio.timeout(5):
+        errors = await asyncio.gather(*(together.call(number) for number in range(30)), return_exceptions=True)
+        assert {type(error) for error in errors} == {ConnectionError}
+        broken = False
+        assert await together.call(7) == 7
+    waiting = asyncio.create_task(together.call(8))
+    await asyncio.sleep(0)
+    await together.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
