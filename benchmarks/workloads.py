@@ -112,8 +112,8 @@ async def streams(client: Client, dice: random.Random) -> dict[str, float]:
 
 async def batching(client: Client, dice: random.Random) -> dict[str, float]:
     """The trace at its own arrival times, at most TRACE_SLOTS running: refilled at once, or batch by batch."""
-    continuous = await in_slots(client, _trace(dice), TRACE_SLOTS)
-    static = await in_batches(client, _trace(dice), TRACE_SLOTS)
+    continuous = await in_slots(client, trace(dice), TRACE_SLOTS)
+    static = await in_batches(client, trace(dice), TRACE_SLOTS)
     gain = throughput(continuous) / throughput(static)
     return {"continuous": throughput(continuous), "static": throughput(static), "gain": gain}
 
@@ -167,7 +167,8 @@ def _wave(dice: random.Random) -> list[Job]:
     return [Job(prompt(dice, 64), 256) for _ in range(4)]
 
 
-def _trace(dice: random.Random) -> list[Job]:
+def trace(dice: random.Random, scale: int = TRACE_SCALE) -> list[Job]:
+    """The first requests of Azure's trace, lengths divided by `scale`, random tokens."""
     if not TRACE.is_file():
         raise FileNotFoundError(f"{TRACE} is missing: save {TRACE_SOURCE} there")
     with TRACE.open() as rows:
@@ -175,8 +176,8 @@ def _trace(dice: random.Random) -> list[Job]:
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in found]
     return [
         Job(
-            prompt(dice, max(1, int(row["ContextTokens"]) // TRACE_SCALE)),
-            max(1, int(row["GeneratedTokens"]) // TRACE_SCALE),
+            prompt(dice, max(1, int(row["ContextTokens"]) // scale)),
+            max(1, int(row["GeneratedTokens"]) // scale),
             at=(at - times[0]) / TRACE_SPEEDUP,
         )
         for row, at in zip(found, times, strict=True)

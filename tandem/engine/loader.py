@@ -2,14 +2,13 @@
 
 1 find     model.safetensors.index.json names the shards, or there is one model.safetensors
 2 compare  the names and shapes in the shards with the ones the model needs: missing, extra or mis-shaped is an error
-3 copy     each tensor, memory-mapped, to where it belongs; nothing is held twice
+3 copy     each tensor to where it belongs, from a mapping of its own, let go at once: nothing is held twice
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,20 @@ _PAGES_PER_SHARD = 1024
 def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None) -> None:
     """Fill `model` from the folder at `path`. ValueError says which tensor or file is wrong."""
     targets = model.checkpoint_tensors()
-    with ExitStack() as stack:
-        shards = [stack.enter_context(_open(shard)) for shard in shard_paths(path)]
-        sources = {name: shard for shard in shards for name in shard.keys() if not _redundant(name, targets)}  # noqa: SIM118
-        _compare(sources, targets, path)
-        total, done = sum(t.nbytes for t in targets.values()), 0
-        for name, shard in sources.items():
-            targets[name].copy_(shard.get_tensor(name))
-            done += targets[name].nbytes
-            if on_progress is not None:
-                on_progress("weights", done, total)
+    sources, shapes = {}, {}
+    for shard in shard_paths(path):
+        with _open(shard) as file:
+            for name in file.keys():  # noqa: SIM118
+                if not _redundant(name, targets):
+                    sources[name], shapes[name] = shard, list(file.get_slice(name).get_shape())
+    _compare(shapes, targets, path)
+    total, done = sum(t.nbytes for t in targets.values()), 0
+    for name, shard in sources.items():
+        with _open(shard) as file:
+            targets[name].copy_(file.get_tensor(name))
+        done += targets[name].nbytes
+        if on_progress is not None:
+            on_progress("weights", done, total)
 
 
 def shard_paths(path: Path) -> list[Path]:
@@ -86,12 +89,12 @@ def _redundant(name: str, targets: Mapping[str, Tensor]) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in targets)
 
 
-def _compare(sources: Mapping[str, Any], targets: Mapping[str, Tensor], path: Path) -> None:
-    for problem, names in (("missing", targets.keys() - sources.keys()), ("extra", sources.keys() - targets.keys())):
+def _compare(shapes: Mapping[str, list[int]], targets: Mapping[str, Tensor], path: Path) -> None:
+    for problem, names in (("missing", targets.keys() - shapes.keys()), ("extra", shapes.keys() - targets.keys())):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
             raise ValueError(f"{path}: {len(names)} {problem} tensors: {shown}")
-    for name, shard in sources.items():
-        found, needed = list(shard.get_slice(name).get_shape()), list(targets[name].shape)
+    for name, found in shapes.items():
+        needed = list(targets[name].shape)
         if found != needed:
             raise ValueError(f"{path}: tensor {name} has shape {found}, the config says {needed}")
