@@ -15,7 +15,7 @@ from services.gateway.errors import Unavailable
 from tandem.registry import ClusterView, Place, Role, Route, Worker
 
 # As in the registry's costs: reading a token delays whoever comes next, too.
-OWN_WORK = 2
+OWN_WORK = 16
 
 
 @dataclass(frozen=True, slots=True)
