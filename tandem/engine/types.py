@@ -152,8 +152,8 @@ class EngineConfig:
     """What an engine is made from. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds.
 
     A step computes up to `max_num_batched_tokens`; one that decodes, only `max_prefill_beside_decode` of prompts, so
-    that running answers go on. None makes that 64 on CPUs, where arithmetic is no slower in such chunks and a long step
-    takes a second, and all that fit elsewhere.
+    that running answers go on. None makes that, on CPUs, as many as take about a tenth of a second, which arithmetic in
+    such chunks is no slower for; and all that fit elsewhere.
 
     `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a fingerprint
     of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used. Through the folder

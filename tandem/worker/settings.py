@@ -41,7 +41,7 @@ class WorkerSettings(Settings):
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one engine step")
     max_prefill_beside_decode: int | None = Field(
-        None, ge=1, description="prompt tokens in a step that also decodes (default: 64 on CPUs, else the token budget)"
+        None, ge=1, description="prompt tokens in a step that also decodes (default: 0.1 s of them on CPUs)"
     )
     max_num_seqs: int = Field(256, ge=1, description="sequences in one engine step")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer (default: the model's)")

@@ -13,12 +13,14 @@
 
 #define _GNU_SOURCE
 #include <immintrin.h>
+#include <linux/futex.h>
 #include <math.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 typedef uint16_t bf16;
 typedef void (*parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
@@ -38,7 +40,7 @@ struct pieces { _Alignas(64) _Atomic uint64_t left; }; /* of one thread: the fir
 
 struct crew {
     _Alignas(64) _Atomic int64_t arrived;
-    _Alignas(64) _Atomic int64_t rounds;
+    _Alignas(64) _Atomic int32_t rounds, asleep;
     struct pieces pieces[2][MAX_THREADS]; /* of this loop and the next, in turns */
 };
 
@@ -50,15 +52,22 @@ static struct hand join(struct crew *crew, int64_t threads) {
 
 static void meet(const struct hand *h) {
     struct crew *c = h->crew;
-    int64_t round = atomic_load(&c->rounds);
+    int32_t round = atomic_load(&c->rounds);
     if (atomic_fetch_add(&c->arrived, 1) + 1 == h->threads) {
         atomic_store(&c->arrived, 0);
         atomic_fetch_add(&c->rounds, 1);
+        if (atomic_load(&c->asleep)) syscall(SYS_futex, &c->rounds, FUTEX_WAKE_PRIVATE, MAX_THREADS, 0, 0, 0);
         return;
     }
     for (int64_t spins = 0; atomic_load_explicit(&c->rounds, memory_order_acquire) == round; spins++) {
-        if (spins < SPINS) _mm_pause();
-        else sched_yield();
+        if (spins < SPINS) {
+            _mm_pause();
+            continue;
+        }
+        /* Asleep, so that whoever keeps a thread of ours from running may come over to this core. */
+        atomic_fetch_add(&c->asleep, 1);
+        syscall(SYS_futex, &c->rounds, FUTEX_WAIT_PRIVATE, round, 0, 0, 0);
+        atomic_fetch_sub(&c->asleep, 1);
     }
 }
 

@@ -51,6 +51,12 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     dtype: str
 
+    @property
+    def multiplications(self) -> int:
+        """Of one token with all layers' weights; attention, embedding and head are left out."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
 
 def read_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
     """Read the model folder at `path`; `max_model_len` shortens the context. ValueError names what is unsupported."""
