@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from itertools import count
 from typing import Any
@@ -30,7 +31,7 @@ from tandem.settings import load
 Pair = tuple[str, str]
 
 
-class BlindRouter(Router):
+class BlindRouter(Router, ABC):
     """Leaves the gateway's own router one pair, chosen by nothing that is known of prompts or load."""
 
     def __init__(self, registry: Registry, view: ClusterView, *others: Any) -> None:
@@ -48,8 +49,9 @@ class BlindRouter(Router):
             raise Unavailable("no linked pair", code="no_workers")
         return await super().choose(wanted, {*exclude, *workers} - {*self.pick(pairs)})
 
+    @abstractmethod
     def pick(self, pairs: list[Pair]) -> Pair:
-        raise NotImplementedError
+        """One of the linked (prefill worker, decode worker)."""
 
 
 class RandomRouter(BlindRouter):
