@@ -18,9 +18,10 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tandem import native
 from tandem.engine import Request, SamplingParams
 from tandem.engine.forward import Forward, StepInput, TorchForward
-from tandem.engine.kernels import CpuForward, build, load_library
+from tandem.engine.kernels import CpuForward, load_library
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.models.decoder import rms_norm
 from tests.engine.tiny import SIZES, VOCAB, greedy, make_engine, prompt_of, run, sampled, tokens
@@ -34,7 +35,7 @@ MODELS = {
 
 def can_compile() -> bool:
     """Asked of the machine, not of the code under test."""
-    return "avx512_bf16" in Path("/proc/cpuinfo").read_text() and bool(build._compilers())
+    return "avx512_bf16" in Path("/proc/cpuinfo").read_text() and bool(native.compilers())
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,7 @@ def test_a_batch_gives_everyone_what_they_get_alone(model: tuple[Path, torch.nn.
 
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build, "_compilers", list)
+    monkeypatch.setattr(native, "compilers", list)
     with capture_logs() as logs:
         assert load_library(tmp_path) is None
     (entry,) = logs
@@ -211,7 +212,7 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_failing_compiler_and_an_unwritable_cache_are_no_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build, "_compilers", lambda: [["false"]])
+    monkeypatch.setattr(native, "compilers", lambda: [["false"]])
     blocked = tmp_path / "file"
     blocked.touch()
     with capture_logs() as logs:

@@ -1,0 +1,76 @@
+"""From a C source beside its module to a shared library, compiled once per machine.
+
+1 check    the CPU has the instructions
+2 find     <cache>/tandem/kernels/<hash of source and flags>.so, the cache being XDG_CACHE_HOME or ~/.cache
+3 compile  with the `ziglang` wheel, gcc or clang, into a name of its own, then rename: concurrent builders do no harm
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.util import find_spec
+from pathlib import Path
+
+_FLAGS = ("-O3", "-shared", "-fPIC")
+_TIMEOUT_S = 120.0
+
+
+class NotCompiled(RuntimeError):
+    """There can be no library here; says why."""
+
+
+def compiled(source: Path, instructions: Sequence[str], *flags: str, cache: Path | None = None) -> Path:
+    """The library made of `source` for a CPU with `instructions` (as /proc/cpuinfo spells them), kept in `cache`.
+
+    Raises NotCompiled.
+    """
+    try:
+        _check_cpu(instructions)
+        machine = [f"-m{name.replace('_', '')}" for name in instructions]
+        return _found_or_made(source, [*_FLAGS, *flags, *machine], cache or _cache())
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NotCompiled(str(error)) from error
+
+
+def _check_cpu(instructions: Sequence[str]) -> None:
+    flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
+    if missing := sorted(set(instructions).difference(flags)):
+        raise NotCompiled(f"this CPU lacks {', '.join(missing)}")
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "kernels"
+
+
+def _found_or_made(source: Path, flags: Sequence[str], cache: Path) -> Path:
+    digest = blake2b(source.read_bytes() + " ".join(flags).encode(), digest_size=16).hexdigest()
+    target = cache / f"{digest}.so"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            _compile(source, flags, Path(folder) / target.name).rename(target)
+    return target
+
+
+def _compile(source: Path, flags: Sequence[str], output: Path) -> Path:
+    """Tries each compiler in turn; NotCompiled says what the last one complained of."""
+    problem = "no C compiler found: install the ziglang wheel, gcc or clang"
+    for compiler in compilers():
+        command = [*compiler, *flags, str(source), "-o", str(output), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        if done.returncode == 0:
+            return output
+        problem = f"{compiler[0]}: {done.stderr.strip()[-500:]}"
+    raise NotCompiled(problem)
+
+
+def compilers() -> list[list[str]]:
+    """Commands that compile C here, best first."""
+    found = [[path] for name in ("gcc", "clang") if (path := shutil.which(name))]
+    return [*found, [sys.executable, "-m", "ziglang", "cc"]] if find_spec("ziglang") else found
