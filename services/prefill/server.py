@@ -29,7 +29,7 @@ from tandem.worker import Host, wire
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0
-MIN_ARENA_BYTES, MAX_ARENA_BYTES = 1 << 20, 64 << 20
+MIN_ARENA_BYTES, MAX_ARENA_BYTES = 1 << 20, 8 << 20
 log = structlog.get_logger(__name__)
 tracer = trace.get_tracer("tandem.prefill")
 

@@ -4,8 +4,13 @@ shm        a memory file, sealed against resizing; the receiver maps it through 
            in any file system, so nothing can stay behind when either side dies, at whatever moment.
 otherwise  private memory that frames are gathered into and sent from
 
+           | posted: a count, and a ring of slots that the receiver has read | slot | slot | ... |
+
 slot       free -> taken (gather, checksum) -> lent (queued, being read) -> free
            last in, first out: a receiver that keeps up keeps the working set small enough for the CPU's caches
+
+The receiver gives slots back in the file itself: a message would wake a thread of the sender for each. The ring holds
+more than there are slots, so it never runs over; a sender believes of it only what it has lent.
 """
 
 from __future__ import annotations
@@ -14,21 +19,40 @@ import fcntl
 import mmap
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from tandem.transfer.wire import ShmOffer
 
-ASK_BYTES = 4 << 20  # few enough that the slots in use stay in the CPU's caches, many enough to be worth a message
+HEAD_BYTES = 4096
+RING = HEAD_BYTES // 8 - 1
 
 
 class Arena:
-    """`size` bytes. Dropping the last reference unmaps them, so a copy under way never loses its memory."""
+    """`size` bytes for slots from `start` on. Dropping the last reference unmaps them: a copy under way keeps them."""
 
-    def __init__(self, memory: mmap.mmap, offer: ShmOffer | None = None) -> None:
-        self.size = len(memory)
+    def __init__(self, memory: mmap.mmap, start: int = 0, offer: ShmOffer | None = None) -> None:
+        self.start, self.size = start, len(memory) - start
         self.offer = offer
         self.view = memoryview(memory)
+        self._head = self.view[:start].cast("Q")  # the count, then the ring
+        self._seen = 0
+
+    def post(self, slots: Iterable[int]) -> None:
+        """For the receiver: these have been read. One thread at a time."""
+        for slot in slots:
+            count = self._head[0]
+            self._head[1 + count % RING] = slot
+            self._head[0] = count + 1  # after the slot: whoever sees the count finds it
+
+    def posted(self) -> list[int]:
+        """For the sender: what has been posted since it last asked. One thread at a time."""
+        if not self.start:
+            return []
+        first = self._seen
+        self._seen = max(first, min(self._head[0], first + RING))
+        return [self._head[1 + place % RING] for place in range(first, self._seen)]
 
     @classmethod
     def private(cls, size: int) -> Arena:
@@ -36,17 +60,17 @@ class Arena:
 
     @classmethod
     def shared(cls, size: int) -> Arena:
-        """A new memory file; call `sent_out` once the receiver has had its chance to map it."""
+        """A new memory file with `size` bytes for slots; call `sent_out` once the receiver could map it."""
         name = f"tandem-kv-{secrets.token_hex(16)}"
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, size)
+            os.ftruncate(fd, HEAD_BYTES + size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = mmap.mmap(fd, HEAD_BYTES + size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except BaseException:
             os.close(fd)
             raise
-        return cls(memory, ShmOffer(pid=os.getpid(), fd=fd, name=name, size=size))
+        return cls(memory, HEAD_BYTES, ShmOffer(pid=os.getpid(), fd=fd, name=name, size=HEAD_BYTES + size))
 
     @classmethod
     def attach(cls, offer: ShmOffer) -> Arena | None:
@@ -59,8 +83,8 @@ class Arena:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK  # else a shrink would kill this side
-                if sealed and os.fstat(fd).st_size == offer.size:
-                    return cls(mmap.mmap(fd, offer.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+                if sealed and os.fstat(fd).st_size == offer.size > HEAD_BYTES:
+                    return cls(mmap.mmap(fd, offer.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), HEAD_BYTES)
             finally:
                 os.close(fd)
         return None
@@ -74,14 +98,10 @@ class Arena:
 
 @dataclass(slots=True)
 class Slot:
-    """Arena memory that is its taker's until it is queued or given back.
-
-    urgent: the receiver shall tell which slots it has read once it has read this one, and not wait for more to tell.
-    """
+    """Arena memory that is its taker's until it is queued or given back."""
 
     offset: int
     view: memoryview
-    urgent: bool
 
 
 class Slots:
@@ -92,20 +112,15 @@ class Slots:
         self.block_bytes = block_bytes
         self.blocks = max(1, min(frame_bytes, arena.size // 4) // block_bytes)
         slot_bytes = -(-self.blocks * block_bytes // 64) * 64  # rows start on a cache line
-        self.count = arena.size // slot_bytes
-        self._free = [slot * slot_bytes for slot in reversed(range(self.count))]
-        self._unasked = 0  # bytes taken since a slot was urgent
+        self.count = min(arena.size // slot_bytes, RING)
+        self._free = [arena.start + slot * slot_bytes for slot in reversed(range(self.count))]
 
     def take(self, nbytes: int) -> Slot | None:
         """The first `nbytes` of a free slot, or None."""
         if not self._free:
             return None
         start = self._free.pop()
-        self._unasked += nbytes
-        urgent = not self._free or self._unasked >= ASK_BYTES
-        if urgent:
-            self._unasked = 0
-        return Slot(start, self._arena.view[start : start + nbytes], urgent)
+        return Slot(start, self._arena.view[start : start + nbytes])
 
     def give(self, offset: int) -> None:
         self._free.append(offset)

@@ -8,15 +8,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+LINE = 64  # bytes of a cache line
 
-def block_rows(kv: torch.Tensor, name: str = "kv") -> NDArray[np.uint8]:
-    """`kv` (num_blocks, ...), contiguous, on the CPU -> the same memory as (num_blocks, block_bytes)."""
-    if not kv.is_cpu or kv.dim() < 2 or not kv.is_contiguous():
-        raise ValueError(
-            f"{name}: need a contiguous CPU tensor (num_blocks, ...), got {tuple(kv.shape)} on {kv.device}"
-        )
-    rows: NDArray[np.uint8] = kv.view(torch.uint8).numpy().reshape(len(kv), -1)
-    return rows
+
+class Rows:
+    """`kv` (num_blocks, ...), contiguous, on the CPU, as `count` rows of `row_bytes` at `address`.
+
+    in_lines: every row is made of whole cache lines.
+    """
+
+    __slots__ = ("_kv", "address", "count", "in_lines", "row_bytes")
+
+    def __init__(self, kv: torch.Tensor, name: str = "kv") -> None:
+        if not kv.is_cpu or kv.dim() < 2 or not kv.is_contiguous():
+            raise ValueError(
+                f"{name}: need a contiguous CPU tensor (num_blocks, ...), got {tuple(kv.shape)} on {kv.device}"
+            )
+        self._kv = kv
+        self.count, self.row_bytes = len(kv), kv.stride(0) * kv.element_size()
+        self.address = kv.data_ptr()
+        self.in_lines = self.address % LINE == 0 and self.row_bytes % LINE == 0
+
+    def array(self) -> NDArray[np.uint8]:
+        """The same memory as (count, row_bytes)."""
+        rows: NDArray[np.uint8] = self._kv.view(torch.uint8).numpy().reshape(self.count, self.row_bytes)
+        return rows
 
 
 def row_ids(block_ids: Sequence[int], num_blocks: int) -> NDArray[np.int64]:
@@ -26,21 +42,16 @@ def row_ids(block_ids: Sequence[int], num_blocks: int) -> NDArray[np.int64]:
     return np.array(block_ids, dtype=np.int64)
 
 
-def gather(rows: NDArray[np.uint8], ids: NDArray[np.int64], out: memoryview) -> None:
-    """Copies rows `ids`, which must exist, to `out` in one call that does not hold the GIL."""
-    target = np.frombuffer(out, np.uint8).reshape(len(ids), -1)
-    rows.take(ids, axis=0, out=target, mode="clip")  # "raise" would copy everything twice
-
-
 class KVCache:
     """The receiver's cache, one (num_blocks, ...) tensor a layer, all of one block size and count."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        rows = [block_rows(kv, f"kv_cache[{layer}]") for layer, kv in enumerate(layers)]
-        if not rows or any(layer.shape != rows[0].shape for layer in rows):
-            raise ValueError(f"kv_cache: need one or more layers of equal shape, got {[r.shape for r in rows]}")
-        self._rows: list[NDArray[np.uint8]] = rows
-        self.num_blocks, self.block_bytes = rows[0].shape
+        rows = [Rows(kv, f"kv_cache[{layer}]") for layer, kv in enumerate(layers)]
+        if not rows or len({(layer.count, layer.row_bytes) for layer in rows}) > 1:
+            shapes = [(layer.count, layer.row_bytes) for layer in rows]
+            raise ValueError(f"kv_cache: need one or more layers of equal shape, got (blocks, bytes) {shapes}")
+        self.layers = rows
+        self.num_blocks, self.block_bytes = rows[0].count, rows[0].row_bytes
         self.num_layers = len(rows)
 
     def ids(self, block_ids: Sequence[int], first_block: int) -> NDArray[np.int64]:
@@ -52,7 +63,3 @@ class KVCache:
         if len(np.unique(written)) != len(written) or np.any((written < 0) | (written >= self.num_blocks)):
             raise ValueError(f"block_ids: must be distinct and in [0, {self.num_blocks}), got {written.tolist()}")
         return ids
-
-    def write(self, layer: int, block_ids: NDArray[np.int64], payload: memoryview) -> None:
-        """Scatters `payload`, len(block_ids) blocks, in one call that does not hold the GIL."""
-        self._rows[layer][block_ids] = np.frombuffer(payload, np.uint8).reshape(len(block_ids), self.block_bytes)

@@ -1,7 +1,8 @@
 """The thread of one end of a link: it carries messages between the stream and a port, and alone reads and waits.
 
     each turn  read a few messages and hand them over -> write what the port has to say -> tick, now and then
-               -> sleep if nothing moved, until the stream is ready, somebody wakes it, or something falls due
+               -> sleep if nothing has moved for as long as the port is patient: until the stream is ready, somebody
+                  wakes it, or something falls due
     the end    of the stream, of the peer's life, by a bad message or by `close`: the port hears of it exactly once
 
 Messages are read and written in bursts: on a busy link a thread switch costs more than the message. For the same reason
@@ -34,6 +35,7 @@ class Port(Protocol):
 
     liveness: Liveness
     max_frame_bytes: int
+    patience: float  # seconds to look for messages after one has come before the thread sleeps
 
     @property
     def small(self) -> bool:
@@ -68,7 +70,7 @@ class Channel:
         self._closing: TransferError | None = None
         self._writing: list[Message] = []
         self._parts: deque[memoryview] = deque()
-        self._tick_at = 0.0
+        self._tick_at = self._moved_at = 0.0
         self._asleep = False
         self._writer = threading.Lock()  # whoever holds it writes
         self._over = False
@@ -137,13 +139,16 @@ class Channel:
         if now >= self._tick_at:
             self._port.tick()
             self._tick_at = now + TICK_SECONDS
-        if not moved:
+        if moved:
+            self._moved_at = now
+        elif now - self._moved_at >= self._port.patience:
             self._sleep(now)
 
     def _sleep(self, now: float) -> None:
         self._asleep = True  # before the last look at the port: whoever queues a message after it will wake us
-        if not self._port.pending() or self._parts:
-            self._stream.wait(write=bool(self._parts), timeout=self._tick_at - now)
+        elsewhere = self._writer.locked()  # another thread writes, and will wake us for what it leaves
+        if elsewhere or self._parts or not self._port.pending():
+            self._stream.wait(write=bool(self._parts) and not elsewhere, timeout=self._tick_at - now)
         self._asleep = False
 
     def _read(self) -> bool:

@@ -8,6 +8,7 @@ from tandem.clock import Clock
 from tandem.transfer.arena import Arena
 from tandem.transfer.blocks import KVCache
 from tandem.transfer.channel import burst
+from tandem.transfer.copier import Copier
 from tandem.transfer.endpoint import Endpoint, TransferError
 from tandem.transfer.inbox import Inbox
 from tandem.transfer.receiving import Landing, ReceiverProtocol
@@ -15,11 +16,14 @@ from tandem.transfer.wire import INLINE, Hello, Message, checksum
 
 
 class Inlet:
+    patience = 100e-6  # the next layer of a chunk that is read from a cache comes sooner; a wake-up costs half as much
+
     def __init__(
-        self, local: Endpoint, inbox: Inbox, cache: KVCache, *, transports: Sequence[str], max_frame_bytes: int,
-        nonce: int, clock: Clock,
+        self, local: Endpoint, inbox: Inbox, cache: KVCache, copier: Copier, *, transports: Sequence[str],
+        max_frame_bytes: int, nonce: int, clock: Clock,
     ) -> None:  # fmt: skip
-        self._inbox, self._cache, self._clock, self._transports = inbox, cache, clock, transports
+        self._inbox, self._cache, self._copier = inbox, cache, copier
+        self._clock, self._transports = clock, transports
         self._arena: Arena | None = None
         self.max_frame_bytes = max(max_frame_bytes, cache.block_bytes)
         self._protocol = ReceiverProtocol(
@@ -47,6 +51,9 @@ class Inlet:
             landing = self._protocol.receive(message, self._clock.now())
         if landing:
             self._land(landing)
+        if self._protocol.read and self._arena:
+            self._arena.post(self._protocol.read)
+            self._protocol.read.clear()
         self._inbox.tell(self._protocol.endings)
 
     def tick(self) -> None:
@@ -61,13 +68,14 @@ class Inlet:
         self._arena = None
 
     def _land(self, landing: Landing) -> None:
-        """Copies first and sums the source after: what the sum vouches for is what was copied."""
+        """Copies and sums the payload, or a probe's only sums; what the sum vouches for is what was copied."""
         seen = -1
         try:
             payload = self._payload(landing.message)
             if landing.inbound:
-                self._cache.write(landing.message.layer, landing.block_ids, payload)
-            seen = checksum(payload)
+                seen = self._copier.scatter(payload, self._cache.layers[landing.message.layer], landing.block_ids)
+            else:
+                seen = checksum(payload)
         finally:
             with self._inbox.changed:
                 self._protocol.landed(landing, seen)

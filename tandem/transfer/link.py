@@ -10,12 +10,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tandem.clock import Clock
-from tandem.transfer.blocks import block_rows, row_ids
+from tandem.transfer.blocks import Rows, row_ids
 from tandem.transfer.channel import Channel
 from tandem.transfer.endpoint import Endpoint, TransferError
 from tandem.transfer.outlet import Outlet
@@ -39,8 +37,8 @@ class Push:
         kv: (num_blocks, 2, num_kv_heads, block_size, head_dim), contiguous. Its bytes are copied before this returns.
         Waits while the link's arena is full, at most to the transfer's deadline. Raises TransferError.
         """
-        rows = block_rows(kv)
-        ids = row_ids(block_ids, len(rows))
+        rows = Rows(kv)
+        ids = row_ids(block_ids, rows.count)
         try:
             step = self._blocks_per_frame(rows)
             for start in range(0, len(ids), step):
@@ -65,8 +63,8 @@ class Push:
         self._outlet.abort(self._outgoing, TransferError("ABORTED", reason))
         self._channel.flush()
 
-    def _blocks_per_frame(self, rows: NDArray[np.uint8]) -> int:
-        slots, have = self._outlet.slots, rows.shape[1]
+    def _blocks_per_frame(self, rows: Rows) -> int:
+        slots, have = self._outlet.slots, rows.row_bytes
         if have != slots.block_bytes:
             text = f"kv: a block has {have} bytes here and {slots.block_bytes} at the receiver"
             error = TransferError("FAILED_PRECONDITION", text)

@@ -16,20 +16,23 @@ from numpy.typing import NDArray
 
 from tandem.clock import Clock
 from tandem.transfer.arena import Arena, Slot, Slots
-from tandem.transfer.blocks import gather
+from tandem.transfer.blocks import Rows
 from tandem.transfer.channel import burst
+from tandem.transfer.copier import Copier
 from tandem.transfer.endpoint import TransferError
 from tandem.transfer.sending import Outgoing, SenderProtocol
 from tandem.transfer.wire import MAX_CONTROL_BYTES, Message, Welcome, checksum
 
-POLL_SECONDS = 0.1
+PAUSE_SECONDS = (20e-6, 1e-3)  # the first and the longest between two looks: a receiver gives slots back silently
 
 
 class Outlet:
-    def __init__(self, protocol: SenderProtocol, arena: Arena, frame_bytes: int, clock: Clock) -> None:
+    patience = 0.0
+
+    def __init__(self, protocol: SenderProtocol, arena: Arena, copier: Copier, frame_bytes: int, clock: Clock) -> None:
         self.liveness = protocol.liveness
         self.max_frame_bytes = MAX_CONTROL_BYTES  # nothing larger comes back from a receiver
-        self._protocol, self._frame_bytes, self._clock = protocol, frame_bytes, clock
+        self._protocol, self._copier, self._frame_bytes, self._clock = protocol, copier, frame_bytes, clock
         self._arena: Arena | None = arena
         self._slots: Slots | None = None
         self._changed = threading.Condition()
@@ -100,21 +103,17 @@ class Outlet:
                 transfer_id, first_block=first_block, num_blocks=num_blocks, num_layers=num_layers, deadline=deadline
             )
 
-    def push(
-        self, outgoing: Outgoing, layer: int, first_block: int, rows: NDArray[np.uint8], ids: NDArray[np.int64]
-    ) -> None:
+    def push(self, outgoing: Outgoing, layer: int, first_block: int, rows: Rows, ids: NDArray[np.int64]) -> None:
         """Copies blocks that fit one slot into one, waiting for it, and queues the frame."""
         slot = self._slot(outgoing, layer, first_block, len(ids))
         try:
-            gather(rows, ids, slot.view)
-            payload_sum = checksum(slot.view)
+            payload_sum = self._copier.gather(rows, ids, slot.view)
         except BaseException:
             self._give(slot)
             raise
         with self._turn() as protocol:
             protocol.frame(
                 outgoing, layer, first_block, len(ids), slot=slot.offset, payload=slot.view, payload_sum=payload_sum,
-                urgent=slot.urgent,
             )  # fmt: skip
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> Future[None]:
@@ -134,7 +133,7 @@ class Outlet:
         taken: list[Slot] = []
 
         def room() -> bool:
-            if slot := self.slots.take(len(payload)):
+            if slot := self._take(len(payload)):
                 taken.append(slot)
             return bool(taken)
 
@@ -142,7 +141,7 @@ class Outlet:
             self._wait(room, deadline, "probe: no room to send")
             slot = taken[0]
             slot.view[:] = payload
-            return self._protocol.probe(slot.offset, slot.view, checksum(slot.view), slot.urgent)
+            return self._protocol.probe(slot.offset, slot.view, checksum(slot.view))
 
     def probed(self, handles: set[int], deadline: float) -> bool:
         """Waits for the answers to these probes; whether the receiver saw the bytes that were sent."""
@@ -158,12 +157,20 @@ class Outlet:
 
     def _slot(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> Slot:
         with self._changed:
-            while True:
+            for pause in _pauses():
                 self._protocol.expire(self._clock.now())
                 self._protocol.check(outgoing, layer, first_block, num_blocks)
-                if slot := self.slots.take(num_blocks * self.slots.block_bytes):
+                if slot := self._take(num_blocks * self.slots.block_bytes):
                     return slot
-                self._changed.wait(POLL_SECONDS)
+                self._changed.wait(pause)
+        raise AssertionError("pauses never end")
+
+    def _take(self, nbytes: int) -> Slot | None:
+        if self._arena:
+            for slot in self._arena.posted():
+                self._protocol.returned(slot)
+            self._free()
+        return self.slots.take(nbytes)
 
     def _give(self, slot: Slot) -> None:
         with self._changed:
@@ -184,11 +191,13 @@ class Outlet:
         self._changed.notify_all()
 
     def _wait(self, done: Callable[[], bool], deadline: float, what: str) -> None:
-        while not done():
+        for pause in _pauses():
+            if done():
+                return
             left = deadline - self._clock.now()
             if left <= 0:
                 raise TransferError("DEADLINE_EXCEEDED", what)
-            self._changed.wait(min(left, POLL_SECONDS))
+            self._changed.wait(min(left, pause))
 
     @contextmanager
     def _turn(self) -> Iterator[SenderProtocol]:
@@ -205,14 +214,16 @@ class Outlet:
                 self._resolve(outgoing)
 
     def _collect(self) -> list[Outgoing]:
-        protocol = self._protocol
-        for slot in protocol.credits:
-            if self._slots:
-                self._slots.give(slot)
-        protocol.credits.clear()
-        ended, protocol.ended = protocol.ended, []
+        self._free()
+        ended, self._protocol.ended = self._protocol.ended, []
         self._changed.notify_all()
         return ended
+
+    def _free(self) -> None:
+        for slot in self._protocol.credits:
+            if self._slots:
+                self._slots.give(slot)
+        self._protocol.credits.clear()
 
     def _resolve(self, outgoing: Outgoing) -> None:
         future = self._futures.pop(outgoing, None)
@@ -222,3 +233,10 @@ class Outlet:
             future.set_exception(outgoing.error.fresh())
         else:
             future.set_result(None)
+
+
+def _pauses() -> Iterator[float]:
+    pause, longest = PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, longest)

@@ -16,6 +16,7 @@ import torch
 from tandem.clock import Clock, SystemClock
 from tandem.transfer.blocks import KVCache
 from tandem.transfer.channel import JOIN_SECONDS, Channel
+from tandem.transfer.copier import load_copier
 from tandem.transfer.endpoint import Endpoint, TransferError
 from tandem.transfer.inbound import Inbound
 from tandem.transfer.inbox import Inbox
@@ -45,7 +46,7 @@ class Receiver:
         self.local = local
         network = network or SocketNetwork()
         self._transports = carried(transports, network)
-        self._cache = KVCache(kv_cache)
+        self._cache, self._copier = KVCache(kv_cache), load_copier()
         self._clock: Clock = clock or SystemClock()
         self._max_frame_bytes, self._max_links = max_frame_bytes, max_links
         self._inbox = Inbox()
@@ -118,7 +119,7 @@ class Receiver:
 
     def _open(self, stream: Stream) -> None:
         inlet = Inlet(
-            self.local, self._inbox, self._cache, transports=self._transports, nonce=secrets.randbits(63),
+            self.local, self._inbox, self._cache, self._copier, transports=self._transports, nonce=secrets.randbits(63),
             max_frame_bytes=self._max_frame_bytes, clock=self._clock,
         )  # fmt: skip
         channel = Channel(stream, inlet, self._clock, f"kv-link-{self.local.worker_id}")

@@ -2,7 +2,7 @@
 
     link   HELLO -> WELCOME (open) | REFUSE
     frame  header checked (whose? which blocks? seen before?) -> Landing: the owner copies it to the cache and sums it
-           -> landed: CREDIT, and the sum decides
+           -> landed: the slot may be written again, and the sum decides
 
 Blocks in the wrong place are impossible, for only this side knows physical ids; bytes that fail their sum stay
 invisible, for their transfer aborts. The sum is taken after the copy, so a sender that scribbles over its arena between
@@ -33,7 +33,6 @@ from tandem.transfer.wire import (
     checksum,
     control,
     link_nonce,
-    packed_offsets,
     parse,
 )
 
@@ -50,7 +49,10 @@ class Landing:
 
 
 class ReceiverProtocol:
-    """One link. `choose` picks the transport for a HELLO ("" for none); `outbox` holds what to write to the peer."""
+    """One link. `choose` picks the transport for a HELLO ("" for none).
+
+    `outbox` holds what to write to the peer; `read`, the arena slots that its owner is to give back to the sender.
+    """
 
     def __init__(
         self, local: Endpoint, table: InboundTable, *, num_layers: int, block_bytes: int, max_frame_bytes: int,
@@ -61,6 +63,7 @@ class ReceiverProtocol:
         self.liveness = Liveness(now, now)
         self.outbox: deque[Message] = deque()
         self.endings: deque[Inbound] = deque()
+        self.read: list[int] = []
         self.hello: Hello | None = None
         self.transport = ""
         self._nonce = nonce
@@ -68,7 +71,6 @@ class ReceiverProtocol:
         self._opened_at = now
         self._bound: dict[int, Inbound] = {}
         self._last_handle = 0
-        self._read: list[int] = []  # arena slots that the sender has not been told of
 
     @property
     def _sender(self) -> str:
@@ -100,7 +102,7 @@ class ReceiverProtocol:
     def landed(self, landing: Landing, seen_sum: int) -> None:
         """The copy is done and the payload summed to `seen_sum`."""
         message, inbound = landing.message, landing.inbound
-        self._credit(message)
+        self._give_back(message)
         if inbound is None:
             self._send(Kind.PROBE_ACK, message.handle, seen_sum.to_bytes(8, "little"))
             return
@@ -145,7 +147,6 @@ class ReceiverProtocol:
         if self.transport and self.liveness.ping_due(now):
             self.liveness.sent_at = now
             self._send(Kind.PING)
-        self._tell_read()
 
     def _greet(self, message: Message) -> None:
         if message.kind is not Kind.HELLO or checksum(message.body) != message.payload_sum:
@@ -212,7 +213,7 @@ class ReceiverProtocol:
     def _frame(self, message: Message) -> Landing | None:
         inbound = self._bound.get(message.handle)
         if inbound is None or inbound.coverage is None:
-            self._credit(message)
+            self._give_back(message)
             if message.handle > self._last_handle:
                 self.refuse(message.handle, TransferError("FAILED_PRECONDITION", "FRAME of an unknown transfer"))
             return None
@@ -221,7 +222,7 @@ class ReceiverProtocol:
         if not fault and message.length != message.num_blocks * self.block_bytes:
             fault = f"{message.length} bytes for {message.num_blocks} blocks of {self.block_bytes}"
         if fault:
-            self._credit(message)
+            self._give_back(message)
             self._spoil(message, "FAILED_PRECONDITION", fault)
             return None
         inbound.landing = True
@@ -253,16 +254,9 @@ class ReceiverProtocol:
         if inbound := self._bound.get(message.handle):
             self.table.end(inbound, TransferError(code, f"{inbound.transfer_id}: {why}"))
 
-    def _credit(self, message: Message) -> None:
+    def _give_back(self, message: Message) -> None:
         if message.offset != INLINE:
-            self._read.append(message.offset)
-            if message.urgent:
-                self._tell_read()
-
-    def _tell_read(self) -> None:
-        if self._read:
-            self._send(Kind.CREDIT, body=packed_offsets(self._read))
-            self._read.clear()
+            self.read.append(message.offset)
 
     def _send(self, kind: Kind, handle: int = 0, body: bytes = b"") -> None:
         self.outbox.append(control(kind, body, nonce=self._nonce, handle=handle))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from tandem.clock import Clock, SystemClock
 from tandem.transfer.arena import Arena
 from tandem.transfer.channel import Channel
+from tandem.transfer.copier import load_copier
 from tandem.transfer.endpoint import Endpoint, TransferError
 from tandem.transfer.link import Link
 from tandem.transfer.outlet import Outlet
@@ -22,17 +23,21 @@ from tandem.transfer.stream import Network, SocketNetwork, Stream
 
 
 class Sender:
-    """Thread-safe. `transports`: best first. arena_bytes: memory of each link that frames wait in (back-pressure)."""
+    """Thread-safe. `transports`: best first. arena_bytes: memory of each link that frames wait in (back-pressure).
+
+    Little of it is better than much: what the receiver reads should still lie in a cache.
+    """
 
     def __init__(
         self, local: Endpoint, *, transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None,
-        clock: Clock | None = None, arena_bytes: int = 64 << 20, frame_bytes: int = 2 << 20,
+        clock: Clock | None = None, arena_bytes: int = 8 << 20, frame_bytes: int = 1 << 20,
     ) -> None:  # fmt: skip
         self.local = local
         self._network: Network = network or SocketNetwork()
         self._transports = carried(transports, self._network)
         self._clock: Clock = clock or SystemClock()
         self._arena_bytes, self._frame_bytes = arena_bytes, frame_bytes
+        self._copier = load_copier()
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
         self._closed = False
@@ -99,7 +104,7 @@ class Sender:
             self.local, remote, nonce=secrets.randbits(63), transports=self._transports, shm=arena.offer,
             now=self._clock.now(),
         )  # fmt: skip
-        outlet = Outlet(protocol, arena, self._frame_bytes, self._clock)
+        outlet = Outlet(protocol, arena, self._copier, self._frame_bytes, self._clock)
         return Link(remote, outlet, Channel(stream, outlet, self._clock, f"kv-to-{remote.worker_id}"), self._clock)
 
     def _keep(self, link: Link) -> Link:

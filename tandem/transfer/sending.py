@@ -31,7 +31,6 @@ from tandem.transfer.wire import (
     checksum,
     control,
     link_nonce,
-    offsets_of,
     parse,
 )
 
@@ -107,28 +106,28 @@ class SenderProtocol:
 
     def frame(
         self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int, *, slot: int, payload: memoryview,
-        payload_sum: int, urgent: bool = False,
+        payload_sum: int,
     ) -> None:  # fmt: skip
         """Queues blocks that lie in arena slot `slot`, which comes back through `credits` whatever happens."""
         self._lent.add(slot)
         try:
             self.check(outgoing, layer, first_block, num_blocks)
         except TransferError:
-            self._return(slot)
+            self.returned(slot)
             raise
         outgoing.coverage.add(layer, first_block, num_blocks)
         outgoing.bytes_sent += len(payload)
-        message = self._payload(Kind.FRAME, outgoing.handle, slot, payload, payload_sum, urgent)
+        message = self._payload(Kind.FRAME, outgoing.handle, slot, payload, payload_sum)
         message.layer, message.first_block, message.num_blocks = layer, first_block, num_blocks
         self.outbox.append(message)
 
-    def probe(self, slot: int, payload: memoryview, payload_sum: int, urgent: bool = False) -> int:
+    def probe(self, slot: int, payload: memoryview, payload_sum: int) -> int:
         """Queues a probe; `probed[handle]` will say whether the receiver saw the same bytes."""
         self.opened()
         handle = self._next_handle()
         self._lent.add(slot)
         self._probes[handle] = payload_sum
-        self.outbox.append(self._payload(Kind.PROBE, handle, slot, payload, payload_sum, urgent))
+        self.outbox.append(self._payload(Kind.PROBE, handle, slot, payload, payload_sum))
         return handle
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> None:
@@ -158,7 +157,13 @@ class SenderProtocol:
         self.liveness.sent_at = now
         for message in messages:
             if message.slot >= 0 and message.offset == INLINE:
-                self._return(message.slot)
+                self.returned(message.slot)
+
+    def returned(self, slot: int) -> None:
+        """The receiver has read this arena slot, or never will; no error where it was not lent."""
+        if slot in self._lent:
+            self._lent.remove(slot)
+            self.credits.append(slot)
 
     def tick(self, now: float) -> None:
         """Raises TransferError(UNAVAILABLE) once the peer has been silent for too long."""
@@ -198,9 +203,6 @@ class SenderProtocol:
     def _heed(self, message: Message) -> None:
         outgoing = self._live.get(message.handle)
         match message.kind:
-            case Kind.CREDIT:
-                for offset in offsets_of(message.body):
-                    self._return(offset)
             case Kind.PING:
                 self.outbox.appendleft(control(Kind.PONG, nonce=self._nonce))
             case Kind.PROBE_ACK if message.handle in self._probes:
@@ -237,26 +239,18 @@ class SenderProtocol:
         kept: deque[Message] = deque()
         for message in self.outbox:
             if message.kind in (Kind.FRAME, Kind.COMMIT) and message.handle == handle:
-                self._return(message.slot)
+                self.returned(message.slot)
             else:
                 kept.append(message)
         self.outbox = kept
 
-    def _payload(
-        self, kind: Kind, handle: int, slot: int, payload: memoryview, payload_sum: int, urgent: bool
-    ) -> Message:
+    def _payload(self, kind: Kind, handle: int, slot: int, payload: memoryview, payload_sum: int) -> Message:
         message = Message(
-            kind, self._nonce, handle, length=len(payload), payload_sum=payload_sum, offset=slot, slot=slot,
-            urgent=urgent,
-        )  # fmt: skip
+            kind, self._nonce, handle, length=len(payload), payload_sum=payload_sum, offset=slot, slot=slot
+        )
         if self.inline:
             message.offset, message.body = INLINE, payload
         return message
-
-    def _return(self, slot: int) -> None:
-        if slot in self._lent:
-            self._lent.remove(slot)
-            self.credits.append(slot)
 
     def _send(self, kind: Kind, handle: int, body: Bytes) -> None:
         self.outbox.append(control(kind, bytes(body), nonce=self._nonce, handle=handle))

@@ -1,6 +1,6 @@
 """What crosses a link: 64-byte headers, each with the body it announces.
 
-    header   magic version kind urgent | link nonce | transfer | layer, first block, blocks | length, offset | sums
+    header   magic version kind | link nonce | transfer | layer, first block, blocks | length, offset | sums
     body     `length` bytes behind the header; or, where `offset` is not INLINE, at that offset of the shared arena
 
 The payload's xxh3_64 stands in the header and the header's own xxh3_64 covers it, so together they cover all. A header
@@ -10,7 +10,6 @@ that fails means the stream cannot be followed any more and the link ends; a pay
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
@@ -21,12 +20,12 @@ from xxhash import xxh3_64_intdigest
 from tandem.transfer.endpoint import Endpoint, TransferError
 
 MAGIC = b"TDKV"
-VERSION = 2
+VERSION = 3
 INLINE = 2**64 - 1
 HEADER_BYTES = 64
 MAX_CONTROL_BYTES = 1 << 20
 
-_FIELDS = struct.Struct("<4sBB?xQQIIIIQQ")
+_FIELDS = struct.Struct("<4sBBxxQQIIIIQQ")
 _SUM = struct.Struct("<Q")
 
 Bytes = bytes | memoryview
@@ -44,9 +43,8 @@ class Kind(IntEnum):
     ABORT = 9
     ACK = 10  # every frame of the transfer verified
     NACK = 11  # the transfer failed at the receiver
-    CREDIT = 12  # the arena slots at these offsets have been read
-    PING = 13
-    PONG = 14
+    PING = 12
+    PONG = 13
 
 
 PAYLOAD_KINDS = frozenset({Kind.PROBE, Kind.FRAME})
@@ -66,14 +64,13 @@ class Message:
     offset: int = INLINE
     payload_sum: int = 0
     body: Bytes = b""
-    urgent: bool = False  # CREDIT what has been read as soon as this has been
     slot: int = -1  # the sender's arena slot behind the payload; never on the wire
 
     def header(self) -> bytes:
         """The 64 bytes that go ahead of an inline body."""
         fields = _FIELDS.pack(
-            MAGIC, VERSION, self.kind, self.urgent, self.nonce, self.handle, self.layer, self.first_block,
-            self.num_blocks, self.length, self.offset, self.payload_sum,
+            MAGIC, VERSION, self.kind, self.nonce, self.handle, self.layer, self.first_block, self.num_blocks,
+            self.length, self.offset, self.payload_sum,
         )  # fmt: skip
         return fields + _SUM.pack(xxh3_64_intdigest(fields))
 
@@ -94,30 +91,16 @@ def parse_header(data: Bytes) -> Message:
     """The message a header announces, its body still empty. Raises TransferError(DATA_LOSS): the stream is lost."""
     fields = bytes(data[: _FIELDS.size])
     (seen,) = _SUM.unpack(data[_FIELDS.size :])
-    magic, version, kind, urgent, *rest = _FIELDS.unpack(fields)
+    magic, version, kind, *rest = _FIELDS.unpack(fields)
     if magic != MAGIC or seen != checksum(fields):
         raise TransferError("DATA_LOSS", "a damaged frame header: the stream cannot be followed any more")
     if version != VERSION or kind not in Kind._value2member_map_:
         raise TransferError("FAILED_PRECONDITION", f"wire version {version}, kind {kind}: this side speaks {VERSION}")
-    message = Message(Kind(kind), *rest)
-    message.urgent = urgent
-    return message
+    return Message(Kind(kind), *rest)
 
 
 def checksum(data: Bytes) -> int:
     return xxh3_64_intdigest(data)
-
-
-def packed_offsets(offsets: Sequence[int]) -> bytes:
-    """Body of CREDIT."""
-    return struct.pack(f"<{len(offsets)}Q", *offsets)
-
-
-def offsets_of(body: Bytes) -> list[int]:
-    """Raises TransferError(DATA_LOSS)."""
-    if len(body) % 8:
-        raise TransferError("DATA_LOSS", f"CREDIT: {len(body)} bytes are no offsets")
-    return list(struct.unpack(f"<{len(body) // 8}Q", body))
 
 
 def link_nonce(sender: Endpoint, receiver: Endpoint, sender_nonce: int, receiver_nonce: int) -> int:

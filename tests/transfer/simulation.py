@@ -235,6 +235,9 @@ class World:
             side.sent([message], self.now)
 
     def _take_back(self) -> None:
+        for slot in self.receiver.read:
+            self.sender.returned(slot)
+        self.receiver.read.clear()
         self.free += self.sender.credits
         self.sender.credits.clear()
 

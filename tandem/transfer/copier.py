@@ -1,0 +1,77 @@
+"""Rows to a payload and back, each copied and summed in one call that does not hold the GIL.
+
+compiled   rows.c: one pass over the bytes, where a C compiler and AVX2 are to be had
+numpy      the same in two passes, anywhere
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.native import NotCompiled, compiled
+from tandem.transfer.blocks import Rows
+from tandem.transfer.wire import checksum
+
+_SOURCE = Path(__file__).with_name("rows.c")
+_MIN_BYTES = 256  # shorter payloads have another xxh3
+
+_log = logging.getLogger(__name__)
+
+
+class Copier:
+    """With numpy."""
+
+    def gather(self, rows: Rows, ids: NDArray[np.int64], payload: memoryview) -> int:
+        """Copies rows `ids`, one or more that exist, to `payload` and returns its checksum."""
+        target = np.frombuffer(payload, np.uint8).reshape(len(ids), -1)
+        rows.array().take(ids, axis=0, out=target, mode="clip")  # "raise" would copy everything twice
+        return checksum(payload)
+
+    def scatter(self, payload: memoryview, rows: Rows, ids: NDArray[np.int64]) -> int:
+        """Copies `payload` to rows `ids` and returns the checksum of what was copied.
+
+        Summed after the copy: where somebody writes to the payload between the two, the sum is wrong.
+        """
+        rows.array()[ids] = np.frombuffer(payload, np.uint8).reshape(len(ids), -1)
+        return checksum(payload)
+
+
+class CompiledCopier(Copier):
+    def __init__(self, library: ctypes.CDLL) -> None:
+        address, size = ctypes.c_void_p, ctypes.c_int64
+        self._gather, self._scatter = library.tandem_gather, library.tandem_scatter
+        self._gather.argtypes = address, size, address, size, address
+        self._scatter.argtypes = address, address, size, address, size
+        self._gather.restype = self._scatter.restype = ctypes.c_uint64
+
+    def gather(self, rows: Rows, ids: NDArray[np.int64], payload: memoryview) -> int:
+        if not rows.in_lines or len(payload) < _MIN_BYTES:
+            return super().gather(rows, ids, payload)
+        found: int = self._gather(rows.address, rows.row_bytes, _at(ids), len(ids), _at(payload))
+        return found
+
+    def scatter(self, payload: memoryview, rows: Rows, ids: NDArray[np.int64]) -> int:
+        if not rows.in_lines or len(payload) < _MIN_BYTES:
+            return super().scatter(payload, rows, ids)
+        found: int = self._scatter(_at(payload), rows.address, rows.row_bytes, _at(ids), len(ids))
+        return found
+
+
+def load_copier(cache: Path | None = None) -> Copier:
+    """The compiled one, its library kept in `cache`; where it cannot be had, numpy's, and the reason logged."""
+    try:
+        return CompiledCopier(ctypes.CDLL(str(compiled(_SOURCE, ("avx2",), cache=cache))))
+    except (OSError, AttributeError, NotCompiled) as error:
+        _log.warning("KV blocks are copied by numpy: %s", error)
+        return Copier()
+
+
+def _at(memory: Any) -> int:
+    """Where a writable buffer lies."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,0 +1,77 @@
+"""Rows are copied and summed alike with and without a compiler."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem import native
+from tandem.transfer.blocks import Rows
+from tandem.transfer.copier import CompiledCopier, Copier, load_copier
+from tandem.transfer.wire import checksum
+from tests.transfer.pair import Meet
+
+NUM_ROWS = 48
+
+
+def can_compile() -> bool:
+    """Asked of the machine, not of the code under test."""
+    return "avx2" in Path("/proc/cpuinfo").read_text() and bool(native.compilers())
+
+
+@pytest.fixture(scope="module")
+def copier(tmp_path_factory: pytest.TempPathFactory) -> Copier:
+    """The compiled one wherever this machine can have it."""
+    copier = load_copier(tmp_path_factory.mktemp("kernels"))
+    assert isinstance(copier, CompiledCopier) == can_compile()
+    return copier
+
+
+def cache(row_bytes: int, shift: int, seed: int) -> torch.Tensor:
+    """Rows of bytes that begin `shift` bytes behind a cache line."""
+    memory = torch.zeros(NUM_ROWS * row_bytes + 128, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64 + shift
+    found = memory[start : start + NUM_ROWS * row_bytes].view(NUM_ROWS, row_bytes)
+    if seed:
+        found.copy_(torch.from_numpy(np.random.default_rng(seed).integers(0, 256, found.shape, np.uint8)))
+    return found
+
+
+@given(
+    row_bytes=st.sampled_from([1, 32, 64, 192, 256, 512, 960, 1000, 1024, 1088, 8192]), shift=st.sampled_from([0, 8]),
+    ids=st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, unique=True), seed=st.integers(1, 99),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_rows_go_out_and_in_bit_for_bit_under_the_same_sum(
+    copier: Copier, row_bytes: int, shift: int, ids: list[int], seed: int
+) -> None:
+    here, there = cache(row_bytes, shift, seed), cache(row_bytes, shift, 0)
+    order, payload = np.array(ids, np.int64), memoryview(bytearray(len(ids) * row_bytes))
+    found = copier.gather(Rows(here), order, payload)
+    assert bytes(payload) == here[ids].numpy().tobytes()
+    assert found == checksum(payload)
+    assert copier.scatter(payload, Rows(there), order) == found
+    assert torch.equal(there[ids], here[ids])
+    assert not there[[row for row in range(NUM_ROWS) if row not in ids]].any()
+
+
+def test_without_a_compiler_numpy_copies_and_meets_the_compiled_side(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, meet: Meet, transport: str
+) -> None:
+    pair = meet(transport)
+    with monkeypatch.context() as bare, caplog.at_level(logging.WARNING):
+        bare.setenv("XDG_CACHE_HOME", str(tmp_path))
+        bare.setattr(native, "compilers", list)
+        other = meet(transport, network=pair.network)
+    assert {record.message.partition(":")[0] for record in caplog.records} == {"KV blocks are copied by numpy"}
+    assert not list(tmp_path.rglob("*.so"))
+    pair.receiver, other.receiver = other.receiver, pair.receiver
+    pair.cache, other.cache = other.cache, pair.cache
+    pair.moves("t", [5, 1, 9], [2, 0, 7])
+    other.moves("t", [5, 1, 9], [2, 0, 7])
