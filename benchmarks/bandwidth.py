@@ -3,8 +3,9 @@
     this process                              a process of its own
     cache -> gather, sum -> arena or socket -> copy to the cache, sum -> commit -> ack
 
-Blocks lie scattered on both sides; every checksum is taken and verified. A push is one layer of `push_tokens` tokens,
-and one frame where it fits. memcpy: one thread, between two arrays of as many bytes, more than any cache holds.
+Every checksum is taken and verified. A push is one layer of `push_tokens` tokens, and one frame where it fits. Blocks
+lie in runs, as a block pool gives them at first, or scattered, each somewhere else on both sides: the worst there is.
+memcpy: one thread, between two arrays of as many bytes, more than any cache holds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.models import Shape
 from tandem.transfer import Endpoint, Link, Receiver, Sender
 
 BLOCK_SIZE = 16
+ORDERS = ("in runs", "scattered")
 PREFILL, DECODE = Endpoint("prefill", "p", "layout"), Endpoint("decode", "d", "layout")
 BOUND_S = 60.0
 
@@ -33,6 +35,7 @@ class Bandwidth:
     """Medians: GB/s of a transfer and of memcpy, and seconds until one layer of a prompt is there and acknowledged."""
 
     transport: str
+    order: str
     push_tokens: int
     gb_s: float
     memcpy_gb_s: float
@@ -44,17 +47,18 @@ class Bandwidth:
 
 
 def bandwidth(
-    shape: Shape, transport: str, *, num_bytes: int, push_tokens: int, layer_blocks: int, rounds: int
+    shape: Shape, transport: str, order: str, *, num_bytes: int, push_tokens: int, layer_blocks: int, rounds: int
 ) -> Bandwidth:
     """Moves `num_bytes` of the shape's KV `rounds` times, each time beside a memcpy; a round that counts not first."""
     cache = kv_cache(shape, num_bytes)
     rates: list[tuple[float, float]] = []
-    with linked(shape, transport, num_bytes) as (link, pipe):
+    with linked(shape, transport, order, num_bytes) as (link, pipe):
         for name in range(rounds + 1):
-            rates.append((num_bytes / 1e9 / moved(link, pipe, cache, push_tokens, str(name)), memcpy_gb_s(num_bytes)))
+            seconds = moved(link, pipe, cache, order, push_tokens, str(name))
+            rates.append((num_bytes / 1e9 / seconds, memcpy_gb_s(num_bytes)))
         layer_s = statistics.median(link.probe(layer_blocks * cache[0][0].nbytes, timeout=BOUND_S) for _ in range(20))
     ours, memcpy = (statistics.median(rate) for rate in zip(*rates[1:], strict=True))
-    return Bandwidth(transport, push_tokens, ours, memcpy, layer_s)
+    return Bandwidth(transport, order, push_tokens, ours, memcpy, layer_s)
 
 
 def kv_cache(shape: Shape, num_bytes: int) -> list[torch.Tensor]:
@@ -64,17 +68,22 @@ def kv_cache(shape: Shape, num_bytes: int) -> list[torch.Tensor]:
     return [torch.ones(num_blocks, *block, dtype=torch.bfloat16) for _ in range(shape.layers)]
 
 
-def scattered(num_blocks: int, seed: int) -> list[int]:
-    order: list[int] = np.random.default_rng(seed).permutation(num_blocks).tolist()
-    return order
+def block_ids(order: str, num_blocks: int, seed: int) -> list[int]:
+    """order: one of ORDERS."""
+    if order == "in runs":
+        return list(range(num_blocks))
+    ids: list[int] = np.random.default_rng(seed).permutation(num_blocks).tolist()
+    return ids
 
 
-def moved(link: Link, pipe: Connection, cache: Sequence[torch.Tensor], push_tokens: int, name: str) -> float:
+def moved(
+    link: Link, pipe: Connection, cache: Sequence[torch.Tensor], order: str, push_tokens: int, name: str
+) -> float:
     """Seconds from the first frame until the receiver has verified the last."""
     num_blocks, step = len(cache[0]), push_tokens // BLOCK_SIZE
     pipe.send(name)
     pipe.recv()
-    here = scattered(num_blocks, seed=1)
+    here = block_ids(order, num_blocks, seed=1)
     start = time.perf_counter()
     push = link.begin(
         name, first_block=0, num_blocks=num_blocks, num_layers=len(cache), deadline=time.monotonic() + BOUND_S
@@ -98,11 +107,11 @@ def memcpy_gb_s(num_bytes: int) -> float:
 
 
 @contextmanager
-def linked(shape: Shape, transport: str, num_bytes: int) -> Iterator[tuple[Link, Connection]]:
+def linked(shape: Shape, transport: str, order: str, num_bytes: int) -> Iterator[tuple[Link, Connection]]:
     """A link to a receiver in a process of its own, and the pipe that tells it which transfer to expect."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_receive, args=(theirs, shape, transport, num_bytes), daemon=True)
+    process = context.Process(target=_receive, args=(theirs, shape, transport, order, num_bytes), daemon=True)
     process.start()
     sender = Sender(PREFILL, transports=(transport,))
     try:
@@ -115,14 +124,14 @@ def linked(shape: Shape, transport: str, num_bytes: int) -> Iterator[tuple[Link,
         process.join(BOUND_S)
 
 
-def _receive(pipe: Connection, shape: Shape, transport: str, num_bytes: int) -> None:
+def _receive(pipe: Connection, shape: Shape, transport: str, order: str, num_bytes: int) -> None:
     torch.set_num_threads(1)
     cache = kv_cache(shape, num_bytes)
     receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=(transport,))
     pipe.send(receiver.address)
     while name := pipe.recv():
         receiver.expect(
-            name, block_ids=scattered(len(cache[0]), seed=2), first_block=0, deadline=time.monotonic() + BOUND_S,
+            name, block_ids=block_ids(order, len(cache[0]), seed=2), first_block=0, deadline=time.monotonic() + BOUND_S,
             on_commit=lambda *_: None, on_abort=lambda *_: None,
         )  # fmt: skip
         pipe.send(name)

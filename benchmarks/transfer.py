@@ -1,6 +1,7 @@
 """Measures KV transfer: its bandwidth beside memcpy's, and how much of it hides behind prefill.
 
-1. bandwidth   for shm and tcp: two processes, much KV, in pushes of one layer of 512 tokens (a chunk) and of 2,048
+1. bandwidth   for shm and tcp: two processes, much KV, in pushes of one layer of 512 tokens (a chunk) and of 2,048,
+               of blocks in runs and of blocks that lie scattered
 2. overlap     for shm and tcp: gateway, prefill and decode worker, prompts of 2,048 tokens; the trace says the rest
 3. write all of it as JSON; print it beside its bounds
 """
@@ -10,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from benchmarks.bandwidth import BLOCK_SIZE, Bandwidth, bandwidth
+from benchmarks.bandwidth import BLOCK_SIZE, ORDERS, Bandwidth, bandwidth
 from benchmarks.models import LARGE, OUT
 from benchmarks.overlap import Overlap, overlap
 
@@ -29,30 +31,30 @@ def main() -> None:
     torch.set_num_threads(1)
     found: list[dict[str, object]] = []
     for transport in options.transports:
-        chunked, whole = (_bandwidth(transport, tokens, options) for tokens in (CHUNK_TOKENS, PROMPT_TOKENS))
-        for moved in (chunked, whole):
+        for tokens, order in product((CHUNK_TOKENS, PROMPT_TOKENS), ORDERS):
+            moved = _bandwidth(transport, order, tokens, options)
             console.print(said_bandwidth(moved), markup=False)
             found.append(asdict(moved) | {"ratio": moved.ratio})
         if options.overlap:
             hidden = overlap(LARGE, transport, prompt_tokens=PROMPT_TOKENS, rounds=options.rounds)
-            console.print(said_overlap(whole, hidden), markup=False)
-            found.append(asdict(hidden) | {"layer_s": whole.layer_s, "bound_s": hidden.bound_s(whole.layer_s)})
+            console.print(said_overlap(moved, hidden), markup=False)
+            found.append(asdict(hidden) | {"layer_s": moved.layer_s, "bound_s": hidden.bound_s(moved.layer_s)})
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1))
     console.print(f"written to {options.out}", markup=False)
 
 
-def _bandwidth(transport: str, push_tokens: int, options: argparse.Namespace) -> Bandwidth:
+def _bandwidth(transport: str, order: str, push_tokens: int, options: argparse.Namespace) -> Bandwidth:
     return bandwidth(
-        LARGE, transport, num_bytes=options.mib << 20, push_tokens=push_tokens,
+        LARGE, transport, order, num_bytes=options.mib << 20, push_tokens=push_tokens,
         layer_blocks=PROMPT_TOKENS // BLOCK_SIZE, rounds=options.rounds,
     )  # fmt: skip
 
 
 def said_bandwidth(moved: Bandwidth) -> str:
     return (
-        f"{moved.transport}, pushes of {moved.push_tokens:,} tokens: {moved.gb_s:.2f} GB/s, checksums included; "
-        f"memcpy {moved.memcpy_gb_s:.2f} GB/s; ratio {moved.ratio:.2f}"
+        f"{moved.transport}, pushes of {moved.push_tokens:,} tokens, blocks {moved.order}: {moved.gb_s:.2f} GB/s, "
+        f"checksums included; memcpy {moved.memcpy_gb_s:.2f} GB/s; ratio {moved.ratio:.2f}"
     )
 
 
