@@ -1,5 +1,4 @@
 -- Compares everything the registry holds twice. Returns one line for each contradiction.
-expire_due()
 local wrong = {}
 local function complain(...) wrong[#wrong + 1] = table.concat({...}, ' ') end
 
@@ -15,8 +14,8 @@ for _, worker_id in ipairs(live_workers()) do
     end
   end
   for part, sum in pairs(sums) do
-    local counter = redis.call('HGET', key('reserved', part), worker_id) or 0
-    if tonumber(counter) ~= sum then complain(worker_id, 'counts', counter, part, 'and holds', sum) end
+    local counted = reserved(worker_id, part)
+    if counted ~= sum then complain(worker_id, 'counts', counted, part, 'and holds', sum) end
   end
 end
 for _, reservation in ipairs(redis.call('ZRANGE', key('reservations'), 0, -1)) do

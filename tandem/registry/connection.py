@@ -34,8 +34,9 @@ SCRIPTS = (
     "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "sweep",
     "check",
 )  # fmt: skip
-# What a script begins with, behind the ledger.
-PARTS = {"select": ("table", "costs", "expected")}
+# What scripts begin with: all of them; this one.
+COMMON = ("keys", "rows", "ledger")
+PARTS = {"select": ("costs", "expected")}
 UNAVAILABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
@@ -195,5 +196,5 @@ async def _ask(link: Link, command: tuple[Argument, ...], binary: bool) -> Any:
 
 def _load(name: str) -> Script:
     folder = files(__package__)
-    text = "".join((folder / f"{part}.lua").read_text() for part in ("ledger", *PARTS.get(name, ()), name))
+    text = "".join((folder / f"{part}.lua").read_text() for part in (*COMMON, *PARTS.get(name, ()), name))
     return Script(text, sha1(text.encode()).hexdigest())

@@ -39,35 +39,38 @@ local function pair_of(name)
 end
 
 -- The best hit (blocks) that the replica knows of, of that role which has the lesser.
-local function known_to_both(workers, request)
-  local prefill, decode = 0, 0
-  for generation, count in pairs(request.hits) do
-    if workers.prefill.row[generation] then prefill = math.max(prefill, count) end
-    if workers.decode.row[generation] then decode = math.max(decode, count) end
+local function known_to_both(prefills, decodes, hits)
+  if not next(hits) or prefills.count > 0 and prefills.known == 0 then return 0 end
+  local known, packed = 0, decodes.packed
+  for at = SURVEYED_AT, #packed, ROW_BYTES do
+    known = max(known, hits[read('>d', packed, at)] or 0)
   end
-  return #workers.prefill.id == 0 and decode or math.min(prefill, decode)
+  return prefills.count == 0 and known or math.min(prefills.known, known)
 end
 
 -- Raises the hits of the pair that is about to hold more of this prompt than both are known to.
-local function add_expected(workers, request)
+local function add_expected(prefills, decodes, request)
   read_marks(request)
-  local counts, names, known = request.counts, request.names, known_to_both(workers, request)
+  local counts, names, known = request.counts, request.names, known_to_both(prefills, decodes, request.hits)
   local first = last_where(1, #counts, function(i) return counts[i] <= known end) + 1
   request.first_mark = first
   if first > #counts or not pair_of(names[first]) then return end
   local deepest = last_where(first + 1, #counts, function(i) return pair_of(names[i]) end)
-  for generation in pair_of(names[deepest]):gmatch('%S+') do
-    request.hits[generation] = math.max(request.hits[generation] or 0, counts[deepest])
+  for text in pair_of(names[deepest]):gmatch('%S+') do
+    local generation = tonumber(text)
+    request.hits[generation] = max(request.hits[generation] or 0, counts[deepest])
   end
 end
 
 -- The pair, given by their generations, is about to hold this prompt.
 local function expect(request, reader, decode)
-  if request.first_mark > #request.names or redis.call('HLEN', current) > MOST_ENTRIES then return end
+  if request.first_mark > #request.names then return end
+  local count = redis.call('HLEN', current)
+  if count > MOST_ENTRIES then return end
   local pair, entries = reader .. ' ' .. decode, {}
   for i = request.first_mark, #request.names do
     entries[#entries + 1], entries[#entries + 2] = request.names[i], pair
   end
   redis.call('HSET', current, unpack(entries))
-  redis.call('PEXPIRE', current, 2 * PERIOD_MS)
+  if count == 0 then redis.call('PEXPIRE', current, 2 * PERIOD_MS) end
 end

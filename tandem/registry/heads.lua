@@ -1,5 +1,4 @@
 -- Returns the id of the last event, then worker id, generation and number of its last batch of every live worker.
-expire_due()
 local last = redis.call('XREVRANGE', key('events'), '+', '-', 'COUNT', 1)
 local heads = {last[1] and last[1][1] or '0-0'}
 for _, worker_id in ipairs(live_workers()) do

@@ -3,18 +3,19 @@
 -- replaces another incarnation, or is refused as a stranger's; a heartbeat that finds no lease at all takes one, which is
 -- how workers come back after Redis lost its memory.
 local worker_id, incarnation, ttl, kind = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local now = expire_due()
 local worker = key('worker', worker_id)
 
 if redis.call('EXISTS', key('fenced', worker_id .. ' ' .. incarnation)) == 1 then return {'stale'} end
+
+local new = {}
+for i = 5, #ARGV, 2 do new[ARGV[i]] = ARGV[i + 1] end
 
 -- A worker that none of the other role could pair with: all that live and serve its model and revision have another KV
 -- layout. Returns what to answer. So that a cluster in service can still change its layout, a stranger is
 -- remembered: the next of the other role with the same layout gets in, and then the first one does when it comes again.
 local STRANGER_MS = 600000
 local function stranger_to()
-  local new, other = {}, nil
-  for i = 5, #ARGV, 2 do new[ARGV[i]] = ARGV[i + 1] end
+  local other = nil
   for _, id in ipairs(live_workers()) do
     local live = redis.call('HMGET', key('worker', id), 'role', 'layout_hash', 'model', 'revision', 'draining')
     if live[1] ~= new.role and live[3] == new.model and live[4] == new.revision and live[5] == '0' then
@@ -50,18 +51,18 @@ end
 local before = redis.call('HMGET', worker, 'draining', 'linked')
 redis.call('HSET', worker, unpack(ARGV, 5))
 redis.call('ZADD', key('leases'), now + ttl, worker_id)
-local after = redis.call('HMGET', worker, 'draining', 'linked', 'model')
-write_links(before[2], after[2])
-redis.call('SADD', key('changed_in', after[3]), worker_id)
+write_links(before[2], new.linked)
 if current == incarnation then
-  if before[1] ~= after[1] or before[2] ~= after[2] then announce(worker_id) end
+  write_row(worker_id, pack_numbers(new, redis.call('HGET', worker, 'generation')))
+  if before[1] ~= new.draining or before[2] ~= new.linked then announce(worker_id) end
   return {'renewed'}
 end
 local time = redis.call('TIME')
 local generation = math.max(time[1] * 1000000 + time[2], tonumber(redis.call('GET', key('generation')) or 0) + 1)
-generation = string.format('%.0f', generation)
-redis.call('SET', key('generation'), generation)
-redis.call('HSET', worker, 'generation', generation, 'block_batches', 0)
+local text = string.format('%.0f', generation)
+redis.call('SET', key('generation'), text)
+redis.call('HSET', worker, 'generation', text, 'block_batches', 0)
+add_row(worker_id, incarnation, new.role .. ':' .. new.model, pack_numbers(new, generation))
 redis.call('SET', key('epoch'), table.concat(time, '.'), 'NX')
 announce(worker_id)
 return {'new'}

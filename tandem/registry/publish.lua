@@ -1,6 +1,5 @@
 -- ARGV: worker id, incarnation, number of removed hashes, the removed hashes, the stored hashes
 -- Returns 'stale' if this incarnation holds no lease. The set and the stream of events change as one.
-expire_due()
 local worker, blocks = key('worker', ARGV[1]), key('blocks', ARGV[1])
 if redis.call('HGET', worker, 'incarnation') ~= ARGV[2] then return 'stale' end
 local stored = 4 + tonumber(ARGV[3])

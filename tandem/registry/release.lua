@@ -1,5 +1,4 @@
 -- ARGV: reservation, 'tokens' | 'all', and so on in pairs. Returns for each how many parts were given back.
-expire_due()
 local dropped = {}
 for i = 1, #ARGV, 2 do
   local count = drop(ARGV[i], 'tokens')

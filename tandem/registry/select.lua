@@ -2,8 +2,8 @@
 -- one after the other, as one step. Everyone sees them all or none.
 --
 --   1 undo      a request sent twice (its answer was lost) gives back what it holds
---   2 read      every worker of the model, once for all requests (table.lua)
 --   then for each request, in order:
+--   2 read      every worker of the model (rows.lua)
 --   3 hits      what the gateway's replica says, by generation, so nothing counts that has ended; and what is expected
 --   4 weigh     every worker that can take it (costs.lua)
 --   5 choose    the cheapest pair of equal KV layout and a proven link, or the decode worker alone
@@ -11,8 +11,8 @@
 --   7 expect    the prompt's blocks on both, until they tell of them
 --
 -- No worker is left out before it is weighed, so what is chosen is the best there is; the tests compare it with brute
--- force. Only pairs are left out: a prefill worker that could not win with the cheapest decode worker is paired with
--- none, which leaves one to three of them. Every scan starts at another row each time, so that equals take turns.
+-- force. Only pairs are left out: once the prefill worker that reads for least has its decode worker, one that could not
+-- win with the cheapest decode worker is paired with none. Every scan starts at another row each time, so that equals take turns.
 --
 -- ARGV, for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' | 'never',
 --   ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks (expected.lua)
@@ -32,7 +32,7 @@ local function hits_in(json)
   local hits = {}
   if json == '[]' then return hits end
   for _, held in ipairs(cjson.decode(json)) do
-    for _, generation in ipairs(held[2]) do hits[generation] = held[1] end
+    for _, generation in ipairs(held[2]) do hits[tonumber(generation)] = held[1] end
   end
   return hits
 end
@@ -41,18 +41,18 @@ local function parse(start)
   return {
     reservation = ARGV[start], model = ARGV[start + 1], prompt_tokens = tonumber(ARGV[start + 2]),
     new_tokens = tonumber(ARGV[start + 3]), policy = ARGV[start + 4], ttl = tonumber(ARGV[start + 5]),
-    excluded = names_in(ARGV[start + 6]), revision = ARGV[start + 7], block_size = tonumber(ARGV[start + 8]),
-    marks = ARGV[start + 9], hits = hits_in(ARGV[start + 10]),
+    excluded = names_in(ARGV[start + 6]), kind = kind_of(ARGV[start + 7], ARGV[start + 8]),
+    block_size = tonumber(ARGV[start + 8]), marks = ARGV[start + 9], hits = hits_in(ARGV[start + 10]),
   }
 end
 
 -- Why no row could take it: the first test that nobody passed. Second, whether waiting can not help.
 local function why_none(rows, role, request)
   local of_model = ' ' .. role .. ' worker of model ' .. request.model
-  if #rows.id == 0 then return 'no live' .. of_model end
+  if rows.count == 0 then return 'no live' .. of_model end
   local fitting, admitted = 0, 0
-  for i, capacity in ipairs(rows.capacity) do
-    if size_on(role, request) <= capacity then
+  for i = 1, rows.count do
+    if size_on(role, request) <= read('>d', rows.packed, (i - 1) * ROW_BYTES + CAPACITY_AT) then
       fitting = fitting + 1
       if not excludes(request, rows, i) then admitted = admitted + 1 end
     end
@@ -65,44 +65,64 @@ local function why_none(rows, role, request)
 end
 
 local function linked(prefills, p, decodes, d)
-  local asked = p * 65536 + d
-  if prefills.links[asked] == nil then
-    prefills.links[asked] = redis.call('SISMEMBER', key('links', prefills.id[p]), decodes.incarnation[d]) == 1
-  end
-  return prefills.links[asked]
+  local reader, _ = who(prefills, p)
+  local _, incarnation = who(decodes, d)
+  return redis.call('SISMEMBER', key('links', reader), incarnation) == 1
 end
 
--- The cheapest decode row for prefill row p, if that makes a pair cheaper than `best`; else `best`.
-local function pair_with(p, prefills, decodes, best, turn)
-  local layout, transfer_s, reading = prefills.layout_hash[p], prefills.transfer_s[p], prefills.cost[p]
-  local writing, missing, count = decodes.cost, decodes.missing, #decodes.cost
+-- The cheapest decode row for prefill row p, if that makes a pair cheaper than `best`; else `best`. Tests links if
+-- `prove`.
+local function pair_with(p, prefills, decodes, request, best, turn, prove)
+  local read_s, layout, token_s, transfer_s = reading(prefills, p, request)
+  local writing, missing, layouts, count = decodes.cost, decodes.missing, decodes.layout, decodes.count
   for i = turn, turn + count - 1 do
     local d = i % count + 1
-    if writing[d] < huge then
-      local cost = reading + (writing[d] + missing[d] * transfer_s)
-      if cost < best.cost and layout == decodes.layout_hash[d] and linked(prefills, p, decodes, d) then
-        best = {prefill = p, decode = d, cost = cost}
-      end
+    local cost = read_s + (writing[d] + missing[d] * transfer_s)
+    if cost < best.cost and layout == layouts[d] and not (prove and not linked(prefills, p, decodes, d)) then
+      best = {prefill = p, decode = d, cost = cost, token_s = token_s}
     end
   end
   return best
 end
 
-local function best_pair(prefills, decodes, turn)
-  local best, count, reading, least = {cost = huge}, #prefills.cost, prefills.cost, decodes.least
+-- The cheapest pair, by what reading costs on each prefill row. Whoever reads for least leaves few others to try.
+local function cheapest_pair(reads, prefills, decodes, request, turn, prove)
+  local count, least, first = prefills.count, decodes.least, turn % prefills.count + 1
   for i = turn, turn + count - 1 do
     local p = i % count + 1
-    if reading[p] + least < best.cost and prefills.num_links[p] > 0 then
-      best = pair_with(p, prefills, decodes, best, turn)
+    if reads[p] < reads[first] then first = p end
+  end
+  local best = pair_with(first, prefills, decodes, request, {cost = huge}, turn, prove)
+  for i = turn, turn + count - 1 do
+    local p = i % count + 1
+    if reads[p] + least < best.cost then
+      best = pair_with(p, prefills, decodes, request, best, turn, prove)
     end
   end
   return best.decode and best
 end
 
+-- Second, whether any prefill row can take it. Nearly always all are linked: what is cheapest without a look at links
+-- and has one is cheapest.
+local function best_pair(prefills, decodes, request, turn)
+  local reads, can_read = {}, false
+  for p = 1, prefills.count do
+    reads[p] = reading(prefills, p, request)
+    can_read = can_read or reads[p] < huge
+  end
+  if not can_read then return nil, false end
+  local best = cheapest_pair(reads, prefills, decodes, request, turn, false)
+  if best and not linked(prefills, best.prefill, decodes, best.decode) then
+    best = cheapest_pair(reads, prefills, decodes, request, turn, true)
+  end
+  return best, true
+end
+
 local function why_no_pair(prefills, decodes, request)
-  for p, cost in ipairs(prefills.cost) do
-    for d, other in ipairs(decodes.cost) do
-      if cost < huge and other < huge and prefills.layout_hash[p] == decodes.layout_hash[d] then
+  for p = 1, prefills.count do
+    local read_s, layout = reading(prefills, p, request)
+    for d, cost in ipairs(decodes.cost) do
+      if read_s < huge and cost < huge and layout == decodes.layout[d] then
         return 'no prefill worker has a proven link to a decode worker of model ' .. request.model
       end
     end
@@ -111,11 +131,11 @@ local function why_no_pair(prefills, decodes, request)
 end
 
 local function best_alone(decodes, turn, compared_token_s)
-  local best, count = {cost = huge}, #decodes.cost
+  local best, count, writing = {cost = huge}, decodes.count, decodes.cost
   for i = turn, turn + count - 1 do
     local d = i % count + 1
-    if decodes.cost[d] < best.cost then
-      local cost = decodes.cost[d] + reading_alone(decodes, d, compared_token_s)
+    if writing[d] < best.cost then
+      local cost = writing[d] + reading_alone(decodes, d, compared_token_s)
       if cost < best.cost then best = {decode = d, cost = cost} end
     end
   end
@@ -129,11 +149,10 @@ end
 
 -- Returns the best route under the policy, and why; or nothing, what is missing, and whether waiting can not help.
 local function choose(prefills, decodes, request, turn)
-  if #prefills.id + #decodes.id == 0 then return nil, 'no live worker serves model ' .. request.model end
+  if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
   if weigh_decodes(decodes, request, prefills.fastest) == 0 then return nil, why_none(decodes, 'decode', request) end
   if request.policy == 'never' then return best_alone(decodes, turn), 'asked for' end
-  local can_read = weigh_prefills(prefills, request) > 0
-  local pair = can_read and best_pair(prefills, decodes, turn)
+  local pair, can_read = best_pair(prefills, decodes, request, turn)
   if not pair then
     local why, too_large
     if can_read then why = why_no_pair(prefills, decodes, request)
@@ -143,55 +162,62 @@ local function choose(prefills, decodes, request, turn)
   end
   if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
   pair.cost = pair.cost + TWO_CALLS_S
-  local alone = best_alone(decodes, turn, prefills.token_s[pair.prefill])
+  local alone = best_alone(decodes, turn, pair.token_s)
   if alone.cost < pair.cost then return alone, cheaper(alone, pair) end
   return pair, cheaper(pair, alone)
 end
 
-local function reserve(request, part, rows, i, amount)
-  local id = rows.id[i]
-  redis.call('HSET', key('held', id), part .. ':' .. request.reservation, amount)
-  redis.call('HINCRBY', key('reserved', part), id, amount)
-  rows['reserved_' .. part][i] = rows['reserved_' .. part][i] + amount
-  return id
+-- Row i as a place in a route.
+local function place(rows, i, request)
+  local _, _, _, _, kind, generation, _, _, _, _, _, block_size = read(WRITER, rows.packed, (i - 1) * ROW_BYTES + 1)
+  return {
+    id = who(rows, i), of = rows.of, row = i - 1, generation = string.format('%.0f', generation),
+    hit = hit_of(request, kind, generation), block_size = block_size,
+  }
 end
 
-local function route(workers, request, turn)
-  local prefills, decodes = workers.prefill, workers.decode
-  add_expected(workers, request)
+local function hold(request, part, worker, amount)
+  redis.call('HSET', key('held', worker.id), part .. ':' .. request.reservation, amount)
+  add_reserved(worker.of, worker.row, part, amount)
+end
+
+local function reserve(request, reader, decode)
+  hold(request, 'tokens', reader, max(request.prompt_tokens - reader.hit, 1))
+  hold(request, 'blocks', decode, ceil(size_on('decode', request) / decode.block_size))
+  redis.call('HSET', key('reservation', request.reservation), 'tokens', reader.id, 'blocks', decode.id)
+  redis.call('ZADD', key('reservations'), now + request.ttl, request.reservation)
+end
+
+local function route(request, turn)
+  local prefills, decodes = read_rows('prefill', request.model), read_rows('decode', request.model)
+  survey_prefills(prefills, request.hits)
+  add_expected(prefills, decodes, request)
   local best, why, too_large = choose(prefills, decodes, request, turn)
   if not best then return {too_large and 'too large' or 'none', why} end
-  local readers, reader, d = decodes, best.decode, best.decode
-  if best.prefill then readers, reader = prefills, best.prefill end
-  local tokens = max(request.prompt_tokens - (readers.hit[reader] or 0), 1)
-  local blocks = ceil(size_on('decode', request) / decodes.block_size[d])
-  local reads = reserve(request, 'tokens', readers, reader, tokens)
-  local writes = reserve(request, 'blocks', decodes, d, blocks)
-  redis.call('HSET', key('reservation', request.reservation), 'tokens', reads, 'blocks', writes)
-  redis.call('ZADD', key('reservations'), now + request.ttl, request.reservation)
-  expect(request, readers.generation[reader], decodes.generation[d])
-  local answer = {'ok', why, decodes.id[d], decodes.generation[d], decodes.hit[d] or 0}
-  if best.prefill then
-    answer[6], answer[7], answer[8] = prefills.id[reader], prefills.generation[reader], prefills.hit[reader] or 0
-  end
+  local decode = place(decodes, best.decode, request)
+  local prefill = best.prefill and place(prefills, best.prefill, request)
+  reserve(request, prefill or decode, decode)
+  expect(request, (prefill or decode).generation, decode.generation)
+  local answer = {'ok', why, decode.id, decode.generation, decode.hit}
+  if prefill then answer[6], answer[7], answer[8] = prefill.id, prefill.generation, prefill.hit end
   return answer
 end
 
 local requests = {}
 for start = 1, #ARGV, ARGUMENTS do
   local request = parse(start)
-  drop(request.reservation, 'tokens')
-  drop(request.reservation, 'blocks')
+  if redis.call('EXISTS', key('reservation', request.reservation)) == 1 then
+    drop(request.reservation, 'tokens')
+    drop(request.reservation, 'blocks')
+  end
   requests[#requests + 1] = request
 end
-local turn = redis.call('INCRBY', key('turn'), #requests) - #requests
-local tables, answers = {}, {}
+local turn, answers = redis.call('INCRBY', key('turn'), #requests) - #requests, {}
 for i, request in ipairs(requests) do
   if redis.call('EXISTS', key('abandoned', request.reservation)) == 1 then
     answers[i] = {'none', 'the reservation was given up'}
   else
-    tables[request.model] = tables[request.model] or read_table(request.model)
-    answers[i] = route(tables[request.model], request, turn + i - 1)
+    answers[i] = route(request, turn + i - 1)
   end
 end
 return answers

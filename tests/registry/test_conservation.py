@@ -141,9 +141,10 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
 async def test_the_check_sees_a_wrong_counter(registry: Registry, redis: Redis, namespace: str) -> None:
     await register_pool(registry)
     await reserve(registry)
-    await redis.hincrby(f"{{{namespace}}}:reserved:blocks", "d0", 1)
+    counter = f"{{{namespace}}}:rows:decode:{MODEL}"
+    await redis.execute_command("BITFIELD", counter, "INCRBY", "i64", "#1", 1)
     assert await registry.check_integrity() == ["d0 counts 4 blocks and holds 3"]
-    await redis.hincrby(f"{{{namespace}}}:reserved:blocks", "d0", -1)
+    await redis.execute_command("BITFIELD", counter, "INCRBY", "i64", "#1", -1)
     assert await registry.check_integrity() == []
 
 

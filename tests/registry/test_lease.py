@@ -144,7 +144,7 @@ async def test_nothing_is_left_when_every_worker_is_gone(registry: Registry, red
     for worker in await registry.workers():
         await registry.deregister(worker.info.worker_id, worker.info.incarnation)
     kinds = {key.split(":", 2)[1] async for key in redis.scan_iter(f"{{{namespace}}}:*")}
-    assert kinds == {"epoch", "turn", "fenced", "generation", "events", "table", "changed_in"}
+    assert kinds == {"epoch", "turn", "fenced", "generation", "events"}
 
 
 @pytest.mark.parametrize("role", list(Role))

@@ -1,0 +1,25 @@
+-- What every script of the registry starts with: the names of its keys.
+--
+--   leases                 sorted set: worker id -> when its lease ends (ms, this server's clock)
+--   worker:<id>            hash: one incarnation's info and load, and its row
+--   rows:<role>:<model>    string: what choosing reads of all workers at once, and what is reserved of each (rows.lua)
+--   names:<role>:<model>   list: id and incarnation of the worker of each row
+--   links:<id>             set: incarnations of decode workers that this prefill worker has moved a block to
+--   held:<id>              hash: tokens:<reservation> or blocks:<reservation> -> amount; sums to what its row says
+--   blocks:<id>            set: hashes of the KV blocks this incarnation holds
+--   events                 stream: what that set gained and lost, batch by batch; each worker's batches are numbered
+--   expected:<period>      hash: block -> generations of the (prefill, decode) pair that is about to hold it
+--   reservations           sorted set: reservation -> when it expires (ms)
+--   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
+--   abandoned:<res>        its caller went away while asking for it
+--   fenced:<id> <inc>      an incarnation that may not come back
+--   stranger:<role> <layout>  a worker of this role and KV layout was refused, for it could have paired with nobody
+--   epoch                  when this Redis began to be filled; changes when it lost its memory
+--   generation             the latest one; each lease taken gets one of its own, higher than any before
+--   turn                   counts choices, so that equals take turns
+--   changed                channel: the id of a worker that came, went, drains or has new links
+local prefix = KEYS[1]
+
+local function key(kind, id)
+  return id and prefix .. kind .. ':' .. id or prefix .. kind
+end

@@ -1,0 +1,112 @@
+-- What choosing knows of workers: for each role and model one string of rows of equal size, row i - 1 for worker names[i].
+--
+--   lease taken ──> a row at the end          heartbeat ──> its numbers, in place
+--   lease ended ──> the last row moves there  reserved, given back ──> its two counters, in place
+--   choice      ──> reads all workers with two commands, and each row with one struct.unpack that leaves nothing behind
+--
+-- A row is two counters (integers, for BITFIELD) and then doubles:
+--
+--   tokens, blocks        reserved by gateways
+--   takes                 tokens of the longest sequence it would take now: `capacity`, or 0 while it drains
+--   layout                digest of its KV layout
+--   kind                  digest of its revision and block size: a prompt's hashes mean something to equals only
+--   generation            of its lease
+--   queued                tokens it says wait for it
+--   token_s, transfer_s   seconds to read a token, to move one
+--   used, num_blocks      blocks it says are in use, of all
+--   block_size, max_num_seqs
+--   step_s, sequences     seconds of a step; sequences that run or wait there
+--   unmeasured            1 if it has read nothing yet: token_s is nominal
+--   capacity              tokens of the longest sequence it could ever hold
+local ROW_BYTES = 136
+local COUNTERS_BYTES = 16
+local NUMBERS = '>ddddddddddddddd'
+-- The beginning of a row: up to transfer_s, up to unmeasured.
+local READER = '>i8i8ddddddd'
+local WRITER = '>i8i8dddddddddddddd'
+-- Generation, token_s and transfer_s; and where in a row these, and capacity, begin.
+local SURVEYED, SURVEYED_AT, CAPACITY_AT = '>dxxxxxxxxdd', 41, 129
+
+local NOMINAL_TOKEN_S = 1 / 8192
+-- Also the room that a second copy of the token takes from other prefixes.
+local NOMINAL_TRANSFER_S = 1 / 32768
+local NOMINAL_STEP_S = 1 / 64
+
+local function digest(text)
+  return tonumber(redis.sha1hex(text):sub(1, 12), 16)
+end
+
+local function kind_of(revision, block_size)
+  return digest(revision .. ' ' .. block_size)
+end
+
+-- Of a worker's texts, by name.
+local function pack_numbers(worker, generation)
+  local number = {}
+  for _, name in ipairs({'draining', 'block_size', 'num_blocks', 'max_num_seqs', 'max_model_len', 'free_blocks',
+    'num_waiting', 'num_running', 'queued_tokens', 'prefill_tokens_per_s', 'transfer_tokens_per_s', 'step_s'}) do
+    number[name] = tonumber(worker[name])
+  end
+  local rate, moved, step_s = number.prefill_tokens_per_s, number.transfer_tokens_per_s, number.step_s
+  local capacity = math.min(number.max_model_len, number.num_blocks * number.block_size)
+  return struct.pack(NUMBERS, number.draining == 0 and capacity or 0, digest(worker.layout_hash),
+    kind_of(worker.revision, worker.block_size), generation, number.queued_tokens,
+    rate > 0 and 1 / rate or NOMINAL_TOKEN_S, moved > 0 and 1 / moved or NOMINAL_TRANSFER_S,
+    number.num_blocks - number.free_blocks, number.num_blocks, number.block_size, number.max_num_seqs,
+    step_s > 0 and step_s or NOMINAL_STEP_S, number.num_running + number.num_waiting, rate > 0 and 0 or 1, capacity)
+end
+
+-- Returns '<role>:<model>' and the row (from 0) of a worker with a lease.
+local function place_of(worker_id)
+  local worker = redis.call('HMGET', key('worker', worker_id), 'role', 'model', 'row')
+  return worker[1] .. ':' .. worker[2], tonumber(worker[3])
+end
+
+local function add_row(worker_id, incarnation, of, numbers)
+  local bytes = redis.call('APPEND', key('rows', of), ('\0'):rep(COUNTERS_BYTES) .. numbers)
+  redis.call('RPUSH', key('names', of), cmsgpack.pack({worker_id, incarnation}))
+  redis.call('HSET', key('worker', worker_id), 'row', bytes / ROW_BYTES - 1)
+end
+
+local function write_row(worker_id, numbers)
+  local of, row = place_of(worker_id)
+  redis.call('SETRANGE', key('rows', of), row * ROW_BYTES + COUNTERS_BYTES, numbers)
+end
+
+local function take_row(worker_id)
+  local of, row = place_of(worker_id)
+  local rows, names = key('rows', of), key('names', of)
+  local packed, last = redis.call('GET', rows), redis.call('RPOP', names)
+  local left = #packed - ROW_BYTES
+  if row * ROW_BYTES < left then
+    redis.call('SETRANGE', rows, row * ROW_BYTES, packed:sub(-ROW_BYTES))
+    redis.call('LSET', names, row, last)
+    redis.call('HSET', key('worker', cmsgpack.unpack(last)[1]), 'row', row)
+  end
+  if left == 0 then redis.call('DEL', rows) else redis.call('SET', rows, redis.call('GETRANGE', rows, 0, left - 1)) end
+end
+
+local function counter(row, part)
+  return '#' .. row * ROW_BYTES / 8 + (part == 'tokens' and 0 or 1)
+end
+
+local function add_reserved(of, row, part, amount)
+  redis.call('BITFIELD', key('rows', of), 'INCRBY', 'i64', counter(row, part), amount)
+end
+
+local function reserved(worker_id, part)
+  local of, row = place_of(worker_id)
+  return redis.call('BITFIELD', key('rows', of), 'GET', 'i64', counter(row, part))[1]
+end
+
+-- Returns all rows of a role, as they are now.
+local function read_rows(role, model)
+  local of = role .. ':' .. model
+  local packed = redis.call('GET', key('rows', of)) or ''
+  return {of = of, packed = packed, count = #packed / ROW_BYTES}
+end
+
+-- Returns id and incarnation of row i (from 1).
+local function who(rows, i)
+  return unpack(cmsgpack.unpack(redis.call('LINDEX', key('names', rows.of), i - 1)))
+end
