@@ -1,17 +1,19 @@
 """Redis itself: scripts called by hash, one channel listened to, every failure one error. The only file that knows it.
 
     call      EVALSHA, one round trip; EVAL where the server does not know the script yet (first call, or it restarted);
-              on a connection of its own meanwhile, kept for the next call
+              all on one wire, one behind the other, for none of them waits in the server
+    read      what a stream has behind a cursor, or what comes next: on a wire of its own, for it may wait
     changes   a subscription of its own connection; a message only says "look again"
-    read      what a stream has behind a cursor, or what comes next
 
-Every script takes the key prefix `{namespace}:` as its one key: the braces keep all keys of a cluster in one slot.
+redis-py connects: it knows of passwords, databases and TLS. What is called then goes past it (wire.py), at a third of
+its cost. Every script takes the key prefix `{namespace}:` as its one key: the braces keep all keys of a cluster in one
+slot.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from hashlib import sha1
@@ -19,15 +21,13 @@ from importlib.resources import files
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from hiredis import pack_command
 from redis import exceptions
-from redis.asyncio import Connection as Link
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import PubSub
 
 from tandem.registry.errors import RegistryUnavailable
+from tandem.registry.wire import Argument, Wire
 
-Argument: TypeAlias = str | bytes | int
 # Of a stream: its id and its fields.
 Entry: TypeAlias = tuple[str, dict[bytes, bytes]]
 SCRIPTS = (
@@ -57,9 +57,9 @@ class Script:
 
 
 class Connection:
-    """A pool of connections to one Redis and the scripts run there. `close` ends it."""
+    """Wires to one Redis and the scripts run there. `close` ends it."""
 
-    def __init__(self, url: str, namespace: str, timeout: float, max_connections: int) -> None:
+    def __init__(self, url: str, namespace: str, timeout: float) -> None:
         """Connects when first used.
 
         Raises:
@@ -77,9 +77,7 @@ class Connection:
         self._pool = ConnectionPool.from_url(
             url, socket_timeout=None, socket_connect_timeout=timeout, decode_responses=True, protocol=2
         )
-        self._idle: list[Link] = []
-        self._closed = False
-        self._room = asyncio.Semaphore(max_connections)
+        self._calls, self._reads = Wire(self._pool), Wire(self._pool)
 
     async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
         """Run one script, within the timeout. Strings in the answer are bytes where `binary`.
@@ -87,13 +85,7 @@ class Connection:
         Raises:
             RegistryUnavailable: Redis did not answer; the script may have run all the same.
         """
-        script = self._scripts[name]
-        with self._translated():
-            async with asyncio.timeout(self._timeout):
-                try:
-                    return await self._execute("EVALSHA", script.sha, 1, self._prefix, *arguments, binary=binary)
-                except exceptions.NoScriptError:
-                    return await self._execute("EVAL", script.text, 1, self._prefix, *arguments, binary=binary)
+        return await self._bounded(self._calls, self._run(self._scripts[name], arguments, binary))
 
     async def read(self, stream: str, cursor: str, count: int, wait: float) -> list[Entry]:
         """At most `count` entries behind `cursor`, oldest first; if there are none yet, the next that come within
@@ -105,16 +97,12 @@ class Connection:
         wait_ms = round(min(wait, self._timeout / 2) * 1000)
         block = ("BLOCK", wait_ms) if wait_ms else ()  # BLOCK 0 is for ever
         command = ("XREAD", "COUNT", count, *block, "STREAMS", self._prefix + stream, cursor)
-        with self._translated():
-            async with asyncio.timeout(self._timeout):
-                found = await self._execute(*command, binary=True)
+        found = await self._bounded(self._reads, self._reads.ask(*command, binary=True))
         entries = found[0][1] if found else ()
         return [(entry_id.decode(), dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
 
     async def ping(self) -> None:
-        with self._translated():
-            async with asyncio.timeout(self._timeout):
-                await self._execute("PING")
+        await self._bounded(self._calls, self._calls.ask("PING"))
 
     @asynccontextmanager
     async def changes(self) -> AsyncIterator[Changes]:
@@ -129,26 +117,25 @@ class Connection:
             await pubsub.aclose()  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
-        self._closed = True
-        while self._idle:
-            await self._idle.pop().disconnect()
+        self._calls.close()
+        self._reads.close()
         await self._pool.aclose()
 
-    async def _execute(self, *command: Argument, binary: bool = False) -> Any:
-        """redis-py's own way, through its pool, costs three times as much."""
-        async with self._room:
-            link: Link = self._idle.pop() if self._idle else self._pool.make_connection()  # type: ignore[no-untyped-call]
+    async def _run(self, script: Script, arguments: tuple[Argument, ...], binary: bool) -> Any:
+        try:
+            return await self._calls.ask("EVALSHA", script.sha, 1, self._prefix, *arguments, binary=binary)
+        except exceptions.NoScriptError:
+            return await self._calls.ask("EVAL", script.text, 1, self._prefix, *arguments, binary=binary)
+
+    async def _bounded(self, wire: Wire, asking: Coroutine[Any, Any, Any]) -> Any:
+        start = asyncio.get_running_loop().time()
+        with self._translated():
             try:
-                try:
-                    return await _ask(link, command, binary)
-                except exceptions.ConnectionError:
-                    # It died idle, or Redis restarts; the scripts bear being run twice.
-                    return await _ask(link, command, binary)
-            finally:
-                if self._closed:
-                    await link.disconnect(nowait=True)
-                else:
-                    self._idle.append(link)
+                async with asyncio.timeout(self._timeout):
+                    return await asking
+            except TimeoutError:
+                wire.doubt(start)
+                raise
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -186,12 +173,6 @@ class Changes:
         with self._connection._translated():
             async with asyncio.timeout(timeout + self._connection._timeout):
                 return bool(await self._pubsub.get_message(timeout=timeout))
-
-
-async def _ask(link: Link, command: tuple[Argument, ...], binary: bool) -> Any:
-    """Connects first if it must. A link that was left in the middle of an answer disconnects itself."""
-    await link.send_packed_command(pack_command(command))  # type: ignore[arg-type]
-    return await link.read_response(disable_decoding=binary)
 
 
 def _load(name: str) -> Script:

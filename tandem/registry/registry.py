@@ -24,10 +24,11 @@ import structlog
 
 from tandem.clock import Clock
 from tandem.registry.block_feed import BlockFeed
-from tandem.registry.connection import Argument, Changes, Connection
+from tandem.registry.connection import Changes, Connection
 from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation, StrangeLayout
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.together import Together
+from tandem.registry.wire import Argument
 from tandem.registry.worker import Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
 
 log = structlog.get_logger(__name__)
@@ -79,15 +80,13 @@ class Registry:
         self._reading_infos = asyncio.Lock()
 
     @classmethod
-    async def connect(
-        cls, url: str, *, namespace: str = "tandem", clock: Clock, timeout: float = 2.0, max_connections: int = 64
-    ) -> Registry:
+    async def connect(cls, url: str, *, namespace: str = "tandem", clock: Clock, timeout: float = 2.0) -> Registry:
         """A client of the Redis at `url`, which need not be up yet: `ping` tells.
 
         Raises:
             ValueError: the URL or the namespace is malformed.
         """
-        return cls(Connection(url, namespace, timeout, max_connections), clock, uuid4().hex[:12])
+        return cls(Connection(url, namespace, timeout), clock, uuid4().hex[:12])
 
     async def ping(self) -> None:
         """Return if Redis answers."""

@@ -124,7 +124,7 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
 ) -> None:
     """What a broken connection can do to a call: answer lost and sent again, or carried out after it was given up."""
     await register_pool(registry)
-    wire = Connection(redis_server.url, namespace, 2.0, 1)
+    wire = Connection(redis_server.url, namespace, 2.0)
     wanted = (MODEL, 40, 8, "require", 1000, "[]", "", 1, "", "[]")
     for _ in range(2):
         ((status, *_),) = await wire.call("select", "twice", *wanted)
@@ -142,9 +142,9 @@ async def test_the_check_sees_a_wrong_counter(registry: Registry, redis: Redis, 
     await register_pool(registry)
     await reserve(registry)
     counter = f"{{{namespace}}}:rows:decode:{MODEL}"
-    await redis.execute_command("BITFIELD", counter, "INCRBY", "i64", "#1", 1)
+    await redis.bitfield(counter).incrby("i64", "#1", 1).execute()
     assert await registry.check_integrity() == ["d0 counts 4 blocks and holds 3"]
-    await redis.execute_command("BITFIELD", counter, "INCRBY", "i64", "#1", -1)
+    await redis.bitfield(counter).incrby("i64", "#1", -1).execute()
     assert await registry.check_integrity() == []
 
 
