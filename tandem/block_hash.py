@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 HASH_BYTES = 16
 
 
+@lru_cache(1024)
 def root_hash(model: str, revision: str, lora: str = "", salt: str = "") -> bytes:
     """The hash that a chain starts from: blocks are shared only where all four are equal."""
     parts = [part.encode() for part in (model, revision, lora, salt)]

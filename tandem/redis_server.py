@@ -88,6 +88,7 @@ class RedisServer:
         options = {
             "port": port, "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": tempfile.gettempdir(),
             "maxmemory": f"{max_memory_mb}mb", "maxmemory-policy": "noeviction", "loglevel": "warning",
+            "lazyfree-lazy-expire": "yes",
         }  # fmt: skip
         arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap

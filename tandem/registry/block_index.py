@@ -79,9 +79,12 @@ class BlockIndex:
 
     def holders(self, names: Sequence[int]) -> list[tuple[int, int]]:
         """Of a prompt's blocks in order: (so many of them from the first on, mask of slots that hold just so many)."""
-        found, mask = [], self._live
+        found, mask, before = [], self._live, None
         for count, name in enumerate(names):
-            still = self._shards[name % SHARDS].get(name, 0) & mask
+            held = self._shards[name % SHARDS].get(name, 0)
+            if held is before:  # equal masks are one object nearly always
+                continue
+            before, still = held, held & mask
             if still != mask:
                 if count:
                     found.append((count, mask ^ still))

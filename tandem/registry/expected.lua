@@ -62,15 +62,17 @@ local function add_expected(prefills, decodes, request)
   end
 end
 
--- The pair, given by their generations, is about to hold this prompt.
+-- The pair, given by their generations, is about to hold this prompt. What nobody reads any more is freed by another
+-- thread: expiring it would stop the server for as long as a hundred thousand entries take.
 local function expect(request, reader, decode)
   if request.first_mark > #request.names then return end
   local count = redis.call('HLEN', current)
+  if count == 0 then redis.call('UNLINK', period_key(2)) end
   if count > MOST_ENTRIES then return end
   local pair, entries = reader .. ' ' .. decode, {}
   for i = request.first_mark, #request.names do
     entries[#entries + 1], entries[#entries + 2] = request.names[i], pair
   end
   redis.call('HSET', current, unpack(entries))
-  if count == 0 then redis.call('PEXPIRE', current, 2 * PERIOD_MS) end
+  redis.call('PEXPIRE', current, 2 * PERIOD_MS)
 end

@@ -11,7 +11,6 @@ one request is expected to leave behind, the next one with the same beginning fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,8 +32,12 @@ class PromptPrefix:
     @classmethod
     def of(cls, revision: str, block_size: int, block_hashes: Sequence[bytes], held: Held = ()) -> PromptPrefix:
         """Of a prompt whose full blocks have these names, in order."""
-        marks = [prefix + block_hashes[i][:MARKED_HASH_BYTES] for i, prefix in _marks(len(block_hashes))]
-        return cls(revision, block_size, b"".join(marks), json.dumps(held) if held else "[]")
+        marks = b"".join([prefix + block_hashes[i][:MARKED_HASH_BYTES] for i, prefix in _marks(len(block_hashes))])
+        return cls(revision, block_size, marks, " ".join([_said(*part) for part in held]))
+
+
+def _said(count: int, generations: Sequence[str]) -> str:
+    return f"{count}:{','.join(generations)}"
 
 
 @lru_cache(1024)

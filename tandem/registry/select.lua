@@ -16,7 +16,7 @@
 --
 -- ARGV, for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' | 'never',
 --   ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks (expected.lua)
---   and hits: JSON list of [number of blocks, [generation, …]]
+--   and hits: 'blocks:generation,generation,… blocks:generation,…'
 -- Returns for each: {'ok', why, decode worker, its generation, its hit (tokens), and the same three of the prefill
 -- worker if there is one}, {'none', reason} or {'too large', reason}.
 local ARGUMENTS = 11
@@ -28,11 +28,10 @@ local function names_in(json)
   return names
 end
 
-local function hits_in(json)
+local function hits_in(text)
   local hits = {}
-  if json == '[]' then return hits end
-  for _, held in ipairs(cjson.decode(json)) do
-    for _, generation in ipairs(held[2]) do hits[tonumber(generation)] = held[1] end
+  for count, generations in text:gmatch('(%d+):(%S+)') do
+    for generation in generations:gmatch('%d+') do hits[tonumber(generation)] = tonumber(count) end
   end
   return hits
 end

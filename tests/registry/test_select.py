@@ -168,6 +168,22 @@ async def test_expected_blocks_are_believed_for_a_while(registry: Registry, redi
     assert (await select(registry, prefix=PREFIX)).reason.startswith("remote prefill: 0 prompt tokens")
 
 
+async def test_what_is_no_longer_expected_is_freed_before_it_expires(
+    registry: Registry, redis: Redis, namespace: str
+) -> None:
+    """Redis would stop for as long as that takes."""
+
+    async def period() -> int:
+        return (await redis.time())[0] // 10
+
+    await register_pool(registry)
+    begun = await period()
+    for old in (begun - 2, begun - 1):
+        await redis.hset(f"{{{namespace}}}:expected:{old}", "block", "1 2")
+    await select(registry, prefix=PREFIX)
+    assert not await redis.exists(f"{{{namespace}}}:expected:{await period() - 2}")
+
+
 async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry) -> None:
     await register_pool(registry)
     await select(registry, prefix=PREFIX)
