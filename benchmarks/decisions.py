@@ -6,7 +6,7 @@
             small `max_blocks` lets it keep
 3 closed    routers as gateways run them, CALLERS in all, each asking again as soon as it has its answer
 4 open      the same at a stated rate, each time at random: a process of its own says when, as clients do over the
-            network; latency from there to the route
+            network; latency from when a request was due to its route
 
 Three of four prompts go on with a conversation (800 tokens and 16 to 224 more), one is new (320 to 1024 tokens); none
 comes twice. A decision is `Router.choose`: hash the prompt, look it up, choose and reserve. In `whole` runs each is
@@ -49,7 +49,7 @@ PAIRS, CONVERSATIONS, SHARED_BLOCKS = 32, 20_000, 50
 CALLERS, DECISIONS = 64, 10_000
 MAX_BLOCKS = (2_000_000, 250_000)  # a gateway's default; a smaller one
 OPEN_RATES, OPEN_S = (500, 1000, 2000, 4000), 3.0
-SPAWN, SENT = multiprocessing.get_context("spawn"), struct.Struct("d")
+SPAWN, DUE = multiprocessing.get_context("spawn"), struct.Struct("d")
 RESULTS = OUT / "decisions.json"
 
 
@@ -150,35 +150,39 @@ def _prompt(chance: random.Random, number: int) -> Sequence[int]:
     return worker_pb2.SequenceSpec(token_ids=tokens).token_ids
 
 
-async def arrivals(rate: float, count: int) -> AsyncIterator[float]:
-    """When each is sent, as it comes, after one that says that they begin. Times are time.perf_counter's, which all
-    processes of a Linux machine share."""
+async def arrivals(rate: float, count: int, arrived: Callable[[int, float], None]) -> None:
+    """Calls arrived(number, when it was due) for each. Times are time.perf_counter's, which all processes of a Linux
+    machine share."""
+    loop = asyncio.get_running_loop()
     receiver, sender = SPAWN.Pipe(duplex=False)
     clients = SPAWN.Process(target=send_arrivals, args=(sender, rate, count))
     clients.start()
     sender.close()
-    readable, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_reader(receiver.fileno(), readable.set)
-    while count >= 0:
-        await readable.wait()
-        readable.clear()
-        said = os.read(receiver.fileno(), 64 * SENT.size)
+    number, ended = 0, loop.create_future()
+
+    def read() -> None:
+        nonlocal number
+        said = os.read(receiver.fileno(), 64 * DUE.size)
+        for (due,) in DUE.iter_unpack(said):
+            arrived(number, due)
+            number += 1
         if not said:
-            raise RuntimeError(f"the process that says when requests arrive ended {count} too early")
-        for (sent,) in SENT.iter_unpack(said):
-            yield sent
-            count -= 1
-    loop.remove_reader(receiver.fileno())
+            loop.remove_reader(receiver.fileno())
+            ended.set_result(None)
+
+    loop.add_reader(receiver.fileno(), read)
+    await ended
     clients.join()
+    if number < count:
+        raise RuntimeError(f"the process that says when requests arrive ended {count - number} too early")
 
 
 def send_arrivals(pipe: Connection, rate: float, count: int) -> None:
-    os.write(pipe.fileno(), SENT.pack(time.perf_counter()))
     chance, due = random.Random(1), time.perf_counter() + 0.1
     for _ in range(count):
         due += chance.expovariate(rate)
         time.sleep(max(0.0, due - time.perf_counter()))
-        os.write(pipe.fileno(), SENT.pack(time.perf_counter()))
+        os.write(pipe.fileno(), DUE.pack(due))
 
 
 class Bench:
@@ -206,16 +210,18 @@ class Bench:
 
     async def open(self, rate: float) -> Figures:
         tasks, asked = set[asyncio.Task[None]](), self._fresh(round(rate * OPEN_S))
-        arriving = arrivals(rate, len(asked))
-        await anext(arriving)
+
+        def arrived(number: int, due: float) -> None:
+            router = self.routers[number % len(self.routers)]
+            task = asyncio.create_task(self._one(router, asked[number], due, whole=True))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
         async def run() -> None:
-            number = 0
-            async for sent in arriving:
-                router = self.routers[number % len(self.routers)]
-                tasks.add(asyncio.create_task(self._one(router, asked[number], sent, whole=True)))
-                number += 1
+            await arrivals(rate, len(asked), arrived)
             await asyncio.gather(*tasks)
+            if len(self._latencies) < len(asked):
+                raise RuntimeError(f"only {len(self._latencies)} of {len(asked)} decisions came about")
 
         return await self._measured(f"open, {rate:.0f}/s", run)
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import signal
 import time
@@ -206,6 +207,9 @@ async def serve(settings: GatewaySettings, *, make_router: type[Router] = Router
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Gateway(settings, make_router=make_router) as gateway:
+        # What a gateway is made of stays until it ends: looking for garbage there would stop all requests for long.
+        gc.collect()
+        gc.freeze()
         stopping, failed = asyncio.create_task(stop.wait()), asyncio.create_task(gateway.failed())
         await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
