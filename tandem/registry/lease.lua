@@ -53,7 +53,8 @@ redis.call('HSET', worker, unpack(ARGV, 5))
 redis.call('ZADD', key('leases'), now + ttl, worker_id)
 write_links(before[2], new.linked)
 if current == incarnation then
-  write_row(worker_id, pack_numbers(new, redis.call('HGET', worker, 'generation')))
+  local of, row = place_of(worker_id)
+  write_row(of, row, pack_numbers(new, redis.call('HGET', worker, 'generation')))
   if before[1] ~= new.draining or before[2] ~= new.linked then announce(worker_id) end
   return {'renewed'}
 end

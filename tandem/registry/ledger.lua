@@ -44,7 +44,7 @@ local function retire(worker_id)
     forget_if_empty(reservation)
   end
   local blocks = redis.call('SCARD', key('blocks', worker_id))
-  tell_blocks(worker_id, redis.call('HGET', key('worker', worker_id), 'generation'), 0, '', '')
+  tell_blocks(worker_id, redis.call('HGET', key('worker', worker_id), 'generation') or 0, 0, '', '')
   take_row(worker_id)
   redis.call('UNLINK', key('worker', worker_id), key('held', worker_id), key('blocks', worker_id),
     key('links', worker_id))

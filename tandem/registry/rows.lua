@@ -56,10 +56,10 @@ local function pack_numbers(worker, generation)
     step_s > 0 and step_s or NOMINAL_STEP_S, number.num_running + number.num_waiting, rate > 0 and 0 or 1, capacity)
 end
 
--- Returns '<role>:<model>' and the row (from 0) of a worker with a lease.
+-- Returns '<role>:<model>' and the row (from 0) of a worker; nothing if it has none.
 local function place_of(worker_id)
   local worker = redis.call('HMGET', key('worker', worker_id), 'role', 'model', 'row')
-  return worker[1] .. ':' .. worker[2], tonumber(worker[3])
+  if worker[3] then return worker[1] .. ':' .. worker[2], tonumber(worker[3]) end
 end
 
 local function add_row(worker_id, incarnation, of, numbers)
@@ -68,13 +68,13 @@ local function add_row(worker_id, incarnation, of, numbers)
   redis.call('HSET', key('worker', worker_id), 'row', bytes / ROW_BYTES - 1)
 end
 
-local function write_row(worker_id, numbers)
-  local of, row = place_of(worker_id)
+local function write_row(of, row, numbers)
   redis.call('SETRANGE', key('rows', of), row * ROW_BYTES + COUNTERS_BYTES, numbers)
 end
 
 local function take_row(worker_id)
   local of, row = place_of(worker_id)
+  if not of then return end
   local rows, names = key('rows', of), key('names', of)
   local packed, last = redis.call('GET', rows), redis.call('RPOP', names)
   local left = #packed - ROW_BYTES
