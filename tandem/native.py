@@ -1,7 +1,7 @@
 """From a C source beside its module to a shared library, compiled once per machine.
 
 1 check    the CPU has the instructions
-2 find     <cache>/tandem/kernels/<hash of source and flags>.so, the cache being XDG_CACHE_HOME or ~/.cache
+2 find     <cache>/tandem/kernels/<hash of source, headers and flags>.so, the cache being XDG_CACHE_HOME or ~/.cache
 3 compile  with the `ziglang` wheel, gcc or clang, into a name of its own, then rename: concurrent builders do no harm
 """
 
@@ -49,8 +49,10 @@ def _cache() -> Path:
 
 
 def _found_or_made(source: Path, flags: Sequence[str], cache: Path) -> Path:
-    digest = blake2b(source.read_bytes() + " ".join(flags).encode(), digest_size=16).hexdigest()
-    target = cache / f"{digest}.so"
+    digest = blake2b(source.read_bytes() + " ".join(flags).encode(), digest_size=16)
+    for header in sorted(source.parent.glob("*.h")):
+        digest.update(header.read_bytes())
+    target = cache / f"{digest.hexdigest()}.so"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
-from tests.engine.tiny import Families, make
+from tandem.engine.kernels import load_library
+from tests.engine.tiny import Families, can_compile, make
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +27,11 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Families:
 @pytest.fixture(scope="session")
 def llama(family: Families) -> Path:
     return family("llama3")[1]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
+    """The kernels wherever this machine can have them; elsewhere torch takes their place."""
+    library = load_library(tmp_path_factory.mktemp("kernels"))
+    assert (library is not None) == can_compile()
+    return library

@@ -22,28 +22,16 @@ from tandem import native
 from tandem.engine import Request, SamplingParams
 from tandem.engine.forward import Forward, StepInput, TorchForward
 from tandem.engine.kernels import CpuForward, load_library
+from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.models.decoder import rms_norm
-from tests.engine.tiny import SIZES, VOCAB, greedy, make_engine, prompt_of, run, sampled, tokens
+from tests.engine.tiny import SIZES, VOCAB, can_compile, greedy, make_engine, prompt_of, run, sampled, tokens
 
 WIDE = SIZES | {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32, "max_position_embeddings": 256}
 MODELS = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{**WIDE, "head_dim": 32}, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**WIDE)),
 }
-
-
-def can_compile() -> bool:
-    """Asked of the machine, not of the code under test."""
-    return "avx512_bf16" in Path("/proc/cpuinfo").read_text() and bool(native.compilers())
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
-    """The kernels wherever this machine can have them; elsewhere torch takes their place."""
-    library = load_library(tmp_path_factory.mktemp("kernels"))
-    assert (library is not None) == can_compile()
-    return library
 
 
 @dataclass(frozen=True)
@@ -129,6 +117,43 @@ def test_a_pass_computes_what_torch_does(
     used = [block for table in tables for block in table]
     for ours, theirs in zip(*caches, strict=True):
         torch.testing.assert_close(ours[used].float().nan_to_num(), theirs[used], rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_packed_weight_is_what_it_was(library: ctypes.CDLL | None, halves: bool) -> None:
+    """Also with exponents too many for a panel: denormals, both zeros, infinities, everything bfloat16 has."""
+    chance = torch.Generator().manual_seed(1)
+    weight = (0.02 * torch.randn(128, 96, generator=chance)).bfloat16()
+    weight[40:44] = torch.randint(-(2**15), 2**15, (4, 96), generator=chance, dtype=torch.int16).view(torch.bfloat16)
+    weight[70] = 0.0
+    weight[71, ::2], weight[72, 5], weight[73, 6] = -0.0, math.inf, 1e-40
+    if library is None:
+        return
+    found, ids = torch.empty_like(weight), torch.randperm(128, generator=chance)
+    packed = PackedWeight(library, weight, halves)
+    library.tandem_unpack_rows(ctypes.byref(packed.struct), ids.data_ptr(), 128, found.data_ptr())
+    expected = weight
+    if halves:  # a panel is 16 outputs of either half
+        expected = weight.view(2, 4, 16, 96).transpose(0, 1).reshape(128, 96)
+    assert torch.equal(found.view(torch.int16), expected[ids].view(torch.int16))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rare_numbers_count_as_all_others(library: ctypes.CDLL | None, threads: int, tmp_path: Path) -> None:
+    config = SHAPES[1].config(tmp_path)
+    model = Decoder(config, torch.bfloat16)
+    fill(model, 5)
+    scattered = torch.rand(model.embed.shape, generator=torch.Generator().manual_seed(2)) < 0.05
+    model.embed[scattered] *= 2.0**-18
+    model.embed[::7, ::5] = 3.0
+    hidden = torch.randn(30, config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    normed = rms_norm(hidden.double(), model.norm.double(), config.rms_norm_eps).bfloat16().double()
+    exact = (normed @ model.lm_head.double().T).float()
+    cache = [torch.zeros(4, 2, 2, 16, 64, dtype=torch.bfloat16) for _ in model.layers]
+    if library is not None:
+        made = CpuForward(library, model, cache, 64, lambda: threads)
+        for count in (1, 13, 30):
+            torch.testing.assert_close(made.logits(hidden, range(count)), exact[:count], rtol=2**-7, atol=2e-2)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tandem import native
 from tandem.engine import Engine, EngineConfig, Request, SampledToken, SamplingParams, SequenceOutput
 
 VOCAB = 96
@@ -107,3 +108,8 @@ def assert_idle(engine: Engine) -> None:
     assert (stats.num_waiting, stats.num_running, stats.num_reserved, stats.queued_tokens) == (0, 0, 0, 0)
     assert stats.free_blocks == stats.num_blocks
     engine.check_integrity()
+
+
+def can_compile() -> bool:
+    """Asked of the machine, not of the code under test."""
+    return "avx512_bf16" in Path("/proc/cpuinfo").read_text() and bool(native.compilers())

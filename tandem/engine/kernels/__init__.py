@@ -1,4 +1,4 @@
-"""The decoder's forward pass in C, for the CPUs that have the instructions, compiled on first use."""
+"""A decoder's forward pass and the sampler's choice in C, compiled on first use, where the CPU has what it takes."""
 
 from tandem.engine.kernels.build import load_library
 from tandem.engine.kernels.cpu import CpuForward

@@ -17,6 +17,15 @@ from tandem.native import NotCompiled, compiled
 _SOURCE = Path(__file__).with_name("cpu.c")
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "tandem_survey": (_INT, [_POINTER, *[_INT] * 3, _POINTER]),
+    "tandem_pack": (None, [_POINTER, _INT, _POINTER]),
+    "tandem_unpack_rows": (None, [_POINTER, _POINTER, _INT, _POINTER]),
+    "tandem_layers": (None, [_POINTER, _POINTER, *[_INT] * 3]),
+    "tandem_logits": (None, [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT]),
+}
+
 _log = structlog.get_logger(__name__)
 
 
@@ -26,6 +35,9 @@ def load_library(cache: Path | None = None) -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(compiled(_SOURCE, _INSTRUCTIONS, "-fno-math-errno", cache=cache)))
         # torch's own extension finds whichever OpenMP it was linked with.
         openmp = ctypes.CDLL(torch._C.__file__)
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
         library.tandem_init(openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads)
     except (OSError, AttributeError, NotCompiled) as error:
         _log.warning("CPU kernels are off, torch computes everything", reason=str(error))

@@ -14,47 +14,45 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import StepInput
+from tandem.engine.kernels.packed import PackedWeight, WeightStruct
 from tandem.engine.models import Decoder, DecoderLayer, ModelConfig
-from tandem.engine.models.rope import cos_sin
 
+_MAX_THREADS, _PANEL_OUTPUTS = 128, 32
 _MAX_HEAD_DIM = 256  # the room that the kernels have for a block of keys
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURES = {
-    "tandem_pack": [_POINTER, *[_INT] * 3],
-    "tandem_unpack_rows": [_POINTER, _POINTER, _INT, _INT, _POINTER],
-    "tandem_layers": [_POINTER, _POINTER, *[_INT] * 3],
-    "tandem_logits": [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT],
-}
 
 
 class _Layer(ctypes.Structure):
-    """`struct layer` of cpu.c."""
+    """`struct layer` of model.h."""
 
     _fields_ = [
-        (name, _POINTER)
-        for name in (
-            "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "gate_up_bias",
-            "down", "down_bias", "kv",
-        )
-    ]  # fmt: skip
+        *((name, WeightStruct) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm")),
+        *((name, _POINTER) for name in ("gate_up_bias", "down_bias", "kv")),
+    ]
 
 
 class _Model(ctypes.Structure):
-    """`struct model` of cpu.c."""
+    """`struct model` of model.h."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("layers", "norm", "head")),
+        ("layers", _POINTER),
+        ("head", WeightStruct),
+        ("norm", _POINTER),
+        ("opened", _POINTER),
+        ("opened_size", _INT),
+        ("inverse", _POINTER),
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "block_size")),
         ("eps", ctypes.c_float),
     ]
 
 
 class _Step(ctypes.Structure):
-    """`struct step` of cpu.c."""
+    """`struct step` of model.h."""
 
     _fields_ = [
         *((name, _POINTER) for name in ("x", "normed", "qkv", "attended", "inner", "cos", "sin")),
-        *((name, _POINTER) for name in ("slots", "starts", "lengths", "table_starts", "tables")),
+        *((name, _POINTER) for name in ("positions", "slots", "starts", "lengths", "table_starts", "tables")),
         *((name, _INT) for name in ("rows", "seqs")),
     ]
 
@@ -73,17 +71,20 @@ class CpuForward:
         max_tokens: int,
         num_threads: Callable[[], int] = torch.get_num_threads,
     ) -> None:
-        for name, types in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = types, None
         self._library, self._model, self._num_threads = library, model, num_threads
         self._kv_cache = tuple(kv_cache)  # the structs below only point at it
-        self._pack()
-        self._layers = (_Layer * len(model.layers))(*map(_layer, model.layers, kv_cache))
-        self._struct = _struct(model, self._layers, kv_cache[0])
+        self._embed = PackedWeight(library, model.embed)
+        self._head = self._embed if model.lm_head is model.embed else PackedWeight(library, model.lm_head)
+        model.embed = model.lm_head = model.embed.new_empty(0)
+        self._weights = [_pack(library, layer) for layer in model.layers]
+        self._layers = (_Layer * len(model.layers))(*map(_layer, model.layers, self._weights, kv_cache))
         config = model.config
+        widest = max(config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+        self._opened = torch.empty(_MAX_THREADS, widest // 2 * _PANEL_OUTPUTS, dtype=torch.int32)  # untouched till used
+        self._struct = _struct(model, self._layers, self._head, kv_cache[0], self._opened)
         heads = config.num_heads * config.head_dim
         widths = (config.hidden_size, config.hidden_size, heads + 2 * config.num_kv_heads * config.head_dim, heads)
+        self._angles = torch.empty(2, max_tokens, config.head_dim // 2)
         self._room = [model.embed.new_empty(max_tokens, width) for width in (*widths, config.intermediate_size)]
 
     @staticmethod
@@ -96,13 +97,10 @@ class CpuForward:
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         ids = step.input_ids
         x, *room = (buffer[: len(ids)] for buffer in self._room)
-        self._library.tandem_unpack_rows(
-            self._model.embed.data_ptr(), ids.data_ptr(), len(ids), x.shape[1], x.data_ptr()
-        )
-        angles = cos_sin(self._model.inverse, step.positions, torch.float32)
+        self._library.tandem_unpack_rows(ctypes.byref(self._embed.struct), ids.data_ptr(), len(ids), x.data_ptr())
         starts, table_starts, tables = _joined(step)
         passed = _Step(
-            *(tensor.data_ptr() for tensor in (x, *room, angles[0], angles[1], step.slots)),
+            *(tensor.data_ptr() for tensor in (x, *room, *self._angles, step.positions, step.slots)),
             *(_address(values) for values in (starts, step.lengths, table_starts, tables)),
             len(ids), len(step.lengths),
         )  # fmt: skip
@@ -132,38 +130,32 @@ class CpuForward:
     def _run(self, passed: _Step, first: int, end: int) -> None:
         self._library.tandem_layers(ctypes.byref(self._struct), ctypes.byref(passed), first, end, self._num_threads())
 
-    def _pack(self) -> None:
-        model = self._model
-        weights = (
-            [(model.embed, False)] if model.lm_head is model.embed else [(model.embed, False), (model.lm_head, False)]
-        )
-        for layer in model.layers:
-            weights += [(linear.weight, linear is layer.mlp.gate_up) for linear in layer.linears()]
-        for weight, halves in weights:
-            self._library.tandem_pack(weight.data_ptr(), *weight.shape, halves)
+
+def _pack(library: ctypes.CDLL, layer: DecoderLayer) -> list[PackedWeight]:
+    """The layer's weights, one after the other, each let go of when it is packed."""
+    packed = []
+    for linear in layer.linears():
+        packed.append(PackedWeight(library, linear.weight, halves=linear is layer.mlp.gate_up))
+        linear.weight = linear.weight.new_empty(0)
+    return packed
 
 
-def _layer(layer: DecoderLayer, kv: Tensor) -> _Layer:
+def _layer(layer: DecoderLayer, weights: list[PackedWeight], kv: Tensor) -> _Layer:
     attention, mlp = layer.attention, layer.mlp
     q_norm, k_norm = attention.norms or (None, None)
-    return _Layer(
-        *map(
-            _pointer,
-            (
-                layer.input_norm, attention.qkv.weight, attention.qkv.bias, q_norm, k_norm, attention.o.weight,
-                attention.o.bias, layer.post_norm, mlp.gate_up.weight, mlp.gate_up.bias, mlp.down.weight, mlp.down.bias,
-                kv,
-            ),
-        )
+    vectors = (
+        layer.input_norm, attention.qkv.bias, q_norm, k_norm, attention.o.bias, layer.post_norm, mlp.gate_up.bias,
+        mlp.down.bias, kv,
     )  # fmt: skip
+    return _Layer(*(weight.struct for weight in weights), *map(_pointer, vectors))
 
 
-def _struct(model: Decoder, layers: ctypes.Array[_Layer], kv: Tensor) -> _Model:
+def _struct(model: Decoder, layers: ctypes.Array[_Layer], head: PackedWeight, kv: Tensor, opened: Tensor) -> _Model:
     config = model.config
     return _Model(
-        ctypes.addressof(layers), model.norm.data_ptr(), model.lm_head.data_ptr(), config.hidden_size, config.num_heads,
-        config.num_kv_heads, config.head_dim, config.intermediate_size, config.vocab_size, kv.shape[3],
-        config.rms_norm_eps,
+        ctypes.addressof(layers), head.struct, model.norm.data_ptr(), opened.data_ptr(), opened.shape[1],
+        model.inverse.data_ptr(), config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
+        config.intermediate_size, config.vocab_size, kv.shape[3], config.rms_norm_eps,
     )  # fmt: skip
 
 

@@ -1,0 +1,31 @@
+/* What a pass knows of a model and of its step. */
+
+#pragma once
+#include "packing.h"
+
+struct layer {
+    struct weight qkv, o, gate_up, down;
+    const bf16 *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm, *gate_up_bias, *down_bias;
+    bf16 *kv; /* (blocks, 2, kv_heads, block_size, head_dim) */
+};
+
+struct model {
+    const struct layer *layers;
+    struct weight head;
+    const bf16 *norm;
+    uint32_t *opened; /* for each of MAX_THREADS threads, pairs of the widest panel: opened_size */
+    int64_t opened_size;
+    const float *inverse; /* radians per position, (head_dim / 2,) */
+    int64_t hidden, heads, kv_heads, head_dim, intermediate, vocab, block_size;
+    float eps;
+};
+
+/* One step. `x` (rows, hidden) comes as embeddings and goes as hidden states; the others are room for the pass.
+   Sequence s has rows starts[s] … starts[s + 1], the last of lengths[s] tokens in the blocks tables + table_starts[s]. */
+struct step {
+    bf16 *x, *normed, *qkv, *attended, *inner;
+    float *cos, *sin; /* (rows, head_dim / 2): room, too */
+    const int64_t *positions, *slots, *starts, *lengths, *table_starts;
+    const int32_t *tables;
+    int64_t rows, seqs;
+};

@@ -1,0 +1,93 @@
+/* A weight (outputs, inputs) of bfloat16 in 12 bits a number, without loss.
+
+   It lies in panels of 32 outputs, one after the other. The numbers of a panel have few exponents, so 4 bits tell which: 0 is
+   the number zero, c is the panel's base + c. A step of a panel, two inputs of its 32 outputs, is 64 bytes of sign and
+   mantissa and 32 bytes of such codes, those of the last 16 outputs in their upper halves. The rare numbers whose exponent
+   is another are zero there, and listed. */
+
+#pragma once
+#include <string.h>
+
+#include "numbers.h"
+
+enum { STEP_BYTES = 96, CODES = 16 };
+
+struct rare { uint32_t at; float value; };     /* at: input * 32 + the output's place in the panel */
+struct panel { int32_t base, first_rare; };    /* one more of them than there are panels */
+struct weight { uint8_t *bytes; struct panel *panels; struct rare *rare; int64_t outputs, inputs; };
+
+static inline float wide(bf16 x) {
+    union { uint32_t bits; float value; } to = {(uint32_t)x << 16};
+    return to.value;
+}
+
+/* Where `halves` is set the outputs are (gate | up), and each panel is 16 of gate and the same 16 of up. */
+static inline const bf16 *output_row(const bf16 *from, int64_t panel, int64_t n, int64_t outputs, int64_t inputs, int64_t halves) {
+    return from + (halves ? panel * 16 + n % 16 + n / 16 * (outputs / 2) : panel * 32 + n) * inputs;
+}
+
+static inline int code_of(bf16 x, int32_t base) {
+    int code = (x >> 7 & 0xff) - base;
+    return code > 0 && code < CODES ? code : 0;
+}
+
+/* Finds the base of each panel that leaves the fewest rare numbers; returns how many those are in all. */
+int64_t tandem_survey(const bf16 *from, int64_t outputs, int64_t inputs, int64_t halves, struct panel *panels) {
+    int64_t rare = 0;
+    for (int64_t panel = 0; panel < outputs / 32; panel++) {
+        int64_t counts[256] = {0}, zeros = 0, covered = 0, most = -1;
+        for (int64_t n = 0; n < 32; n++) {
+            const bf16 *row = output_row(from, panel, n, outputs, inputs, halves);
+            for (int64_t k = 0; k < inputs; k++) counts[row[k] >> 7 & 0xff]++, zeros += (row[k] & 0x7fff) == 0;
+        }
+        for (int base = 0; base + CODES <= 256; base++) {
+            covered = 0;
+            for (int code = 1; code < CODES; code++) covered += counts[base + code];
+            if (covered > most) most = covered, panels[panel].base = base;
+        }
+        panels[panel].first_rare = (int32_t)rare;
+        rare += 32 * inputs - zeros - most;
+    }
+    panels[outputs / 32].first_rare = (int32_t)rare;
+    return rare;
+}
+
+void tandem_pack(const bf16 *from, int64_t halves, const struct weight *to) {
+    const int64_t outputs = to->outputs, inputs = to->inputs;
+    uint8_t *bytes = to->bytes;
+    struct rare *rare = to->rare;
+    for (int64_t panel = 0; panel < outputs / 32; panel++, bytes += inputs / 2 * STEP_BYTES) {
+        memset(bytes, 0, inputs / 2 * STEP_BYTES);
+        for (int64_t n = 0; n < 32; n++) {
+            const bf16 *row = output_row(from, panel, n, outputs, inputs, halves);
+            for (int64_t k = 0; k < inputs; k++) {
+                const int code = code_of(row[k], to->panels[panel].base);
+                if (!code && row[k] & 0x7fff) {
+                    *rare++ = (struct rare){(uint32_t)(k * 32 + n), wide(row[k])};
+                    continue;
+                }
+                uint8_t *step = bytes + k / 2 * STEP_BYTES;
+                step[n * 2 + k % 2] = (uint8_t)(row[k] >> 8 & 0x80) | (row[k] & 0x7f);
+                step[64 + n % 16 * 2 + k % 2] |= (uint8_t)(code << n / 16 * 4);
+            }
+        }
+    }
+}
+
+/* Rows `ids` of a packed weight, as they were. */
+void tandem_unpack_rows(const struct weight *from, const int64_t *ids, int64_t count, bf16 *out) {
+    const int64_t inputs = from->inputs;
+    for (; count--; ids++, out += inputs) {
+        const int64_t panel = *ids / 32, n = *ids % 32;
+        const struct panel *p = from->panels + panel;
+        const uint8_t *step = from->bytes + panel * (inputs / 2) * STEP_BYTES;
+        for (int64_t k = 0; k < inputs; k++) {
+            const int sign = step[n * 2 + k % 2], code = step[64 + n % 16 * 2 + k % 2] >> n / 16 * 4 & 0xf;
+            out[k] = (bf16)((sign & 0x80) << 8 | (code ? code + p->base : 0) << 7 | (sign & 0x7f));
+            step += k % 2 * STEP_BYTES;
+        }
+        for (const struct rare *r = from->rare + p->first_rare; r < from->rare + p[1].first_rare; r++)
+            if (r->at % 32 == n) out[r->at / 32] = (bf16)((union { float value; uint32_t bits; }){r->value}.bits >> 16);
+    }
+}
+
