@@ -16,13 +16,14 @@ from torch import Tensor
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.cores import Cores
-from tandem.engine.forward import Forward, TorchForward
-from tandem.engine.kernels import CpuForward, load_library
+from tandem.engine.forward import TorchForward
+from tandem.engine.kernels import CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
 from tandem.engine.loader import load_weights, weights_revision
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
 from tandem.engine.runner import Runner
+from tandem.engine.sampler import choose
 from tandem.engine.scheduler import Scheduled, Scheduler
 from tandem.engine.sequence import Sequence, Status, new_sequence
 from tandem.engine.types import (
@@ -182,7 +183,7 @@ class Engine:
             return NullRunner(config.null, self.kv_cache, self.model_config.vocab_size)
         model = Decoder(self.model_config, self.layout.torch_dtype, config.device)
         load_weights(model, config.model_path, on_progress)
-        return Runner(_forward(config, model, self.kv_cache, self._cores), self.kv_cache)
+        return _runner(config, model, self.kv_cache, self._cores)
 
     def _new_sequence(self, request: Request, total: int) -> Sequence:
         """`total`: how many tokens the sequence may come to hold KV for."""
@@ -268,15 +269,16 @@ def _max_prefill_beside_decode(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_prefill_beside_decode or config.max_num_batched_tokens
 
 
-def _forward(config: EngineConfig, model: Decoder, kv_cache: list[Tensor], cores: Cores) -> Forward:
+def _runner(config: EngineConfig, model: Decoder, kv_cache: list[Tensor], cores: Cores) -> Runner:
     if config.cpu_kernels and config.device == "cpu" and kv_cache[0].dtype == torch.bfloat16:
         if not CpuForward.fits(model.config):
             log.warning(
                 "CPU kernels are off, torch computes everything", reason="the model's sizes are no multiples of 32"
             )
         elif (library := load_library()) is not None:
-            return CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
-    return TorchForward(model, kv_cache)
+            forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
+            return Runner(forward, kv_cache, CpuChoose(library, cores.threads))
+    return Runner(TorchForward(model, kv_cache), kv_cache, choose)
 
 
 def _kv_cache(config: EngineConfig, layout: KVLayout) -> list[Tensor]:

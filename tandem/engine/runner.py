@@ -15,16 +15,20 @@ from torch import Tensor
 
 from tandem.engine.forward import Forward, StepInput
 from tandem.engine.push import push_of
-from tandem.engine.sampler import sample
+from tandem.engine.sampler import Choose, sample
 from tandem.engine.scheduler import Scheduled
 from tandem.engine.types import SampledToken
 
 
 class Runner:
-    """Runs `forward` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer."""
+    """Runs `forward` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer.
 
-    def __init__(self, forward: Forward, kv_cache: list[Tensor]) -> None:
-        self._forward, self._kv_cache, self._block_size = forward, kv_cache, kv_cache[0].shape[3]
+    `choose` makes tokens of logits.
+    """
+
+    def __init__(self, forward: Forward, kv_cache: list[Tensor], choose: Choose) -> None:
+        self._forward, self._kv_cache, self._choose = forward, kv_cache, choose
+        self._block_size = kv_cache[0].shape[3]
 
     @torch.inference_mode()
     def execute(self, batch: list[Scheduled]) -> dict[str, SampledToken]:
@@ -55,12 +59,8 @@ class Runner:
         seqs = [item.seq for item in batch if item.samples]
         if not seqs:
             return {}
-        logits = self._forward.logits(hidden, ends)
-        finite = logits.amax(dim=-1).isfinite()
-        if not finite.all():
-            for row in (~finite).nonzero().flatten().tolist():
-                seqs[row].error = "the model's logits are not finite numbers"
-        return {seq.request_id: token for seq, token in zip(seqs, sample(logits, seqs), strict=True)}
+        tokens = sample(self._forward.logits(hidden, ends), seqs, self._choose)
+        return {seq.request_id: token for seq, token in zip(seqs, tokens, strict=True)}
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
         ids, positions, slots, lengths = (array("q") for _ in range(4))

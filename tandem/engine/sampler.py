@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from hashlib import blake2b
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,26 +26,41 @@ from tandem.engine.types import SampledToken, SamplingParams
 _NARROW = 256
 _CHUNK = 64
 _LN_2 = math.log(2)
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
-def sample(logits: Tensor, seqs: Rows[Sequence]) -> list[SampledToken]:
-    """One token for each row of `logits` (rows, vocab_size) float32, the row of the sequence in `seqs`."""
-    adjusted = logits if all(_is_plain(seq) for seq in seqs) else _adjust(logits.clone(), seqs)
-    token_ids = _choose(adjusted, [seq.sampling for seq in seqs], [seq.num_output_tokens for seq in seqs])
-    return _report(logits, [seq.sampling.logprobs for seq in seqs], token_ids)
+class Choose(Protocol):
+    """How a token comes out of each row: `choose`, or the kernels' way to the same."""
+
+    def __call__(self, logits: Tensor, seqs: Rows[Sequence]) -> list[int]:
+        """A token id for each row of `logits` (rows, vocab_size) float32; -1 where its best is no finite number."""
+
+
+def sample(logits: Tensor, seqs: Rows[Sequence], choose: Choose) -> list[SampledToken]:
+    """One token for each row of `logits` (rows, vocab_size) float32, the row of the sequence in `seqs`.
+
+    A sequence whose row has no finite best gets its `error` set.
+    """
+    adjusted = logits if all(seq.takes_logits_as_they_are for seq in seqs) else _adjust(logits.clone(), seqs)
+    token_ids = choose(adjusted, seqs)
+    if -1 in token_ids:
+        for seq, token_id in zip(seqs, token_ids, strict=True):
+            if token_id == -1:
+                seq.error = "the model's logits are not finite numbers"
+    return _report(logits, seqs, token_ids)
 
 
 def uniform(seed: int, index: int) -> float:
-    """The random number in [0, 1) of token `index` of a sequence."""
-    key = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
+    """The random number in [0, 1) of token `index` of a sequence: SplitMix64 (Steele, Lea, Flood 2014), twice."""
     # 48 bits: times any total, the product stays below that total in float64.
-    return int.from_bytes(blake2b(key, digest_size=6).digest(), "little") / 2.0**48
+    return (_mix(_mix(seed + _GOLDEN) + (index + 1) * _GOLDEN) >> 16) / 2.0**48
 
 
-def _is_plain(seq: Sequence) -> bool:
-    sampling = seq.sampling
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    return penalties == (1.0, 0.0, 0.0) and not sampling.logit_bias and seq.num_output_tokens >= sampling.min_tokens
+def _mix(z: int) -> int:
+    z %= 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
 
 
 def _adjust(logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
@@ -112,29 +127,23 @@ def _per_row(logits: Tensor, seqs: Rows[Sequence], read: Callable[[SamplingParam
     return logits.new_tensor([read(seq.sampling) for seq in seqs])
 
 
-def _choose(logits: Tensor, params: list[SamplingParams], indices: list[int]) -> list[int]:
-    token_ids = _argmax(logits)
-    drawn = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
+def choose(logits: Tensor, seqs: Rows[Sequence]) -> list[int]:
+    """`Choose` in torch, on any device."""
+    best = logits.max(dim=-1)
+    token_ids: list[int] = best.indices.masked_fill(~best.values.isfinite(), -1).tolist()
+    drawn = [row for row, seq in enumerate(seqs) if seq.sampling.temperature > 0 and token_ids[row] != -1]
     if drawn:
-        uniforms = [uniform(params[row].seed, indices[row]) for row in drawn]
-        rows = logits if len(drawn) == len(params) else logits[drawn]
-        picked = _draw(rows, [params[row] for row in drawn], uniforms)
-        for row, token_id in zip(drawn, picked, strict=True):
+        params = [seqs[row].sampling for row in drawn]
+        uniforms = [uniform(seqs[row].sampling.seed, seqs[row].num_output_tokens) for row in drawn]
+        for row, token_id in zip(drawn, _draw(logits[drawn], params, uniforms), strict=True):
             token_ids[row] = token_id
-    return token_ids
-
-
-def _argmax(logits: Tensor) -> list[int]:
-    """Tensor.argmax reads one value after the other, amax many at once: it finds the chunk."""
-    chunks = _chunks(logits, -math.inf)
-    chunk = chunks.amax(dim=-1).argmax(dim=-1, keepdim=True)
-    token_ids: list[int] = (chunk * _CHUNK + _pick(chunks, chunk).argmax(dim=-1, keepdim=True))[:, 0].tolist()
     return token_ids
 
 
 def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> list[int]:
     """By the sums of chunks to the chunk, and in it to the token."""
     temperatures = logits.new_tensor([sampling.temperature * _LN_2 for sampling in params])[:, None]
+    temperatures.clamp_(max=torch.finfo(temperatures.dtype).max)  # else a masked token would be no number
     # As powers of two: exp takes three times as long. The best is 0, so nothing overflows.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures)
     if any(sampling.top_k or sampling.top_p < 1 or sampling.min_p for sampling in params):
@@ -218,9 +227,10 @@ def _needed(best: Tensor, total: Tensor, top_p: list[float]) -> Tensor:
     return probs.cumsum(dim=-1) - probs < limit[:, None]
 
 
-def _report(logits: Tensor, wanted: list[int | None], token_ids: list[int]) -> list[SampledToken]:
+def _report(logits: Tensor, seqs: Rows[Sequence], token_ids: list[int]) -> list[SampledToken]:
     """Tokens with log-probabilities for the rows that want them."""
     tokens = [SampledToken(token_id) for token_id in token_ids]
+    wanted = [seq.sampling.logprobs for seq in seqs]
     rows = [row for row, count in enumerate(wanted) if count is not None]
     if not rows:
         return tokens

@@ -46,6 +46,11 @@ class Sequence:
     num_registered_blocks: int = 0
     num_cached_tokens: int | None = None
     error: str | None = None
+    draw: bytes = field(init=False)
+    adjusts: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draw, self.adjusts = self.sampling.draw(), self.sampling.adjusts()
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +63,10 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def takes_logits_as_they_are(self) -> bool:
+        return not self.adjusts and self.num_output_tokens >= self.sampling.min_tokens
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

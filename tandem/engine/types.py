@@ -8,6 +8,7 @@ Request ── add / reserve ──> Engine ── step ──> SequenceOutput (
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from tandem.engine.step_time import StepTime
+
+_DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
 
 
 class FinishReason(enum.Enum):
@@ -45,6 +48,15 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     seed: int = 0
+
+    def adjusts(self) -> bool:
+        """Whether logits change before every choice."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
+
+    def draw(self) -> bytes:
+        """What a draw depends on, as the kernels read it."""
+        return _DRAW.pack(self.temperature, self.top_p, self.min_p, min(self.top_k, 2**31), self.seed % 2**64)
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError naming the first field that no model of `vocab_size` tokens can serve."""

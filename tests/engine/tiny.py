@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tandem import native
+from tandem import native
 from tandem.engine import Engine, EngineConfig, Request, SampledToken, SamplingParams, SequenceOutput
 
 VOCAB = 96

@@ -2,5 +2,6 @@
 
 from tandem.engine.kernels.build import load_library
 from tandem.engine.kernels.cpu import CpuForward
+from tandem.engine.kernels.sampling import CpuChoose
 
-__all__ = ["CpuForward", "load_library"]
+__all__ = ["CpuChoose", "CpuForward", "load_library"]

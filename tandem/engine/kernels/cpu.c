@@ -6,6 +6,7 @@
    All layers run in one parallel region. */
 
 #include "attention.h"
+#include "sampling.h"
 
 /* ---- norm, rope, cache ---- */
 

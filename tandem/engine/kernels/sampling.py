@@ -1,0 +1,31 @@
+"""The sampler's choice in C."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+
+from torch import Tensor
+
+from tandem.engine.sequence import Sequence
+
+_LOGITS_A_THREAD = 2**18  # fewer are chosen from before another thread has begun
+
+
+class CpuChoose:
+    """A `Choose` for logits on the CPU. `num_threads` is asked before each use."""
+
+    def __init__(self, library: ctypes.CDLL, num_threads: Callable[[], int]) -> None:
+        self._library, self._num_threads = library, num_threads
+
+    def __call__(self, logits: Tensor, seqs: Rows[Sequence]) -> list[int]:
+        logits = logits.contiguous()
+        draws = b"".join([seq.draw for seq in seqs])
+        indices, token_ids = array("q", [seq.num_output_tokens for seq in seqs]), array("q", bytes(8 * len(seqs)))
+        threads = min(self._num_threads(), 1 + logits.numel() // _LOGITS_A_THREAD)
+        self._library.tandem_sample(
+            logits.data_ptr(), *logits.shape, draws, indices.buffer_info()[0], token_ids.buffer_info()[0], threads
+        )
+        return token_ids.tolist()
