@@ -145,7 +145,7 @@ class Answer:
         span.end()
         metrics.request(kind, status)
         for outcome in self.outcomes:
-            metrics.path(outcome.path)
+            metrics.path(outcome.path, outcome.fallback)
 
 
 def _header_value(value: str) -> str:

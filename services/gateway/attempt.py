@@ -34,6 +34,7 @@ T = TypeVar("T")
 # After a last token from P, D is about to end the sequence by itself and keep its blocks as cache.
 LINGER_S = 1.0
 ABORT_TIMEOUT_S = 2.0
+WORKER_LOST = "worker_lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Outcome:
     finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
     queued_s: float = 0.0
     lost: str = ""  # why the first try came to nothing
+    fallback: str = ""  # why the way is not what it should be: a Fallback, or WORKER_LOST
 
 
 class Attempt:
@@ -251,6 +253,7 @@ class Attempt:
     def _note_route(self, route: Route) -> None:
         reason = f"{route.reason}; after {self._outcome.lost}" if self._outcome.lost else route.reason
         path = self._outcome.path = llm_pb2.Path(decode_worker=route.decode.info.worker_id, reason=reason)
+        self._outcome.fallback = WORKER_LOST if self._outcome.lost else route.fallback or ""
         path.kind = llm_pb2.Path.KIND_LOCAL_PREFILL
         if route.prefill is not None:
             path.kind = llm_pb2.Path.KIND_REMOTE_PREFILL

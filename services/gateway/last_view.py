@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.gateway.errors import Unavailable
-from tandem.registry import ClusterView, Place, Role, Route, Worker
+from tandem.registry import ClusterView, Fallback, Place, Role, Route, Worker
 
 # As in the registry's costs: reading a token delays whoever comes next, too.
 OWN_WORK = 16
@@ -49,11 +49,13 @@ class LastView:
         self._own.subtract(place.info.worker_id for place in _places(route))
         self._own += Counter()
 
-    def choose(self, wanted: Wanted, held: Mapping[str, int], exclude: Collection[str], why: str) -> Route:
+    def choose(
+        self, wanted: Wanted, held: Mapping[str, int], exclude: Collection[str], why: str, fallback: Fallback
+    ) -> Route:
         """
         Args:
             held: generation of a worker: tokens of the prompt that it has cached.
-            why: Redis is not asked.
+            why: Redis is not asked; `fallback` says it for metrics.
 
         Raises:
             Unavailable: nobody in the view can take it.
@@ -74,11 +76,11 @@ class LastView:
 
         if pairs:
             prefill, decode = min(pairs, key=lambda pair: work(pair[0], OWN_WORK) + work(pair[1], 1))
-            return Route.of(place(prefill), place(decode), "", reason)
+            return Route.of(place(prefill), place(decode), "", reason, fallback)
         if not self._may_be_local:
             raise Unavailable(f"no linked prefill worker of model {self._model} in the last view", code="no_workers")
         decode = min(decodes, key=lambda decode: work(decode, OWN_WORK))
-        return Route.of(None, place(decode), "", f"no linked pair; {reason}")
+        return Route.of(None, place(decode), "", f"no linked pair; {reason}", fallback)
 
 
 def _places(route: Route) -> list[Place]:

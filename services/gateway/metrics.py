@@ -26,19 +26,6 @@ ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
 QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
-# What a reason says, and its label: series stay few. The first that fits holds; the cost model's choice is no fallback.
-FALLBACKS = {
-    "; after worker": "worker_lost",
-    "local prefill: cheapest": "",
-    "registry unavailable": "registry_unavailable",
-    "last view": "last_view",
-    "proven link": "no_proven_link",
-    "KV layout": "kv_layout",
-    "draining": "draining",
-    "excluded": "excluded",
-    "large enough": "too_large",
-    "no live": "no_live_worker",
-}
 
 
 class Metrics:
@@ -91,11 +78,11 @@ class Metrics:
     def queued(self, kind: PriorityClass, seconds: float) -> None:
         self._queued.labels(self._model, kind.label).observe(seconds)
 
-    def path(self, path: llm_pb2.Path) -> None:
-        """The way one choice went."""
+    def path(self, path: llm_pb2.Path, fallback: str) -> None:
+        """The way one choice went, and why it is not the one it should be; empty where it is."""
         self.transfer_bytes.inc(path.transfer_bytes)
-        if reason := _fallback(path):
-            self._fallbacks.labels(PATHS[path.kind], reason).inc()
+        if fallback:
+            self._fallbacks.labels(PATHS[path.kind], fallback).inc()
 
     def watch(self, admission: Admission) -> None:
         """Report who waits and who is inside, as of when Prometheus asks."""
@@ -170,11 +157,3 @@ class _ReplicaCollector(Collector):
             ("rereads", "Workers whose blocks were read anew, whole.", replica.num_rereads),
         ):
             yield CounterMetricFamily(f"tandem_replica_{name}", text, value=value)
-
-
-def _fallback(path: llm_pb2.Path) -> str:
-    """Why it was one; empty where it was none."""
-    for said, label in FALLBACKS.items():
-        if said in path.reason:
-            return label
-    return "other" if path.kind == llm_pb2.Path.KIND_LOCAL_PREFILL else ""

@@ -20,6 +20,7 @@ from tandem.block_hash import block_hashes, root_hash
 from tandem.registry import (
     BlockReplica,
     ClusterView,
+    Fallback,
     NoWorkers,
     PrefillPolicy,
     PromptPrefix,
@@ -75,7 +76,7 @@ class Router:
         prefix, held = self._look_up(wanted)
         if self._view.stale:  # not every request should wait for the same silence
             why = f"registry unavailable for {self._view.age:.0f} s"
-            return self._last_view.choose(wanted, held, exclude, why)
+            return self._last_view.choose(wanted, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
         try:
             return await self._registry.select_and_reserve(
                 request_id=wanted.request_id,
@@ -88,7 +89,8 @@ class Router:
                 exclude=exclude,
             )
         except RegistryUnavailable as error:
-            return self._last_view.choose(wanted, held, exclude, f"registry unavailable: {error}")
+            why = f"registry unavailable: {error}"
+            return self._last_view.choose(wanted, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
         except RequestTooLarge as error:
             raise InvalidRequest(str(error), "max_tokens", "context_length_exceeded") from None
         except NoWorkers as error:
@@ -125,6 +127,6 @@ class Router:
     def _despite(self, refusal: NoWorkers, wanted: Wanted, held: dict[str, int], exclude: Collection[str]) -> Route:
         """A Redis that came back empty knows a worker again from its next heartbeat on; the view still does."""
         try:
-            return self._last_view.choose(wanted, held, exclude, str(refusal))
+            return self._last_view.choose(wanted, held, exclude, str(refusal), Fallback.LAST_VIEW)
         except Unavailable:
             raise Unavailable(str(refusal), code="no_workers") from None

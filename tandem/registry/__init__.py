@@ -12,11 +12,12 @@ from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry, Snapshot, Swept
 from tandem.registry.replica import BlockReplica
 from tandem.registry.view import ClusterView
-from tandem.registry.worker import Place, Role, Route, Worker, WorkerInfo, WorkerLoad
+from tandem.registry.worker import Fallback, Place, Role, Route, Worker, WorkerInfo, WorkerLoad
 
 __all__ = [
     "BlockReplica",
     "ClusterView",
+    "Fallback",
     "NoWorkers",
     "Place",
     "PrefillPolicy",

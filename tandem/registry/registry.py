@@ -29,7 +29,7 @@ from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLar
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.together import Together
 from tandem.registry.wire import Argument
-from tandem.registry.worker import Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
+from tandem.registry.worker import Fallback, Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
 
 log = structlog.get_logger(__name__)
 # A reservation that cannot be given back for so long is left to expire.
@@ -168,8 +168,9 @@ class Registry:
         try:
             status, why, *chosen = await self._selects.call(arguments)
             if status == "ok":
-                places = [await self._place(*chosen[i : i + 3]) for i in range(0, len(chosen), 3)]
-                return Route.of(places[1] if len(places) == 2 else None, places[0], reservation, why)
+                fallback = Fallback(chosen[0]) if chosen[0] else None
+                places = [await self._place(*chosen[i : i + 3]) for i in range(1, len(chosen), 3)]
+                return Route.of(places[1] if len(places) == 2 else None, places[0], reservation, why, fallback)
         except BaseException:
             self._give_back_later("abandon", reservation)
             raise

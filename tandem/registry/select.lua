@@ -17,8 +17,8 @@
 -- ARGV, for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' | 'never',
 --   ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks (expected.lua)
 --   and hits: 'blocks:generation,generation,… blocks:generation,…'
--- Returns for each: {'ok', why, decode worker, its generation, its hit (tokens), and the same three of the prefill
--- worker if there is one}, {'none', reason} or {'too large', reason}.
+-- Returns for each: {'ok', why, Fallback or '', decode worker, its generation, its hit (tokens), and the same three of
+-- the prefill worker if there is one}, {'none', reason} or {'too large', reason}.
 local ARGUMENTS = 11
 
 local function names_in(json)
@@ -45,10 +45,10 @@ local function parse(start)
   }
 end
 
--- Why no row could take it: the first test that nobody passed. Second, whether waiting can not help.
+-- Why no row could take it: the first test that nobody passed; and that as a Fallback.
 local function why_none(rows, role, request)
   local of_model = ' ' .. role .. ' worker of model ' .. request.model
-  if rows.count == 0 then return 'no live' .. of_model end
+  if rows.count == 0 then return 'no live' .. of_model, 'no_live_worker' end
   local fitting, admitted = 0, 0
   for i = 1, rows.count do
     if size_on(role, request) <= read('>d', rows.packed, (i - 1) * ROW_BYTES + CAPACITY_AT) then
@@ -58,9 +58,10 @@ local function why_none(rows, role, request)
   end
   if fitting == 0 then
     local size = request.prompt_tokens .. ' prompt and ' .. request.new_tokens .. ' new tokens'
-    return 'no' .. of_model .. ' is large enough for ' .. size, true
+    return 'no' .. of_model .. ' is large enough for ' .. size, 'too_large'
   end
-  return 'every' .. of_model .. ' that could take the request is ' .. (admitted == 0 and 'excluded' or 'draining')
+  local test = admitted == 0 and 'excluded' or 'draining'
+  return 'every' .. of_model .. ' that could take the request is ' .. test, test
 end
 
 local function linked(prefills, p, decodes, d)
@@ -122,11 +123,12 @@ local function why_no_pair(prefills, decodes, request)
     local read_s, layout = reading(prefills, p, request)
     for d, cost in ipairs(decodes.cost) do
       if read_s < huge and cost < huge and layout == decodes.layout[d] then
-        return 'no prefill worker has a proven link to a decode worker of model ' .. request.model
+        local missing = 'no prefill worker has a proven link to a decode worker of model '
+        return missing .. request.model, 'no_proven_link'
       end
     end
   end
-  return 'no prefill worker has the KV layout of a decode worker of model ' .. request.model
+  return 'no prefill worker has the KV layout of a decode worker of model ' .. request.model, 'kv_layout'
 end
 
 local function best_alone(decodes, turn, compared_token_s)
@@ -146,18 +148,17 @@ local function cheaper(chosen, other)
     other.cost * 1000)
 end
 
--- Returns the best route under the policy, and why; or nothing, what is missing, and whether waiting can not help.
+-- Returns the best route under the policy or nothing, why, and where it is not what it should be the Fallback.
 local function choose(prefills, decodes, request, turn)
   if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
   if weigh_decodes(decodes, request, prefills.fastest) == 0 then return nil, why_none(decodes, 'decode', request) end
   if request.policy == 'never' then return best_alone(decodes, turn), 'asked for' end
   local pair, can_read = best_pair(prefills, decodes, request, turn)
   if not pair then
-    local why, too_large
-    if can_read then why = why_no_pair(prefills, decodes, request)
-    else why, too_large = why_none(prefills, 'prefill', request) end
-    if request.policy == 'require' then return nil, why, too_large end
-    return best_alone(decodes, turn), why
+    local why, fallback
+    if can_read then why, fallback = why_no_pair(prefills, decodes, request)
+    else why, fallback = why_none(prefills, 'prefill', request) end
+    return request.policy ~= 'require' and best_alone(decodes, turn), why, fallback
   end
   if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
   pair.cost = pair.cost + TWO_CALLS_S
@@ -191,14 +192,14 @@ local function route(request, turn)
   local prefills, decodes = read_rows('prefill', request.model), read_rows('decode', request.model)
   survey_prefills(prefills, request.hits)
   add_expected(prefills, decodes, request)
-  local best, why, too_large = choose(prefills, decodes, request, turn)
-  if not best then return {too_large and 'too large' or 'none', why} end
+  local best, why, fallback = choose(prefills, decodes, request, turn)
+  if not best then return {fallback == 'too_large' and 'too large' or 'none', why} end
   local decode = place(decodes, best.decode, request)
   local prefill = best.prefill and place(prefills, best.prefill, request)
   reserve(request, prefill or decode, decode)
   expect(request, (prefill or decode).generation, decode.generation)
-  local answer = {'ok', why, decode.id, decode.generation, decode.hit}
-  if prefill then answer[6], answer[7], answer[8] = prefill.id, prefill.generation, prefill.hit end
+  local answer = {'ok', why, fallback or '', decode.id, decode.generation, decode.hit}
+  if prefill then answer[7], answer[8], answer[9] = prefill.id, prefill.generation, prefill.hit end
   return answer
 end
 

@@ -23,6 +23,19 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class Fallback(StrEnum):
+    """Why a route is not what it should be; also a label of the gateway's metrics."""
+
+    NO_LIVE_WORKER = "no_live_worker"  # of the prefill role, as all below
+    TOO_LARGE = "too_large"
+    EXCLUDED = "excluded"
+    DRAINING = "draining"
+    KV_LAYOUT = "kv_layout"  # none that a decode worker has
+    NO_PROVEN_LINK = "no_proven_link"
+    LAST_VIEW = "last_view"  # the registry knows nobody who can take it, the gateway's view does
+    REGISTRY_UNAVAILABLE = "registry_unavailable"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """One incarnation of a worker. Sizes are in tokens or blocks of `block_size` tokens."""
@@ -99,16 +112,19 @@ class Route:
     decode: Place
     reservation_id: str
     reason: str
+    fallback: Fallback | None  # None: it went the way it should
 
     @classmethod
-    def of(cls, prefill: Place | None, decode: Place, reservation_id: str, why: str) -> Route:
+    def of(
+        cls, prefill: Place | None, decode: Place, reservation_id: str, why: str, fallback: Fallback | None
+    ) -> Route:
         """Its reason says the path, the cached tokens and why."""
         if prefill is None:
             reason = f"local prefill: {why}; {decode.cached_tokens} prompt tokens cached at decode"
         else:
             cached = f"{prefill.cached_tokens} prompt tokens cached there, {decode.cached_tokens} at decode"
             reason = f"remote prefill: {cached}; {why}"
-        return cls(prefill, decode, reservation_id, reason)
+        return cls(prefill, decode, reservation_id, reason, fallback)
 
 
 T = TypeVar("T", WorkerInfo, WorkerLoad)

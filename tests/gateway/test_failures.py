@@ -306,6 +306,8 @@ async def test_redis_frozen_fails_no_request(model_folder: Path, settings: Gatew
             assert answer.status_code == 200, answer.text
             assert "registry unavailable" in answer.json()["usage"]["tandem"][0]["reason"]
             assert answer.headers["x-tandem-path"] == "remote"
+            counted = 'tandem_fallbacks_total{path="remote",reason="registry_unavailable"} 1.0'
+            assert counted in (await http.get("/metrics")).text
 
 
 async def test_require_never_falls_back(model_folder: Path, redis: RedisServer, peers: Peers) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from tandem.registry import NoWorkers, PromptPrefix, Registry, RequestTooLarge, Role, Route
+from tandem.registry import Fallback, NoWorkers, PromptPrefix, Registry, RequestTooLarge, Role, Route
 from tests.registry.cluster import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -256,6 +256,29 @@ async def test_prefer_falls_back_and_says_why(registry: Registry) -> None:
     route = await select(registry, prefill="prefer")
     assert names(route) == (None, "d0")
     assert route.reason == "local prefill: no live prefill worker of model demo; 0 prompt tokens cached at decode"
+    assert route.fallback is Fallback.NO_LIVE_WORKER
+
+
+@pytest.mark.parametrize(
+    ("prefill", "load", "exclude", "fallback"),
+    [
+        ({}, {"linked": ("d0-first",)}, [], None),
+        ({}, {"linked": ("d0-first",)}, ["p0"], Fallback.EXCLUDED),
+        ({}, {"linked": ("d0-first",), "draining": True}, [], Fallback.DRAINING),
+        ({}, {}, [], Fallback.NO_PROVEN_LINK),
+        ({"max_model_len": 32}, {"linked": ("d0-first",)}, [], Fallback.TOO_LARGE),
+        ({"layout_hash": "other"}, {"linked": ("d0-first",)}, [], Fallback.KV_LAYOUT),
+    ],
+)
+async def test_a_fallback_says_which(
+    registry: Registry, prefill: dict[str, Any], load: dict[str, Any], exclude: list[str], fallback: Fallback | None
+) -> None:
+    await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    await registry.heartbeat(worker_info("p0", Role.PREFILL, **prefill), worker_load(**load), TTL)
+    route = await select(registry, prefill="prefer", exclude=exclude)
+    assert route.fallback is fallback
+    assert (route.prefill is None) == (fallback is not None)
+    assert (await select(registry, prefill="never")).fallback is None
 
 
 async def missing(registry: Registry, **changed: Any) -> str:
