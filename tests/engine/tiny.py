@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from tandem import native
-from tandem import native
 from tandem.engine import Engine, EngineConfig, Request, SampledToken, SamplingParams, SequenceOutput
 
 VOCAB = 96
