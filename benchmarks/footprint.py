@@ -32,7 +32,7 @@ def kv_waste() -> dict[str, float]:
     """Percent of allocated slots."""
     dice = random.Random(1)
     engine = Engine(EngineConfig(made(SMALL), SMALL.name, kv_budget_bytes=KV_BYTES, max_num_seqs=64))
-    for number, job in enumerate(trace(dice, scale=2)):
+    for number, job in enumerate(trace(dice, 256, answers=2, prompts=2)):
         sampling = SamplingParams(max_tokens=job.max_tokens, temperature=0.0)
         engine.add(Request(str(number), list(job.prompt), sampling))
     held, known, filled = map(sum, zip(*_steps(engine), strict=True))
