@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.engine.sequence import Sequence
 
-_LOGITS_A_THREAD = 2**18  # fewer are chosen from before another thread has begun
+_LOGITS_A_THREAD = 2**20  # half a millisecond: to wake another thread takes a tenth
 
 
 class CpuChoose:
