@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tandem.transfer import Endpoint, MemoryNetwork, Receiver, Sender, SocketNetwork, TransferError
+from tandem.transfer import Endpoint, MemoryNetwork, Push, Receiver, Sender, SocketNetwork, TransferError
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, deadline, kv_cache, until
 
 
@@ -72,10 +72,11 @@ def test_an_arena_of_one_frame_still_moves_everything(meet: Meet, transport: str
     pair.moves("t", list(range(40)), [block % 32 for block in range(40)])
 
 
-def push_for_ever(pair: Pair) -> None:
-    """As much as the transport's own buffers hold, and then no more."""
+def push_for_ever(pair: Pair, end: float, pushes: list[Push]) -> None:
+    """Transfers that all have to be through at `end`: as much as the transport's own buffers hold, and then no more."""
     while True:
-        pair.push_all(pair.begin("late", 32, seconds=0.4), 0, range(32))
+        pushes.append(pair.begin("late", 32, seconds=end - time.monotonic()))
+        pair.push_all(pushes[-1], 0, range(32))
 
 
 def test_a_full_arena_blocks_push_no_longer_than_the_deadline(meet: Meet, transport: str) -> None:
@@ -90,10 +91,11 @@ def test_a_full_arena_blocks_push_no_longer_than_the_deadline(meet: Meet, transp
         "stuck", block_ids=[], first_block=0, deadline=deadline(), on_commit=on_commit, on_abort=lambda *_: None
     )
     pair.begin("stuck", 0).commit(b"")  # its callback holds the link's reading thread
-    start = time.monotonic()
+    start, pushes = time.monotonic(), list[Push]()
     with pytest.raises(TransferError, match="DEADLINE_EXCEEDED"):
-        push_for_ever(pair)
+        push_for_ever(pair, start + 0.4, pushes)
     assert time.monotonic() - start < SOON / 2
+    assert sum(push.bytes_sent for push in pushes) < 2 << 20  # buffers' worth, not 0.4 s': it did wait
     stuck.set()
 
 
