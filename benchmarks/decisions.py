@@ -4,7 +4,8 @@
             conversations of 50 blocks, each held by one of each role: a million blocks, two million locations
 2 memory    a process of its own reads them all into a gateway's replica: what its memory grew by; and as many as a
             small `max_blocks` lets it keep
-3 closed    routers as gateways run them, CALLERS in all, each asking again as soon as it has its answer
+3 closed    routers as gateways run them, one caller alone, then CALLERS in all, each asking again as soon as it has
+            its answer
 4 open      the same at a stated rate, each time at random: a process of its own says when, as clients do over the
             network; latency from when a request was due to its route
 
@@ -46,7 +47,7 @@ from tandem.v1 import worker_pb2
 
 MODEL, REVISION, BLOCK_SIZE, TTL_S = "bench", "r1", 16, 3600.0
 PAIRS, CONVERSATIONS, SHARED_BLOCKS = 32, 20_000, 50
-CALLERS, DECISIONS = 64, 10_000
+CALLERS, DECISIONS, ALONE = 64, 10_000, 3_000
 MAX_BLOCKS = (2_000_000, 250_000)  # a gateway's default; a smaller one
 OPEN_RATES, OPEN_S = (500, 1000, 2000, 4000), 3.0
 SPAWN, DUE = multiprocessing.get_context("spawn"), struct.Struct("d")
@@ -196,15 +197,15 @@ class Bench:
         self._hits: list[float] = []
         self._routes: list[tuple[Router, Route]] = []
 
-    async def closed(self, name: str, whole: bool) -> Figures:
-        requests = iter(self._fresh(DECISIONS))
+    async def closed(self, name: str, whole: bool, callers: int = CALLERS) -> Figures:
+        requests = iter(self._fresh(DECISIONS if callers > 1 else ALONE))
 
         async def caller(router: Router) -> None:
             for request in requests:
                 await self._one(router, request, time.perf_counter(), whole)
 
         async def run() -> None:
-            await asyncio.gather(*(caller(self.routers[i % len(self.routers)]) for i in range(CALLERS)))
+            await asyncio.gather(*(caller(self.routers[i % len(self.routers)]) for i in range(callers)))
 
         return await self._measured(name, run)
 
@@ -282,6 +283,7 @@ async def measure(redis: RedisServer) -> AsyncIterator[Figures]:
         async with routers_on(redis.url, count, replica) as routers:
             bench = Bench(routers, redis)
             await bench.closed("warm", whole=True)
+            yield await bench.closed("one at a time", whole=False, callers=1)
             yield await bench.closed("closed", whole=False)
             yield await bench.closed("closed, whole", whole=True)
             for rate in OPEN_RATES:
