@@ -42,7 +42,7 @@ class _Model(ctypes.Structure):
         ("opened", _POINTER),
         ("opened_size", _INT),
         ("inverse", _POINTER),
-        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "block_size")),
+        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "block_size")),
         ("eps", ctypes.c_float),
     ]
 
@@ -155,7 +155,7 @@ def _struct(model: Decoder, layers: ctypes.Array[_Layer], head: PackedWeight, kv
     return _Model(
         ctypes.addressof(layers), head.struct, model.norm.data_ptr(), opened.data_ptr(), opened.shape[1],
         model.inverse.data_ptr(), config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
-        config.intermediate_size, config.vocab_size, kv.shape[3], config.rms_norm_eps,
+        config.intermediate_size, kv.shape[3], config.rms_norm_eps,
     )  # fmt: skip
 
 
