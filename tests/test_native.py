@@ -1,0 +1,23 @@
+"""Kernels where no C compiler is installed, only a wheel that holds one."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from tandem import native
+
+SOURCE = "#include <math.h>\ndouble tandem_root(double x) { return sqrt(x); }\n"
+
+
+def test_the_wheel_compiles_what_gcc_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    source = tmp_path / "root.c"
+    source.write_text(SOURCE)
+    (compiler,) = native.compilers()
+    assert compiler[1:] == ["-m", "ziglang", "cc"]
+    root = ctypes.CDLL(str(native.compiled(source, (), cache=tmp_path / "cache"))).tandem_root
+    root.argtypes, root.restype = [ctypes.c_double], ctypes.c_double
+    assert root(2.25) == 1.5
