@@ -111,7 +111,7 @@ async def _serve(
     life = (lease.hold(), _announce(lease, server), _after(lease.held, news.tell), *worker.tasks())
     tasks = [asyncio.create_task(task) for task in life]
     _stop_on_signal(ended)
-    # What a worker is made of stays until it ends: looking for garbage there would stop every answer for a tenth of a second.
+    # What a worker is made of stays until it ends: looking for garbage there would stop every answer for 0.1 s.
     gc.collect()
     gc.freeze()
     for task in tasks:
