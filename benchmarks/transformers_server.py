@@ -1,7 +1,8 @@
 """Hugging Face transformers behind /v1/completions, as simply as that is done: one `generate()` after another.
 
-HTTP threads put requests into a queue -> one thread takes all that wait as a batch, padded on the left -> `generate()`
--> its streamer hands each step's tokens to the HTTP threads, which write them as server-sent events.
+HTTP threads put requests into a queue -> one thread takes those that come within GATHER_S of the first as a batch,
+padded on the left -> `generate()` -> its streamer hands each step's tokens to the HTTP threads, which write them as
+server-sent events.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 MAX_BATCH = 64
+GATHER_S = 0.02  # without it the first of many that come at once would be generated alone, before all others
 STEP_BOUND_S = 300.0
 NO_TOKEN = -1
 
@@ -58,6 +61,7 @@ class Fan(BaseStreamer):
 def serve_batches(model: Any, waiting: queue.SimpleQueue[Waiting]) -> None:
     while True:
         batch = [waiting.get()]
+        time.sleep(GATHER_S)
         while len(batch) < MAX_BATCH and not waiting.empty():
             batch.append(waiting.get())
         try:
