@@ -15,7 +15,7 @@ local ANSWER_STEPS = 64
 local OWN_WORK = 16
 -- Two workers to call instead of one.
 local TWO_CALLS_S = 0.002
-local max, ceil, huge, read = math.max, math.ceil, math.huge, struct.unpack
+local max, ceil, huge = math.max, math.ceil, math.huge
 
 local function excludes(request, rows, i)
   if not request.excluded then return false end
@@ -27,67 +27,82 @@ local function size_on(role, request)
   return request.prompt_tokens + (role == 'decode' and request.new_tokens or 0)
 end
 
-local function hit_of(request, kind, generation)
-  return kind == request.kind and (request.hits[generation] or 0) * request.block_size or 0
+-- Sets rows.row_of: i by generation.
+local function index_generations(rows)
+  local row_of, values = {}, rows.values
+  for i = 1, rows.count do row_of[values[(i - 1) * WIDTH + GENERATION]] = i end
+  rows.row_of = row_of
 end
 
--- Sets rows.fastest: the least of transfer_s; rows.usual: the mean of token_s; rows.known: the best hit (blocks).
-local function survey_prefills(rows, hits)
-  local fastest, sum, known, packed = huge, 0, 0, rows.packed
-  for at = SURVEYED_AT, #packed, ROW_BYTES do
-    local generation, token_s, transfer_s = read(SURVEYED, packed, at)
+-- Returns by row, of those that have any of the prompt: its hit in blocks.
+local function hits_on(rows, request)
+  local hits, values, kind = {}, rows.values, request.kind
+  if next(request.hits) and not rows.row_of then index_generations(rows) end
+  for generation, blocks in pairs(request.hits) do
+    local i = rows.row_of[generation]
+    if i and values[(i - 1) * WIDTH + KIND] == kind then hits[i] = blocks end
+  end
+  return hits
+end
+
+-- Sets rows.fastest: the least of transfer_s; rows.usual: the mean of token_s.
+local function survey(rows)
+  local fastest, sum, values = huge, 0, rows.values
+  for at = 0, (rows.count - 1) * WIDTH, WIDTH do
+    local transfer_s = values[at + TRANSFER_S]
     if transfer_s < fastest then fastest = transfer_s end
-    sum = sum + token_s
-    known = max(known, hits[generation] or 0)
+    sum = sum + values[at + TOKEN_S]
   end
-  rows.fastest, rows.usual, rows.known = rows.count > 0 and fastest or 0, sum / max(rows.count, 1), known
+  rows.fastest, rows.usual = rows.count > 0 and fastest or 0, sum / max(rows.count, 1)
 end
 
--- Returns what reading the prompt costs on row p, infinite where that cannot be; its layout, token_s and transfer_s.
--- What is lost with a hit counts alike wherever that is: else whoever once seemed a little slower would get hardly
--- anything.
-local function reading(rows, p, request)
-  local reserved, _, takes, layout, kind, generation, queued, token_s, transfer_s =
-    read(READER, rows.packed, (p - 1) * ROW_BYTES + 1)
-  local prompt, cost = request.prompt_tokens, huge
-  if prompt <= takes and not excludes(request, rows, p) then
-    local tokens = max(prompt - hit_of(request, kind, generation), 1)
-    cost = (max(reserved, queued) + tokens) * token_s + tokens * ((OWN_WORK - 1) * rows.usual)
+-- Sets rows.cost: of reading the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
+-- hit counts alike wherever that is: else whoever once seemed a little slower would get hardly anything.
+local function weigh_prefills(rows, request)
+  local costs, able, values, hits = {}, false, rows.values, hits_on(rows, request)
+  local prompt, block_size, others_s = request.prompt_tokens, request.block_size, (OWN_WORK - 1) * rows.usual
+  for p = 1, rows.count do
+    local at, cost = (p - 1) * WIDTH, huge
+    if prompt <= values[at + TAKES] and not excludes(request, rows, p) then
+      local tokens = max(prompt - (hits[p] or 0) * block_size, 1)
+      cost = (max(values[at + TOKENS], values[at + QUEUED]) + tokens) * values[at + TOKEN_S] + tokens * others_s
+      able = true
+    end
+    costs[p] = cost
   end
-  return cost, layout, token_s, transfer_s
+  rows.cost, rows.hits = costs, hits
+  return able
 end
 
 -- Sets rows.cost: of writing the answer, whoever reads, infinite where that cannot be; rows.missing: tokens to be moved
--- there; rows.layout; rows.least: no row costs less than this with what it lacks, moved at `fastest` seconds a token.
--- Returns how many rows can take it.
+-- there; rows.least: no row costs less than this with what it lacks, moved at `fastest` seconds a token. Returns whether
+-- anyone can.
 local function weigh_decodes(rows, request, fastest)
-  local costs, missing, layouts, least, count = {}, {}, {}, huge, 0
-  local size, prompt, packed = size_on('decode', request), request.prompt_tokens, rows.packed
+  local costs, missing, least, values, hits = {}, {}, huge, rows.values, hits_on(rows, request)
+  local size, prompt, block_size = size_on('decode', request), request.prompt_tokens, request.block_size
   for d = 1, rows.count do
-    local _, reserved, takes, layout, kind, generation, _, _, _, used, num_blocks, block_size, max_num_seqs, step_s,
-      sequences = read(WRITER, packed, (d - 1) * ROW_BYTES + 1)
-    local cost, lacking = huge, prompt - hit_of(request, kind, generation)
-    if size <= takes and not excludes(request, rows, d) then
-      local blocks, full_s = max(reserved, used) + ceil(size / block_size), ANSWER_STEPS * step_s
+    local at, cost, lacking = (d - 1) * WIDTH, huge, prompt - (hits[d] or 0) * block_size
+    if size <= values[at + TAKES] and not excludes(request, rows, d) then
+      local num_blocks, full_s = values[at + NUM_BLOCKS], ANSWER_STEPS * values[at + STEP_S]
+      local blocks = max(values[at + BLOCKS], values[at + USED]) + ceil(size / values[at + BLOCK_SIZE])
       local room = blocks > num_blocks and NO_ROOM_NOW or 0
-      cost = blocks / num_blocks * full_s + sequences / max_num_seqs * full_s + room
-      if cost + lacking * fastest < least then least = cost + lacking * fastest end
-      count = count + 1
+      cost = blocks / num_blocks * full_s + values[at + SEQUENCES] / values[at + MAX_NUM_SEQS] * full_s + room
+      local moved = cost + lacking * fastest
+      if moved < least then least = moved end
     end
-    costs[d], missing[d], layouts[d] = cost, lacking, layout
+    costs[d], missing[d] = cost, lacking
   end
-  rows.cost, rows.missing, rows.layout, rows.least = costs, missing, layouts, least
-  return count
+  rows.cost, rows.hits, rows.missing, rows.least = costs, hits, missing, least
+  return least < huge
 end
 
 -- What d's own reading adds to its cost. One that has read nothing yet is taken to read as fast as the prefill worker
 -- that it is compared with. Reading halts each sequence that runs there, and this one when it does: a halt counts by how
 -- long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
 local function reading_alone(rows, d, compared_token_s)
-  local reserved, _, _, _, _, _, queued, token_s, _, _, _, _, _, step_s, sequences, unmeasured =
-    read(WRITER, rows.packed, (d - 1) * ROW_BYTES + 1)
-  if unmeasured == 1 then token_s = compared_token_s or token_s end
-  local queue, tokens = max(reserved, queued), max(rows.missing[d], 1)
+  local at, values = (d - 1) * WIDTH, rows.values
+  local token_s = values[at + UNMEASURED] == 1 and compared_token_s or values[at + TOKEN_S]
+  local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
   local halt = (queue + tokens) * token_s
-  return (queue + OWN_WORK * tokens) * token_s + (1 + sequences) * halt * halt / step_s
+  return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * halt * halt / values[at + STEP_S]
 end

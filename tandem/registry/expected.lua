@@ -8,14 +8,18 @@
 -- there; the pair then chosen is written from there on. Entries live for one to two periods; a wrong one costs a miss.
 local PERIOD_MS = 10000
 local MOST_ENTRIES = 200000
-local MARK = 'I4c8'
+local MARK_BYTES, COUNT_BYTES = 12, 4
 
--- Sets request.counts and request.names: of each mark.
-local function read_marks(request)
-  local count = #request.marks / struct.size(MARK)
-  local flat = {struct.unpack('<' .. MARK:rep(count), request.marks)}
-  request.counts, request.names = {}, {}
-  for i = 1, count do request.counts[i], request.names[i] = flat[2 * i - 1], flat[2 * i] end
+local function num_marks(request)
+  return #request.marks / MARK_BYTES
+end
+
+local function mark_count(request, i)
+  return struct.unpack('<I4', request.marks, (i - 1) * MARK_BYTES + 1)
+end
+
+local function mark_name(request, i)
+  return request.marks:sub((i - 1) * MARK_BYTES + COUNT_BYTES + 1, i * MARK_BYTES)
 end
 
 -- The last i of first .. last for which test(i) is true, where it is true for those before it; else first - 1.
@@ -38,40 +42,44 @@ local function pair_of(name)
   return redis.call('HGET', current, name) or redis.call('HGET', before, name)
 end
 
+local function best_hit(rows, request)
+  local best = 0
+  for _, blocks in pairs(hits_on(rows, request)) do best = max(best, blocks) end
+  return best
+end
+
 -- The best hit (blocks) that the replica knows of, of that role which has the lesser.
-local function known_to_both(prefills, decodes, hits)
-  if not next(hits) or prefills.count > 0 and prefills.known == 0 then return 0 end
-  local known, packed = 0, decodes.packed
-  for at = SURVEYED_AT, #packed, ROW_BYTES do
-    known = max(known, hits[read('>d', packed, at)] or 0)
-  end
-  return prefills.count == 0 and known or math.min(prefills.known, known)
+local function known_to_both(prefills, decodes, request)
+  if not next(request.hits) then return 0 end
+  local known = best_hit(decodes, request)
+  return prefills.count == 0 and known or math.min(best_hit(prefills, request), known)
 end
 
 -- Raises the hits of the pair that is about to hold more of this prompt than both are known to.
 local function add_expected(prefills, decodes, request)
-  read_marks(request)
-  local counts, names, known = request.counts, request.names, known_to_both(prefills, decodes, request.hits)
-  local first = last_where(1, #counts, function(i) return counts[i] <= known end) + 1
+  local known, count = known_to_both(prefills, decodes, request), num_marks(request)
+  local first = last_where(1, count, function(i) return mark_count(request, i) <= known end) + 1
   request.first_mark = first
-  if first > #counts or not pair_of(names[first]) then return end
-  local deepest = last_where(first + 1, #counts, function(i) return pair_of(names[i]) end)
-  for text in pair_of(names[deepest]):gmatch('%S+') do
+  if first > count or not pair_of(mark_name(request, first)) then return end
+  local deepest = last_where(first + 1, count, function(i) return pair_of(mark_name(request, i)) end)
+  local blocks = mark_count(request, deepest)
+  for text in pair_of(mark_name(request, deepest)):gmatch('%S+') do
     local generation = tonumber(text)
-    request.hits[generation] = max(request.hits[generation] or 0, counts[deepest])
+    request.hits[generation] = max(request.hits[generation] or 0, blocks)
   end
 end
 
 -- The pair, given by their generations, is about to hold this prompt. What nobody reads any more is freed by another
 -- thread: expiring it would stop the server for as long as a hundred thousand entries take.
 local function expect(request, reader, decode)
-  if request.first_mark > #request.names then return end
+  local last = num_marks(request)
+  if request.first_mark > last then return end
   local count = redis.call('HLEN', current)
   if count == 0 then redis.call('UNLINK', period_key(2)) end
   if count > MOST_ENTRIES then return end
   local pair, entries = reader .. ' ' .. decode, {}
-  for i = request.first_mark, #request.names do
-    entries[#entries + 1], entries[#entries + 2] = request.names[i], pair
+  for i = request.first_mark, last do
+    entries[#entries + 1], entries[#entries + 2] = mark_name(request, i), pair
   end
   redis.call('HSET', current, unpack(entries))
   redis.call('PEXPIRE', current, 2 * PERIOD_MS)

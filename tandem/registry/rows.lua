@@ -2,7 +2,7 @@
 --
 --   lease taken ──> a row at the end          heartbeat ──> its numbers, in place
 --   lease ended ──> the last row moves there  reserved, given back ──> its two counters, in place
---   choice      ──> reads all workers with two commands, and each row with one struct.unpack that leaves nothing behind
+--   choices     ──> read all workers with two commands and one struct.unpack each, for all that go together
 --
 -- A row is two counters (integers, for BITFIELD) and then doubles:
 --
@@ -21,11 +21,13 @@
 local ROW_BYTES = 136
 local COUNTERS_BYTES = 16
 local NUMBERS = '>ddddddddddddddd'
--- The beginning of a row: up to transfer_s, up to unmeasured.
-local READER = '>i8i8ddddddd'
-local WRITER = '>i8i8dddddddddddddd'
--- Generation, token_s and transfer_s; and where in a row these, and capacity, begin.
-local SURVEYED, SURVEYED_AT, CAPACITY_AT = '>dxxxxxxxxdd', 41, 129
+-- A row unpacked: where its values are, and how many.
+local ROW = 'i8i8ddddddddddddddd'
+local TOKENS, BLOCKS, TAKES, LAYOUT, KIND, GENERATION, QUEUED, TOKEN_S, TRANSFER_S = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local USED, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, STEP_S, SEQUENCES, UNMEASURED, CAPACITY = 10, 11, 12, 13, 14, 15, 16, 17
+local WIDTH = 17
+-- What one call can return is bounded.
+local ROWS_AT_ONCE = 256
 
 local NOMINAL_TOKEN_S = 1 / 8192
 -- Also the room that a second copy of the token takes from other prefixes.
@@ -99,14 +101,29 @@ local function reserved(worker_id, part)
   return redis.call('BITFIELD', key('rows', of), 'GET', 'i64', counter(row, part))[1]
 end
 
--- Returns all rows of a role, as they are now.
+local function unpack_rows(packed, count)
+  local values = {struct.unpack('>' .. ROW:rep(math.min(count, ROWS_AT_ONCE)), packed)}
+  for row = ROWS_AT_ONCE, count - 1, ROWS_AT_ONCE do
+    local more = {struct.unpack('>' .. ROW:rep(math.min(count - row, ROWS_AT_ONCE)), packed, row * ROW_BYTES + 1)}
+    for i = 1, #more - 1 do values[row * WIDTH + i] = more[i] end
+  end
+  return values
+end
+
+-- Returns all rows of a role, as they are now: row i (from 1) has its values behind (i - 1) * WIDTH.
 local function read_rows(role, model)
   local of = role .. ':' .. model
   local packed = redis.call('GET', key('rows', of)) or ''
-  return {of = of, packed = packed, count = #packed / ROW_BYTES}
+  local count = #packed / ROW_BYTES
+  return {of = of, values = unpack_rows(packed, count), count = count, names = {}}
 end
 
--- Returns id and incarnation of row i (from 1).
+-- Returns id and incarnation of row i.
 local function who(rows, i)
-  return unpack(cmsgpack.unpack(redis.call('LINDEX', key('names', rows.of), i - 1)))
+  local names = rows.names[i]
+  if not names then
+    names = cmsgpack.unpack(redis.call('LINDEX', key('names', rows.of), i - 1))
+    rows.names[i] = names
+  end
+  return names[1], names[2]
 end

@@ -2,8 +2,8 @@
 -- one after the other, as one step. Everyone sees them all or none.
 --
 --   1 undo      a request sent twice (its answer was lost) gives back what it holds
---   then for each request, in order:
 --   2 read      every worker of the model (rows.lua)
+--   then for each request, in order:
 --   3 hits      what the gateway's replica says, by generation, so nothing counts that has ended; and what is expected
 --   4 weigh     every worker that can take it (costs.lua)
 --   5 choose    the cheapest pair of equal KV layout and a proven link, or the decode worker alone
@@ -51,7 +51,7 @@ local function why_none(rows, role, request)
   if rows.count == 0 then return 'no live' .. of_model, 'no_live_worker' end
   local fitting, admitted = 0, 0
   for i = 1, rows.count do
-    if size_on(role, request) <= read('>d', rows.packed, (i - 1) * ROW_BYTES + CAPACITY_AT) then
+    if size_on(role, request) <= rows.values[(i - 1) * WIDTH + CAPACITY] then
       fitting = fitting + 1
       if not excludes(request, rows, i) then admitted = admitted + 1 end
     end
@@ -72,57 +72,50 @@ end
 
 -- The cheapest decode row for prefill row p, if that makes a pair cheaper than `best`; else `best`. Tests links if
 -- `prove`.
-local function pair_with(p, prefills, decodes, request, best, turn, prove)
-  local read_s, layout, token_s, transfer_s = reading(prefills, p, request)
-  local writing, missing, layouts, count = decodes.cost, decodes.missing, decodes.layout, decodes.count
+local function pair_with(p, prefills, decodes, best, turn, prove)
+  local read_s, at, values = prefills.cost[p], (p - 1) * WIDTH, prefills.values
+  local layout, transfer_s = values[at + LAYOUT], values[at + TRANSFER_S]
+  local writing, missing, others, count = decodes.cost, decodes.missing, decodes.values, decodes.count
   for i = turn, turn + count - 1 do
     local d = i % count + 1
     local cost = read_s + (writing[d] + missing[d] * transfer_s)
-    if cost < best.cost and layout == layouts[d] and not (prove and not linked(prefills, p, decodes, d)) then
-      best = {prefill = p, decode = d, cost = cost, token_s = token_s}
+    if cost < best.cost and layout == others[(d - 1) * WIDTH + LAYOUT]
+      and not (prove and not linked(prefills, p, decodes, d)) then
+      best = {prefill = p, decode = d, cost = cost, token_s = values[at + TOKEN_S]}
     end
   end
   return best
 end
 
 -- The cheapest pair, by what reading costs on each prefill row. Whoever reads for least leaves few others to try.
-local function cheapest_pair(reads, prefills, decodes, request, turn, prove)
-  local count, least, first = prefills.count, decodes.least, turn % prefills.count + 1
+local function cheapest_pair(prefills, decodes, turn, prove)
+  local reads, count, least, first = prefills.cost, prefills.count, decodes.least, turn % prefills.count + 1
   for i = turn, turn + count - 1 do
     local p = i % count + 1
     if reads[p] < reads[first] then first = p end
   end
-  local best = pair_with(first, prefills, decodes, request, {cost = huge}, turn, prove)
+  local best = pair_with(first, prefills, decodes, {cost = huge}, turn, prove)
   for i = turn, turn + count - 1 do
     local p = i % count + 1
-    if reads[p] + least < best.cost then
-      best = pair_with(p, prefills, decodes, request, best, turn, prove)
-    end
+    if reads[p] + least < best.cost then best = pair_with(p, prefills, decodes, best, turn, prove) end
   end
   return best.decode and best
 end
 
--- Second, whether any prefill row can take it. Nearly always all are linked: what is cheapest without a look at links
--- and has one is cheapest.
-local function best_pair(prefills, decodes, request, turn)
-  local reads, can_read = {}, false
-  for p = 1, prefills.count do
-    reads[p] = reading(prefills, p, request)
-    can_read = can_read or reads[p] < huge
-  end
-  if not can_read then return nil, false end
-  local best = cheapest_pair(reads, prefills, decodes, request, turn, false)
+-- Nearly always all are linked: what is cheapest without a look at links and has one is cheapest.
+local function best_pair(prefills, decodes, turn)
+  local best = cheapest_pair(prefills, decodes, turn, false)
   if best and not linked(prefills, best.prefill, decodes, best.decode) then
-    best = cheapest_pair(reads, prefills, decodes, request, turn, true)
+    best = cheapest_pair(prefills, decodes, turn, true)
   end
-  return best, true
+  return best
 end
 
 local function why_no_pair(prefills, decodes, request)
-  for p = 1, prefills.count do
-    local read_s, layout = reading(prefills, p, request)
+  for p, read_s in ipairs(prefills.cost) do
+    local layout = prefills.values[(p - 1) * WIDTH + LAYOUT]
     for d, cost in ipairs(decodes.cost) do
-      if read_s < huge and cost < huge and layout == decodes.layout[d] then
+      if read_s < huge and cost < huge and layout == decodes.values[(d - 1) * WIDTH + LAYOUT] then
         local missing = 'no prefill worker has a proven link to a decode worker of model '
         return missing .. request.model, 'no_proven_link'
       end
@@ -151,9 +144,10 @@ end
 -- Returns the best route under the policy or nothing, why, and where it is not what it should be the Fallback.
 local function choose(prefills, decodes, request, turn)
   if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
-  if weigh_decodes(decodes, request, prefills.fastest) == 0 then return nil, why_none(decodes, 'decode', request) end
+  if not weigh_decodes(decodes, request, prefills.fastest) then return nil, why_none(decodes, 'decode', request) end
   if request.policy == 'never' then return best_alone(decodes, turn), 'asked for' end
-  local pair, can_read = best_pair(prefills, decodes, request, turn)
+  local can_read = weigh_prefills(prefills, request)
+  local pair = can_read and best_pair(prefills, decodes, turn)
   if not pair then
     local why, fallback
     if can_read then why, fallback = why_no_pair(prefills, decodes, request)
@@ -169,16 +163,19 @@ end
 
 -- Row i as a place in a route.
 local function place(rows, i, request)
-  local _, _, _, _, kind, generation, _, _, _, _, _, block_size = read(WRITER, rows.packed, (i - 1) * ROW_BYTES + 1)
+  local at, values = (i - 1) * WIDTH, rows.values
   return {
-    id = who(rows, i), of = rows.of, row = i - 1, generation = string.format('%.0f', generation),
-    hit = hit_of(request, kind, generation), block_size = block_size,
+    id = who(rows, i), rows = rows, at = at, generation = string.format('%.0f', values[at + GENERATION]),
+    hit = (rows.hits[i] or 0) * request.block_size, block_size = values[at + BLOCK_SIZE],
   }
 end
 
+-- In Redis, and in what later requests of this call are weighed by.
 local function hold(request, part, worker, amount)
+  local rows, counted = worker.rows, worker.at + (part == 'tokens' and TOKENS or BLOCKS)
   redis.call('HSET', key('held', worker.id), part .. ':' .. request.reservation, amount)
-  add_reserved(worker.of, worker.row, part, amount)
+  add_reserved(rows.of, worker.at / WIDTH, part, amount)
+  rows.values[counted] = rows.values[counted] + amount
 end
 
 local function reserve(request, reader, decode)
@@ -188,9 +185,18 @@ local function reserve(request, reader, decode)
   redis.call('ZADD', key('reservations'), now + request.ttl, request.reservation)
 end
 
+local read = {}
+local function pools(model)
+  if not read[model] then
+    local prefills = read_rows('prefill', model)
+    survey(prefills)
+    read[model] = {prefills, read_rows('decode', model)}
+  end
+  return unpack(read[model])
+end
+
 local function route(request, turn)
-  local prefills, decodes = read_rows('prefill', request.model), read_rows('decode', request.model)
-  survey_prefills(prefills, request.hits)
+  local prefills, decodes = pools(request.model)
   add_expected(prefills, decodes, request)
   local best, why, fallback = choose(prefills, decodes, request, turn)
   if not best then return {fallback == 'too_large' and 'too large' or 'none', why} end

@@ -339,6 +339,15 @@ async def test_workers_and_incarnations_can_be_excluded(registry: Registry, name
         await select(registry, exclude=[name, "d1"])
 
 
+async def test_the_last_of_many_hundred_workers_is_found_and_counted(registry: Registry) -> None:
+    await register_pool(registry, decode=600)
+    taken = {f"d{i}" for i in range(600)} - {"d255", "d256", "d599"}
+    routes = [await select(registry, exclude=taken) for _ in range(3)]
+    assert {names(route)[1] for route in routes} == {"d255", "d256", "d599"}
+    held = await reserved(registry)
+    assert {name for name, (_, blocks) in held.items() if blocks} == {"d255", "d256", "d599"}
+
+
 async def test_a_request_too_large_for_anyone_is_told_apart(registry: Registry) -> None:
     await register_pool(registry)
     with pytest.raises(RequestTooLarge, match=r"no decode worker .* large enough for 500 prompt and 13 new tokens"):
