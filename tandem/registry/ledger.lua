@@ -35,6 +35,18 @@ local function drop(reservation, part)
   return 1
 end
 
+-- Gives back what ARGV says from first to last: reservation, 'tokens' | 'all', and so on in pairs. Returns for each how
+-- many parts that were.
+local function drop_each(first, last)
+  local dropped = {}
+  for i = first, last, 2 do
+    local count = drop(ARGV[i], 'tokens')
+    if ARGV[i + 1] == 'all' then count = count + drop(ARGV[i], 'blocks') end
+    dropped[#dropped + 1] = count
+  end
+  return dropped
+end
+
 -- Ends a lease and all that hangs on it: what it held for others, and the blocks it was known for.
 -- Returns how many blocks were forgotten.
 local function retire(worker_id)

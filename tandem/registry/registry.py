@@ -5,8 +5,9 @@
     publish_blocks ── locate                       prefix caches
 
 Each call is one Lua script, hence atomic, and one round trip; choices and releases that come while one is under way
-share the next. Time is Redis's own, so skewed clocks do no harm. What a
-lease held for others goes with it: a dead incarnation's reservations and blocks are nowhere to be found.
+share the next, and a release waits a few milliseconds for a choice to go with. Time is Redis's own, so skewed clocks
+do no harm. What a lease held for others goes with it: a dead incarnation's reservations and blocks are nowhere to be
+found.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ GIVE_BACK_S = 60.0
 GIVE_BACK_RETRY_S = 0.5
 CLOSE_WAIT_S = 1.0
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
-# So many requests routed in one call: more would keep other gateways waiting.
-MOST_TOGETHER = 16
+# So many choices and releases in one call: more would keep other gateways waiting.
+MOST_TOGETHER = 24
 Arguments: TypeAlias = tuple[Argument, ...]
+# What is asked, and its arguments.
+Asked: TypeAlias = tuple[Literal["select", "release"], Arguments]
 NO_PREFIX = PromptPrefix.of("", 1, ())
 
 
@@ -74,8 +77,7 @@ class Registry:
         self._client = client
         self._numbers = count()
         self._giving_back: set[asyncio.Task[None]] = set()
-        self._selects = Together[Arguments](self._select, MOST_TOGETHER)
-        self._releases = Together[Arguments](self._release, MOST_TOGETHER)
+        self._together = Together[Asked](self._ask, MOST_TOGETHER, clock)
         self._infos: dict[str, WorkerInfo] = {}  # by generation
         self._reading_infos = asyncio.Lock()
 
@@ -166,7 +168,7 @@ class Registry:
             prefix.block_size, prefix.marks, prefix.held,
         )  # fmt: skip
         try:
-            status, why, *chosen = await self._selects.call(arguments)
+            status, why, *chosen = await self._together.call(("select", arguments))
             if status == "ok":
                 fallback = Fallback(chosen[0]) if chosen[0] else None
                 places = [await self._place(*chosen[i : i + 3]) for i in range(1, len(chosen), 3)]
@@ -185,7 +187,7 @@ class Registry:
             return False
         arguments = (reservation_id, "tokens" if prefill_done_only else "all")
         try:
-            return bool(await self._releases.call(arguments) > 0)
+            return bool(await self._together.call(("release", arguments), patient=True) > 0)
         except (RegistryUnavailable, asyncio.CancelledError):
             self._give_back_later("release", *arguments)
             raise
@@ -227,8 +229,7 @@ class Registry:
         for task in self._giving_back:
             task.cancel()
         await asyncio.gather(*self._giving_back, return_exceptions=True)
-        await self._selects.close()
-        await self._releases.close()
+        await self._together.close()
         await self._connection.close()
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
@@ -241,13 +242,17 @@ class Registry:
             raise StrangeLayout(_strange(info, *other))
         return str(status)
 
-    async def _select(self, requests: Sequence[Arguments]) -> Sequence[Any]:
-        answers: Sequence[Any] = await self._connection.call("select", *chain.from_iterable(requests))
-        return answers
-
-    async def _release(self, releases: Sequence[Arguments]) -> Sequence[Any]:
-        dropped: Sequence[Any] = await self._connection.call("release", *chain.from_iterable(releases))
-        return dropped
+    async def _ask(self, asked: Sequence[Asked]) -> Sequence[Any]:
+        """What is given back comes first, so choices see it."""
+        choices, releases = ([arguments for kind, arguments in asked if kind == one] for one in ("select", "release"))
+        given_back = list(chain.from_iterable(releases))
+        if choices:
+            called = self._connection.call("select", len(given_back), *given_back, *chain.from_iterable(choices))
+        else:
+            called = self._connection.call("release", *given_back)
+        answers = iter(await called)
+        dropped = iter([next(answers) for _ in releases])
+        return [next(answers if kind == "select" else dropped) for kind, _ in asked]
 
     async def _place(self, worker_id: str, generation: str, cached_tokens: int) -> Place:
         if generation not in self._infos:

@@ -14,11 +14,15 @@
 -- force. Only pairs are left out: once the prefill worker that reads for least has its decode worker, one that could not
 -- win with the cheapest decode worker is paired with none. Every scan starts at another row each time, so that equals take turns.
 --
--- ARGV, for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' | 'never',
---   ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks (expected.lua)
---   and hits: 'blocks:generation,generation,… blocks:generation,…'
--- Returns for each: {'ok', why, Fallback or '', decode worker, its generation, its hit (tokens), and the same three of
--- the prefill worker if there is one}, {'none', reason} or {'too large', reason}.
+-- What else is to be given back comes along and goes first, so that choosing sees it.
+--
+-- ARGV: how many arguments of releases follow, and these (release.lua); then for each request: reservation, model,
+--   prompt tokens, new tokens, 'require' | 'prefer' | 'auto' | 'never', ttl (ms), JSON list of excluded worker ids or
+--   incarnations, the prompt's revision, block size, marks (expected.lua) and hits:
+--   'blocks:generation,generation,… blocks:generation,…'
+-- Returns for each release how many parts were given back; then for each request: {'ok', why, Fallback or '', decode
+-- worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none', reason}
+-- or {'too large', reason}.
 local ARGUMENTS = 11
 
 local function names_in(json)
@@ -209,8 +213,9 @@ local function route(request, turn)
   return answer
 end
 
-local requests = {}
-for start = 1, #ARGV, ARGUMENTS do
+local released = 1 + tonumber(ARGV[1])
+local answers, requests = drop_each(2, released), {}
+for start = released + 1, #ARGV, ARGUMENTS do
   local request = parse(start)
   if redis.call('EXISTS', key('reservation', request.reservation)) == 1 then
     drop(request.reservation, 'tokens')
@@ -218,12 +223,12 @@ for start = 1, #ARGV, ARGUMENTS do
   end
   requests[#requests + 1] = request
 end
-local turn, answers = redis.call('INCRBY', key('turn'), #requests) - #requests, {}
+local turn = redis.call('INCRBY', key('turn'), #requests) - #requests
 for i, request in ipairs(requests) do
   if redis.call('EXISTS', key('abandoned', request.reservation)) == 1 then
-    answers[i] = {'none', 'the reservation was given up'}
+    answers[#answers + 1] = {'none', 'the reservation was given up'}
   else
-    answers[i] = route(request, turn + i - 1)
+    answers[#answers + 1] = route(request, turn + i - 1)
   end
 end
 return answers

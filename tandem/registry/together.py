@@ -3,9 +3,11 @@
     line 1    a ─────────> answers
     line 2       b ─────────> answers
                     c, d, e ┄┄> one call ─────────> answers
+    idle      p ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄> f, p: one call ─────────> answers
 
 An idle line adds no wait; busy ones share each round trip among all who would have waited for it anyway. The second
-line keeps the server busy while the first one's answer is on its way.
+line keeps the server busy while the first one's answer is on its way. A patient call (p) starts none: it waits a
+moment for another that takes it along.
 """
 
 from __future__ import annotations
@@ -14,35 +16,55 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from tandem.clock import Clock
+
 T = TypeVar("T")
 LINES = 2
+# At 500 calls a second six of seven patient ones are taken along.
+PATIENCE_S = 0.004
 
 
 class Together(Generic[T]):
     """`run` takes the arguments of at most `most` calls and answers them in order. `close` ends it."""
 
-    def __init__(self, run: Callable[[Sequence[T]], Awaitable[Sequence[Any]]], most: int) -> None:
+    def __init__(self, run: Callable[[Sequence[T]], Awaitable[Sequence[Any]]], most: int, clock: Clock) -> None:
         self._run = run
         self._most = most
+        self._clock = clock
         self._waiting: list[tuple[T, asyncio.Future[Any]]] = []
+        self._pressing = False  # what waits is to go with the next line
         self._tasks: set[asyncio.Task[None] | None] = set()
+        self._patience: asyncio.Task[None] | None = None
 
-    async def call(self, argument: T) -> Any:
+    async def call(self, argument: T, patient: bool = False) -> Any:
         """The answer to this argument, or what the call that it went with, or the one before it, has raised."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((argument, answer))
-        if len(self._tasks) < LINES:
-            self._tasks.add(asyncio.create_task(self._run_all()))
+        if not patient:
+            self._press()
+        elif self._patience is None:
+            self._patience = asyncio.create_task(self._press_later())
         return await answer
 
     async def close(self) -> None:
-        tasks = [task for task in self._tasks if task]
+        tasks = [task for task in (*self._tasks, self._patience) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # A line cancelled before it began has told nobody.
         self._fail(self._waiting, asyncio.CancelledError())
         self._waiting.clear()
+
+    def _press(self) -> None:
+        self._pressing = True
+        if len(self._tasks) < LINES:
+            self._tasks.add(asyncio.create_task(self._run_all()))
+
+    async def _press_later(self) -> None:
+        await self._clock.sleep(PATIENCE_S)
+        self._patience = None
+        if self._waiting:
+            self._press()
 
     async def _run_all(self) -> None:
         going: list[tuple[T, asyncio.Future[Any]]] = []
@@ -63,9 +85,12 @@ class Together(Generic[T]):
             self._tasks.discard(asyncio.current_task())
 
     def _next(self) -> list[tuple[T, asyncio.Future[Any]]]:
-        """Those whose caller still waits."""
-        self._waiting = [entry for entry in self._waiting if not entry[1].done()]
-        going, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+        """Those whose caller still waits; none where only patient ones do."""
+        if not self._pressing:
+            return []
+        waiting = [entry for entry in self._waiting if not entry[1].done()]
+        going, self._waiting = waiting[: self._most], waiting[self._most :]
+        self._pressing = bool(self._waiting)
         return going
 
     def _fail(self, entries: list[tuple[T, asyncio.Future[Any]]], error: BaseException) -> None:

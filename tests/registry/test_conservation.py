@@ -127,12 +127,12 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
     wire = Connection(redis_server.url, namespace, 2.0)
     wanted = (MODEL, 40, 8, "require", 1000, "[]", "", 1, "", "")
     for _ in range(2):
-        ((status, *_),) = await wire.call("select", "twice", *wanted)
+        ((status, *_),) = await wire.call("select", 0, "twice", *wanted)
         assert status == "ok"
     assert await totals(registry) == (40, 3)
     await wire.call("abandon", "twice")
     await wire.call("abandon", "late")
-    ((status, *_),) = await wire.call("select", "late", *wanted)
+    ((status, *_),) = await wire.call("select", 0, "late", *wanted)
     assert status == "none"
     assert await totals(registry) == (0, 0)
     await wire.close()
