@@ -27,8 +27,11 @@ _log = logging.getLogger(__name__)
 class Copier:
     """With numpy."""
 
-    def gather(self, rows: Rows, ids: NDArray[np.int64], payload: memoryview) -> int:
-        """Copies rows `ids`, one or more that exist, to `payload` and returns its checksum."""
+    def gather(self, rows: Rows, ids: NDArray[np.int64], payload: memoryview, past_caches: bool) -> int:
+        """Copies rows `ids`, one or more that exist, to `payload`, which starts on a cache line; returns its checksum.
+
+        past_caches: another core will read the payload, and this one will not.
+        """
         target = np.frombuffer(payload, np.uint8).reshape(len(ids), -1)
         rows.array().take(ids, axis=0, out=target, mode="clip")  # "raise" would copy everything twice
         return checksum(payload)
@@ -46,14 +49,14 @@ class CompiledCopier(Copier):
     def __init__(self, library: ctypes.CDLL) -> None:
         address, size = ctypes.c_void_p, ctypes.c_int64
         self._gather, self._scatter = library.tandem_gather, library.tandem_scatter
-        self._gather.argtypes = address, size, address, size, address
+        self._gather.argtypes = address, size, address, size, address, ctypes.c_int
         self._scatter.argtypes = address, address, size, address, size
         self._gather.restype = self._scatter.restype = ctypes.c_uint64
 
-    def gather(self, rows: Rows, ids: NDArray[np.int64], payload: memoryview) -> int:
+    def gather(self, rows: Rows, ids: NDArray[np.int64], payload: memoryview, past_caches: bool) -> int:
         if not rows.in_lines or len(payload) < _MIN_BYTES:
-            return super().gather(rows, ids, payload)
-        found: int = self._gather(rows.address, rows.row_bytes, _at(ids), len(ids), _at(payload))
+            return super().gather(rows, ids, payload, past_caches)
+        found: int = self._gather(rows.address, rows.row_bytes, _at(ids), len(ids), _at(payload), past_caches)
         return found
 
     def scatter(self, payload: memoryview, rows: Rows, ids: NDArray[np.int64]) -> int:

@@ -107,7 +107,7 @@ class Outlet:
         """Copies blocks that fit one slot into one, waiting for it, and queues the frame."""
         slot = self._slot(outgoing, layer, first_block, len(ids))
         try:
-            payload_sum = self._copier.gather(rows, ids, slot.view)
+            payload_sum = self._copier.gather(rows, ids, slot.view, past_caches=not self._protocol.inline)
         except BaseException:
             self._give(slot)
             raise

@@ -1,7 +1,10 @@
 // Rows of a KV cache to one contiguous payload and back, each with the payload's xxh3_64 (as the xxhash library's).
 //
-//   gather    row -> payload, ordinary stores: the receiver will find the payload in a CPU cache
-//   scatter   payload -> row, stores past the caches: nobody reads the rows soon, and no line is fetched to be written
+//   gather    row -> payload, through the caches or past them, as its reader is on this core or another
+//   scatter   payload -> row, past the caches: nobody reads the rows soon, and no line is fetched to be written
+//
+// A line that one core wrote and another reads may take five times as long from cache to cache as by way of memory: it
+// depends on where a hypervisor has put the two, and changes. By way of memory it always takes about as long.
 //
 // A stripe of 64 bytes is read once, stored and summed, so the sum vouches for what was stored. Meanwhile the stripe
 // a row further is asked for: rows lie scattered, and the CPU's own foresight ends with each.
@@ -38,10 +41,53 @@ static const uint8_t secret[192] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-// Half a stripe, and half of the eight lanes.
+// A stripe in two halves, and likewise the sum's eight lanes.
 typedef struct {
     __m256i low, high;
 } Pair;
+
+static inline Pair load(const uint8_t *at)
+{
+    return (Pair){_mm256_loadu_si256((const __m256i *)at), _mm256_loadu_si256((const __m256i *)at + 1)};
+}
+
+static inline void store(uint8_t *at, Pair data, int past_caches)
+{
+    __m256i *to = (__m256i *)at;
+    if (past_caches) {
+        _mm256_stream_si256(to, data.low);
+        _mm256_stream_si256(to + 1, data.high);
+    } else {
+        _mm256_storeu_si256(to, data.low);
+        _mm256_storeu_si256(to + 1, data.high);
+    }
+}
+
+static inline __m256i mixed_half(__m256i lanes, __m256i data, __m256i key)
+{
+    __m256i keyed = _mm256_xor_si256(data, key);
+    __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+    return _mm256_add_epi64(lanes, _mm256_add_epi64(product, _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2))));
+}
+
+static inline Pair mixed(Pair lanes, Pair data, Pair key)
+{
+    return (Pair){mixed_half(lanes.low, data.low, key.low), mixed_half(lanes.high, data.high, key.high)};
+}
+
+static inline __m256i scrambled_half(__m256i lanes, __m256i key)
+{
+    const __m256i prime = _mm256_set1_epi64x(PRIME32_1);
+    lanes = _mm256_xor_si256(_mm256_xor_si256(lanes, _mm256_srli_epi64(lanes, 47)), key);
+    __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(lanes, 32), prime);
+    return _mm256_add_epi64(_mm256_mul_epu32(lanes, prime), _mm256_slli_epi64(high, 32));
+}
+
+static inline Pair scrambled(Pair lanes)
+{
+    Pair key = load(secret + sizeof secret - STRIPE);
+    return (Pair){scrambled_half(lanes.low, key.low), scrambled_half(lanes.high, key.high)};
+}
 
 // A sum under way: `left` stripes are still to come, `next` says how many of this block have come.
 typedef struct {
@@ -49,26 +95,6 @@ typedef struct {
     int64_t left;
     int next;
 } Sum;
-
-static inline Pair load(const uint8_t *at)
-{
-    return (Pair){_mm256_loadu_si256((const __m256i *)at), _mm256_loadu_si256((const __m256i *)at + 1)};
-}
-
-static inline __m256i mixed(__m256i lane, __m256i data, __m256i key)
-{
-    __m256i keyed = _mm256_xor_si256(data, key);
-    __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
-    return _mm256_add_epi64(lane, _mm256_add_epi64(product, _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2))));
-}
-
-static inline __m256i scrambled(__m256i lane, __m256i key)
-{
-    const __m256i prime = _mm256_set1_epi64x(PRIME32_1);
-    lane = _mm256_xor_si256(_mm256_xor_si256(lane, _mm256_srli_epi64(lane, 47)), key);
-    __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(lane, 32), prime);
-    return _mm256_add_epi64(_mm256_mul_epu32(lane, prime), _mm256_slli_epi64(high, 32));
-}
 
 static inline Sum begin_sum(int64_t stripes)
 {
@@ -80,13 +106,9 @@ static inline Sum begin_sum(int64_t stripes)
 static inline void add(Sum *sum, Pair data)
 {
     int last = --sum->left == 0;
-    Pair key = load(last ? secret + sizeof secret - STRIPE - 7 : secret + sum->next * 8);
-    sum->lanes.low = mixed(sum->lanes.low, data.low, key.low);
-    sum->lanes.high = mixed(sum->lanes.high, data.high, key.high);
+    sum->lanes = mixed(sum->lanes, data, load(last ? secret + sizeof secret - STRIPE - 7 : secret + sum->next * 8));
     if (++sum->next == BLOCK && !last) {
-        key = load(secret + sizeof secret - STRIPE);
-        sum->lanes.low = scrambled(sum->lanes.low, key.low);
-        sum->lanes.high = scrambled(sum->lanes.high, key.high);
+        sum->lanes = scrambled(sum->lanes);
         sum->next = 0;
     }
 }
@@ -108,38 +130,55 @@ static uint64_t end_sum(const Sum *sum, uint64_t length)
     return value ^ (value >> 32);
 }
 
-// Both copy `count` rows of `row_bytes`, a multiple of 64 and more than 240 in all, and return the payload's sum.
+static inline Pair moved(const uint8_t *from, const uint8_t *ahead, uint8_t *to, int past_caches)
+{
+    Pair data = load(from);
+    _mm_prefetch((const char *)ahead, _MM_HINT_T1); // more of these go at once than to the first cache
+    store(to, data, past_caches);
+    return data;
+}
 
-uint64_t tandem_gather(const uint8_t *rows, int64_t row_bytes, const int64_t *ids, int64_t count, uint8_t *payload)
+static inline void copy_row(const uint8_t *from, const uint8_t *ahead, uint8_t *to, int64_t bytes, int past_caches,
+                            Sum *sum)
+{
+    int64_t at = 0;
+    while (at < bytes) {
+        if (sum->next || bytes - at < BLOCK * STRIPE || sum->left <= BLOCK) {
+            add(sum, moved(from + at, ahead + at, to + at, past_caches));
+            at += STRIPE;
+            continue;
+        }
+        Pair lanes = sum->lanes; // a whole block, not the last: nothing to decide
+        for (int stripe = 0; stripe < BLOCK; stripe++, at += STRIPE)
+            lanes = mixed(lanes, moved(from + at, ahead + at, to + at, past_caches), load(secret + stripe * 8));
+        sum->lanes = scrambled(lanes);
+        sum->left -= BLOCK;
+    }
+}
+
+// Both copy `count` rows of `row_bytes`, a multiple of 64 and more than 240 in all, and return the payload's sum. What
+// is stored past the caches lies at a multiple of 64.
+
+uint64_t tandem_gather(const uint8_t *rows, int64_t row_bytes, const int64_t *ids, int64_t count, uint8_t *payload,
+                       int past_caches)
 {
     Sum sum = begin_sum(count * row_bytes / STRIPE);
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count; i++, payload += row_bytes) {
         const uint8_t *row = rows + ids[i] * row_bytes, *ahead = rows + ids[i + 1 < count ? i + 1 : i] * row_bytes;
-        for (int64_t at = 0; at < row_bytes; at += STRIPE, payload += STRIPE) {
-            Pair data = load(row + at);
-            _mm_prefetch((const char *)ahead + at, _MM_HINT_T1); // more of these go at once than to the first cache
-            _mm256_storeu_si256((__m256i *)payload, data.low);
-            _mm256_storeu_si256((__m256i *)payload + 1, data.high);
-            add(&sum, data);
-        }
+        if (past_caches)
+            copy_row(row, ahead, payload, row_bytes, 1, &sum);
+        else
+            copy_row(row, ahead, payload, row_bytes, 0, &sum);
     }
+    _mm_sfence();
     return end_sum(&sum, count * row_bytes);
 }
 
-// `rows` lies at a multiple of 32.
 uint64_t tandem_scatter(const uint8_t *payload, uint8_t *rows, int64_t row_bytes, const int64_t *ids, int64_t count)
 {
     Sum sum = begin_sum(count * row_bytes / STRIPE);
-    for (int64_t i = 0; i < count; i++) {
-        uint8_t *row = rows + ids[i] * row_bytes;
-        for (int64_t at = 0; at < row_bytes; at += STRIPE, payload += STRIPE) {
-            Pair data = load(payload);
-            _mm_prefetch((const char *)payload + row_bytes, _MM_HINT_T0);
-            _mm256_stream_si256((__m256i *)(row + at), data.low);
-            _mm256_stream_si256((__m256i *)(row + at) + 1, data.high);
-            add(&sum, data);
-        }
-    }
+    for (int64_t i = 0; i < count; i++, payload += row_bytes)
+        copy_row(payload, payload + row_bytes, rows + ids[i] * row_bytes, row_bytes, 1, &sum);
     _mm_sfence();
     return end_sum(&sum, count * row_bytes);
 }
