@@ -7,7 +7,8 @@ otherwise  private memory that frames are gathered into and sent from
            | posted: a count, and a ring of slots that the receiver has read | slot | slot | ... |
 
 slot       free -> taken (gather, checksum) -> lent (queued, being read) -> free
-           last in, first out: a receiver that keeps up keeps the working set small enough for the CPU's caches
+           shm: first in, first out, for what another core has just read is dear to write again
+           otherwise last in, first out: the working set stays small enough for the CPU's caches
 
 The receiver gives slots back in the file itself: a message would wake a thread of the sender for each. The ring holds
 more than there are slots, so it never runs over; a sender believes of it only what it has lent.
@@ -19,6 +20,7 @@ import fcntl
 import mmap
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -105,21 +107,25 @@ class Slot:
 
 
 class Slots:
-    """Equal slots of an arena, each of `blocks` blocks; at least four where the arena has the room."""
+    """Equal slots of an arena, each of `blocks` blocks; at least four where the arena has the room.
 
-    def __init__(self, arena: Arena, block_bytes: int, frame_bytes: int) -> None:
+    inline: this process's socket reads them.
+    """
+
+    def __init__(self, arena: Arena, block_bytes: int, frame_bytes: int, inline: bool) -> None:
         self._arena = arena
         self.block_bytes = block_bytes
         self.blocks = max(1, min(frame_bytes, arena.size // 4) // block_bytes)
         slot_bytes = -(-self.blocks * block_bytes // 64) * 64  # rows start on a cache line
         self.count = min(arena.size // slot_bytes, RING)
-        self._free = [arena.start + slot * slot_bytes for slot in reversed(range(self.count))]
+        self._free = deque(arena.start + slot * slot_bytes for slot in range(self.count))
+        self._next = self._free.pop if inline else self._free.popleft
 
     def take(self, nbytes: int) -> Slot | None:
         """The first `nbytes` of a free slot, or None."""
         if not self._free:
             return None
-        start = self._free.pop()
+        start = self._next()
         return Slot(start, self._arena.view[start : start + nbytes])
 
     def give(self, offset: int) -> None:

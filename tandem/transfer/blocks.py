@@ -17,29 +17,44 @@ class Rows:
     in_lines: every row is made of whole cache lines.
     """
 
-    __slots__ = ("_kv", "address", "count", "in_lines", "row_bytes")
+    __slots__ = ("address", "count", "in_lines", "kv", "row_bytes")
 
     def __init__(self, kv: torch.Tensor, name: str = "kv") -> None:
         if not kv.is_cpu or kv.dim() < 2 or not kv.is_contiguous():
             raise ValueError(
                 f"{name}: need a contiguous CPU tensor (num_blocks, ...), got {tuple(kv.shape)} on {kv.device}"
             )
-        self._kv = kv
+        self.kv = kv
         self.count, self.row_bytes = len(kv), kv.stride(0) * kv.element_size()
         self.address = kv.data_ptr()
         self.in_lines = self.address % LINE == 0 and self.row_bytes % LINE == 0
 
     def array(self) -> NDArray[np.uint8]:
         """The same memory as (count, row_bytes)."""
-        rows: NDArray[np.uint8] = self._kv.view(torch.uint8).numpy().reshape(self.count, self.row_bytes)
+        rows: NDArray[np.uint8] = self.kv.view(torch.uint8).numpy().reshape(self.count, self.row_bytes)
         return rows
 
 
-def row_ids(block_ids: Sequence[int], num_blocks: int) -> NDArray[np.int64]:
-    """Raises IndexError where a block is not one of `num_blocks`."""
-    if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
-        raise IndexError(f"block_ids: {list(block_ids)} are not all in [0, {num_blocks})")
-    return np.array(block_ids, dtype=np.int64)
+class Source:
+    """Rows to send, remembered: a chunk's next layer has the same blocks, and the next chunk the same caches."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Rows] = {}
+        self._ids: tuple[int, list[int], NDArray[np.int64]] = 0, [], np.empty(0, np.int64)
+
+    def rows(self, layer: int, kv: torch.Tensor) -> Rows:
+        rows = self._rows.get(layer)
+        if rows is None or rows.kv is not kv:
+            rows = self._rows[layer] = Rows(kv)
+        return rows
+
+    def ids(self, block_ids: Sequence[int], num_blocks: int) -> NDArray[np.int64]:
+        """Raises IndexError where a block is not one of `num_blocks`."""
+        if self._ids[1] != block_ids or self._ids[0] != num_blocks:
+            if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+                raise IndexError(f"block_ids: {list(block_ids)} are not all in [0, {num_blocks})")
+            self._ids = num_blocks, list(block_ids), np.array(block_ids, dtype=np.int64)
+        return self._ids[2]
 
 
 class KVCache:

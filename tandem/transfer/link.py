@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import torch
 
 from tandem.clock import Clock
-from tandem.transfer.blocks import Rows, row_ids
+from tandem.transfer.blocks import Rows, Source
 from tandem.transfer.channel import Channel
 from tandem.transfer.endpoint import Endpoint, TransferError
 from tandem.transfer.outlet import Outlet
@@ -25,6 +25,8 @@ class Push:
 
     def __init__(self, outlet: Outlet, channel: Channel, outgoing: Outgoing) -> None:
         self._outlet, self._channel, self._outgoing = outlet, channel, outgoing
+        self._block_bytes, self._frame_blocks = outlet.slots.block_bytes, outlet.slots.blocks
+        self._source = Source()
 
     @property
     def bytes_sent(self) -> int:
@@ -37,10 +39,11 @@ class Push:
         kv: (num_blocks, 2, num_kv_heads, block_size, head_dim), contiguous. Its bytes are copied before this returns.
         Waits while the link's arena is full, at most to the transfer's deadline. Raises TransferError.
         """
-        rows = Rows(kv)
-        ids = row_ids(block_ids, rows.count)
+        rows = self._source.rows(layer, kv)
+        ids = self._source.ids(block_ids, rows.count)
         try:
-            step = self._blocks_per_frame(rows)
+            self._check(rows)
+            step = self._frame_blocks
             for start in range(0, len(ids), step):
                 self._outlet.push(self._outgoing, layer, first_block + start, rows, ids[start : start + step])
                 self._channel.flush()
@@ -63,14 +66,12 @@ class Push:
         self._outlet.abort(self._outgoing, TransferError("ABORTED", reason))
         self._channel.flush()
 
-    def _blocks_per_frame(self, rows: Rows) -> int:
-        slots, have = self._outlet.slots, rows.row_bytes
-        if have != slots.block_bytes:
-            text = f"kv: a block has {have} bytes here and {slots.block_bytes} at the receiver"
+    def _check(self, rows: Rows) -> None:
+        if rows.row_bytes != self._block_bytes:
+            text = f"kv: a block has {rows.row_bytes} bytes here and {self._block_bytes} at the receiver"
             error = TransferError("FAILED_PRECONDITION", text)
             self._outlet.abort(self._outgoing, error)
             raise error.fresh()
-        return slots.blocks
 
 
 class Link:

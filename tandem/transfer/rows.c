@@ -1,10 +1,7 @@
 // Rows of a KV cache to one contiguous payload and back, each with the payload's xxh3_64 (as the xxhash library's).
 //
-//   gather    row -> payload, through the caches or past them, as its reader is on this core or another
+//   gather    row -> payload, through the caches or past them by way of memory: whichever is faster now (way.py)
 //   scatter   payload -> row, past the caches: nobody reads the rows soon, and no line is fetched to be written
-//
-// A line that one core wrote and another reads may take five times as long from cache to cache as by way of memory: it
-// depends on where a hypervisor has put the two, and changes. By way of memory it always takes about as long.
 //
 // A stripe of 64 bytes is read once, stored and summed, so the sum vouches for what was stored. Meanwhile the stripe
 // a row further is asked for: rows lie scattered, and the CPU's own foresight ends with each.

@@ -1,0 +1,42 @@
+"""Payloads take the way that is faster where the two cores lie now, and notice when that changes."""
+
+from __future__ import annotations
+
+from tandem.transfer.way import MIN_BYTES, TRIAL, Way
+
+NEAR, FAR = {False: 1.0, True: 1.2}, {False: 5.0, True: 0.8}  # seconds a payload takes, past the caches or not
+
+
+def ways_taken(way: Way, seconds: dict[bool, float], count: int, num_bytes: int = MIN_BYTES) -> list[bool]:
+    taken = []
+    for _ in range(count):
+        taken.append(way.past_caches())
+        way.took(taken[-1], num_bytes, seconds[taken[-1]])
+    return taken
+
+
+def test_near_cores_share_their_caches_but_for_trials() -> None:
+    way = Way()
+    ways_taken(way, NEAR, 4 * TRIAL)
+    assert sum(ways_taken(way, NEAR, 10 * TRIAL)) == 10
+
+
+def test_far_cores_meet_in_memory_but_for_trials() -> None:
+    way = Way()
+    ways_taken(way, FAR, 4)
+    assert sum(not past for past in ways_taken(way, FAR, 10 * TRIAL)) == 10
+
+
+def test_cores_that_are_moved_apart_and_together_are_noticed() -> None:
+    way = Way()
+    ways_taken(way, NEAR, 4 * TRIAL)
+    assert sum(not past for past in ways_taken(way, FAR, TRIAL)) <= 3
+    ways_taken(way, NEAR, 3 * TRIAL)
+    assert sum(ways_taken(way, NEAR, TRIAL)) == 1
+
+
+def test_small_payloads_decide_nothing() -> None:
+    way = Way()
+    ways_taken(way, FAR, 4)
+    ways_taken(way, {False: 1.0, True: 9.0}, TRIAL // 2, num_bytes=MIN_BYTES - 1)
+    assert all(ways_taken(way, FAR, TRIAL // 4))
