@@ -9,26 +9,27 @@ ways took per byte lately decides, and one payload of TRIAL goes the other way.
 
 from __future__ import annotations
 
+from collections import deque
+
 TRIAL = 64
+LAST = 3  # measurements of each way, of which the middle one counts: any one may be an accident
 MIN_BYTES = 64 << 10  # smaller payloads say too little
 FAR = 2.0  # times as long through the caches: what memory carries twice slows the reader down too
 
 
 class Way:
     def __init__(self) -> None:
-        self._through = self._past = (0.0, 0.0)  # seconds per byte of the last two
+        self._costs = {past_caches: deque([0.0] * LAST, LAST) for past_caches in (False, True)}  # seconds per byte
         self._count = 0
+        self._far = False
 
     def past_caches(self) -> bool:
-        """For the next payload. One bad measurement is enough to leave the caches, two good ones to come back."""
+        """For the next payload."""
         self._count += 1
-        far = max(self._through) > FAR * min(self._past)
-        return far != (self._count % TRIAL == 0)
+        return self._far != (self._count % TRIAL == 0)
 
     def took(self, past_caches: bool, num_bytes: int, seconds: float) -> None:
-        if num_bytes < MIN_BYTES:
-            return
-        if past_caches:
-            self._past = self._past[1], seconds / num_bytes
-        else:
-            self._through = self._through[1], seconds / num_bytes
+        if num_bytes >= MIN_BYTES:
+            self._costs[past_caches].append(seconds / num_bytes)
+            through, past = (sorted(costs)[LAST // 2] for costs in self._costs.values())
+            self._far = through > FAR * past
