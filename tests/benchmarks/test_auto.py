@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.auto import ITL_S, MOST_PER_S, TTFT_S, figures, kinds, mixed
+from benchmarks.auto import ITL_S, MOST_PER_S, TTFT_S, figures, kinds, middle, mixed
 from benchmarks.grpc_load import Replayed
 from benchmarks.mooncake import BLOCK, Request
 from benchmarks.results import Answer, Arrival, earlier
@@ -48,6 +48,12 @@ def test_a_request_is_good_when_every_token_was_in_time_and_bad_when_there_was_n
     assert found["in_time_ttft"] == 0.5
     assert found["local"] == 0.25
     assert found["errors"] == {"UNAVAILABLE: gone": 1}
+
+
+def test_of_several_rounds_the_one_of_median_goodput_counts() -> None:
+    rounds = [{"goodput": goodput, "local": goodput / 2} for goodput in (0.9, 0.2, 1.0)]
+    assert middle(rounds) == {"goodput": 0.9, "local": 0.45, "goodputs": [0.9, 0.2, 1.0]}
+    assert middle(rounds[:2])["goodput"] == 0.2
 
 
 def test_results_are_kept_for_the_same_setting_only(tmp_path: Path) -> None:
