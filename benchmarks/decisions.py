@@ -11,8 +11,8 @@
 
 Three of four prompts go on with a conversation (800 tokens and 16 to 224 more), one is new (320 to 1024 tokens); none
 comes twice. A decision is `Router.choose`: hash the prompt, look it up, choose and reserve. In `whole` runs each is
-also given back in the two parts that a request gives back, and that is counted as its cost. CPU seconds are the
-kernel's: of this process, in which all routers run, and of Redis.
+also given back in the two parts that a request gives back, for which no caller waits, and that is counted as its cost.
+CPU seconds are the kernel's: of this process, in which all routers run, and of Redis.
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ class Bench:
         self._latencies: list[float] = []
         self._hits: list[float] = []
         self._routes: list[tuple[Router, Route]] = []
+        self._giving_back: set[asyncio.Task[None]] = set()
 
     async def closed(self, name: str, whole: bool, callers: int = CALLERS) -> Figures:
         requests = iter(self._fresh(DECISIONS if callers > 1 else ALONE))
@@ -239,16 +240,22 @@ class Bench:
         self._latencies.append(time.perf_counter() - arrived)
         self._hits.append((route.prefill or route.decode).cached_tokens / request.prompt_tokens)
         if whole:
-            await router.release_prefill(route)
-            await router.release(route)
+            task = asyncio.create_task(self._give_back_in_parts(router, route))
+            self._giving_back.add(task)
+            task.add_done_callback(self._giving_back.discard)
         else:
             self._routes.append((router, route))
+
+    async def _give_back_in_parts(self, router: Router, route: Route) -> None:
+        await router.release_prefill(route)
+        await router.release(route)
 
     async def _measured(self, name: str, run: Callable[[], Awaitable[None]]) -> Figures:
         self._latencies, self._hits = [], []
         gc.collect()
         cpu, redis, start = time.process_time(), self._redis.cpu_times(), time.perf_counter()
         await run()
+        await asyncio.gather(*self._giving_back)
         seconds, used, after = time.perf_counter() - start, time.process_time() - cpu, self._redis.cpu_times()
         await self.give_back()
         milliseconds = [1000 * latency for latency in self._latencies]
