@@ -14,7 +14,9 @@ from collections import deque
 TRIAL = 64
 LAST = 3  # measurements of each way, of which the middle one counts: any one may be an accident
 MIN_BYTES = 64 << 10  # smaller payloads say too little
-FAR = 2.0  # times as long through the caches: what memory carries twice slows the reader down too
+# Times as long through the caches: to leave them, for what memory carries twice slows the reader down too; and to come
+# back, for in a slot that was filled past the caches the other way looks better than it would stay.
+AWAY, BACK = 2.0, 1.25
 
 
 class Way:
@@ -32,4 +34,4 @@ class Way:
         if num_bytes >= MIN_BYTES:
             self._costs[past_caches].append(seconds / num_bytes)
             through, past = (sorted(costs)[LAST // 2] for costs in self._costs.values())
-            self._far = through > FAR * past
+            self._far = through > (BACK if self._far else AWAY) * past
