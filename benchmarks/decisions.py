@@ -7,7 +7,8 @@
 3 closed    routers as gateways run them, one caller alone, then CALLERS in all, each asking again as soon as it has
             its answer
 4 open      the same at a stated rate, each time at random: a process of its own says when, as clients do over the
-            network; latency from when a request was due to its route
+            network; latency from when a request was due to its route. Beside it a bare PING at the lowest rate: what
+            waking up costs on this machine, whatever is asked
 
 Three of four prompts go on with a conversation (800 tokens and 16 to 224 more), one is new (320 to 1024 tokens); none
 comes twice. A decision is `Router.choose`: hash the prompt, look it up, choose and reserve. In `whole` runs each is
@@ -25,11 +26,12 @@ import os
 import random
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import uvloop
@@ -211,21 +213,38 @@ class Bench:
         return await self._measured(name, run)
 
     async def open(self, rate: float) -> Figures:
-        tasks, asked = set[asyncio.Task[None]](), self._fresh(round(rate * OPEN_S))
+        asked = self._fresh(round(rate * OPEN_S))
+
+        async def one(number: int, due: float) -> None:
+            await self._one(self.routers[number % len(self.routers)], asked[number], due, whole=True)
+
+        return await self._open(f"open, {rate:.0f}/s", rate, one)
+
+    async def bare(self, rate: float, registry: Registry) -> Figures:
+        """What such a rate costs whatever is asked: each asks Redis only whether it is there."""
+
+        async def one(number: int, due: float) -> None:
+            await registry.ping()
+            self._latencies.append(time.perf_counter() - due)
+            self._hits.append(0.0)
+
+        return await self._open(f"PING, {rate:.0f}/s", rate, one)
+
+    async def _open(self, name: str, rate: float, one: Callable[[int, float], Coroutine[Any, Any, None]]) -> Figures:
+        tasks, count = set[asyncio.Task[None]](), round(rate * OPEN_S)
 
         def arrived(number: int, due: float) -> None:
-            router = self.routers[number % len(self.routers)]
-            task = asyncio.create_task(self._one(router, asked[number], due, whole=True))
+            task = asyncio.create_task(one(number, due))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
         async def run() -> None:
-            await arrivals(rate, len(asked), arrived)
+            await arrivals(rate, count, arrived)
             await asyncio.gather(*tasks)
-            if len(self._latencies) < len(asked):
-                raise RuntimeError(f"only {len(self._latencies)} of {len(asked)} decisions came about")
+            if len(self._latencies) < count:
+                raise RuntimeError(f"only {len(self._latencies)} of {count} decisions came about")
 
-        return await self._measured(f"open, {rate:.0f}/s", run)
+        return await self._measured(name, run)
 
     def _fresh(self, count: int) -> list[Wanted]:
         self._num_runs += 1
@@ -295,6 +314,8 @@ async def measure(redis: RedisServer) -> AsyncIterator[Figures]:
             yield await bench.closed("closed, whole", whole=True)
             for rate in OPEN_RATES:
                 yield await bench.open(rate)
+            if count == 1:
+                yield await bench.bare(OPEN_RATES[0], registry)
     problems = await registry.check_integrity()
     left = sum(worker.reserved_tokens + worker.reserved_blocks for worker in await registry.workers())
     if problems or left:
