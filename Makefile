@@ -46,7 +46,7 @@ $(VENV)/python.stamp:
 
 $(VENV)/run.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
 	@$(PIP) --editable '.[gateway,worker,local]'
-	@command -v gcc >/dev/null || command -v clang >/dev/null || $(PIP) ziglang  # a C compiler, for the kernels
+	-@command -v gcc >/dev/null || command -v clang >/dev/null || $(PIP) ziglang  # a C compiler, for the kernels
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
