@@ -3,7 +3,7 @@
 1 reserve   waits its turn for blocks; a landing is expected by the KV receiver; the ticket goes to the gateway
 2 landing   frames arrive, verified, into blocks that nobody reads yet
 3 join      the commit frame brings the first token; the sequence enters the running batch
-4 decode    each engine step's tokens leave in the gateway's one stream
+4 decode    tokens leave in the gateway's one stream, those of a few steps together where many sequences run
 5 ended     by a finish, an abort, a failed transfer, the deadline, or the loss of its gateway: all is freed
 """
 

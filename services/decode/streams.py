@@ -1,6 +1,12 @@
-"""One outbox per gateway: what an engine step made for it leaves as one message.
+"""One outbox per gateway: what engine steps made for it leaves in one message.
 
-A gateway that is slow to read gets its steps merged, so an outbox never holds more than the tokens of its sequences.
+first tokens, ends, errors      at once
+other tokens                    when EACH_S for every sequence, or MOST_S, have passed since the last ones
+
+Handing a piece out costs the gateway and its client as much with three tokens as with one, and where they share a
+machine with the engine, it waits for them. The tokens of a few sequences are never held for long.
+
+A gateway that is slow to read gets its messages merged, so an outbox never holds more than the tokens of its sequences.
 A gateway whose stream breaks has GRACE_S to come back; then whatever it had running is aborted.
 """
 
@@ -13,13 +19,50 @@ from tandem.clock import Clock
 from tandem.v1 import decode_pb2, worker_pb2
 
 GRACE_S = 1.0
+EACH_S, MOST_S = 0.0005, 0.033
 
 
 class Outbox:
+    """What a gateway is told next."""
+
     def __init__(self) -> None:
-        self.outputs: list[worker_pb2.SequenceOutput] = []
         self.news = asyncio.Event()
         self.stream = 0
+        self._ready: list[worker_pb2.SequenceOutput] = []
+        self._held: dict[str, worker_pb2.SequenceOutput] = {}
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, output: worker_pb2.SequenceOutput) -> None:
+        held = self._held.pop(output.request_id, None)
+        if held is not None and output.HasField("failure"):
+            self._ready.append(held)
+        elif held is not None:
+            output = _merged(held, output)
+        if output.first_index == 0 or output.finish_reason or output.HasField("failure"):
+            self._ready.append(output)
+            self.news.set()
+            return
+        self._held[output.request_id] = output
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._due, self._release)
+
+    def take(self) -> list[worker_pb2.SequenceOutput]:
+        self.news.clear()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _release(self) -> None:
+        self._timer = None
+        self._due = self._loop.time() + min(MOST_S, EACH_S * len(self._held))
+        self._ready += self._held.values()
+        self._held.clear()
+        self.news.set()
 
 
 class Streams:
@@ -39,8 +82,7 @@ class Streams:
         """Put an output into a gateway's outbox; one for a gateway that is gone is dropped."""
         outbox = self._outboxes.get(gateway_id)
         if outbox is not None:
-            outbox.outputs.append(output)
-            outbox.news.set()
+            outbox.put(output)
 
     async def stream(self, gateway_id: str) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
         """What goes to a gateway, until it hangs up or a newer stream of the same gateway takes over."""
@@ -52,9 +94,7 @@ class Streams:
             yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation)
             while outbox.stream == mine:
                 await outbox.news.wait()
-                outbox.news.clear()
-                outputs, outbox.outputs = outbox.outputs, []
-                if outputs:
+                if outputs := outbox.take():
                     yield decode_pb2.StreamTokensResponse(outputs=outputs)
         finally:
             if outbox.stream == mine:
@@ -63,6 +103,8 @@ class Streams:
     def close(self) -> None:
         for task in self._graces:
             task.cancel()
+        for outbox in self._outboxes.values():
+            outbox.close()
 
     def _start_grace(self, gateway_id: str, outbox: Outbox, stream: int) -> None:
         task = asyncio.create_task(self._grace(gateway_id, outbox, stream))
@@ -72,5 +114,13 @@ class Streams:
     async def _grace(self, gateway_id: str, outbox: Outbox, stream: int) -> None:
         await self._clock.sleep(GRACE_S)
         if outbox.stream == stream:
-            del self._outboxes[gateway_id]
+            self._outboxes.pop(gateway_id).close()
             self._on_lost(gateway_id)
+
+
+def _merged(held: worker_pb2.SequenceOutput, output: worker_pb2.SequenceOutput) -> worker_pb2.SequenceOutput:
+    """Both as one: the tokens of `held` come first."""
+    first_index = held.first_index
+    held.MergeFrom(output)
+    held.first_index = first_index
+    return held

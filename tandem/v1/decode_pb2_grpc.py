@@ -62,8 +62,8 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamTokens(self, request, context):
-        """One message per engine step with every new token of this gateway's sequences. The gateway keeps one such stream
-        open; when it breaks, its sequences are aborted.
+        """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
+        such stream open; when it breaks, its sequences are aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,8 +34,8 @@ class DecodeServiceStub:
     Reserve: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]
     """Holds blocks for the prompt and every token that may follow, waiting for room until the sequence's deadline."""
     StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
-    """One message per engine step with every new token of this gateway's sequences. The gateway keeps one such stream
-    open; when it breaks, its sequences are aborted.
+    """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
+    such stream open; when it breaks, its sequences are aborted.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
     """Ends sequences in any state and frees all they hold. Unknown ids are not an error."""
@@ -46,8 +46,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]  # type: ignore[assignment]
     """Holds blocks for the prompt and every token that may follow, waiting for room until the sequence's deadline."""
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
-    """One message per engine step with every new token of this gateway's sequences. The gateway keeps one such stream
-    open; when it breaks, its sequences are aborted.
+    """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
+    such stream open; when it breaks, its sequences are aborted.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends sequences in any state and frees all they hold. Unknown ids are not an error."""
@@ -67,8 +67,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.StreamTokensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.StreamTokensResponse], _abc.AsyncIterator[_decode_pb2.StreamTokensResponse]]:
-        """One message per engine step with every new token of this gateway's sequences. The gateway keeps one such stream
-        open; when it breaks, its sequences are aborted.
+        """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
+        such stream open; when it breaks, its sequences are aborted.
         """
 
     @_abc_1.abstractmethod

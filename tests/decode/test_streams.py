@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 from services.decode.streams import Streams
-from tandem.v1 import worker_pb2
+from tandem.v1 import decode_pb2, llm_pb2, worker_pb2
+from tandem.worker import wire
 
 
 class ManualClock:
@@ -27,8 +29,64 @@ class ManualClock:
         await asyncio.sleep(0)
 
 
-def output(name: str, *tokens: int) -> worker_pb2.SequenceOutput:
-    return worker_pb2.SequenceOutput(request_id=name, token_ids=tokens)
+def output(name: str, *tokens: int, at: int = 0, end: llm_pb2.FinishReason | None = None) -> worker_pb2.SequenceOutput:
+    return worker_pb2.SequenceOutput(request_id=name, first_index=at, token_ids=tokens, finish_reason=end)
+
+
+def said(message: decode_pb2.StreamTokensResponse) -> list[tuple[str, int, list[int]]]:
+    return [(o.request_id, o.first_index, list(o.token_ids)) for o in message.outputs]
+
+
+async def opened(streams: Streams) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+    """The stream of gateway "g", its greeting read."""
+    stream = streams.stream("g")
+    await anext(stream)
+    return stream
+
+
+MANY = [f"s{i}" for i in range(64)]
+
+
+async def held_up() -> tuple[Streams, AsyncIterator[decode_pb2.StreamTokensResponse]]:
+    """Where many sequences have had a token a moment ago: their next ones are held."""
+    streams = Streams("inc", ManualClock(), lambda gateway: None)
+    stream = await opened(streams)
+    for name in MANY:
+        streams.send("g", output(name, 1, at=1))
+    assert said(await anext(stream)) == [(name, 1, [1]) for name in MANY]
+    return streams, stream
+
+
+async def test_tokens_of_many_sequences_leave_a_few_steps_at_a_time_and_none_is_left_behind() -> None:
+    streams, stream = await held_up()
+    for step in (2, 3):
+        for name in MANY:
+            streams.send("g", output(name, step, at=step))
+    assert said(await anext(stream)) == [(name, 2, [2, 3]) for name in MANY]
+    streams.close()
+
+
+async def test_first_tokens_and_ends_wait_for_nothing() -> None:
+    streams, stream = await held_up()
+    for name in MANY[:3]:
+        streams.send("g", output(name, 2, at=2))
+    streams.send("g", output("s1", 3, at=3, end=llm_pb2.FINISH_REASON_LENGTH))
+    streams.send("g", output("new", 9))
+    message = await anext(stream)
+    assert said(message) == [("s1", 2, [2, 3]), ("new", 0, [9])]
+    assert message.outputs[0].finish_reason == llm_pb2.FINISH_REASON_LENGTH
+    assert said(await anext(stream)) == [("s0", 2, [2]), ("s2", 2, [2])]
+    streams.close()
+
+
+async def test_a_failure_does_not_swallow_the_tokens_before_it() -> None:
+    streams, stream = await held_up()
+    streams.send("g", output("s1", 2, at=2))
+    streams.send("g", wire.failed("s1", "INTERNAL", "broken"))
+    message = await anext(stream)
+    assert said(message) == [("s1", 2, [2]), ("s1", 0, [])]
+    assert message.outputs[1].failure.message == "broken"
+    streams.close()
 
 
 async def test_steps_leave_in_order_and_merge_for_a_slow_reader() -> None:
