@@ -14,7 +14,7 @@ enum { KEYS = 64, TOKENS = 64, MAX_DIM = 256 }; /* TOKENS: of a piece of work */
 struct room { /* one thread's */
     bf16 *q;                   /* (rows, dim) */
     float *out, *best, *total; /* (rows, dim), (rows,), (rows,) */
-    _Alignas(64) bf16 keys[KEYS * MAX_DIM], values[KEYS * MAX_DIM], k[KEYS * MAX_DIM], v[KEYS * MAX_DIM];
+    _Alignas(64) bf16 keys[KEYS * MAX_DIM], values[KEYS * MAX_DIM], k[16 * MAX_DIM], v[16 * MAX_DIM];
 };
 
 static void transpose16(const uint32_t *from, int64_t stride, uint32_t *to, int64_t to_stride) {
@@ -56,29 +56,44 @@ static void fetch_context(const struct model *m, const bf16 *kv, const int32_t *
     }
 }
 
-/* Keys first … first + count of one KV head, as panels; what is missing to KEYS is zero. */
+struct sixteen { const bf16 *keys, *values; };
+
+/* `count` keys and values of one KV head from `first` on: where they lie, if they are 16 of one block, else gathered in the
+   room, with zeros up to 16. */
+static struct sixteen sixteen_at(const struct model *m, const bf16 *kv, const int32_t *table, int64_t head, int64_t first,
+                                 int64_t count, struct room *r) {
+    const int64_t dim = m->head_dim, bytes = dim * sizeof(bf16), values = m->kv_heads * m->block_size * dim;
+    int64_t run;
+    const bf16 *from = context_at(m, kv, table, head, first, count, &run);
+    if (run == 16) return (struct sixteen){from, from + values};
+    for (int64_t t = 0; t < count; t += run) {
+        from = context_at(m, kv, table, head, first + t, count - t, &run);
+        memcpy(r->k + t * dim, from, run * bytes);
+        memcpy(r->v + t * dim, from + values, run * bytes);
+    }
+    memset(r->k + count * dim, 0, (16 - count) * bytes);
+    memset(r->v + count * dim, 0, (16 - count) * bytes);
+    return (struct sixteen){r->k, r->v};
+}
+
+/* Keys first … first + count of one KV head, as panels. */
 static void pack_context(const struct model *m, const bf16 *kv, const int32_t *table, int64_t head, int64_t first,
                          int64_t count, struct room *r) {
-    const int64_t dim = m->head_dim, bytes = dim * sizeof(bf16);
-    for (int64_t t = 0, run; t < count; t += run) {
-        const bf16 *from = context_at(m, kv, table, head, first + t, count - t, &run);
-        memcpy(r->k + t * dim, from, run * bytes);
-        memcpy(r->v + t * dim, from + m->kv_heads * m->block_size * dim, run * bytes);
-    }
-    memset(r->k + count * dim, 0, (KEYS - count) * bytes);
-    memset(r->v + count * dim, 0, (KEYS - count) * bytes);
-    for (int64_t t = 0; t < KEYS; t += 16)
+    const int64_t dim = m->head_dim;
+    for (int64_t t = 0; t < count; t += 16) {
+        const struct sixteen at = sixteen_at(m, kv, table, head, first + t, count - t < 16 ? count - t : 16, r);
         for (int64_t pair = 0; pair < dim / 2; pair += 16)
-            transpose16((uint32_t *)r->k + t * dim / 2 + pair, dim / 2,
+            transpose16((const uint32_t *)at.keys + pair, dim / 2,
                         (uint32_t *)r->keys + t / 32 * 32 * dim / 2 + pair * 32 + t % 32, 32);
-    for (int64_t i = 0; i < dim; i += 16)
-        for (int64_t pair = 0; pair < KEYS / 2; pair++) {
-            const bf16 *v = r->v + 2 * pair * dim + i;
-            __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)v));
-            __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(v + dim)));
-            uint32_t *to = (uint32_t *)r->values + i / 32 * 32 * (KEYS / 2) + pair * 32 + i % 32;
-            _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-        }
+        for (int64_t pair = 0; pair < 8; pair++)
+            for (int64_t i = 0; i < dim; i += 16) {
+                const bf16 *v = at.values + 2 * pair * dim + i;
+                __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)v));
+                __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(v + dim)));
+                uint32_t *to = (uint32_t *)r->values + i / 32 * 32 * (KEYS / 2) + (t / 2 + pair) * 32 + i % 32;
+                _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+            }
+    }
 }
 
 /* Scores of a row (two tiles' parts of 32) become weights relative to the best score so far, of which `visible` count;
@@ -103,11 +118,12 @@ static float soften(const float *scores, int64_t visible, float scale, bf16 *wei
     return keep;
 }
 
-/* `rows` rows from `row` on over the packed keys first … first + KEYS; row n sees positions up to `at` + n / share. */
-static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, int64_t share, int64_t at, int64_t first) {
+/* `rows` rows from `row` on over the `count` packed keys from `first` on; row n sees positions up to `at` + n / share. */
+static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, int64_t share, int64_t at, int64_t first,
+                        int64_t count) {
     float scores[2 * TILE_ROWS * 32], sums[TILE_ROWS * 32], keep[TILE_ROWS];
     bf16 weights[TILE_ROWS * KEYS];
-    for (int64_t half = 0; half < 2; half++)
+    for (int64_t half = 0; half * 32 < count; half++)
         read_tiles[rows]((const int32_t *)(r->q + row * dim), dim / 2, dim / 2, scores + half * TILE_ROWS * 32,
                          &(struct panel_at){(const uint32_t *)r->keys + half * 32 * dim / 2});
     for (int64_t n = 0; n < rows; n++) {
@@ -115,7 +131,7 @@ static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, 
         keep[n] = soften(scores + n * 32, visible, 1.0f / sqrtf((float)dim), weights + n * KEYS, r->best + i, r->total + i);
     }
     for (int64_t i = 0; i < dim; i += 32) {
-        read_tiles[rows]((const int32_t *)weights, KEYS / 2, KEYS / 2, sums,
+        read_tiles[rows]((const int32_t *)weights, KEYS / 2, (count + 15) / 16 * 8, sums,
                          &(struct panel_at){(const uint32_t *)r->values + i * KEYS / 2});
         for (int64_t n = 0; n < rows; n++)
             for (int64_t c = 0; c < 32; c += 16) {
@@ -159,12 +175,13 @@ static void attend(const struct model *m, const struct layer *l, const struct st
                width * sizeof *r->q);
     for (int64_t row = 0; row < rows; row++) r->best[row] = -INFINITY, r->total[row] = 0;
     for (int64_t first = 0; first < keys; first += KEYS) {
+        const int64_t count = keys - first < KEYS ? keys - first : KEYS;
         if (first + KEYS < keys) fetch_keys(m, l, s, p, first + KEYS);
         else if (next) fetch_keys(m, l, s, next, 0);
-        pack_context(m, l->kv, s->tables + s->table_starts[p->seq], p->head, first, keys - first < KEYS ? keys - first : KEYS, r);
+        pack_context(m, l->kv, s->tables + s->table_starts[p->seq], p->head, first, count, r);
         for (int64_t t = 0; t < tile_count; t++) {
             int64_t row = rows * t / tile_count, end = rows * (t + 1) / tile_count;
-            if (first <= at + (end - 1) / share) attend_tile(r, row, end - row, dim, share, at, first);
+            if (first <= at + (end - 1) / share) attend_tile(r, row, end - row, dim, share, at, first, count);
         }
     }
     for (int64_t row = 0; row < rows; row++)
