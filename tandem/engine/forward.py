@@ -45,7 +45,7 @@ class Forward(Protocol):
         """
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """(len(rows), vocab_size) float32 for those rows of the hidden states."""
+        """(len(rows), vocab_size) float32 for those rows of the hidden states; void at the next call."""
 
 
 class TorchForward:

@@ -85,6 +85,7 @@ class CpuForward:
         heads = config.num_heads * config.head_dim
         widths = (config.hidden_size, config.hidden_size, heads + 2 * config.num_kv_heads * config.head_dim, heads)
         self._angles = torch.empty(2, max_tokens, config.head_dim // 2)
+        self._logits = torch.empty(0)
         self._room = [model.embed.new_empty(max_tokens, width) for width in (*widths, config.intermediate_size)]
 
     @staticmethod
@@ -108,7 +109,10 @@ class CpuForward:
         return x
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        out = hidden.new_empty(len(rows), self._model.config.vocab_size, dtype=torch.float32)
+        vocab_size = self._model.config.vocab_size
+        if len(self._logits) < len(rows):
+            self._logits = torch.empty(len(rows), vocab_size)
+        out = self._logits[: len(rows)]
         picked = array("q", rows)
         passed = _Step(x=hidden.data_ptr(), normed=self._room[1].data_ptr())
         self._library.tandem_logits(
