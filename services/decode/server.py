@@ -205,7 +205,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
             if live is None:
                 continue
             live.num_tokens += len(output.tokens)
-            self._streams.send(live.gateway_id, wire.output_to_proto(output))
+            self._streams.send(live.gateway_id, output)
             if output.finished:
                 self._leave(output.request_id, output.finish_reason, output.error or "")
         self._admission.room()
@@ -215,7 +215,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         live = self._live.get(request_id)
         if live is None:
             return
-        self._streams.send(live.gateway_id, wire.failed(request_id, code, message))
+        self._streams.fail(live.gateway_id, request_id, code, message)
         self._free(request_id, live)
         self._leave(request_id, None, message)
 

@@ -16,7 +16,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from tandem.clock import Clock
+from tandem.engine import SequenceOutput
 from tandem.v1 import decode_pb2, worker_pb2
+from tandem.worker import wire
 
 GRACE_S = 1.0
 EACH_S, MOST_S = 0.0005, 0.033
@@ -29,24 +31,27 @@ class Outbox:
         self.news = asyncio.Event()
         self.stream = 0
         self._ready: list[worker_pb2.SequenceOutput] = []
-        self._held: dict[str, worker_pb2.SequenceOutput] = {}
+        self._held: dict[str, SequenceOutput] = {}
         self._loop = asyncio.get_running_loop()
         self._due = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, output: worker_pb2.SequenceOutput) -> None:
-        held = self._held.pop(output.request_id, None)
-        if held is not None and output.HasField("failure"):
-            self._ready.append(held)
-        elif held is not None:
-            output = _merged(held, output)
-        if output.first_index == 0 or output.finish_reason or output.HasField("failure"):
-            self._ready.append(output)
+    def put(self, output: SequenceOutput) -> None:
+        held = self._held.setdefault(output.request_id, output)
+        if held is not output:
+            held.tokens += output.tokens
+            held.finish_reason, held.error = output.finish_reason, output.error
+        if output.first_index == 0 or output.finished:
+            self._tell(output.request_id)
             self.news.set()
-            return
-        self._held[output.request_id] = output
-        if self._timer is None:
+        elif self._timer is None:
             self._timer = self._loop.call_at(self._due, self._release)
+
+    def fail(self, request_id: str, code: str, message: str) -> None:
+        if request_id in self._held:
+            self._tell(request_id)
+        self._ready.append(wire.failed(request_id, code, message))
+        self.news.set()
 
     def take(self) -> list[worker_pb2.SequenceOutput]:
         self.news.clear()
@@ -60,9 +65,12 @@ class Outbox:
     def _release(self) -> None:
         self._timer = None
         self._due = self._loop.time() + min(MOST_S, EACH_S * len(self._held))
-        self._ready += self._held.values()
+        self._ready += map(wire.output_to_proto, self._held.values())
         self._held.clear()
         self.news.set()
+
+    def _tell(self, request_id: str) -> None:
+        self._ready.append(wire.output_to_proto(self._held.pop(request_id)))
 
 
 class Streams:
@@ -78,11 +86,17 @@ class Streams:
     def connected(self, gateway_id: str) -> bool:
         return gateway_id in self._outboxes
 
-    def send(self, gateway_id: str, output: worker_pb2.SequenceOutput) -> None:
-        """Put an output into a gateway's outbox; one for a gateway that is gone is dropped."""
+    def send(self, gateway_id: str, output: SequenceOutput) -> None:
+        """Put an output, which grows by those that follow, into a gateway's outbox; for one that is gone, drop it."""
         outbox = self._outboxes.get(gateway_id)
         if outbox is not None:
             outbox.put(output)
+
+    def fail(self, gateway_id: str, request_id: str, code: str, message: str) -> None:
+        """Tell a gateway, if it is there, that a sequence has ended in an error."""
+        outbox = self._outboxes.get(gateway_id)
+        if outbox is not None:
+            outbox.fail(request_id, code, message)
 
     async def stream(self, gateway_id: str) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
         """What goes to a gateway, until it hangs up or a newer stream of the same gateway takes over."""
@@ -116,11 +130,3 @@ class Streams:
         if outbox.stream == stream:
             self._outboxes.pop(gateway_id).close()
             self._on_lost(gateway_id)
-
-
-def _merged(held: worker_pb2.SequenceOutput, output: worker_pb2.SequenceOutput) -> worker_pb2.SequenceOutput:
-    """Both as one: the tokens of `held` come first."""
-    first_index = held.first_index
-    held.MergeFrom(output)
-    held.first_index = first_index
-    return held

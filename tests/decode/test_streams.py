@@ -3,9 +3,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
+
 from services.decode.streams import Streams
-from tandem.v1 import decode_pb2, llm_pb2, worker_pb2
-from tandem.worker import wire
+from services.gateway.errors import GatewayError
+from services.gateway.workers import Mailbox
+from tandem.engine import FinishReason, SampledToken, SequenceOutput
+from tandem.v1 import decode_pb2, llm_pb2
 
 
 class ManualClock:
@@ -29,8 +33,11 @@ class ManualClock:
         await asyncio.sleep(0)
 
 
-def output(name: str, *tokens: int, at: int = 0, end: llm_pb2.FinishReason | None = None) -> worker_pb2.SequenceOutput:
-    return worker_pb2.SequenceOutput(request_id=name, first_index=at, token_ids=tokens, finish_reason=end)
+def output(
+    name: str, *tokens: int, at: int = 0, end: FinishReason | None = None, error: str | None = None
+) -> SequenceOutput:
+    sampled = [SampledToken(token) for token in tokens]
+    return SequenceOutput(name, at, sampled, end, error=error, finished=bool(end or error))
 
 
 def said(message: decode_pb2.StreamTokensResponse) -> list[tuple[str, int, list[int]]]:
@@ -70,7 +77,7 @@ async def test_first_tokens_and_ends_wait_for_nothing() -> None:
     streams, stream = await held_up()
     for name in MANY[:3]:
         streams.send("g", output(name, 2, at=2))
-    streams.send("g", output("s1", 3, at=3, end=llm_pb2.FINISH_REASON_LENGTH))
+    streams.send("g", output("s1", 3, at=3, end=FinishReason.LENGTH))
     streams.send("g", output("new", 9))
     message = await anext(stream)
     assert said(message) == [("s1", 2, [2, 3]), ("new", 0, [9])]
@@ -79,13 +86,22 @@ async def test_first_tokens_and_ends_wait_for_nothing() -> None:
     streams.close()
 
 
-async def test_a_failure_does_not_swallow_the_tokens_before_it() -> None:
+@pytest.mark.parametrize("by", ["engine", "worker"])
+async def test_a_failure_does_not_swallow_the_tokens_before_it(by: str) -> None:
     streams, stream = await held_up()
     streams.send("g", output("s1", 2, at=2))
-    streams.send("g", wire.failed("s1", "INTERNAL", "broken"))
-    message = await anext(stream)
-    assert said(message) == [("s1", 2, [2]), ("s1", 0, [])]
-    assert message.outputs[1].failure.message == "broken"
+    if by == "engine":
+        streams.send("g", output("s1", at=3, error="broken"))
+    else:
+        streams.fail("g", "s1", "INTERNAL", "broken")
+    told = list((await anext(stream)).outputs)
+    mailbox = Mailbox("s1", "decode-0")
+    mailbox.next_index = 2
+    for one in told:
+        mailbox.put(one)
+    assert (await mailbox.get()).ids == [2]
+    with pytest.raises(GatewayError, match="broken"):
+        await mailbox.get()
     streams.close()
 
 

@@ -39,12 +39,11 @@ class Mailbox:
         self._news = asyncio.Event()
 
     def put(self, output: worker_pb2.SequenceOutput) -> None:
+        self._outputs.append(output)
+        self._news.set()
         if output.HasField("failure"):
             self.told = not self.failed.done()
             self.fail(from_failure(self._worker_id, output.failure.code, output.failure.message))
-            return
-        self._outputs.append(output)
-        self._news.set()
 
     def fail(self, error: GatewayError) -> None:
         if not self.failed.done():
