@@ -21,7 +21,7 @@ from benchmarks.results import Answer, Metric, decode_rate, gaps, goodput, perce
 
 TRACE = Path("../shared/traces/azure_conv_2023.csv")
 TRACE_SOURCE = "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset"
-TRACE_REQUESTS, TRACE_SPEEDUP, TRACE_SLOTS = 1024, 20, 64
+TRACE_REQUESTS, TRACE_SPEEDUP, TRACE_SLOTS = 4096, 20, 64
 # The trace is of GPUs, and a GPU reads a prompt's token for less: an H100 computes 989 TFLOP/s of bf16 and reads 3.35
 # TB/s, 295 FLOP a byte, where two Zen 4 cores were measured (benchmarks.floors) at 416 GFLOP/s and 34.5 GB/s, 12 FLOP a
 # byte. So that prompts take the share of the time that they take there, they are cut 295 / 12 = 24 times as much.
