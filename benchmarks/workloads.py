@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,13 @@ async def cached(client: Client, dice: random.Random) -> dict[str, float]:
     return {"cold": _ms(cold), "warm": _ms(warm), "gain": cold / warm}
 
 
-async def disturbed(client: Client, dice: random.Random) -> dict[str, float]:
+async def disturbed(client: Client, dice: random.Random, length: int = 1024, every_s: float = 8) -> dict[str, float]:
     """Waves of 4 decodes: one undisturbed, then others for as long as prompts arrive.
 
     halt: the longest gap of each running answer, their median; a few long ones in hundreds of gaps move no p99.
     """
     calm = await closed_loop(client, _wave(dice), 4)
-    prompts = [Job(prompt(dice, 1024), 16, at=2 + 8 * i) for i in range(3)]
+    prompts = [Job(prompt(dice, length), 16, at=2 + every_s * i) for i in range(3)]
     arriving = asyncio.create_task(open_loop(client, prompts))
     running: list[Answer] = []
     while not arriving.done():
@@ -134,6 +135,11 @@ async def batching(client: Client, dice: random.Random) -> dict[str, float]:
 
 def all_workloads() -> dict[str, Workload]:
     rate = ("tok/s",)
+    beside = (
+        Metric("itl p50", "ms", "lower"), Metric("itl p99", "ms", "lower"), Metric("halt", "ms", "lower"),
+        Metric("itl max", "ms", "lower"), Metric("calm p99", "ms", "lower"), Metric("ttft", "s", "lower"),
+        Metric("goodput", "%"),
+    )  # fmt: skip
     workloads = (
         Workload(
             "single", "Single stream: 64 tokens in, 128 out", LARGE,
@@ -161,9 +167,11 @@ def all_workloads() -> dict[str, Workload]:
         ),
         Workload(
             "disturbed", "4 decodes of 256 tokens while a prompt of 1,024 arrives every 8 s", LARGE,
-            (Metric("itl p50", "ms", "lower"), Metric("itl p99", "ms", "lower"), Metric("halt", "ms", "lower"),
-             Metric("itl max", "ms", "lower"), Metric("calm p99", "ms", "lower"),
-             Metric("ttft", "s", "lower"), Metric("goodput", "%")), disturbed, (*SERVERS, "vllm-256"),
+            beside, disturbed, (*SERVERS, "vllm-256"),
+        ),
+        Workload(
+            "longer", "4 decodes of 256 tokens while a prompt of 1,536 arrives every 6 s", LARGE,
+            beside, partial(disturbed, length=1536, every_s=6), (*SERVERS, "vllm-256"),
         ),
         Workload(
             "streams", "14.7 M model, 64 streams over HTTP: 32 tokens in, 128 out", SMALL,
