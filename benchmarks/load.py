@@ -1,10 +1,10 @@
 """The load: streams of /v1/completions, read with as little work as a client can do.
 
-The client runs on the cores it measures. So while answers arrive it only stamps and keeps the bytes; they are parsed
-when the answer is over.
+The client runs on the cores it measures. So while answers arrive it only stamps and keeps the bytes; they are read
+when all answers of the load are over.
 
 1. write one POST, on a connection of its own
-2. stamp what arrives: (seconds, bytes)
+2. stamp what arrives: (seconds, bytes) -> Unread
 3. undo HTTP's chunking, split into server-sent events, count each event's tokens -> Answer
 """
 
@@ -38,6 +38,26 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Unread:
+    """An answer as its bytes came."""
+
+    url: str
+    job: Job
+    sent: float
+    stamped: Sequence[tuple[float, bytes]]
+
+    def read(self) -> Answer:
+        """
+        Raises:
+            PeerError: another status than 200, an error event, or fewer tokens than asked for.
+        """
+        answer = read_answer(self.sent, self.stamped)
+        if round(answer.tokens) != self.job.max_tokens:
+            raise PeerError(f"{self.url} answered {answer.tokens:g} tokens where {self.job.max_tokens} were asked for")
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
 class Client:
     """Speaks to one OpenAI server. `extra` is added to each body (a server's own fields)."""
 
@@ -50,16 +70,15 @@ class Client:
         """Streams one greedy answer of exactly `job.max_tokens` tokens.
 
         Raises:
-            PeerError: another status than 200, an error event, or fewer tokens than asked for.
+            PeerError: as Unread.read.
             TimeoutError, OSError
         """
+        return (await self.ask(job)).read()
+
+    async def ask(self, job: Job) -> Unread:
         async with asyncio.timeout(self.timeout_s):
             sent = time.perf_counter()
-            stamped = await self._exchange(self._body(job))
-        answer = read_answer(sent, stamped)
-        if round(answer.tokens) != job.max_tokens:
-            raise PeerError(f"{self.url} answered {answer.tokens:g} tokens where {job.max_tokens} were asked for")
-        return answer
+            return Unread(self.url, job, sent, await self._exchange(self._body(job)))
 
     def _body(self, job: Job) -> bytes:
         return json.dumps(
@@ -86,17 +105,7 @@ class Client:
 
 async def closed_loop(client: Client, jobs: Sequence[Job], concurrency: int) -> list[Answer]:
     """Keeps `concurrency` requests running until all are answered; answers in the order of `jobs`."""
-    waiting = iter(enumerate(jobs))
-    answers: dict[int, Answer] = {}
-
-    async def stream() -> None:
-        for index, job in waiting:
-            answers[index] = await client.send(job)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(stream())
-    return [answers[index] for index in range(len(jobs))]
+    return _read(await _ask_all(client, jobs, concurrency))
 
 
 async def open_loop(client: Client, jobs: Sequence[Job]) -> list[Answer]:
@@ -108,24 +117,42 @@ async def in_slots(client: Client, jobs: Sequence[Job], slots: int) -> list[Answ
     """Continuous batching's load: open loop, but a request waits until one of `slots` is free."""
     free, start = asyncio.Semaphore(slots), time.perf_counter()
 
-    async def one(job: Job) -> Answer:
+    async def one(job: Job) -> Unread:
         await asyncio.sleep(start + job.at - time.perf_counter())
         async with free:
-            return await client.send(job)
+            return await client.ask(job)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(job)) for job in jobs]
-    return [task.result() for task in tasks]
+    return _read([task.result() for task in tasks])
 
 
 async def in_batches(client: Client, jobs: Sequence[Job], size: int) -> list[Answer]:
     """Static batching's load: `size` requests at once when all of them have come and the batch before is answered."""
-    answers, start = list[Answer](), time.perf_counter()
+    answers, start = list[Unread](), time.perf_counter()
     for first in range(0, len(jobs), size):
         batch = jobs[first : first + size]
         await asyncio.sleep(start + max(job.at for job in batch) - time.perf_counter())
-        answers += await closed_loop(client, batch, size)
-    return answers
+        answers += await _ask_all(client, batch, size)
+    return _read(answers)
+
+
+async def _ask_all(client: Client, jobs: Sequence[Job], concurrency: int) -> list[Unread]:
+    waiting = iter(enumerate(jobs))
+    answers: dict[int, Unread] = {}
+
+    async def stream() -> None:
+        for index, job in waiting:
+            answers[index] = await client.ask(job)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(stream())
+    return [answers[index] for index in range(len(jobs))]
+
+
+def _read(answers: Sequence[Unread]) -> list[Answer]:
+    return [answer.read() for answer in answers]
 
 
 def poisson(count: int, per_second: float, seed: int) -> list[float]:
