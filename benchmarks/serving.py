@@ -1,8 +1,9 @@
 """Measures Tandem beside its peers on the same cores and weights, in one run.
 
 1. the machine's floors
-2. for each model, for each peer: start it, run its workloads `rounds` times, stop it; one peer at a time
-3. after each peer, write all that is known as JSON; at the end, print a table a workload: medians, and ratios to the
+2. for each model: start every peer; each workload `rounds` times, the peers in turns, one alone at a time, so that slow
+   minutes of the machine meet all of them; stop them
+3. after each workload, write all that is known as JSON; at the end, print a table for each: medians, and ratios to the
    baseline (the best of those named, metric by metric)
 """
 
@@ -15,7 +16,8 @@ import random
 import signal
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from benchmarks.results import Figure, Metric
 from benchmarks.workloads import Workload, all_workloads
 
 RESULTS = OUT / "serving.json"
+FAILURES = (Unavailable, PeerError, OSError, ExceptionGroup)
 
 
 @dataclass(slots=True)
@@ -81,9 +84,7 @@ def main() -> None:
     console.print(f"floors: {report.floors}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for shape in dict.fromkeys(workload.shape for workload in report.workloads):
-        for peer in report.peers:
-            _measure_peer(report, peer, shape, options, console)
-            options.out.write_text(json.dumps(report.as_json(), indent=1))
+        _measure_model(report, shape, options, console)
     for workload in report.workloads:
         console.print(table(report, workload))
     console.print(f"floors: {report.floors}")
@@ -92,33 +93,56 @@ def main() -> None:
     console.print(f"written to {options.out}; python -m benchmarks.chart draws it", markup=False)
 
 
-def _measure_peer(report: Report, peer: Peer, shape: Shape, options: argparse.Namespace, console: Console) -> None:
-    """Runs the peer's workloads of one model; notes why where it cannot."""
-    mine = [w for w in report.workloads if w.shape == shape and (peer.name in w.peers or options.named or peer.url)]
-    if not mine:
-        return
-    console.print(f"{peer.title}, {shape.name}: starting")
-    try:
-        with peer.running(made(shape)) as client:
-            for workload in mine:
-                console.print(f"  {workload.title}")
-                report.figures[workload.name][peer.name] = measure(client, workload, options.rounds)
-    except (Unavailable, PeerError, FileNotFoundError, TimeoutError, ExceptionGroup) as error:
+def _measure_model(report: Report, shape: Shape, options: argparse.Namespace, console: Console) -> None:
+    """Runs the model's workloads on all peers; notes why one cannot."""
+    workloads = [workload for workload in report.workloads if workload.shape == shape]
+    clients: dict[str, Client] = {}
+
+    def failed(peer: Peer, error: BaseException) -> None:
+        clients.pop(peer.name, None)
         report.missing.append(f"{peer.title}, {shape.name}: {_cause(error)}")
         console.print(f"  {report.missing[-1]}", markup=False)
 
+    def runs(peer: Peer, workload: Workload) -> bool:
+        return bool(peer.name in workload.peers or options.named or peer.url)
 
-def measure(client: Client, workload: Workload, rounds: int) -> dict[str, Figure]:
-    """The workload's figures; the same prompts for every peer, others each round.
+    with ExitStack() as running:
+        for peer in report.peers:
+            if any(runs(peer, workload) for workload in workloads):
+                console.print(f"{peer.title}, {shape.name}: starting")
+                try:
+                    clients[peer.name] = running.enter_context(peer.running(made(shape)))
+                except FAILURES as error:
+                    failed(peer, error)
+        for workload in workloads:
+            console.print(f"  {workload.title}")
+            mine = [(p, clients[p.name]) for p in report.peers if p.name in clients and runs(p, workload)]
+            report.figures[workload.name] |= measure(mine, workload, options.rounds, failed)
+            options.out.write_text(json.dumps(report.as_json(), indent=1))
+
+
+def measure(
+    peers: Sequence[tuple[Peer, Client]], workload: Workload, rounds: int, failed: Callable[[Peer, BaseException], None]
+) -> dict[str, dict[str, Figure]]:
+    """The workload's figures by peer, who take turns; the same prompts for each of them, others each round.
 
     A round that nobody counts goes before them, unless there is only one: that is a quick look.
     """
-    seeds = range(0 if rounds == 1 else -1, rounds)
-    values: list[dict[str, float]] = [
-        uvloop.run(workload.run(client, random.Random(zlib.crc32(f"{workload.name} {seed}".encode()))))
-        for seed in seeds
-    ][-rounds:]
-    return {metric.name: Figure(tuple(one[metric.name] for one in values)) for metric in workload.metrics}
+    values: dict[str, list[dict[str, float]]] = {peer.name: [] for peer, _ in peers}
+    for seed in range(0 if rounds == 1 else -1, rounds):
+        for peer, client in peers:
+            if peer.name not in values:
+                continue
+            dice = random.Random(zlib.crc32(f"{workload.name} {seed}".encode()))
+            try:
+                values[peer.name].append(uvloop.run(workload.run(client, dice)))
+            except FAILURES as error:
+                del values[peer.name]
+                failed(peer, error)
+    return {
+        name: {metric.name: Figure(tuple(one[metric.name] for one in said[-rounds:])) for metric in workload.metrics}
+        for name, said in values.items()
+    }
 
 
 def table(report: Report, workload: Workload) -> Table:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,22 @@ def reported(**figures: Figure) -> Report:
     return report
 
 
-def test_a_workload_is_measured_in_rounds_on_a_real_server(server: Client) -> None:
-    figure = measure(server, Workload("two", "Two streams", TINY, (SPEED,), two_streams), rounds=2)["output"]
-    assert len(figure.rounds) == 2
-    assert min(figure.rounds) > 0
+def test_peers_take_turns_on_real_servers_and_one_that_fails_stops_no_other(server: Client) -> None:
+    turns, failed = list[str](), list[str]()
+
+    async def told(client: Client, dice: random.Random) -> dict[str, float]:
+        turns.append(client.url)
+        return await two_streams(client, dice)
+
+    gone = replace(server, url=f"http://127.0.0.1:{free_ports(1)[0]}")
+    peers = [(known()["tandem"], server), (known()["vllm"], gone)]
+    workload = Workload("two", "Two streams", TINY, (SPEED,), told)
+    figures = measure(peers, workload, 2, lambda peer, error: failed.append(peer.name))
+    assert turns == [server.url, gone.url, server.url, server.url]
+    assert failed == ["vllm"]
+    assert figures.keys() == {"tandem"}
+    assert len(figures["tandem"]["output"].rounds) == 2
+    assert min(figures["tandem"]["output"].rounds) > 0
 
 
 def test_the_table_gives_ratios_to_the_best_baseline_that_ran() -> None:
