@@ -21,7 +21,7 @@ from tandem.v1 import decode_pb2, worker_pb2
 from tandem.worker import wire
 
 GRACE_S = 1.0
-EACH_S, MOST_S = 0.0005, 0.033
+EACH_S, MOST_S = 0.00075, 0.05
 
 
 class Outbox:
