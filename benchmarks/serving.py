@@ -1,9 +1,9 @@
 """Measures Tandem beside its peers on the same cores and weights, in one run.
 
 1. the machine's floors
-2. for each model: start every peer; each workload `rounds` times, the peers in turns, one alone at a time, so that slow
-   minutes of the machine meet all of them; stop them
-3. after each workload, write all that is known as JSON; at the end, print a table for each: medians, and ratios to the
+2. for each model, `rounds` times, for each peer: start it, run its workloads, stop it; one peer at a time, but in turns:
+   slow minutes of the machine meet all of them
+3. after each peer, write all that is known as JSON; at the end, print a table a workload: medians, and ratios to the
    baseline (the best of those named, metric by metric)
 """
 
@@ -16,8 +16,7 @@ import random
 import signal
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from benchmarks.results import Figure, Metric
 from benchmarks.workloads import Workload, all_workloads
 
 RESULTS = OUT / "serving.json"
-FAILURES = (Unavailable, PeerError, OSError, ExceptionGroup)
 
 
 @dataclass(slots=True)
@@ -47,6 +45,13 @@ class Report:
     baseline: tuple[str, ...]
     figures: dict[str, dict[str, dict[str, Figure]]] = field(default_factory=lambda: defaultdict(dict))
     missing: list[str] = field(default_factory=list)
+
+    def add(self, workload: Workload, peer: Peer, values: dict[str, float]) -> None:
+        """One more round."""
+        before = self.figures[workload.name].get(peer.name)
+        self.figures[workload.name][peer.name] = {
+            name: Figure((*(before[name].rounds if before else ()), value)) for name, value in values.items()
+        }
 
     def ratio(self, workload: Workload, metric: Metric, value: float) -> float | None:
         """`value` against the baseline; None where no baseline ran."""
@@ -94,55 +99,38 @@ def main() -> None:
 
 
 def _measure_model(report: Report, shape: Shape, options: argparse.Namespace, console: Console) -> None:
-    """Runs the model's workloads on all peers; notes why one cannot."""
+    """Runs the model's workloads on all peers; notes why one cannot, and goes on without it."""
     workloads = [workload for workload in report.workloads if workload.shape == shape]
-    clients: dict[str, Client] = {}
-
-    def failed(peer: Peer, error: BaseException) -> None:
-        clients.pop(peer.name, None)
-        report.missing.append(f"{peer.title}, {shape.name}: {_cause(error)}")
-        console.print(f"  {report.missing[-1]}", markup=False)
-
-    def runs(peer: Peer, workload: Workload) -> bool:
-        return bool(peer.name in workload.peers or options.named or peer.url)
-
-    with ExitStack() as running:
-        for peer in report.peers:
-            if any(runs(peer, workload) for workload in workloads):
-                console.print(f"{peer.title}, {shape.name}: starting")
-                try:
-                    clients[peer.name] = running.enter_context(peer.running(made(shape)))
-                except FAILURES as error:
-                    failed(peer, error)
-        for workload in workloads:
-            console.print(f"  {workload.title}")
-            mine = [(p, clients[p.name]) for p in report.peers if p.name in clients and runs(p, workload)]
-            report.figures[workload.name] |= measure(mine, workload, options.rounds, failed)
+    peers = list(report.peers)
+    for number in range(options.rounds):
+        for peer in tuple(peers):
+            mine = [w for w in workloads if peer.name in w.peers or options.named or peer.url]
+            if not mine:
+                continue
+            console.print(f"{peer.title}, {shape.name}, round {number + 1}: starting")
+            try:
+                with peer.running(made(shape)) as client:
+                    for workload in mine:
+                        console.print(f"  {workload.title}")
+                        report.add(workload, peer, measure(client, workload, number, warm=options.rounds > 1))
+            except (Unavailable, PeerError, FileNotFoundError, TimeoutError, ExceptionGroup) as error:
+                peers.remove(peer)
+                report.missing.append(f"{peer.title}, {shape.name}, round {number + 1}: {_cause(error)}")
+                console.print(f"  {report.missing[-1]}", markup=False)
             options.out.write_text(json.dumps(report.as_json(), indent=1))
 
 
-def measure(
-    peers: Sequence[tuple[Peer, Client]], workload: Workload, rounds: int, failed: Callable[[Peer, BaseException], None]
-) -> dict[str, dict[str, Figure]]:
-    """The workload's figures by peer, who take turns; the same prompts for each of them, others each round.
+def measure(client: Client, workload: Workload, number: int, warm: bool) -> dict[str, float]:
+    """One round's values; the same prompts for every peer, others each round.
 
-    A round that nobody counts goes before them, unless there is only one: that is a quick look.
+    `warm`: behind a round that nobody counts. One round alone is a quick look and goes without.
     """
-    values: dict[str, list[dict[str, float]]] = {peer.name: [] for peer, _ in peers}
-    for seed in range(0 if rounds == 1 else -1, rounds):
-        for peer, client in peers:
-            if peer.name not in values:
-                continue
-            dice = random.Random(zlib.crc32(f"{workload.name} {seed}".encode()))
-            try:
-                values[peer.name].append(uvloop.run(workload.run(client, dice)))
-            except FAILURES as error:
-                del values[peer.name]
-                failed(peer, error)
-    return {
-        name: {metric.name: Figure(tuple(one[metric.name] for one in said[-rounds:])) for metric in workload.metrics}
-        for name, said in values.items()
-    }
+    seeds = ([f"{number} warm"] if warm else []) + [str(number)]
+    values = [
+        uvloop.run(workload.run(client, random.Random(zlib.crc32(f"{workload.name} {seed}".encode()))))
+        for seed in seeds
+    ]
+    return values[-1]
 
 
 def table(report: Report, workload: Workload) -> Table:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,22 +34,25 @@ def reported(**figures: Figure) -> Report:
     return report
 
 
-def test_peers_take_turns_on_real_servers_and_one_that_fails_stops_no_other(server: Client) -> None:
-    turns, failed = list[str](), list[str]()
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_round_is_measured_on_a_real_server_behind_one_that_does_not_count(server: Client, warm: bool) -> None:
+    seen: list[float] = []
 
     async def told(client: Client, dice: random.Random) -> dict[str, float]:
-        turns.append(client.url)
-        return await two_streams(client, dice)
+        seen.append((await two_streams(client, dice))["output"])
+        return {"output": seen[-1]}
 
-    gone = replace(server, url=f"http://127.0.0.1:{free_ports(1)[0]}")
-    peers = [(known()["tandem"], server), (known()["vllm"], gone)]
-    workload = Workload("two", "Two streams", TINY, (SPEED,), told)
-    figures = measure(peers, workload, 2, lambda peer, error: failed.append(peer.name))
-    assert turns == [server.url, gone.url, server.url, server.url]
-    assert failed == ["vllm"]
-    assert figures.keys() == {"tandem"}
-    assert len(figures["tandem"]["output"].rounds) == 2
-    assert min(figures["tandem"]["output"].rounds) > 0
+    assert measure(server, Workload("two", "Two streams", TINY, (SPEED,), told), 0, warm) == {"output": seen[-1]}
+    assert len(seen) == 1 + warm
+    assert min(seen) > 0
+
+
+def test_rounds_come_one_by_one_and_the_median_is_of_all() -> None:
+    report = reported(tandem=Figure((30.0,)))
+    for value in (10.0, 40.0):
+        report.add(report.workloads[0], report.peers[0], {"output": value})
+    assert report.figures["two"]["tandem"]["output"] == Figure((30.0, 10.0, 40.0))
+    assert report.figures["two"]["tandem"]["output"].median == 30.0
 
 
 def test_the_table_gives_ratios_to_the_best_baseline_that_ran() -> None:
