@@ -1,9 +1,9 @@
 """Measures Tandem beside its peers on the same cores and weights, in one run.
 
 1. the machine's floors
-2. for each model, `rounds` times, for each peer: start it, run its workloads, stop it; one peer at a time, but in turns:
-   slow minutes of the machine meet all of them
-3. after each peer, write all that is known as JSON; at the end, print a table a workload: medians, and ratios to the
+2. for each model, `rounds` times, for each peer: start it, run its workloads, stop it; one at a time, but in turns, so
+   that slow minutes of the machine meet all of them
+3. after each peer, write all that is known as JSON; at the end, print a table for each: medians, and ratios to the
    baseline (the best of those named, metric by metric)
 """
 
