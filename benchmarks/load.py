@@ -76,6 +76,7 @@ class Client:
         return (await self.ask(job)).read()
 
     async def ask(self, job: Job) -> Unread:
+        """As `send`, but the answer is still to be read, and checked."""
         async with asyncio.timeout(self.timeout_s):
             sent = time.perf_counter()
             return Unread(self.url, job, sent, await self._exchange(self._body(job)))

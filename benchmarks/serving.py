@@ -3,8 +3,8 @@
 1. the machine's floors
 2. for each model, `rounds` times, for each peer: start it, run its workloads, stop it; one at a time, but in turns, so
    that slow minutes of the machine meet all of them
-3. after each peer, write all that is known as JSON; at the end, print a table for each: medians, and ratios to the
-   baseline (the best of those named, metric by metric)
+3. after each peer, write all that is known as JSON; at the end, print a table of each workload: medians, and ratios
+   to the baseline (the best of those named, metric by metric)
 """
 
 from __future__ import annotations

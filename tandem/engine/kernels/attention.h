@@ -103,7 +103,8 @@ static float soften(const float *scores, int64_t visible, float scale, bf16 *wei
     for (int i = 0; i < 4; i++) {
         int64_t here = visible - 16 * i;
         __mmask16 seen = here >= 16 ? 0xffff : here <= 0 ? 0 : (__mmask16)((1u << here) - 1);
-        score[i] = _mm512_mul_ps(_mm512_loadu_ps(scores + i / 2 * TILE_ROWS * 32 + i % 2 * 16), _mm512_set1_ps(scale));
+        score[i] = _mm512_maskz_loadu_ps(seen, scores + i / 2 * TILE_ROWS * 32 + i % 2 * 16); /* others were never computed */
+        score[i] = _mm512_mul_ps(score[i], _mm512_set1_ps(scale));
         score[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, score[i]);
         high = _mm512_max_ps(high, score[i]);
     }
