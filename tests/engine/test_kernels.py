@@ -56,7 +56,7 @@ class Sizes:
 
 SHAPES = [
     Sizes(4, 2, 32, 4), Sizes(14, 2, 64, 16), Sizes(4, 4, 32, 7, biased=True), Sizes(5, 1, 128, 40),
-    Sizes(16, 1, 32, 16), Sizes(2, 1, 256, 16, biased=True),
+    Sizes(16, 1, 32, 16), Sizes(2, 1, 256, 16, biased=True), Sizes(3, 1, 64, 16), Sizes(4, 1, 32, 5),
 ]  # fmt: skip
 # Tokens of each of four sequences, step after step: chunks and single tokens mixed, over tiles' and key blocks' edges.
 STEPS = [(1, 5, 13, 64), (1, 1, 1, 1), (1, 7, 65, 100), (1, 1, 1, 130), (1, 1, 1, 20), (0, 0, 0, 1), (25, 24, 37, 12)]

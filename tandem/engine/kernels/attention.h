@@ -1,100 +1,15 @@
 /* Attention over a paged cache: softmax over KEYS keys at a time, as in FlashAttention (arXiv 2205.14135).
 
-   Keys and values are packed as panels of a weight are, open, and the same tiles multiply them. */
+   Keys and values are packed as panels of a weight are, open, and the same tiles multiply them; for a few rows, which
+   decode has, they are multiplied where they lie. */
 
 #pragma once
 #include <math.h>
 #include <stdlib.h>
 
-#include "linear.h"
-#include "model.h"
+#include "context.h"
 
-enum { KEYS = 64, TOKENS = 64, MAX_DIM = 256 }; /* TOKENS: of a piece of work */
-
-struct room { /* one thread's */
-    bf16 *q;                   /* (rows, dim) */
-    float *out, *best, *total; /* (rows, dim), (rows,), (rows,) */
-    _Alignas(64) bf16 keys[KEYS * MAX_DIM], values[KEYS * MAX_DIM], k[16 * MAX_DIM], v[16 * MAX_DIM];
-};
-
-static void transpose16(const uint32_t *from, int64_t stride, uint32_t *to, int64_t to_stride) {
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
-    for (int i = 0; i < 16; i += 2)
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    for (int i = 0; i < 16; i += 4)
-        for (int n = 0; n < 2; n++)
-            a[i + 2 * n] = _mm512_unpacklo_epi64(b[i + n], b[i + n + 2]),
-            a[i + 2 * n + 1] = _mm512_unpackhi_epi64(b[i + n], b[i + n + 2]);
-    for (int half = 0; half < 16; half += 8)
-        for (int n = 0; n < 4; n++)
-            b[half + n] = _mm512_shuffle_i32x4(a[half + n], a[half + n + 4], 0x88),
-            b[half + n + 4] = _mm512_shuffle_i32x4(a[half + n], a[half + n + 4], 0xdd);
-    for (int n = 0; n < 8; n++) {
-        _mm512_storeu_si512(to + n * to_stride, _mm512_shuffle_i32x4(b[n], b[n + 8], 0x88));
-        _mm512_storeu_si512(to + (n + 8) * to_stride, _mm512_shuffle_i32x4(b[n], b[n + 8], 0xdd));
-    }
-}
-
-/* Where the keys of one KV head from `first` on lie; the values are `kv_heads * block_size` tokens further. `run`: how
-   many tokens up to the block's end, `count` at most. */
-static inline const bf16 *context_at(const struct model *m, const bf16 *kv, const int32_t *table, int64_t head,
-                                     int64_t first, int64_t count, int64_t *run) {
-    const int64_t size = m->block_size, offset = first % size;
-    *run = size - offset < count ? size - offset : count;
-    return kv + ((table[first / size] * 2 * m->kv_heads + head) * size + offset) * m->head_dim;
-}
-
-/* Scattered blocks are too short for the CPU to see them coming. */
-static void fetch_context(const struct model *m, const bf16 *kv, const int32_t *table, int64_t head, int64_t first,
-                          int64_t count) {
-    for (int64_t t = 0, run; t < count; t += run) {
-        const bf16 *keys = context_at(m, kv, table, head, first + t, count - t, &run);
-        const bf16 *values = keys + m->kv_heads * m->block_size * m->head_dim;
-        for (int64_t i = 0; i < run * m->head_dim; i += 32)
-            _mm_prefetch(keys + i, _MM_HINT_T1), _mm_prefetch(values + i, _MM_HINT_T1);
-    }
-}
-
-struct sixteen { const bf16 *keys, *values; };
-
-/* `count` keys and values of one KV head from `first` on: where they lie, if they are 16 of one block, else gathered in the
-   room, with zeros up to 16. */
-static struct sixteen sixteen_at(const struct model *m, const bf16 *kv, const int32_t *table, int64_t head, int64_t first,
-                                 int64_t count, struct room *r) {
-    const int64_t dim = m->head_dim, bytes = dim * sizeof(bf16), values = m->kv_heads * m->block_size * dim;
-    int64_t run;
-    const bf16 *from = context_at(m, kv, table, head, first, count, &run);
-    if (run == 16) return (struct sixteen){from, from + values};
-    for (int64_t t = 0; t < count; t += run) {
-        from = context_at(m, kv, table, head, first + t, count - t, &run);
-        memcpy(r->k + t * dim, from, run * bytes);
-        memcpy(r->v + t * dim, from + values, run * bytes);
-    }
-    memset(r->k + count * dim, 0, (16 - count) * bytes);
-    memset(r->v + count * dim, 0, (16 - count) * bytes);
-    return (struct sixteen){r->k, r->v};
-}
-
-/* Keys first … first + count of one KV head, as panels. */
-static void pack_context(const struct model *m, const bf16 *kv, const int32_t *table, int64_t head, int64_t first,
-                         int64_t count, struct room *r) {
-    const int64_t dim = m->head_dim;
-    for (int64_t t = 0; t < count; t += 16) {
-        const struct sixteen at = sixteen_at(m, kv, table, head, first + t, count - t < 16 ? count - t : 16, r);
-        for (int64_t pair = 0; pair < dim / 2; pair += 16)
-            transpose16((const uint32_t *)at.keys + pair, dim / 2,
-                        (uint32_t *)r->keys + t / 32 * 32 * dim / 2 + pair * 32 + t % 32, 32);
-        for (int64_t pair = 0; pair < 8; pair++)
-            for (int64_t i = 0; i < dim; i += 16) {
-                const bf16 *v = at.values + 2 * pair * dim + i;
-                __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)v));
-                __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(v + dim)));
-                uint32_t *to = (uint32_t *)r->values + i / 32 * 32 * (KEYS / 2) + (t / 2 + pair) * 32 + i % 32;
-                _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-            }
-    }
-}
+enum { TOKENS = 64, FEW = 4 }; /* TOKENS: of a piece of work */
 
 /* Scores of a row (two tiles' parts of 32) become weights relative to the best score so far, of which `visible` count;
    returns what older sums are worth now. */
@@ -137,10 +52,93 @@ static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, 
         for (int64_t n = 0; n < rows; n++)
             for (int64_t c = 0; c < 32; c += 16) {
                 float *out = r->out + (row + n) * dim + i + c;
-                __m512 old = first ? _mm512_loadu_ps(out) : _mm512_setzero_ps();
-                _mm512_storeu_ps(out, _mm512_fmadd_ps(old, _mm512_set1_ps(keep[n]), _mm512_loadu_ps(sums + n * 32 + c)));
+                __m512 sum = _mm512_loadu_ps(sums + n * 32 + c);
+                _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_loadu_ps(out), _mm512_set1_ps(keep[n]), sum));
             }
     }
+}
+
+/* ---- few rows ---- */
+
+static inline __m512 add_halves(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+
+static inline __m512 add_lanes(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+/* The products of q with 16 keys. */
+static inline __m512 dots16(const bf16 *q, const bf16 *keys, int64_t dim) {
+    __m512 four[4]; /* keys, in each lane */
+    _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++, keys += 4 * dim) {
+        __m512 sum[4];
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) sum[i] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < dim; d += 32) {
+            const __m512bh a = (__m512bh)_mm512_loadu_si512(q + d);
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+                sum[i] = _mm512_dpbf16_ps(sum[i], a, (__m512bh)_mm512_loadu_si512(keys + i * dim + d));
+        }
+        const __m512d a = (__m512d)add_halves(sum[0], sum[1]), b = (__m512d)add_halves(sum[2], sum[3]);
+        four[n] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+    }
+    return add_lanes(add_lanes(four[0], four[1]), add_lanes(four[2], four[3]));
+}
+
+/* out = out keep + weights values: 32 columns, of `rows` rows; two tokens a step. */
+static inline __attribute__((always_inline)) void add_values(const struct sixteen *at, int64_t count, int64_t dim,
+                                                             int64_t column, const int rows, const bf16 *weights,
+                                                             const float *keep, float *out) {
+    /* Where unpacking has left the columns: four of each eight in the first sum. */
+    const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    __m512 sum[FEW][2];
+    _Pragma("GCC unroll 4") for (int n = 0; n < rows; n++) sum[n][0] = sum[n][1] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < count; t += 2) {
+        const bf16 *v = at[t / 16].values + t % 16 * dim + column;
+        const __m512i a = _mm512_loadu_si512(v), b = _mm512_loadu_si512(v + dim);
+        const __m512bh v0 = (__m512bh)_mm512_unpacklo_epi16(a, b), v1 = (__m512bh)_mm512_unpackhi_epi16(a, b);
+        _Pragma("GCC unroll 4") for (int n = 0; n < rows; n++) {
+            int32_t two;
+            memcpy(&two, weights + n * KEYS + t, sizeof two);
+            const __m512bh w = (__m512bh)_mm512_set1_epi32(two);
+            sum[n][0] = _mm512_dpbf16_ps(sum[n][0], w, v0), sum[n][1] = _mm512_dpbf16_ps(sum[n][1], w, v1);
+        }
+    }
+    _Pragma("GCC unroll 4") for (int n = 0; n < rows; n++) {
+        float *to = out + n * dim + column;
+        const __m512 old = _mm512_set1_ps(keep[n]), here = sum[n][0], there = sum[n][1];
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), old, _mm512_permutex2var_ps(here, low, there)));
+        _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(_mm512_loadu_ps(to + 16), old, _mm512_permutex2var_ps(here, high, there)));
+    }
+}
+
+/* All rows, FEW at most, over the keys `now`, while those of `then` are on their way; row n sees positions up to `at` +
+   n / share. */
+static void attend_few(const struct model *m, const bf16 *kv, struct room *r, int64_t rows, int64_t at,
+                       const struct span *now, const struct span *then) {
+    const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, count = now->count, groups = (count + 15) / 16;
+    float scores[2 * TILE_ROWS * 32], keep[FEW];
+    bf16 weights[FEW * KEYS];
+    struct sixteen from[KEYS / 16];
+    for (int64_t g = 0; g < groups; g++) {
+        const struct span ahead = part_of(then, then->count * g / groups, then->count * (g + 1) / groups);
+        fetch_context(m, kv, &ahead);
+        const struct span here = part_of(now, g * 16, g + 1 < groups ? g * 16 + 16 : count);
+        from[g] = sixteen_at(m, kv, here, r->k + g * 16 * dim, r->v + g * 16 * dim);
+        float *to = scores + g / 2 * TILE_ROWS * 32 + g % 2 * 16;
+        for (int64_t n = 0; n < rows; n++) _mm512_storeu_ps(to + n * 32, dots16(r->q + n * dim, from[g].keys, dim));
+    }
+    for (int64_t n = 0; n < rows; n++)
+        keep[n] = soften(scores + n * 32, at + n / share - now->first + 1, 1.0f / sqrtf((float)dim), weights + n * KEYS,
+                         r->best + n, r->total + n);
+    for (int64_t i = 0; i < dim; i += 32)
+        switch (rows) {
+        case 1: add_values(from, count, dim, i, 1, weights, keep, r->out); break;
+        case 2: add_values(from, count, dim, i, 2, weights, keep, r->out); break;
+        case 3: add_values(from, count, dim, i, 3, weights, keep, r->out); break;
+        default: add_values(from, count, dim, i, FEW, weights, keep, r->out);
+        }
 }
 
 /* A piece of work: tokens begin … end, of the step's rows, of sequence `seq`, and the query heads of KV head `head`. */
@@ -151,7 +149,8 @@ static int64_t num_parts(const struct model *m, const struct step *s, int64_t se
 }
 
 static struct part part_at(const struct model *m, const struct step *s, int64_t piece) {
-    int64_t seq = 0;
+    int64_t seq = s->seqs == s->rows ? piece / m->kv_heads : 0; /* of one token each: no need to look for it */
+    piece -= seq * m->kv_heads;
     for (int64_t here; piece >= (here = num_parts(m, s, seq)); seq++) piece -= here;
     int64_t begin = s->starts[seq] + piece / m->kv_heads * TOKENS, end = s->starts[seq + 1];
     return (struct part){seq, piece % m->kv_heads, begin, begin + TOKENS < end ? begin + TOKENS : end};
@@ -161,9 +160,10 @@ static inline int64_t num_keys(const struct step *s, const struct part *p) {
     return s->lengths[p->seq] - (s->starts[p->seq + 1] - p->end);
 }
 
-static void fetch_keys(const struct model *m, const struct layer *l, const struct step *s, const struct part *p, int64_t first) {
-    int64_t keys = num_keys(s, p), count = keys - first < KEYS ? keys - first : KEYS;
-    fetch_context(m, l->kv, s->tables + s->table_starts[p->seq], p->head, first, count);
+/* KEYS of its keys, or as many as there are, from `first` on. */
+static inline struct span keys_of(const struct step *s, const struct part *p, int64_t first) {
+    const int64_t left = num_keys(s, p) - first;
+    return (struct span){s->tables + s->table_starts[p->seq], p->head, first, left < KEYS ? left : KEYS};
 }
 
 /* `next`, if any, is what this thread does then. */
@@ -175,14 +175,20 @@ static void attend(const struct model *m, const struct layer *l, const struct st
         memcpy(r->q + (token - p->begin) * width, s->qkv + token * (m->heads + 2 * m->kv_heads) * dim + p->head * width,
                width * sizeof *r->q);
     for (int64_t row = 0; row < rows; row++) r->best[row] = -INFINITY, r->total[row] = 0;
+    memset(r->out, 0, rows * dim * sizeof *r->out);
     for (int64_t first = 0; first < keys; first += KEYS) {
-        const int64_t count = keys - first < KEYS ? keys - first : KEYS;
-        if (first + KEYS < keys) fetch_keys(m, l, s, p, first + KEYS);
-        else if (next) fetch_keys(m, l, s, next, 0);
-        pack_context(m, l->kv, s->tables + s->table_starts[p->seq], p->head, first, count, r);
+        struct span now = keys_of(s, p, first), then = {0};
+        if (first + KEYS < keys) then = keys_of(s, p, first + KEYS);
+        else if (next) then = keys_of(s, next, 0);
+        if (rows <= FEW) {
+            attend_few(m, l->kv, r, rows, at, &now, &then);
+            continue;
+        }
+        fetch_context(m, l->kv, &then);
+        pack_context(m, l->kv, &now, r);
         for (int64_t t = 0; t < tile_count; t++) {
             int64_t row = rows * t / tile_count, end = rows * (t + 1) / tile_count;
-            if (first <= at + (end - 1) / share) attend_tile(r, row, end - row, dim, share, at, first, count);
+            if (first <= at + (end - 1) / share) attend_tile(r, row, end - row, dim, share, at, first, now.count);
         }
     }
     for (int64_t row = 0; row < rows; row++)

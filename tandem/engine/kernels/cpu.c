@@ -93,11 +93,17 @@ static void first_half(struct hand *h, const struct model *m, const struct layer
     place(h, m, l, s);
 }
 
-static void second_half(struct hand *h, const struct model *m, const struct layer *l, const struct step *s, struct room *r) {
+/* `next`: the layer that follows, if any, whose KV gate-up brings along. */
+static void second_half(struct hand *h, const struct model *m, const struct layer *l, const struct layer *next,
+                        const struct step *s, struct room *r) {
+    struct soon soon = {0};
+    if (next)
+        soon = (struct soon){(const char *)next->kv, s->tables, s->table_starts[s->seqs],
+                             2 * m->kv_heads * m->block_size * m->head_dim * sizeof(bf16)};
     attention(h, m, l, s, r);
     linear(h, (struct linear){s->attended, &l->o, l->o_bias, s->x, s->x, s->rows, PLAIN});
     norm(h, s->x, 0, l->post_norm, s->normed, s->rows, m->hidden, m->eps);
-    linear(h, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, SILU});
+    linear(h, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, SILU, soon});
     linear(h, (struct linear){s->inner, &l->down, l->down_bias, s->x, s->x, s->rows, PLAIN});
 }
 
@@ -108,7 +114,7 @@ static void run_halves(void *data) {
     if (!p->first) angles(&h, p->model, p->step);
     for (int64_t half = p->first; half < p->end; half++) {
         const struct layer *layer = p->model->layers + half / 2;
-        if (half % 2) second_half(&h, p->model, layer, p->step, room);
+        if (half % 2) second_half(&h, p->model, layer, half + 1 < p->end ? layer + 1 : 0, p->step, room);
         else first_half(&h, p->model, layer, p->step);
     }
     free(room->out), free(room);

@@ -9,7 +9,8 @@
 
 /* ---- tiles: sums (COUNT, 32) = COUNT rows of x, `stride` pairs apart, times one panel of `pairs` steps.
         READ: an open panel, 32 pairs a step; OPEN: a packed one, with the exponents of `codes`; it is left open in
-        `opened` where that is given. Meanwhile `lines` cache lines a step are asked for from `ahead` on ---- */
+        `opened` where that is given. Meanwhile cache lines are asked for from `ahead` on: READ: `lines` of them, one a
+        step; OPEN: `lines` of them a step ---- */
 
 struct panel_at { const uint32_t *open; const uint8_t *packed; __m512i codes; uint32_t *opened; const char *ahead; int64_t lines; };
 
@@ -41,7 +42,7 @@ static inline __m512i open16(const uint8_t *signs, __m512i exponents) {
                 if (lines > 1) _mm_prefetch(ahead, _MM_HINT_T1), ahead += 32; \
             } else { \
                 w0 = _mm512_loadu_si512(open), w1 = _mm512_loadu_si512(open + 16), open += 32; \
-                if (lines > 0) _mm_prefetch(ahead, _MM_HINT_T1), ahead += 64; \
+                if (k < lines) _mm_prefetch(ahead, _MM_HINT_T1), ahead += 64; \
             } \
             _Pragma("GCC unroll 12") for (int m = 0; m < COUNT; m++) { \
                 __m512bh a = (__m512bh)_mm512_set1_epi32(thirds[m / 3][m % 3 * stride]); \
@@ -72,6 +73,9 @@ static inline int64_t num_tiles(int64_t rows) { return (rows + TILE_ROWS - 1) / 
 /* out = x weight^T (+ bias) (+ residual); WIDE: in float32; SILU: silu(gate) * up of outputs (gate | up) */
 enum kind { PLAIN, WIDE, SILU };
 
+/* KV blocks that will be read soon: blocks[i] * bytes from kv on. */
+struct soon { const char *kv; const int32_t *blocks; int64_t count, bytes; };
+
 struct linear {
     const bf16 *x;
     const struct weight *weight;
@@ -79,6 +83,7 @@ struct linear {
     void *out;
     int64_t rows;
     enum kind kind;
+    struct soon soon;
 };
 
 static inline void finish16(const struct linear *j, int64_t row, int64_t column, __m512 sum) {
@@ -115,17 +120,25 @@ static inline __m512i exponents(int32_t base) {
 
 static inline int64_t panel_bytes(const struct weight *w) { return w->inputs / 2 * STEP_BYTES; }
 
+/* The block that tile `at` of `tiles` brings along: all of them if they are no more than the tiles, each by the thread to
+   which attention's order will most likely give it. */
+static inline const char *block_soon(const struct soon *s, int64_t at, int64_t tiles) {
+    const int64_t block = at * s->count / tiles;
+    return block < (at + 1) * s->count / tiles ? s->kv + s->blocks[block] * s->bytes : 0;
+}
+
 /* `ahead` is fetched while the first tile (two, where there are more) is computed; the first one opens the panel for the
-   others. */
+   others. The tiles after them, whose operands are all at hand, fetch KV. */
 static void linear_panel(const struct hand *h, const struct linear *j, int64_t panel, const char *ahead) {
     const struct weight *w = j->weight;
     const int64_t pairs = w->inputs / 2, count = num_tiles(j->rows);
     float sums[TILE_ROWS * 32];
     for (int64_t t = 0; t < count; t++) {
         const int64_t row = j->rows * t / count, rows = j->rows * (t + 1) / count - row;
-        const struct panel_at at = {
-            h->opened, w->bytes + panel * panel_bytes(w), exponents(w->panels[panel].base), count > 1 ? h->opened : 0,
-            ahead + t * pairs * 64, !ahead || t > 1 ? 0 : count > 1 ? 1 : 2};
+        struct panel_at at = {h->opened, w->bytes + panel * panel_bytes(w), exponents(w->panels[panel].base),
+                              count > 1 ? h->opened : 0, ahead ? ahead + t * pairs * 64 : 0, 0};
+        if (t > 1) at.ahead = block_soon(&j->soon, panel * (count - 2) + t - 2, w->outputs / 32 * (count - 2));
+        if (at.ahead) at.lines = t > 1 ? j->soon.bytes / 64 : t ? pairs : count > 1 ? 1 : 2;
         (t ? read_tiles : open_tiles)[rows]((const int32_t *)j->x + row * pairs, pairs, pairs, sums, &at);
         add_rare(j, panel, row, rows, sums);
         for (int64_t m = 0; m < rows; m++) {

@@ -21,7 +21,8 @@ struct model {
 };
 
 /* One step. `x` (rows, hidden) comes as embeddings and goes as hidden states; the others are room for the pass.
-   Sequence s has rows starts[s] … starts[s + 1], the last of lengths[s] tokens in the blocks tables + table_starts[s]. */
+   Sequence s has rows starts[s] … starts[s + 1], the last of lengths[s] tokens in the blocks tables[table_starts[s]] …
+   tables[table_starts[s + 1]]. */
 struct step {
     bf16 *x, *normed, *qkv, *attended, *inner;
     float *cos, *sin; /* (rows, head_dim / 2): room, too */
