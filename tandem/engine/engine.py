@@ -10,6 +10,8 @@ its last output or abort.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import structlog
 import torch
 from torch import Tensor
@@ -113,7 +115,7 @@ class Engine:
         seq = self._reserved(request_id)
         self._check_token_ids("first_token", [first_token.token_id])
         self._scheduler.join(seq)
-        seq.append(first_token.token_id)
+        seq.token_ids.append(first_token.token_id)
         reason = seq.check_stop(self.model_config.max_model_len)
         if reason is not None:
             self._remove(seq)
@@ -146,15 +148,15 @@ class Engine:
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
-        queued = (*scheduler.waiting, *scheduler.running)
-        unread = [max(0, seq.num_prompt_tokens - seq.num_computed_tokens) for seq in queued]
+        queued = chain(scheduler.waiting, scheduler.running)
+        unread = (seq.num_prompt_tokens - seq.num_computed_tokens for seq in queued)
         return EngineStats(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             num_reserved=len(scheduler.reserved),
             free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
-            queued_tokens=sum(unread),
+            queued_tokens=sum(tokens for tokens in unread if tokens > 0),
             num_read_tokens=self._num_computed - self._num_written,
             num_written_tokens=self._num_written,
         )
@@ -220,26 +222,28 @@ class Engine:
         outputs = list(self._ended_at_join.values())
         self._ended_at_join = {}
         for item in batch:
-            self._num_computed += item.num_tokens
-            self._num_written += item.num_tokens == 1 and item.seq.num_output_tokens > 0
             output = self._advance(item.seq, item.num_tokens, tokens.get(item.seq.request_id))
             if output is not None:
                 outputs.append(output)
         return outputs
 
     def _advance(self, seq: Sequence, num_tokens: int, token: SampledToken | None) -> SequenceOutput | None:
-        output = SequenceOutput(seq.request_id, seq.num_output_tokens, [], None, seq.num_cached_tokens or 0, seq.error)
-        if seq.error is None:
+        index, cached = seq.num_output_tokens, seq.num_cached_tokens or 0
+        self._num_computed += num_tokens
+        self._num_written += num_tokens == 1 and index > 0
+        if seq.error is not None:
+            output = SequenceOutput(seq.request_id, index, [], None, cached, seq.error, finished=True)
+        else:
             seq.num_computed_tokens += num_tokens
             self._scheduler.register_blocks(seq)
             if token is None:
                 return None
-            if output.first_index == 0:
+            if index == 0:
                 self._scheduler.register_tail(seq)
-            seq.append(token.token_id)
-            output.tokens = [token]
-            output.finish_reason = seq.check_stop(self.model_config.max_model_len)
-        output.finished = seq.error is not None or output.finish_reason is not None or seq.prefill_only
+            seq.token_ids.append(token.token_id)
+            reason = seq.check_stop(self.model_config.max_model_len)
+            finished = reason is not None or seq.prefill_only
+            output = SequenceOutput(seq.request_id, index, [token], reason, cached, finished=finished)
         if output.finished:
             self._remove(seq)
         return output

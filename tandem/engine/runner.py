@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -51,20 +52,17 @@ class Runner:
         return self._sample(batch, hidden)
 
     def _sample(self, batch: list[Scheduled], hidden: Tensor) -> dict[str, SampledToken]:
-        ends, end = [], 0
-        for item in batch:
-            end += item.num_tokens
-            if item.samples:
-                ends.append(end - 1)
+        ends = accumulate(item.num_tokens for item in batch)
+        rows = [end - 1 for item, end in zip(batch, ends, strict=True) if item.samples]
         seqs = [item.seq for item in batch if item.samples]
         if not seqs:
             return {}
-        tokens = sample(self._forward.logits(hidden, ends), seqs, self._choose)
+        tokens = sample(self._forward.logits(hidden, rows), seqs, self._choose)
         return {seq.request_id: token for seq, token in zip(seqs, tokens, strict=True)}
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
         ids, positions, slots, lengths = (array("q") for _ in range(4))
-        size = self._block_size
+        size, tables = self._block_size, []
         for item in batch:
             seq, start = item.seq, item.seq.num_computed_tokens
             end = start + item.num_tokens
@@ -77,7 +75,8 @@ class Runner:
                 positions.extend(range(start, end))
                 slots.extend(seq.block_table[p // size] * size + p % size for p in range(start, end))
             lengths.append(end)
-        counts, tables = [item.num_tokens for item in batch], [item.seq.block_table for item in batch]
+            tables.append(seq.block_table[: -(-end // size)])
+        counts = [item.num_tokens for item in batch]
         return StepInput(_tensor(ids), _tensor(positions), _tensor(slots), counts, lengths, tables)
 
     def _order(self, item: Scheduled) -> tuple[int, ...]:

@@ -229,14 +229,14 @@ def _needed(best: Tensor, total: Tensor, top_p: list[float]) -> Tensor:
 
 def _report(logits: Tensor, seqs: Rows[Sequence], token_ids: list[int]) -> list[SampledToken]:
     """Tokens with log-probabilities for the rows that want them."""
-    tokens = [SampledToken(token_id) for token_id in token_ids]
-    wanted = [seq.sampling.logprobs for seq in seqs]
-    rows = [row for row, count in enumerate(wanted) if count is not None]
-    if not rows:
+    tokens = list(map(SampledToken, token_ids))
+    wanted = {row: seq.sampling.logprobs for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None}
+    if not wanted:
         return tokens
+    rows = list(wanted)
     logprobs = logits[rows].log_softmax(dim=-1)
     chosen = logprobs[range(len(rows)), [token_ids[row] for row in rows]].tolist()
-    best = logprobs.topk(max(wanted[row] or 0 for row in rows))
+    best = logprobs.topk(max(wanted.values()))
     for row, logprob, ids, values in zip(rows, chosen, best.indices.tolist(), best.values.tolist(), strict=True):
         top = tuple(zip(ids, values, strict=True))[: wanted[row]]
         tokens[row] = SampledToken(token_ids[row], logprob, top)

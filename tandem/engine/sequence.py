@@ -68,9 +68,6 @@ class Sequence:
     def takes_logits_as_they_are(self) -> bool:
         return not self.adjusts and self.num_output_tokens >= self.sampling.min_tokens
 
-    def append(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
-
     def check_stop(self, max_model_len: int) -> FinishReason | None:
         """What the last token means: STOP or LENGTH ends the sequence. Below min_tokens no stop token is sampled."""
         sampling, num_tokens = self.sampling, len(self.token_ids)

@@ -9,6 +9,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ class CpuForward:
         self._angles = torch.empty(2, max_tokens, config.head_dim // 2)
         self._logits = torch.empty(0)
         self._room = [model.embed.new_empty(max_tokens, width) for width in (*widths, config.intermediate_size)]
+        self._room_at = [room.data_ptr() for room in (*self._room, *self._angles)]
 
     @staticmethod
     def fits(config: ModelConfig) -> bool:
@@ -97,16 +99,14 @@ class CpuForward:
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         ids = step.input_ids
-        x, *room = (buffer[: len(ids)] for buffer in self._room)
-        self._library.tandem_unpack_rows(ctypes.byref(self._embed.struct), ids.data_ptr(), len(ids), x.data_ptr())
+        self._library.tandem_unpack_rows(ctypes.byref(self._embed.struct), ids.data_ptr(), len(ids), self._room_at[0])
         starts, table_starts, tables = _joined(step)
         passed = _Step(
-            *(tensor.data_ptr() for tensor in (x, *room, *self._angles, step.positions, step.slots)),
-            *(_address(values) for values in (starts, step.lengths, table_starts, tables)),
-            len(ids), len(step.lengths),
+            *self._room_at, step.positions.data_ptr(), step.slots.data_ptr(),
+            *map(_address, (starts, step.lengths, table_starts, tables)), len(ids), len(step.lengths),
         )  # fmt: skip
         self._run_halves(passed, written)
-        return x
+        return self._room[0][: len(ids)]
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         vocab_size = self._model.config.vocab_size
@@ -114,7 +114,7 @@ class CpuForward:
             self._logits = torch.empty(len(rows), vocab_size)
         out = self._logits[: len(rows)]
         picked = array("q", rows)
-        passed = _Step(x=hidden.data_ptr(), normed=self._room[1].data_ptr())
+        passed = _Step(x=hidden.data_ptr(), normed=self._room_at[1])
         self._library.tandem_logits(
             ctypes.byref(self._struct), ctypes.byref(passed), _address(picked), len(rows), out.data_ptr(),
             self._num_threads(),
@@ -164,13 +164,10 @@ def _struct(model: Decoder, layers: ctypes.Array[_Layer], head: PackedWeight, kv
 
 
 def _joined(step: StepInput) -> tuple[array[int], array[int], array[int]]:
-    """Where each sequence's rows begin and end, where its blocks begin, and the blocks of all."""
-    starts, table_starts, tables = array("q", [0]), array("q"), array("i")
-    for count, table in zip(step.counts, step.tables, strict=True):
-        starts.append(starts[-1] + count)
-        table_starts.append(len(tables))
-        tables.extend(table)
-    return starts, table_starts, tables
+    """Where each sequence's rows begin and end, where its blocks do, and the blocks of all."""
+    starts = array("q", accumulate(step.counts, initial=0))
+    table_starts = array("q", accumulate(map(len, step.tables), initial=0))
+    return starts, table_starts, array("i", chain.from_iterable(step.tables))
 
 
 def _address(values: array[int]) -> int:
