@@ -65,5 +65,5 @@ def describe(last: llm_pb2.GenerateResponse) -> str:
     way = f"{path.prefill_worker} -> {path.decode_worker}" if path.prefill_worker else path.decode_worker
     return (
         f"[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached, {usage.completion_tokens} new; "
-        f"{way}; {path.transfer_bytes:,} KV bytes moved {('over ' + path.transport) if path.transport else ''}]"
+        f"{way}; {path.transfer_bytes:,} KV bytes moved{' over ' + path.transport if path.transport else ''}]"
     )
