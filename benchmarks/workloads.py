@@ -116,7 +116,7 @@ async def disturbed(client: Client, dice: random.Random, length: int = 1024, eve
 
 
 async def streams(client: Client, dice: random.Random) -> dict[str, float]:
-    answers = await closed_loop(client, [Job(prompt(dice, 32), 128) for _ in range(128)], 64)
+    answers = await closed_loop(client, [Job(prompt(dice, 32), 128) for _ in range(512)], 64)
     return {"output": throughput(answers), "itl p99": _ms(percentile(gaps(answers), 99))}
 
 
