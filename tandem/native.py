@@ -25,23 +25,36 @@ class NotCompiled(RuntimeError):
     """There can be no library here; says why."""
 
 
-def compiled(source: Path, instructions: Sequence[str], *flags: str, cache: Path | None = None) -> Path:
+def compiled(
+    source: Path, instructions: Sequence[str], *flags: str, also: Sequence[str] = (), cache: Path | None = None
+) -> Path:
     """The library made of `source` for a CPU with `instructions` (as /proc/cpuinfo spells them), kept in `cache`.
+
+    `also`: instructions to use if the CPU has them all.
 
     Raises NotCompiled.
     """
     try:
-        _check_cpu(instructions)
-        machine = [f"-m{name.replace('_', '')}" for name in instructions]
+        found = cpu_instructions()
+        if missing := sorted(set(instructions) - found):
+            raise NotCompiled(f"this CPU lacks {', '.join(missing)}")
+        machine = [_flag(name) for name in (*instructions, *(also if found.issuperset(also) else ()))]
         return _found_or_made(source, [*_FLAGS, *flags, *machine], cache or _cache())
     except (OSError, subprocess.SubprocessError) as error:
         raise NotCompiled(str(error)) from error
 
 
-def _check_cpu(instructions: Sequence[str]) -> None:
-    flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
-    if missing := sorted(set(instructions).difference(flags)):
-        raise NotCompiled(f"this CPU lacks {', '.join(missing)}")
+def cpu_instructions() -> frozenset[str]:
+    """What this CPU can do, as /proc/cpuinfo spells it; nothing where there is no such file."""
+    try:
+        return frozenset(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
+    except OSError:
+        return frozenset()
+
+
+def _flag(instruction: str) -> str:
+    """A compiler's: -mavx512bf16, but -mamx-bf16."""
+    return "-m" + instruction.replace("_", "-" if instruction.startswith("amx") else "")
 
 
 def _cache() -> Path:

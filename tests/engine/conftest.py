@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from tandem.engine.kernels import load_library
-from tests.engine.tiny import Families, can_compile, make
+from tests.engine.tiny import Families, can_amx, can_compile, make
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +29,11 @@ def llama(family: Families) -> Path:
     return family("llama3")[1]
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
+@pytest.fixture(scope="session", params=["any", "no AMX"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
     """The kernels wherever this machine can have them; elsewhere torch takes their place."""
-    library = load_library(tmp_path_factory.mktemp("kernels"))
+    library = load_library(tmp_path_factory.mktemp("kernels"), amx=request.param == "any")
     assert (library is not None) == can_compile()
+    if library is not None:
+        assert bool(library.tandem_has_amx()) == (request.param == "any" and can_amx())
     return library

@@ -41,11 +41,12 @@ class Sizes:
     head_dim: int
     block_size: int
     biased: bool = False
+    intermediate: int = 160
 
     def config(self, folder: Path) -> ModelConfig:
         given = WIDE | {
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
-            "max_position_embeddings": 512,
+            "max_position_embeddings": 512, "intermediate_size": self.intermediate,
         }  # fmt: skip
         biased = {"attention_bias": True, "mlp_bias": True, "architectures": ["LlamaForCausalLM"]}
         plain = {"architectures": ["Qwen3ForCausalLM"]}
@@ -57,6 +58,7 @@ class Sizes:
 SHAPES = [
     Sizes(4, 2, 32, 4), Sizes(14, 2, 64, 16), Sizes(4, 4, 32, 7, biased=True), Sizes(5, 1, 128, 40),
     Sizes(16, 1, 32, 16), Sizes(2, 1, 256, 16, biased=True), Sizes(3, 1, 64, 16), Sizes(4, 1, 32, 5),
+    Sizes(4, 2, 32, 16, intermediate=4112),
 ]  # fmt: skip
 # Tokens of each of four sequences, step after step: chunks and single tokens mixed, over tiles' and key blocks' edges.
 STEPS = [(1, 5, 13, 64), (1, 1, 1, 1), (1, 7, 65, 100), (1, 1, 1, 130), (1, 1, 1, 20), (0, 0, 0, 1), (25, 24, 37, 12)]

@@ -1,7 +1,7 @@
 """A decoder's forward pass and the sampler's choice in C, compiled on first use, where the CPU has what it takes."""
 
-from tandem.engine.kernels.build import load_library
+from tandem.engine.kernels.build import AMX, load_library
 from tandem.engine.kernels.cpu import CpuForward
 from tandem.engine.kernels.sampling import CpuChoose
 
-__all__ = ["CpuChoose", "CpuForward", "load_library"]
+__all__ = ["AMX", "CpuChoose", "CpuForward", "load_library"]

@@ -18,7 +18,7 @@ static float soften(const float *scores, int64_t visible, float scale, bf16 *wei
     for (int i = 0; i < 4; i++) {
         int64_t here = visible - 16 * i;
         __mmask16 seen = here >= 16 ? 0xffff : here <= 0 ? 0 : (__mmask16)((1u << here) - 1);
-        score[i] = _mm512_maskz_loadu_ps(seen, scores + i / 2 * TILE_ROWS * 32 + i % 2 * 16); /* others were never computed */
+        score[i] = _mm512_maskz_loadu_ps(seen, scores + i / 2 * MOST_ROWS * 32 + i % 2 * 16); /* others were never computed */
         score[i] = _mm512_mul_ps(score[i], _mm512_set1_ps(scale));
         score[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, score[i]);
         high = _mm512_max_ps(high, score[i]);
@@ -37,18 +37,19 @@ static float soften(const float *scores, int64_t visible, float scale, bf16 *wei
 /* `rows` rows from `row` on over the `count` packed keys from `first` on; row n sees positions up to `at` + n / share. */
 static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, int64_t share, int64_t at, int64_t first,
                         int64_t count) {
-    float scores[2 * TILE_ROWS * 32], sums[TILE_ROWS * 32], keep[TILE_ROWS];
-    bf16 weights[TILE_ROWS * KEYS];
+    _Alignas(64) float scores[2 * MOST_ROWS * 32], sums[MOST_ROWS * 32];
+    _Alignas(64) bf16 weights[MOST_ROWS * KEYS];
+    float keep[MOST_ROWS];
     for (int64_t half = 0; half * 32 < count; half++)
-        read_tiles[rows]((const int32_t *)(r->q + row * dim), dim / 2, dim / 2, scores + half * TILE_ROWS * 32,
-                         &(struct panel_at){(const uint32_t *)r->keys + half * 32 * dim / 2});
+        multiply((const int32_t *)(r->q + row * dim), rows, dim / 2, dim / 2, scores + half * MOST_ROWS * 32,
+                 &(struct panel_at){.open = (const uint32_t *)r->keys + half * 32 * dim / 2});
     for (int64_t n = 0; n < rows; n++) {
         int64_t visible = at + (row + n) / share - first + 1, i = row + n;
         keep[n] = soften(scores + n * 32, visible, 1.0f / sqrtf((float)dim), weights + n * KEYS, r->best + i, r->total + i);
     }
     for (int64_t i = 0; i < dim; i += 32) {
-        read_tiles[rows]((const int32_t *)weights, KEYS / 2, (count + 15) / 16 * 8, sums,
-                         &(struct panel_at){(const uint32_t *)r->values + i * KEYS / 2});
+        multiply((const int32_t *)weights, rows, KEYS / 2, (count + 31) / 32 * 16, sums,
+                 &(struct panel_at){.open = (const uint32_t *)r->values + i * KEYS / 2});
         for (int64_t n = 0; n < rows; n++)
             for (int64_t c = 0; c < 32; c += 16) {
                 float *out = r->out + (row + n) * dim + i + c;
@@ -118,7 +119,7 @@ static inline __attribute__((always_inline)) void add_values(const struct sixtee
 static void attend_few(const struct model *m, const bf16 *kv, struct room *r, int64_t rows, int64_t at,
                        const struct span *now, const struct span *then) {
     const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, count = now->count, groups = (count + 15) / 16;
-    float scores[2 * TILE_ROWS * 32], keep[FEW];
+    float scores[2 * MOST_ROWS * 32], keep[FEW];
     bf16 weights[FEW * KEYS];
     struct sixteen from[KEYS / 16];
     for (int64_t g = 0; g < groups; g++) {
@@ -126,7 +127,7 @@ static void attend_few(const struct model *m, const bf16 *kv, struct room *r, in
         fetch_context(m, kv, &ahead);
         const struct span here = part_of(now, g * 16, g + 1 < groups ? g * 16 + 16 : count);
         from[g] = sixteen_at(m, kv, here, r->k + g * 16 * dim, r->v + g * 16 * dim);
-        float *to = scores + g / 2 * TILE_ROWS * 32 + g % 2 * 16;
+        float *to = scores + g / 2 * MOST_ROWS * 32 + g % 2 * 16;
         for (int64_t n = 0; n < rows; n++) _mm512_storeu_ps(to + n * 32, dots16(r->q + n * dim, from[g].keys, dim));
     }
     for (int64_t n = 0; n < rows; n++)
@@ -187,7 +188,7 @@ static void attend(const struct model *m, const struct layer *l, const struct st
         fetch_context(m, l->kv, &then);
         pack_context(m, l->kv, &now, r);
         for (int64_t t = 0; t < tile_count; t++) {
-            int64_t row = rows * t / tile_count, end = rows * (t + 1) / tile_count;
+            int64_t row = tile_begin(rows, t, tile_count), end = tile_begin(rows, t + 1, tile_count);
             if (first <= at + (end - 1) / share) attend_tile(r, row, end - row, dim, share, at, first, now.count);
         }
     }
@@ -212,9 +213,10 @@ static struct room *make_room(const struct model *m, const struct step *s) {
     int64_t tokens = 1;
     for (int64_t i = 0; i < s->seqs; i++)
         if (s->starts[i + 1] - s->starts[i] > tokens) tokens = s->starts[i + 1] - s->starts[i];
-    const int64_t rows = (tokens < TOKENS ? tokens : TOKENS) * (m->heads / m->kv_heads), dim = m->head_dim;
+    const int64_t rows = ((tokens < TOKENS ? tokens : TOKENS) * (m->heads / m->kv_heads) + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
+    const int64_t dim = m->head_dim;
     struct room *r = aligned_alloc(64, sizeof *r);
-    float *floats = malloc(rows * (dim + 2) * sizeof *floats + rows * dim * sizeof *r->q);
+    float *floats = aligned_alloc(64, rows * (dim + 2) * sizeof *floats + rows * dim * sizeof *r->q);
     r->out = floats, r->best = floats + rows * dim, r->total = r->best + rows, r->q = (bf16 *)(r->total + rows);
     return r;
 }

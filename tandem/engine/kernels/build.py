@@ -1,7 +1,7 @@
 """The loaded library of cpu.c, if this machine can have it.
 
 It needs a CPU with AVX512-BF16, a compiler (tandem.native), and an OpenMP pool that torch brought, to share. Where any
-of it is missing the reason is logged and the engine computes with torch alone.
+of it is missing the reason is logged and the engine computes with torch alone. AMX is used where it can be had.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from tandem.native import NotCompiled, compiled
 
 _SOURCE = Path(__file__).with_name("cpu.c")
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
+AMX = ("amx_tile", "amx_bf16")
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "tandem_has_amx": (_INT, []),
     "tandem_survey": (_INT, [_POINTER, *[_INT] * 3, _POINTER]),
     "tandem_pack": (None, [_POINTER, _INT, _POINTER]),
     "tandem_unpack_rows": (None, [_POINTER, _POINTER, _INT, _POINTER]),
@@ -30,10 +32,15 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 _log = structlog.get_logger(__name__)
 
 
-def load_library(cache: Path | None = None) -> ctypes.CDLL | None:
-    """The compiled kernels, kept in `cache`; None, and the reason logged, where there can be none."""
+def load_library(cache: Path | None = None, amx: bool = True) -> ctypes.CDLL | None:
+    """The compiled kernels, kept in `cache`; None, and the reason logged, where there can be none.
+
+    `amx` False keeps to AVX512.
+    """
     try:
-        library = ctypes.CDLL(str(compiled(_SOURCE, _INSTRUCTIONS, "-fno-math-errno", cache=cache)))
+        library = ctypes.CDLL(
+            str(compiled(_SOURCE, _INSTRUCTIONS, "-fno-math-errno", also=AMX if amx else (), cache=cache))
+        )
         # torch's own extension finds whichever OpenMP it was linked with.
         openmp = ctypes.CDLL(torch._C.__file__)
         for name, (result, arguments) in _SIGNATURES.items():
@@ -43,4 +50,5 @@ def load_library(cache: Path | None = None) -> ctypes.CDLL | None:
     except (OSError, AttributeError, NotCompiled) as error:
         _log.warning("CPU kernels are off, torch computes everything", reason=str(error))
         return None
+    _log.info("CPU kernels are on", amx=bool(library.tandem_has_amx()))
     return library

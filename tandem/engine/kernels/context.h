@@ -38,12 +38,12 @@ static void fetch_context(const struct model *m, const bf16 *kv, const struct sp
 
 struct sixteen { const bf16 *keys, *values; };
 
-/* A span of 16 at most: where it lies, if it is 16 of one block, else gathered in `k` and `v`, with zeros up to 16. */
+/* A span of 16 at most, or of none: where it lies, if it is 16 of one block, else gathered in `k` and `v`, with zeros up to 16. */
 static struct sixteen sixteen_at(const struct model *m, const bf16 *kv, struct span s, bf16 *k, bf16 *v) {
     const int64_t dim = m->head_dim, bytes = dim * sizeof(bf16), values = m->kv_heads * m->block_size * dim;
     int64_t run;
-    const bf16 *from = context_at(m, kv, &s, 0, &run);
-    if (run == 16) return (struct sixteen){from, from + values};
+    const bf16 *from = s.count ? context_at(m, kv, &s, 0, &run) : 0;
+    if (from && run == 16) return (struct sixteen){from, from + values};
     for (int64_t t = 0; t < s.count; t += run) {
         from = context_at(m, kv, &s, t, &run);
         memcpy(k + t * dim, from, run * bytes);
@@ -77,8 +77,9 @@ static void transpose16(const uint32_t *from, int64_t stride, uint32_t *to, int6
 
 static void pack_context(const struct model *m, const bf16 *kv, const struct span *s, struct room *r) {
     const int64_t dim = m->head_dim;
-    for (int64_t t = 0; t < s->count; t += 16) {
-        const struct sixteen at = sixteen_at(m, kv, part_of(s, t, t + 16 < s->count ? t + 16 : s->count), r->k, r->v);
+    for (int64_t t = 0; t < (s->count + 31) / 32 * 32; t += 16) { /* zeros up to a multiple of 32 */
+        const int64_t begin = t < s->count ? t : s->count, end = t + 16 < s->count ? t + 16 : s->count;
+        const struct sixteen at = sixteen_at(m, kv, part_of(s, begin, end), r->k, r->v);
         for (int64_t pair = 0; pair < dim / 2; pair += 16)
             transpose16((const uint32_t *)at.keys + pair, dim / 2,
                         (uint32_t *)r->keys + t / 32 * 32 * dim / 2 + pair * 32 + t % 32, 32);

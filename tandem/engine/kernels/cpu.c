@@ -1,4 +1,5 @@
-/* The decoder's forward pass in bfloat16 for x86 CPUs with AVX512-BF16: sums in float32, one rounding at the end of each.
+/* The decoder's forward pass in bfloat16 for x86 CPUs with AVX512-BF16, or AMX too: sums in float32, one rounding at the end
+   of each.
 
    forward    for each layer: norm, qkv, rope and write to the cache, attention, o, norm, gate-up-silu, down
    logits     norm and head of some rows
@@ -72,6 +73,7 @@ struct pass {
 static struct hand join_pass(struct pass *p) {
     struct hand h = join(&p->crew);
     h.opened = p->model->opened + h.me * p->model->opened_size;
+    take_tiles();
     return h;
 }
 
@@ -118,6 +120,7 @@ static void run_halves(void *data) {
         else first_half(&h, p->model, layer, p->step);
     }
     free(room->out), free(room);
+    leave_tiles();
 }
 
 static void run_head(void *data) {
@@ -127,7 +130,15 @@ static void run_head(void *data) {
     struct hand h = join_pass(p);
     norm(&h, s->x, p->picked, m->norm, s->normed, s->rows, m->hidden, m->eps);
     linear(&h, (struct linear){s->normed, &m->head, 0, 0, p->logits, s->rows, WIDE});
+    leave_tiles();
 }
+
+void tandem_init(parallel_fn parallel, int (*number)(void), int (*count)(void)) {
+    run_parallel = parallel, thread_number = number, num_threads = count;
+    ask_for_amx();
+}
+
+int64_t tandem_has_amx(void) { return has_amx; }
 
 /* Halves of layers, first … end, of a step. */
 void tandem_layers(const struct model *model, const struct step *step, int64_t first, int64_t end, int64_t threads) {

@@ -18,7 +18,7 @@ from tandem.engine.forward import StepInput
 from tandem.engine.kernels.packed import PackedWeight, WeightStruct
 from tandem.engine.models import Decoder, DecoderLayer, ModelConfig
 
-_MAX_THREADS, _PANEL_OUTPUTS = 128, 32
+_MAX_THREADS, _PANEL_OUTPUTS, _TILE_ROWS, _TILE_PAIRS = 128, 32, 32, 16
 _MAX_HEAD_DIM = 256  # the room that the kernels have for a block of keys
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -81,13 +81,16 @@ class CpuForward:
         self._layers = (_Layer * len(model.layers))(*map(_layer, model.layers, self._weights, kv_cache))
         config = model.config
         widest = max(config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
-        self._opened = torch.empty(_MAX_THREADS, widest // 2 * _PANEL_OUTPUTS, dtype=torch.int32)  # untouched till used
+        self._opened = torch.empty(
+            _MAX_THREADS, (widest // 2 + _TILE_PAIRS) * _PANEL_OUTPUTS, dtype=torch.int32
+        )  # untouched till used
         self._struct = _struct(model, self._layers, self._head, kv_cache[0], self._opened)
         heads = config.num_heads * config.head_dim
         widths = (config.hidden_size, config.hidden_size, heads + 2 * config.num_kv_heads * config.head_dim, heads)
         self._angles = torch.empty(2, max_tokens, config.head_dim // 2)
         self._logits = torch.empty(0)
-        self._room = [model.embed.new_empty(max_tokens, width) for width in (*widths, config.intermediate_size)]
+        rows = max_tokens + _TILE_ROWS - 1  # a tile reads as many, and lets go of what comes of the last
+        self._room = [model.embed.new_empty(rows, width) for width in (*widths, config.intermediate_size)]
         self._room_at = [room.data_ptr() for room in (*self._room, *self._angles)]
 
     @staticmethod
@@ -95,6 +98,8 @@ class CpuForward:
         """Whether the model's sizes are multiples of what the kernels work in."""
         heads = config.num_heads + 2 * config.num_kv_heads
         outputs = (heads * config.head_dim, config.hidden_size, 2 * config.intermediate_size, config.vocab_size)
+        if config.intermediate_size < 2 * _TILE_PAIRS:
+            return False
         return math.gcd(*outputs, config.head_dim) % 32 == 0 and config.head_dim <= _MAX_HEAD_DIM
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:

@@ -1,74 +1,11 @@
 /* x weight^T, a packed panel at a time.
 
-   One walk over a panel, which is one sequential stream, feeds up to 12 rows of x; so decode reads every weight once.
+   One walk over a panel, which is one sequential stream, feeds a tile's rows of x; so decode reads every weight once.
    Where there are more rows, the first walk leaves the panel open in the L2 cache for the others. */
 
 #pragma once
-#include "packing.h"
+#include "amx.h"
 #include "threads.h"
-
-/* ---- tiles: sums (COUNT, 32) = COUNT rows of x, `stride` pairs apart, times one panel of `pairs` steps.
-        READ: an open panel, 32 pairs a step; OPEN: a packed one, with the exponents of `codes`; it is left open in
-        `opened` where that is given. Meanwhile cache lines are asked for from `ahead` on: READ: `lines` of them, one a
-        step; OPEN: `lines` of them a step ---- */
-
-struct panel_at { const uint32_t *open; const uint8_t *packed; __m512i codes; uint32_t *opened; const char *ahead; int64_t lines; };
-
-static inline __m512i open16(const uint8_t *signs, __m512i exponents) {
-    __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)signs));
-    return _mm512_ternarylogic_epi32(words, _mm512_set1_epi16((short)0x807f), exponents, 0xea); /* a & b | c */
-}
-
-#define TILE(NAME, COUNT, PACKED) \
-    static void NAME##COUNT(const int32_t *x, int64_t stride, int64_t pairs, float *sums, const struct panel_at *at) { \
-        const uint32_t *open = at->open; \
-        const uint8_t *packed = at->packed; \
-        const char *ahead = at->ahead; \
-        uint32_t *opened = at->opened; \
-        const int64_t lines = at->lines; \
-        const __m512i table = at->codes; \
-        __m512 sum[COUNT][2]; \
-        _Pragma("GCC unroll 12") for (int m = 0; m < COUNT; m++) sum[m][0] = sum[m][1] = _mm512_setzero_ps(); \
-        const int32_t *thirds[4] = {x, x + 3 * stride, x + 6 * stride, x + 9 * stride}; \
-        for (int64_t k = 0; k < pairs; k++) { \
-            __m512i w0, w1; \
-            if (PACKED) { \
-                __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(packed + 64))); \
-                w0 = open16(packed, _mm512_permutexvar_epi16(codes, table)); \
-                w1 = open16(packed + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table)); \
-                packed += STEP_BYTES; \
-                if (opened) _mm512_store_si512(opened, w0), _mm512_store_si512(opened + 16, w1), opened += 32; \
-                if (lines > 0) _mm_prefetch(ahead, _MM_HINT_T1), ahead += 64; \
-                if (lines > 1) _mm_prefetch(ahead, _MM_HINT_T1), ahead += 32; \
-            } else { \
-                w0 = _mm512_loadu_si512(open), w1 = _mm512_loadu_si512(open + 16), open += 32; \
-                if (k < lines) _mm_prefetch(ahead, _MM_HINT_T1), ahead += 64; \
-            } \
-            _Pragma("GCC unroll 12") for (int m = 0; m < COUNT; m++) { \
-                __m512bh a = (__m512bh)_mm512_set1_epi32(thirds[m / 3][m % 3 * stride]); \
-                sum[m][0] = _mm512_dpbf16_ps(sum[m][0], a, (__m512bh)w0); \
-                sum[m][1] = _mm512_dpbf16_ps(sum[m][1], a, (__m512bh)w1); \
-            } \
-            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) thirds[i]++; \
-        } \
-        _Pragma("GCC unroll 12") for (int m = 0; m < COUNT; m++) { \
-            _mm512_storeu_ps(sums + m * 32, sum[m][0]); \
-            _mm512_storeu_ps(sums + m * 32 + 16, sum[m][1]); \
-        } \
-    }
-#define TILES(NAME, PACKED) \
-    TILE(NAME, 1, PACKED) TILE(NAME, 2, PACKED) TILE(NAME, 3, PACKED) TILE(NAME, 4, PACKED) TILE(NAME, 5, PACKED) \
-    TILE(NAME, 6, PACKED) TILE(NAME, 7, PACKED) TILE(NAME, 8, PACKED) TILE(NAME, 9, PACKED) TILE(NAME, 10, PACKED) \
-    TILE(NAME, 11, PACKED) TILE(NAME, 12, PACKED) \
-    static const tile_fn NAME[] = {0, NAME##1, NAME##2, NAME##3, NAME##4, NAME##5, NAME##6, NAME##7, NAME##8, NAME##9, \
-                                   NAME##10, NAME##11, NAME##12};
-
-enum { TILE_ROWS = 12 };
-typedef void (*tile_fn)(const int32_t *, int64_t, int64_t, float *, const struct panel_at *);
-TILES(read_tiles, 0)
-TILES(open_tiles, 1)
-
-static inline int64_t num_tiles(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 
 /* out = x weight^T (+ bias) (+ residual); WIDE: in float32; SILU: silu(gate) * up of outputs (gate | up) */
 enum kind { PLAIN, WIDE, SILU };
@@ -104,6 +41,8 @@ static inline void finish_silu(const struct linear *j, int64_t row, int64_t colu
     store16((bf16 *)j->out + row * size + column, _mm512_div_ps(_mm512_mul_ps(gate, up), below));
 }
 
+enum { L2_BYTES = 1 << 20, LEAST_ROWS = 128 };
+
 /* What the listed numbers of a panel add to the sums of `rows` rows from `row` on. */
 static inline void add_rare(const struct linear *j, int64_t panel, int64_t row, int64_t rows, float *sums) {
     const struct panel *p = j->weight->panels + panel;
@@ -127,20 +66,23 @@ static inline const char *block_soon(const struct soon *s, int64_t at, int64_t t
     return block < (at + 1) * s->count / tiles ? s->kv + s->blocks[block] * s->bytes : 0;
 }
 
-/* `ahead` is fetched while the first tile (two, where there are more) is computed; the first one opens the panel for the
-   others. The tiles after them, whose operands are all at hand, fetch KV. */
+/* The next panel is `ahead`: it is fetched while the first tile is computed, or the first two of AVX512. The others, whose
+   operands are all at hand, fetch KV. The first one opens the panel for the others. */
 static void linear_panel(const struct hand *h, const struct linear *j, int64_t panel, const char *ahead) {
     const struct weight *w = j->weight;
-    const int64_t pairs = w->inputs / 2, count = num_tiles(j->rows);
-    float sums[TILE_ROWS * 32];
+    const struct panel *p = w->panels + panel;
+    const int64_t pairs = w->inputs / 2, count = num_tiles(j->rows), walks = has_amx || count == 1 ? 1 : 2;
+    _Alignas(64) float sums[MOST_ROWS * 32];
     for (int64_t t = 0; t < count; t++) {
-        const int64_t row = j->rows * t / count, rows = j->rows * (t + 1) / count - row;
-        struct panel_at at = {h->opened, w->bytes + panel * panel_bytes(w), exponents(w->panels[panel].base),
-                              count > 1 ? h->opened : 0, ahead ? ahead + t * pairs * 64 : 0, 0};
-        if (t > 1) at.ahead = block_soon(&j->soon, panel * (count - 2) + t - 2, w->outputs / 32 * (count - 2));
-        if (at.ahead) at.lines = t > 1 ? j->soon.bytes / 64 : t ? pairs : count > 1 ? 1 : 2;
-        (t ? read_tiles : open_tiles)[rows]((const int32_t *)j->x + row * pairs, pairs, pairs, sums, &at);
-        add_rare(j, panel, row, rows, sums);
+        const int64_t row = tile_begin(j->rows, t, count), rows = tile_begin(j->rows, t + 1, count) - row;
+        struct panel_at at = {.open = h->opened, .opened = count > 1 ? h->opened : 0, .codes = exponents(p->base),
+                              .rare = w->rare + p->first_rare, .rare_end = w->rare + p[1].first_rare};
+        if (!t) at.packed = w->bytes + panel * panel_bytes(w);
+        if (t >= walks) at.ahead = block_soon(&j->soon, panel * (count - walks) + t - walks, w->outputs / 32 * (count - walks));
+        else if (ahead) at.ahead = ahead + t * pairs * 64;
+        if (at.ahead) at.lines = t >= walks ? j->soon.bytes / 64 : walks < 2 ? 2 : t ? pairs : 1;
+        multiply((const int32_t *)j->x + row * pairs, rows, pairs, pairs, sums, &at);
+        if (!has_amx) add_rare(j, panel, row, rows, sums);
         for (int64_t m = 0; m < rows; m++) {
             __m512 a = _mm512_loadu_ps(sums + m * 32), b = _mm512_loadu_ps(sums + m * 32 + 16);
             if (j->kind == SILU) finish_silu(j, row + m, panel * 16, a, b);
@@ -149,10 +91,25 @@ static void linear_panel(const struct hand *h, const struct linear *j, int64_t p
     }
 }
 
-static void linear(struct hand *h, struct linear job) {
-    const char *bytes = (const char *)job.weight->bytes;
-    begin(h, job.weight->outputs / 32);
+static void linear_rows(struct hand *h, const struct linear *job) {
+    const char *bytes = (const char *)job->weight->bytes;
+    begin(h, job->weight->outputs / 32);
     for (int64_t next, panel; (panel = take(h, &next)) >= 0;)
-        linear_panel(h, &job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job.weight));
+        linear_panel(h, job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job->weight));
 }
 
+/* Not more rows at once than fit into the L2 cache, unless they were so few that opening the panels again would weigh more:
+   AMX multiplies faster than rows come from further away. */
+static void linear(struct hand *h, struct linear job) {
+    const struct weight *w = job.weight;
+    const int64_t bytes = w->inputs * sizeof *job.x, fit = L2_BYTES / bytes / MOST_ROWS * MOST_ROWS, rows = job.rows;
+    const int64_t most = !has_amx ? rows : fit < LEAST_ROWS ? LEAST_ROWS : fit;
+    const int64_t out_bytes = job.kind == SILU ? w->outputs : job.kind == WIDE ? w->outputs * 4 : w->outputs * 2;
+    for (int64_t row = 0; row < rows; row += most) {
+        struct linear part = job;
+        part.x += row * w->inputs, part.out = (char *)job.out + row * out_bytes;
+        if (job.residual) part.residual += row * w->outputs;
+        part.rows = row + most < rows ? most : rows - row;
+        linear_rows(h, &part);
+    }
+}

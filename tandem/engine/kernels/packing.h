@@ -3,9 +3,10 @@
    It lies in panels of 32 outputs, one after the other. The numbers of a panel have few exponents, so 4 bits tell which: 0 is
    the number zero, c is the panel's base + c. A step of a panel, two inputs of its 32 outputs, is 64 bytes of sign and
    mantissa and 32 bytes of such codes, those of the last 16 outputs in their upper halves. The rare numbers whose exponent
-   is another are zero there, and listed. */
+   is another are zero there, and listed in the order of `at`. */
 
 #pragma once
+#include <stdlib.h>
 #include <string.h>
 
 #include "numbers.h"
@@ -16,10 +17,10 @@ struct rare { uint32_t at; float value; };     /* at: input * 32 + the output's 
 struct panel { int32_t base, first_rare; };    /* one more of them than there are panels */
 struct weight { uint8_t *bytes; struct panel *panels; struct rare *rare; int64_t outputs, inputs; };
 
-static inline float wide(bf16 x) {
-    union { uint32_t bits; float value; } to = {(uint32_t)x << 16};
-    return to.value;
-}
+union number { uint32_t bits; float value; };
+
+static inline float wide(bf16 x) { return (union number){(uint32_t)x << 16}.value; }
+static inline bf16 narrow(float x) { return (bf16)((union number){.value = x}.bits >> 16); } /* of what a bf16 was */
 
 /* Where `halves` is set the outputs are (gate | up), and each panel is 16 of gate and the same 16 of up. */
 static inline const bf16 *output_row(const bf16 *from, int64_t panel, int64_t n, int64_t outputs, int64_t inputs, int64_t halves) {
@@ -52,11 +53,17 @@ int64_t tandem_survey(const bf16 *from, int64_t outputs, int64_t inputs, int64_t
     return rare;
 }
 
+static int by_place(const void *a, const void *b) {
+    const uint32_t x = ((const struct rare *)a)->at, y = ((const struct rare *)b)->at;
+    return (x > y) - (x < y);
+}
+
 void tandem_pack(const bf16 *from, int64_t halves, const struct weight *to) {
     const int64_t outputs = to->outputs, inputs = to->inputs;
     uint8_t *bytes = to->bytes;
     struct rare *rare = to->rare;
     for (int64_t panel = 0; panel < outputs / 32; panel++, bytes += inputs / 2 * STEP_BYTES) {
+        struct rare *const first = rare;
         memset(bytes, 0, inputs / 2 * STEP_BYTES);
         for (int64_t n = 0; n < 32; n++) {
             const bf16 *row = output_row(from, panel, n, outputs, inputs, halves);
@@ -71,6 +78,7 @@ void tandem_pack(const bf16 *from, int64_t halves, const struct weight *to) {
                 step[64 + n % 16 * 2 + k % 2] |= (uint8_t)(code << n / 16 * 4);
             }
         }
+        qsort(first, rare - first, sizeof *first, by_place);
     }
 }
 
@@ -87,7 +95,7 @@ void tandem_unpack_rows(const struct weight *from, const int64_t *ids, int64_t c
             step += k % 2 * STEP_BYTES;
         }
         for (const struct rare *r = from->rare + p->first_rare; r < from->rare + p[1].first_rare; r++)
-            if (r->at % 32 == n) out[r->at / 32] = (bf16)((union { float value; uint32_t bits; }){r->value}.bits >> 16);
+            if (r->at % 32 == n) out[r->at / 32] = narrow(r->value);
     }
 }
 

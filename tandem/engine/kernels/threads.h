@@ -17,9 +17,6 @@ typedef void (*parallel_fn)(void (*body)(void *), void *data, unsigned threads, 
 static parallel_fn run_parallel;
 static int (*thread_number)(void), (*num_threads)(void);
 
-void tandem_init(parallel_fn parallel, int (*number)(void), int (*count)(void)) {
-    run_parallel = parallel, thread_number = number, num_threads = count;
-}
 
 enum { MAX_THREADS = 128, SPINS = 8192 };
 
