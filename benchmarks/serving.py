@@ -31,6 +31,7 @@ from benchmarks.models import OUT, Shape, made
 from benchmarks.peers import Peer, Unavailable, by_url, known
 from benchmarks.results import Figure, Metric
 from benchmarks.workloads import Workload, all_workloads
+from tandem.native import cpu_instructions
 
 RESULTS = OUT / "serving.json"
 
@@ -61,7 +62,11 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},
+            "machine": {
+                "processor": platform.processor() or platform.machine(),
+                "multiplies with": sorted(cpu_instructions() & {"avx512_bf16", "amx_bf16"}),
+                "python": platform.python_version(),
+            },
             "floors": asdict(self.floors),
             "baseline": self.baseline,
             "peers": {peer.name: peer.title for peer in self.peers},
