@@ -13,7 +13,7 @@ static int64_t has_amx; /* whether this process may use it */
 
 #ifdef __AMX_BF16__
 
-enum { AMX_PAIRS = 16, RING = 4 }; /* RING: of blocks of AMX_PAIRS steps, opened a little ahead of their use */
+enum { AMX_PAIRS = 16, RING = 4 }; /* RING: of blocks of AMX_PAIRS steps, so that opening one waits for no tile of the last */
 
 static void ask_for_amx(void) {
     enum { ASK_FOR_STATE = 0x1023, TILES = 18 }; /* of arch_prctl */

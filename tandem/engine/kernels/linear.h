@@ -41,8 +41,6 @@ static inline void finish_silu(const struct linear *j, int64_t row, int64_t colu
     store16((bf16 *)j->out + row * size + column, _mm512_div_ps(_mm512_mul_ps(gate, up), below));
 }
 
-enum { L2_BYTES = 1 << 20, LEAST_ROWS = 128 };
-
 /* What the listed numbers of a panel add to the sums of `rows` rows from `row` on. */
 static inline void add_rare(const struct linear *j, int64_t panel, int64_t row, int64_t rows, float *sums) {
     const struct panel *p = j->weight->panels + panel;
@@ -97,6 +95,8 @@ static void linear_rows(struct hand *h, const struct linear *job) {
     for (int64_t next, panel; (panel = take(h, &next)) >= 0;)
         linear_panel(h, job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job->weight));
 }
+
+enum { L2_BYTES = 1 << 20, LEAST_ROWS = 128 }; /* about half of the cache */
 
 /* Not more rows at once than fit into the L2 cache, unless they were so few that opening the panels again would weigh more:
    AMX multiplies faster than rows come from further away. */
