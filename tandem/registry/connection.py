@@ -176,6 +176,6 @@ class Changes:
 
 
 def _load(name: str) -> Script:
-    folder = files(__package__)
+    folder = files(__package__) / "lua"
     text = "".join((folder / f"{part}.lua").read_text() for part in (*COMMON, *PARTS.get(name, ()), name))
     return Script(text, sha1(text.encode()).hexdigest())
