@@ -43,7 +43,7 @@ from services.gateway.router import Router
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import BlockReplica, ClusterView, Registry, Role, Route, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2
 

@@ -20,7 +20,7 @@ from benchmarks.peers import free_ports
 from tandem.clock import SystemClock
 from tandem.commands.up import DEMO_MODEL
 from tandem.engine import StepTime
-from tandem.launcher import Cluster, Process
+from tandem.local import Cluster, Process
 
 MODEL, MAX_MODEL_LEN = "null", 8192
 READY_BOUND_S = 120.0

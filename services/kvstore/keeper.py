@@ -17,7 +17,7 @@ from services.kvstore.server import KVStoreService
 from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
 from tandem.clock import Clock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)

@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from tandem.clock import SystemClock
-from tandem.launcher import Cluster, Process, ProcessFailed
+from tandem.local import Cluster, Process, ProcessFailed
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.settings import Settings, load
 

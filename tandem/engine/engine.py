@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tandem import native
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.cores import Cores
 from tandem.engine.forward import TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
@@ -40,6 +39,7 @@ from tandem.engine.types import (
     SampledToken,
     SequenceOutput,
 )
+from tandem.local import Cores
 
 log = structlog.get_logger(__name__)
 # For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or

@@ -14,7 +14,7 @@ from services.gateway import Gateway, GatewaySettings
 from services.gateway.settings import Disaggregation
 from services.gateway.text import Tokenizer
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import Registry
 from tandem.v1 import worker_pb2
 from tests.gateway.peers import MODEL, Peers, peers_on

@@ -15,7 +15,7 @@ import grpc
 
 from tandem import rpc
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.v1 import (
     decode_pb2,

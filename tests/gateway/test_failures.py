@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.attempt import Outcome
 from services.gateway.settings import Disaggregation
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.v1 import llm_pb2, worker_pb2
 from tests.gateway.conftest import TEXT, eventually, free_port, make_settings
 from tests.gateway.peers import MODEL, Peers

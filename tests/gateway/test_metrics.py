@@ -14,7 +14,7 @@ from services.gateway import Gateway
 from services.gateway.attempt import WORKER_LOST
 from services.gateway.metrics import Metrics
 from services.gateway.settings import Disaggregation
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import Fallback
 from tandem.v1 import llm_pb2
 from tests.gateway.conftest import eventually, make_settings

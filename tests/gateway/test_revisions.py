@@ -18,7 +18,7 @@ import pytest
 
 from services.gateway import Gateway
 from services.gateway.settings import Disaggregation
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tests.gateway.conftest import TEXT, eventually, make_settings
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_failures import everything_free

@@ -14,7 +14,7 @@ from services.gateway.router import Router
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import BlockReplica, ClusterView, Registry, Role
 from tests.gateway.conftest import eventually, make_settings
 from tests.gateway.peers import Peers

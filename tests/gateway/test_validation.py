@@ -14,7 +14,7 @@ from grpc import aio
 
 from services.gateway import Gateway
 from tandem import rpc
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import make_settings
 from tests.gateway.peers import MODEL

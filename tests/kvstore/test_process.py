@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from redis import Redis
 
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 BOUND_S = 20.0

@@ -11,7 +11,7 @@ from grpc import aio
 from services.kvstore.server import MAX_HASHES, KVStoreService
 from tandem import rpc
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import Registry, Role
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.registry.cluster import register_pool, worker_info, worker_load

@@ -16,7 +16,7 @@ import torch
 
 from services.prefill.links import LinkKeeper
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.transfer import Endpoint, Receiver, Sender, TransferError
 

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import Registry
 
 Connect = Callable[[], Awaitable[Registry]]

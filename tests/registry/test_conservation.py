@@ -14,7 +14,7 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import NoWorkers, Registry, Role
 from tandem.registry.connection import Connection
 from tests.registry.cluster import BLOCK_SIZE, MODEL, TTL, eventually, register_pool, worker_info, worker_load

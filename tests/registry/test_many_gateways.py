@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import BlockReplica, PromptPrefix, Registry, Role, Route
 from tests.registry.cluster import BLOCK_SIZE, MODEL, REVISION, worker_info, worker_load
 

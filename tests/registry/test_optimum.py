@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import (
     NoWorkers,
     PrefillPolicy,

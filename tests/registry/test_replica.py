@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import BlockReplica, Registry, Role
 from tandem.registry.block_feed import BlockEvent
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load

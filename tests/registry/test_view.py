@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tandem.clock import SystemClock
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import ClusterView, Registry, RegistryUnavailable, Role
 from tests.registry.cluster import MODEL, TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect

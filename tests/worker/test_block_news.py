@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from tandem.block_hash import block_hashes, root_hash
 from tandem.clock import SystemClock
 from tandem.engine import BlockStored, Engine
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 from tandem.registry import Registry, Role
 from tandem.worker import EngineThread
 from tandem.worker.block_news import BATCH, BlockNews

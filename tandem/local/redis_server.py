@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from tandem.child import dying_with_parent
+from tandem.local.child import dying_with_parent
 
 
 class RedisServer:

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from redis import Redis
 
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 
 STARTS_ONE_AND_DIES = """
 import os, signal
-from tandem.redis_server import RedisServer
+from tandem.local import RedisServer
 print(RedisServer.start().pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -61,6 +61,6 @@ def test_it_dies_with_its_parent() -> None:
 
 def test_a_missing_program_names_the_extra() -> None:
     """In a Python that sees no installed package."""
-    code = "import sys; sys.path.insert(0, '.'); from tandem.redis_server import RedisServer; RedisServer.start()"
+    code = "import sys; sys.path.insert(0, '.'); from tandem.local import RedisServer; RedisServer.start()"
     output = subprocess.run([sys.executable, "-ISc", code], stderr=subprocess.PIPE, timeout=30, text=True)
     assert "pip install 'tandem[local]'" in output.stderr

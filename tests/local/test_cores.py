@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine import Request
-from tandem.engine.cores import Cores
+from tandem.local import Cores
 from tests.engine.tiny import generate, greedy, make_engine, prompt_of
 
 TOTAL = max(3, len(os.sched_getaffinity(0)))
@@ -45,7 +45,7 @@ def test_who_works_alone_has_all_cores(pair: tuple[Cores, Cores]) -> None:
 
 def test_the_cores_of_a_killed_engine_are_free(pair: tuple[Cores, Cores], tmp_path: Path) -> None:
     a, _ = pair
-    code = "import sys, pathlib, time; from tandem.engine.cores import Cores; c = Cores(1, pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib, time; from tandem.local import Cores; c = Cores(1, pathlib.Path(sys.argv[1]))"
     code += "; c.work(); print('works', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None

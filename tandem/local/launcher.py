@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.child import dying_with_parent
 from tandem.clock import Clock
+from tandem.local.child import dying_with_parent
 
 STOP_WAIT_S = 10.0
 MIN_LIFE_S = 5.0

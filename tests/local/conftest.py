@@ -1,0 +1,3 @@
+from tests.engine.conftest import family, llama
+
+__all__ = ["family", "llama"]
