@@ -1,0 +1,96 @@
+"""A peer that stands still, though its sockets live, is noticed in under two seconds, by either side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from tandem import rpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc
+
+DETECT_S = 2.0
+
+# A server whose only stream says one word and then nothing; it prints when that stream is cancelled under it.
+SERVER = """
+import asyncio, time
+from tandem import rpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc
+
+class Silent(decode_pb2_grpc.DecodeServiceServicer):
+    async def StreamTokens(self, request, context):
+        yield decode_pb2.StreamTokensResponse(incarnation="only")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            print("lost", flush=True)
+
+async def main():
+    add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
+    server = await rpc.serve([rpc.Servicer("tandem.v1.DecodeService", Silent(), add)], "127.0.0.1", 0)
+    print(server.port, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+CLIENT = """
+import asyncio, sys
+from tandem import rpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc
+
+async def main():
+    channel = rpc.channel("127.0.0.1:" + sys.argv[1])
+    async for _ in decode_pb2_grpc.DecodeServiceStub(channel).StreamTokens(decode_pb2.StreamTokensRequest()):
+        print("open", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def python(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout
+        child.stdout.close()
+
+
+def line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout
+    return child.stdout.readline().strip()
+
+
+async def test_a_stopped_server_is_noticed_by_its_client() -> None:
+    with python(SERVER) as server:
+        channel = rpc.channel(f"127.0.0.1:{line(server)}")
+        stream = decode_pb2_grpc.DecodeServiceStub(channel).StreamTokens(decode_pb2.StreamTokensRequest())
+        first = await asyncio.wait_for(anext(aiter(stream)), 10)
+        assert first.incarnation == "only"
+        os.kill(server.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await asyncio.wait_for(anext(aiter(stream)), 10)
+        assert time.monotonic() - stopped < DETECT_S
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        await channel.close()
+
+
+def test_a_stopped_client_is_noticed_by_its_server() -> None:
+    with python(SERVER) as server, python(CLIENT, line(server)) as client:
+        assert line(client) == "open"
+        os.kill(client.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert line(server) == "lost"
+        assert time.monotonic() - stopped < DETECT_S
