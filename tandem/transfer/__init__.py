@@ -6,12 +6,12 @@
 Frames name logical blocks; only the receiver knows where they lie. Nothing becomes visible before all of it verified.
 """
 
-from tandem.transfer.endpoint import Endpoint, TransferError
-from tandem.transfer.link import Link, Push
-from tandem.transfer.memory import MemoryNetwork
-from tandem.transfer.receiver import Receiver
-from tandem.transfer.sender import Sender
-from tandem.transfer.stream import Network, SocketNetwork
+from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.runtime.link import Link, Push
+from tandem.transfer.runtime.receiver import Receiver
+from tandem.transfer.runtime.sender import Sender
+from tandem.transfer.transports.memory import MemoryNetwork
+from tandem.transfer.transports.tcp import Network, SocketNetwork
 
 __all__ = [
     "Endpoint",

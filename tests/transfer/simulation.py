@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.transfer.endpoint import Endpoint, TransferError
-from tandem.transfer.inbound import Inbound, InboundTable
-from tandem.transfer.receiving import Landing, ReceiverProtocol
-from tandem.transfer.sending import Outgoing, SenderProtocol
-from tandem.transfer.wire import HEADER_BYTES, INLINE, Hello, Message, ShmOffer, checksum, parse_header
+from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.landings import Inbound, InboundTable
+from tandem.transfer.protocol.receiver import Landing, ReceiverProtocol
+from tandem.transfer.protocol.sender import Outgoing, SenderProtocol
+from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Hello, Message, ShmOffer, checksum, parse_header
 
 BLOCK_BYTES, NUM_BLOCKS, NUM_LAYERS, FRAME_BLOCKS = 32, 24, 2, 2
 ARENA_SLOTS = 6

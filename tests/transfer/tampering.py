@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 
 from tandem.transfer import Network
-from tandem.transfer.stream import Listener, Stream
-from tandem.transfer.wire import HEADER_BYTES, INLINE, Bytes, Kind, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Bytes, Kind, parse_header
+from tandem.transfer.transports.tcp import Listener, Stream
 
 
 class TamperingStream:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem import native
-from tandem.transfer.blocks import Rows
-from tandem.transfer.copier import CompiledCopier, Copier, load_copier
-from tandem.transfer.wire import checksum
+from tandem.transfer.copy.copier import CompiledCopier, Copier, load_copier
+from tandem.transfer.copy.rows import Rows
+from tandem.transfer.protocol.wire import checksum
 from tests.transfer.pair import Meet
 
 NUM_ROWS = 48

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.transfer.endpoint import TransferError
-from tandem.transfer.inbox import Inbox
-from tandem.transfer.receiving import Landing
-from tandem.transfer.wire import HEADER_BYTES, Kind, Message, parse_header
+from tandem.transfer.protocol.endpoint import TransferError
+from tandem.transfer.protocol.receiver import Landing
+from tandem.transfer.protocol.wire import HEADER_BYTES, Kind, Message, parse_header
+from tandem.transfer.runtime.inbox import Inbox
 from tests.transfer.simulation import ARENA_SLOTS, DEADLINE, NUM_BLOCKS, Chances, World
 
 chance = st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.3])

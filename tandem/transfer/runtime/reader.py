@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tandem.transfer.endpoint import TransferError
-from tandem.transfer.stream import Stream
-from tandem.transfer.wire import HEADER_BYTES, MAX_CONTROL_BYTES, PAYLOAD_KINDS, Message, parse_header
+from tandem.transfer.protocol.endpoint import TransferError
+from tandem.transfer.protocol.wire import HEADER_BYTES, MAX_CONTROL_BYTES, PAYLOAD_KINDS, Message, parse_header
+from tandem.transfer.transports.tcp import Stream
 
 STAGE_BYTES = 16 << 10
 

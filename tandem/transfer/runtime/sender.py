@@ -12,14 +12,14 @@ import threading
 from collections.abc import Sequence
 
 from tandem.clock import Clock, SystemClock
-from tandem.transfer.arena import Arena
-from tandem.transfer.channel import Channel
-from tandem.transfer.copier import load_copier
-from tandem.transfer.endpoint import Endpoint, TransferError
-from tandem.transfer.link import Link
-from tandem.transfer.outlet import Outlet
-from tandem.transfer.sending import SenderProtocol
-from tandem.transfer.stream import Network, SocketNetwork, Stream
+from tandem.transfer.copy.copier import load_copier
+from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.sender import SenderProtocol
+from tandem.transfer.runtime.connection import Channel
+from tandem.transfer.runtime.link import Link
+from tandem.transfer.runtime.sending_end import Outlet
+from tandem.transfer.transports.shm import Arena
+from tandem.transfer.transports.tcp import Network, SocketNetwork, Stream
 
 
 class Sender:

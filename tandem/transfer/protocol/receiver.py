@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.transfer.coverage import Coverage
-from tandem.transfer.endpoint import Endpoint, TransferError
-from tandem.transfer.inbound import Inbound, InboundTable
-from tandem.transfer.liveness import Liveness
-from tandem.transfer.wire import (
+from tandem.transfer.protocol.coverage import Coverage
+from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.landings import Inbound, InboundTable
+from tandem.transfer.protocol.liveness import Liveness
+from tandem.transfer.protocol.wire import (
     INLINE,
     Begin,
     Failure,

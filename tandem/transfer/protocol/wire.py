@@ -17,7 +17,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_intdigest
 
-from tandem.transfer.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 
 MAGIC = b"TDKV"
 VERSION = 3

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.native import NotCompiled, compiled
-from tandem.transfer.blocks import Rows
-from tandem.transfer.wire import checksum
+from tandem.transfer.copy.rows import Rows
+from tandem.transfer.protocol.wire import checksum
 
 _SOURCE = Path(__file__).with_name("rows.c")
 _MIN_BYTES = 256  # shorter payloads have another xxh3

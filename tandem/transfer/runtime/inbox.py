@@ -6,8 +6,8 @@ import logging
 import threading
 from collections import deque
 
-from tandem.transfer.endpoint import TransferError
-from tandem.transfer.inbound import Inbound, InboundTable
+from tandem.transfer.protocol.endpoint import TransferError
+from tandem.transfer.protocol.landings import Inbound, InboundTable
 
 FENCE_SECONDS = 5.0
 

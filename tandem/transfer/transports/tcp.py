@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterable
 from typing import Protocol
 
-from tandem.transfer.wire import Bytes
+from tandem.transfer.protocol.wire import Bytes
 
 
 class Stream(Protocol):

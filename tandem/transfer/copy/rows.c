@@ -1,6 +1,6 @@
 // Rows of a KV cache to one contiguous payload and back, each with the payload's xxh3_64 (as the xxhash library's).
 //
-//   gather    row -> payload, through the caches or past them by way of memory: whichever is faster now (way.py)
+//   gather    row -> payload, through the caches or past them by way of memory: whichever is faster now (store_policy.py)
 //   scatter   payload -> row, past the caches: nobody reads the rows soon, and no line is fetched to be written
 //
 // A stripe of 64 bytes is read once, stored and summed, so the sum vouches for what was stored. Meanwhile the stripe

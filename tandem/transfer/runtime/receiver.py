@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tandem.clock import Clock, SystemClock
-from tandem.transfer.blocks import KVCache
-from tandem.transfer.channel import JOIN_SECONDS, Channel
-from tandem.transfer.copier import load_copier
-from tandem.transfer.endpoint import Endpoint, TransferError
-from tandem.transfer.inbound import Inbound
-from tandem.transfer.inbox import Inbox
-from tandem.transfer.inlet import Inlet
-from tandem.transfer.sender import carried
-from tandem.transfer.stream import Network, SocketNetwork, Stream
-from tandem.transfer.wire import Failure, Kind, control
+from tandem.transfer.copy.copier import load_copier
+from tandem.transfer.copy.rows import KVCache
+from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.landings import Inbound
+from tandem.transfer.protocol.wire import Failure, Kind, control
+from tandem.transfer.runtime.connection import JOIN_SECONDS, Channel
+from tandem.transfer.runtime.inbox import Inbox
+from tandem.transfer.runtime.receiving_end import Inlet
+from tandem.transfer.runtime.sender import carried
+from tandem.transfer.transports.tcp import Network, SocketNetwork, Stream
 
 TICK_SECONDS = 0.05
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tandem.transfer.wire import ShmOffer
+from tandem.transfer.protocol.wire import ShmOffer
 
 HEAD_BYTES = 4096
 RING = HEAD_BYTES // 8 - 1

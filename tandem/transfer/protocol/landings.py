@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.transfer.coverage import Coverage
-from tandem.transfer.endpoint import TransferError
+from tandem.transfer.protocol.coverage import Coverage
+from tandem.transfer.protocol.endpoint import TransferError
 
 
 class Binding(Protocol):

@@ -13,11 +13,11 @@ from concurrent.futures import Future
 import torch
 
 from tandem.clock import Clock
-from tandem.transfer.blocks import Rows, Source
-from tandem.transfer.channel import Channel
-from tandem.transfer.endpoint import Endpoint, TransferError
-from tandem.transfer.outlet import Outlet
-from tandem.transfer.sending import Outgoing
+from tandem.transfer.copy.rows import Rows, Source
+from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.sender import Outgoing
+from tandem.transfer.runtime.connection import Channel
+from tandem.transfer.runtime.sending_end import Outlet
 
 
 class Push:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from tandem.transfer.coverage import Coverage
-from tandem.transfer.endpoint import Endpoint, TransferError
-from tandem.transfer.liveness import Liveness
-from tandem.transfer.wire import (
+from tandem.transfer.protocol.coverage import Coverage
+from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.liveness import Liveness
+from tandem.transfer.protocol.wire import (
     INLINE,
     Begin,
     Bytes,

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.clock import Clock
-from tandem.transfer.arena import Arena, Slot, Slots
-from tandem.transfer.blocks import Rows
-from tandem.transfer.channel import burst
-from tandem.transfer.copier import Copier
-from tandem.transfer.endpoint import TransferError
-from tandem.transfer.sending import Outgoing, SenderProtocol
-from tandem.transfer.way import Way
-from tandem.transfer.wire import MAX_CONTROL_BYTES, Message, Welcome, checksum
+from tandem.transfer.copy.copier import Copier
+from tandem.transfer.copy.rows import Rows
+from tandem.transfer.copy.store_policy import Way
+from tandem.transfer.protocol.endpoint import TransferError
+from tandem.transfer.protocol.sender import Outgoing, SenderProtocol
+from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, Message, Welcome, checksum
+from tandem.transfer.runtime.connection import burst
+from tandem.transfer.transports.shm import Arena, Slot, Slots
 
 PAUSE_SECONDS = (20e-6, 1e-3)  # the first and the longest between two looks: a receiver gives slots back silently
 

@@ -17,11 +17,11 @@ from contextlib import suppress
 from typing import Protocol
 
 from tandem.clock import Clock
-from tandem.transfer.endpoint import TransferError
-from tandem.transfer.liveness import Liveness
-from tandem.transfer.reader import Reader
-from tandem.transfer.stream import Stream
-from tandem.transfer.wire import Message
+from tandem.transfer.protocol.endpoint import TransferError
+from tandem.transfer.protocol.liveness import Liveness
+from tandem.transfer.protocol.wire import Message
+from tandem.transfer.runtime.reader import Reader
+from tandem.transfer.transports.tcp import Stream
 
 JOIN_SECONDS = 5.0
 TICK_SECONDS = 0.05

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.clock import Clock
-from tandem.transfer.arena import Arena
-from tandem.transfer.blocks import KVCache
-from tandem.transfer.channel import burst
-from tandem.transfer.copier import Copier
-from tandem.transfer.endpoint import Endpoint, TransferError
-from tandem.transfer.inbox import Inbox
-from tandem.transfer.receiving import Landing, ReceiverProtocol
-from tandem.transfer.wire import INLINE, Hello, Message, checksum
+from tandem.transfer.copy.copier import Copier
+from tandem.transfer.copy.rows import KVCache
+from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.receiver import Landing, ReceiverProtocol
+from tandem.transfer.protocol.wire import INLINE, Hello, Message, checksum
+from tandem.transfer.runtime.connection import burst
+from tandem.transfer.runtime.inbox import Inbox
+from tandem.transfer.transports.shm import Arena
 
 
 class Inlet:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.transfer.way import MIN_BYTES, TRIAL, Way
+from tandem.transfer.copy.store_policy import MIN_BYTES, TRIAL, Way
 
 NEAR, FAR = {False: 1.0, True: 1.2}, {False: 5.0, True: 0.8}  # seconds a payload takes, past the caches or not
 

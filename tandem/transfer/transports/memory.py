@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from tandem.transfer.stream import Listener, Stream
-from tandem.transfer.wire import Bytes
+from tandem.transfer.protocol.wire import Bytes
+from tandem.transfer.transports.tcp import Listener, Stream
 
 PIPE_BYTES = 1 << 20
 
