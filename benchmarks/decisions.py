@@ -38,8 +38,7 @@ import uvloop
 
 from benchmarks.models import OUT
 from benchmarks.results import percentile
-from services.gateway.last_view import Wanted
-from services.gateway.router import Router
+from services.gateway.routing import Router, RouteRequest
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
 from tandem.clock import SystemClock
@@ -138,10 +137,10 @@ async def _replica_memory(url: str, max_blocks: int) -> dict[str, float]:
 # --- runs ---
 
 
-def prompts(seed: int, count: int) -> list[Wanted]:
+def prompts(seed: int, count: int) -> list[RouteRequest]:
     """As requests bring them: token ids in a proto."""
     chance = random.Random(f"prompts {seed}")
-    return [Wanted(f"r{number}", _prompt(chance, number), "", 64, 600.0) for number in range(count)]
+    return [RouteRequest(f"r{number}", _prompt(chance, number), "", 64, 600.0) for number in range(count)]
 
 
 def _prompt(chance: random.Random, number: int) -> Sequence[int]:
@@ -246,7 +245,7 @@ class Bench:
 
         return await self._measured(name, run)
 
-    def _fresh(self, count: int) -> list[Wanted]:
+    def _fresh(self, count: int) -> list[RouteRequest]:
         self._num_runs += 1
         return prompts(100 * len(self.routers) + self._num_runs, count)
 
@@ -254,7 +253,7 @@ class Bench:
         routes, self._routes = self._routes, []
         await asyncio.gather(*(router.release(route) for router, route in routes))
 
-    async def _one(self, router: Router, request: Wanted, arrived: float, whole: bool) -> None:
+    async def _one(self, router: Router, request: RouteRequest, arrived: float, whole: bool) -> None:
         route = await router.choose(request, ())
         self._latencies.append(time.perf_counter() - arrived)
         self._hits.append((route.prefill or route.decode).cached_tokens / request.prompt_tokens)

@@ -20,8 +20,7 @@ from typing import Any
 import uvloop
 
 from services.gateway.errors import Unavailable
-from services.gateway.last_view import Wanted
-from services.gateway.router import Router
+from services.gateway.routing import Router, RouteRequest
 from services.gateway.server import serve
 from services.gateway.settings import GatewaySettings
 from tandem import telemetry
@@ -40,14 +39,14 @@ class BlindRouter(Router, ABC):
         self._turn = count()
         self._dice = random.Random(1)
 
-    async def choose(self, wanted: Wanted, exclude: Collection[str]) -> Route:
+    async def choose(self, request: RouteRequest, exclude: Collection[str]) -> Route:
         workers = {w.info.worker_id: w for w in self._seen.workers if w.info.worker_id not in exclude}
         prefills = [w for w in workers.values() if w.info.role is Role.PREFILL]
         decodes = [w.info for w in workers.values() if w.info.role is Role.DECODE]
         pairs = [(p.info.worker_id, d.worker_id) for d in decodes for p in prefills if d.incarnation in p.load.linked]
         if not pairs:
             raise Unavailable("no linked pair", code="no_workers")
-        return await super().choose(wanted, {*exclude, *workers} - {*self.pick(pairs)})
+        return await super().choose(request, {*exclude, *workers} - {*self.pick(pairs)})
 
     @abstractmethod
     def pick(self, pairs: list[Pair]) -> Pair:

@@ -9,12 +9,10 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
-from services.gateway.answer import Answer
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
+from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_token_ids
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
-from services.gateway.pipeline import Pipeline
-from services.gateway.request import Generation, check_length, check_token_ids
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.text import TemplateRefused
 from services.gateway.workers import WorkerPool
@@ -81,7 +79,7 @@ class LLM:
         return await self.model.tokenizer.encode(text, add_special_tokens=False)
 
     def answer(self, request: Generation, param: str) -> Answer:
-        """Nothing is sent to a worker before the answer's pieces are asked for.
+        """Nothing is sent to a worker before the answer's deltas are asked for.
 
         Args:
             param: the field that the prompts came in.
@@ -106,7 +104,7 @@ class LLM:
         )  # fmt: skip
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """Whether a request would find its way now, and what there is and is not."""
+        """Whether a request would be served now, and what there is and is not."""
         workers = [worker for worker in self.pool.workers if not worker.load.draining]
         prefills = [w for w in workers if w.info.role is Role.PREFILL and self.pool.connected(w.info)]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]

@@ -1,6 +1,6 @@
 """LLMService: the gRPC door. Errors are statuses whose message names the field; cancelling a call frees everything.
 
-Trailers say which way the request went, as the headers of HTTP do; so does the last message, as `path`.
+Trailers say which path the request took, as the headers of HTTP do; so does the last message, as `path`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from uuid import uuid4
 from grpc import aio
 from opentelemetry import context as otel_context
 
-from services.gateway.answer import Answer
-from services.gateway.choice import Piece
 from services.gateway.errors import GatewayError, InvalidRequest
+from services.gateway.generation import RANGES, Answer, Delta, Generation, Sampling, check_sampling, with_defaults
 from services.gateway.llm import LLM
 from services.gateway.priority import PriorityClass, tenant_of
-from services.gateway.request import RANGES, Generation, Sampling, check_sampling, with_defaults
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
@@ -38,19 +36,19 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
     async def Generate(self, request: llm_pb2.GenerateRequest, context: Context) -> AsyncIterator[Any]:
         answer = await self._answer(request, context)
-        async with aclosing(answer.pieces()) as pieces, _told(answer, context):
-            async for piece in pieces:
-                yield _message(llm_pb2.GenerateResponse, answer, piece)
+        async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
+            async for delta in deltas:
+                yield _message(llm_pb2.GenerateResponse, answer, delta)
 
     async def GenerateUnary(
         self, request: llm_pb2.GenerateUnaryRequest, context: Context
     ) -> llm_pb2.GenerateUnaryResponse:
         answer = await self._answer(request.generate, context)
         whole = llm_pb2.GenerateUnaryResponse()
-        async with aclosing(answer.pieces()) as pieces, _told(answer, context):
-            async for piece in pieces:
-                whole.text += piece.text
-                whole.MergeFrom(_message(llm_pb2.GenerateUnaryResponse, answer, piece, text=""))
+        async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
+            async for delta in deltas:
+                whole.text += delta.text
+                whole.MergeFrom(_message(llm_pb2.GenerateUnaryResponse, answer, delta, text=""))
         return whole
 
     async def ListModels(self, request: llm_pb2.ListModelsRequest, context: Context) -> llm_pb2.ListModelsResponse:
@@ -103,8 +101,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
 
 @asynccontextmanager
-async def _told(answer: Answer, context: Context) -> AsyncIterator[None]:
-    """The answer's way in the trailers, however it ends."""
+async def _with_trailers(answer: Answer, context: Context) -> AsyncIterator[None]:
+    """The path that the answer took goes into the trailers, however it ends."""
     headers: Mapping[str, str] = {}
     try:
         yield
@@ -112,7 +110,7 @@ async def _told(answer: Answer, context: Context) -> AsyncIterator[None]:
         headers = error.headers
         raise rpc.Refused(error.grpc, error.message) from error
     finally:
-        context.set_trailing_metadata(tuple({**answer.way(), **headers}.items()))
+        context.set_trailing_metadata(tuple({**answer.path_headers(), **headers}.items()))
 
 
 def _metadata(context: Context) -> dict[str, str]:
@@ -141,16 +139,16 @@ def _sampling(said: llm_pb2.SamplingParams) -> Sampling:
     )
 
 
-def _message(kind: Callable[..., Any], answer: Answer, piece: Piece, text: str | None = None) -> Any:
+def _message(kind: Callable[..., Any], answer: Answer, delta: Delta, text: str | None = None) -> Any:
     message = kind(
         request_id=answer.request.request_id,
         model=answer.request.model.name,
-        text=piece.text if text is None else text,
-        token_ids=piece.tokens.ids,
-        logprobs=piece.tokens.logprobs,
-        finish_reason=piece.finish_reason,
+        text=delta.text if text is None else text,
+        token_ids=delta.tokens.ids,
+        logprobs=delta.tokens.logprobs,
+        finish_reason=delta.finish_reason,
     )
-    if piece.finish_reason:
+    if delta.finish_reason:
         message.usage.CopyFrom(answer.usage)
         message.path.CopyFrom(answer.path)
     return message

@@ -2,7 +2,7 @@
 
 queued    accepted, not let into the cluster yet
 waiting   accepted, no token yet: queued ones too        running   from the first token to the last
-fallback  a choice that did not go the way it should: no pair could take it, Redis was gone, or its worker died
+fallback  a choice that did not take the path it should: no pair could take it, Redis was gone, or its worker died
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Metrics:
         )
         self.transfer_bytes = Counter("tandem_kv_transfer_bytes", "KV bytes moved for requests.", registry=registry)
         self._fallbacks = Counter(
-            "tandem_fallbacks", "Choices that did not go the way they should.", ("path", "reason"), registry=registry
+            "tandem_fallbacks", "Choices that did not take the path they should.", ("path", "reason"), registry=registry
         )
         self._queued = Histogram(
             "vllm:request_queue_time_seconds", "Waited for a turn at the gateway.", (*LABELS, "priority_class"),
@@ -79,7 +79,7 @@ class Metrics:
         self._queued.labels(self._model, kind.label).observe(seconds)
 
     def path(self, path: llm_pb2.Path, fallback: str) -> None:
-        """The way one choice went, and why it is not the one it should be; empty where it is."""
+        """The path one choice took, and why it is not the one it should be; empty where it is."""
         self.transfer_bytes.inc(path.transfer_bytes)
         if fallback:
             self._fallbacks.labels(PATHS[path.kind], fallback).inc()
@@ -107,7 +107,7 @@ class Metrics:
 
 
 class Meter:
-    """One choice's way from waiting to running to its end. `close` it."""
+    """One choice, from waiting to running to its end. `close` it."""
 
     def __init__(self, metrics: Metrics, now: Callable[[], float]) -> None:
         self._metrics = metrics
@@ -153,7 +153,7 @@ class _ReplicaCollector(Collector):
         replica = self._replica
         yield GaugeMetricFamily("tandem_replica_blocks", "KV blocks whose holders are known.", value=len(replica))
         for name, text, value in (
-            ("dropped_blocks", "KV blocks forgotten because more were told of than fit.", replica.num_dropped),
+            ("dropped_blocks", "KV blocks forgotten because more were reported than fit.", replica.num_dropped),
             ("rereads", "Workers whose blocks were read anew, whole.", replica.num_rereads),
         ):
             yield CounterMetricFamily(f"tandem_replica_{name}", text, value=value)

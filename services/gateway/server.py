@@ -4,7 +4,7 @@
 2 see       the registry, once; from then on in the background. Redis need not be up yet
 3 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
 4 end       SIGTERM, SIGINT or the death of any task: not ready, no new requests, running ones get `drain_s`, then a
-            typed error; what they held is given back before the process goes
+            typed error; what they held is released before the process ends
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from uuid import uuid4
 import structlog
 from prometheus_client import CollectorRegistry
 
-from services.gateway import tracing
 from services.gateway.admission import Admission, FairQueue, capacity_of
-from services.gateway.attempt import Cluster
 from services.gateway.errors import Unavailable
+from services.gateway.generation import BackgroundTasks, ClusterAccess, Pipeline, tracing
 from services.gateway.http import HttpServer, build_app
 from services.gateway.llm import LLM
 from services.gateway.llm_service import LLMService
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
-from services.gateway.pipeline import Afterwards, Pipeline
 from services.gateway.priority import PriorityClass
-from services.gateway.router import Router
+from services.gateway.routing import Router
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerPool
 from tandem import rpc
@@ -61,7 +59,7 @@ class Gateway:
         self._clock = clock or SystemClock()
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
-        self._afterwards = Afterwards()
+        self._background = BackgroundTasks()
 
     async def __aenter__(self) -> Gateway:
         """
@@ -114,7 +112,7 @@ class Gateway:
         router = self._make_router(registry, view, replica, model.name, settings.disaggregation)
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
-        cluster = Cluster(gateway_id, router, pool, clock, spans, self._afterwards)
+        cluster = ClusterAccess(gateway_id, router, pool, clock, spans, self._background)
         self.llm = LLM(
             settings=settings,
             model=model,
@@ -186,10 +184,10 @@ class Gateway:
         await asyncio.gather(self._grpc.stop(GRPC_GRACE_S), self._http.stop(), return_exceptions=True)
         try:
             async with asyncio.timeout(FREE_WAIT_S):
-                await self._afterwards.drain()
+                await self._background.drain()
         except TimeoutError:
             log.warning(
-                "not everything was freed in time; workers will notice by themselves", left=len(self._afterwards)
+                "not everything was freed in time; workers will notice by themselves", left=len(self._background)
             )
 
     async def _wait_idle(self) -> None:
@@ -198,7 +196,7 @@ class Gateway:
 
 
 async def serve(settings: GatewaySettings, *, make_router: type[Router] = Router) -> None:
-    """Run a gateway until it is told to stop.
+    """Run a gateway until SIGTERM or SIGINT.
 
     Raises:
         OSError | ValueError: it could not start.

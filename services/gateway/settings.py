@@ -40,7 +40,7 @@ class GatewaySettings(Settings):
         None, ge=1, description="prompts and answers in the cluster at once; if not set, what it finds room for"
     )
     prefill_queue_tokens: int = Field(
-        16384, ge=1, description="prompt tokens on their way to each worker that reads prompts"
+        16384, ge=1, description="prompt tokens sent to each worker that reads prompts and not read yet"
     )
     replica_max_blocks: int = Field(
         2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"

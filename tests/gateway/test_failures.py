@@ -16,7 +16,7 @@ import pytest
 from opentelemetry.context import Context
 
 from services.gateway import Gateway, GatewaySettings
-from services.gateway.attempt import Outcome
+from services.gateway.generation import Outcome
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer
 from tandem.v1 import llm_pb2, worker_pb2
@@ -35,9 +35,11 @@ async def everything_free(peers: Peers, gateway: Gateway) -> None:
         held = any(
             getattr(p.servicer, "held", ()) or getattr(p.servicer, "running", ()) for p in peers.workers.values()
         )
-        links = [link.running + len(link.stream) for link in gateway.llm.pool._links.values()]
+        connections = [
+            connection.running + len(connection.stream) for connection in gateway.llm.pool._connections.values()
+        ]
         inside = gateway.admission.admitted.tokens or gateway.admission.check_integrity()
-        return not (held or any(links) or gateway.llm.running or inside) and await peers.reserved() == 0
+        return not (held or any(connections) or gateway.llm.running or inside) and await peers.reserved() == 0
 
     await eventually(free, 2.0)
 
@@ -76,7 +78,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_read(
 
 async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers) -> None:
     """So many turns of the event loop after it began, or after its workers were chosen."""
-    chosen = gateway.llm.pipeline._cluster.router._last_view._own
+    chosen = gateway.llm.pipeline._cluster.router._offline._own
     for turns, after_choice in ((turns, after) for turns in range(60) for after in (False, True)):
         request = asyncio.create_task(first_tokens(gateway, f"r{turns}"))
         while after_choice and not chosen:

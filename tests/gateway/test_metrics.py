@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.gateway import Gateway
-from services.gateway.attempt import WORKER_LOST
+from services.gateway.generation import WORKER_LOST
 from services.gateway.metrics import Metrics
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer

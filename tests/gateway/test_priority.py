@@ -65,7 +65,7 @@ class Cluster:
 
 @pytest.fixture
 async def full(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIterator[Cluster]:
-    """Room for one at a time; six more may wait. Who is inside stays until the test lets go."""
+    """Admitted for one at a time; six more may wait. Who is inside stays until the test lets go."""
     async with cluster_of(model_folder, redis, peers, max_admitted_tokens=COST, max_queued=6) as cluster:
         peers.decode.step_s = 0.002
         peers.prefill.hold.clear()

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
-from services.gateway.last_view import Wanted
-from services.gateway.router import Router
+from services.gateway.routing import Router, RouteRequest
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
 from tandem.clock import SystemClock
@@ -28,8 +27,8 @@ def hashes(salt: str = "") -> list[bytes]:
     return block_hashes(root_hash(MODEL, REVISION, "", salt), PROMPT, BLOCK_SIZE)
 
 
-def wanted(salt: str = "", prompt: Sequence[int] = PROMPT) -> Wanted:
-    return Wanted("r", prompt, salt, 8, 30.0)
+def wanted(salt: str = "", prompt: Sequence[int] = PROMPT) -> RouteRequest:
+    return RouteRequest("r", prompt, salt, 8, 30.0)
 
 
 class Routing:

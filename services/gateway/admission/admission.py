@@ -5,8 +5,8 @@
          ├──> the deadline passes
          └──> the gateway stops
 
-With room to spare nothing waits and no task is made. `leave` is right at any time, so one `finally` gives back
-everything. Who waits is looked at again whenever somebody leaves, a prompt was read, or workers come and go.
+With room to spare nothing waits and no task is made. `leave` is right at any time, so one `finally` releases
+everything. The queue is looked at again when work leaves, when a prompt was read, and when workers come and go.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from services.gateway.admission.capacity import Admitted, Capacity
 from services.gateway.admission.fair_queue import FairQueue, Work
-from services.gateway.admission.room import Capacity, Room
 from services.gateway.errors import GatewayError, Overloaded, TimedOut
 from services.gateway.priority import PriorityClass
 from tandem.clock import Clock
@@ -29,7 +29,7 @@ class Admission:
     """Owns who waits and who is inside. `run` follows the cluster's capacity."""
 
     def __init__(self, queue: FairQueue, clock: Clock, max_queued: int) -> None:
-        self.admitted = Room()
+        self.admitted = Admitted()
         self._queue = queue
         self._clock = clock
         self._max_queued = max_queued
@@ -46,7 +46,7 @@ class Admission:
         Raises:
             Overloaded: too many wait, and this is the one to go.
             TimedOut: the deadline came first.
-            GatewayError: what `stop` was told.
+            GatewayError: the error passed to `stop`.
         """
         if self._stopped:
             raise self._stopped
@@ -96,7 +96,7 @@ class Admission:
         """One line for each contradiction; none is what should be."""
         problems = self.admitted.check_integrity() + self._queue.check_integrity()
         if len(self._queue) != len(self._turns):
-            problems.append(f"waiting: {len(self._queue)} in line, {len(self._turns)} told of their turn")
+            problems.append(f"waiting: {len(self._queue)} in line, {len(self._turns)} with a turn to wait for")
         return problems
 
     # --- turns ---

@@ -8,7 +8,7 @@ Why deadlines order only one tenant's own choices: a deadline is what a client s
 one that asks for the shortest would have the cluster to itself. Where there is one tenant, deadlines order the class.
 A class that has been idle begins at the virtual time, so a sporadic realtime request is next whatever batch has queued.
 
-What a choice costs is its prompt and all that it may write; at its end the tokens it did not write are given back.
+What a choice costs is its prompt and all that it may write; at its end the tokens it did not write are refunded.
 No clock and no asyncio here: a simulator may drive it.
 """
 
@@ -63,7 +63,7 @@ class _Class(Party):
 
 
 class FairQueue:
-    """Work that waits. What was taken is told of once more, by `correct`."""
+    """Work that waits. What was taken is settled at its end, by `correct`."""
 
     def __init__(self, weights: Mapping[PriorityClass, float], tenant_weights: Mapping[str, float]) -> None:
         """
@@ -124,7 +124,7 @@ class FairQueue:
             self._share.leave(group)
 
     def correct(self, work: Work) -> None:
-        """Work that was taken has ended: give back what it did not use."""
+        """Work that was taken has ended: refund what it did not use."""
         group = self._classes[work.priority_class]
         self._share.correct(group, work.unused, bool(group.num_waiting))
         if tenant := group.tenants.get(work.tenant):

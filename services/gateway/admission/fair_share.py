@@ -33,7 +33,7 @@ P = TypeVar("P", bound=Party)
 
 
 class FairShare(Generic[P]):
-    """Knows those that wait, not what they wait with. Whoever takes part is told of by its owner."""
+    """Knows those that wait, not what they wait with. Its owner adds and removes those that take part."""
 
     def __init__(self) -> None:
         self.virtual_time = 0.0

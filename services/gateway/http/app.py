@@ -62,7 +62,7 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
 
     @app.get("/health/ready")
     async def ready() -> JSONResponse:
-        """200 where a request would find its way; otherwise 503 and what is missing."""
+        """200 where a request would be served; otherwise 503 and what is missing."""
         is_ready, found = llm.readiness()
         return JSONResponse(found, 200 if is_ready else 503)
 

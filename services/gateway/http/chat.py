@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.choice import Piece
 from services.gateway.errors import InvalidRequest
+from services.gateway.generation import Delta, Sampling
 from services.gateway.http import schema
-from services.gateway.http.format import Format, Read, logprob_entries, read_sampling
+from services.gateway.http.format import Format, ParsedBody, logprob_entries, read_sampling
 from services.gateway.llm import LLM
-from services.gateway.request import Sampling
 from services.gateway.text import Tokenizer
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-async def read_chat(llm: LLM, body: bytes) -> Read:
+async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
     """
     Raises:
         GatewayError
@@ -31,7 +30,7 @@ async def read_chat(llm: LLM, body: bytes) -> Read:
     if found.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
         found.max_tokens = found.max_completion_tokens
-    return Read(
+    return ParsedBody(
         body=found,
         sampling=read_sampling(found, sampling, llm.model, names),
         prompts=[await llm.encode_chat(messages)],
@@ -48,21 +47,21 @@ class ChatFormat(Format):
         self._tokenizer = tokenizer
         self._begun: set[int] = set()
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
-        said: dict[str, Any] = {"content": piece.text}
-        if piece.choice not in self._begun:
-            self._begun.add(piece.choice)
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        said: dict[str, Any] = {"content": delta.text}
+        if delta.choice not in self._begun:
+            self._begun.add(delta.choice)
             said = {"role": "assistant", **said}
-        return {"delta": said, "logprobs": self._logprobs(piece)}
+        return {"delta": said, "logprobs": self._logprobs(delta)}
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(piece)}
+    def choice(self, delta: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(delta)}
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if not piece.tokens.logprobs:
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not delta.tokens.logprobs:
             return None
-        return {"content": logprob_entries(self._tokenizer, piece.tokens.logprobs)}
+        return {"content": logprob_entries(self._tokenizer, delta.tokens.logprobs)}
 
 
 def _logprobs(body: schema.ChatBody) -> int | None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.choice import Piece
 from services.gateway.errors import InvalidRequest
+from services.gateway.generation import Delta, Sampling
 from services.gateway.http import schema
-from services.gateway.http.format import Format, Read, read_sampling, token_text
+from services.gateway.http.format import Format, ParsedBody, read_sampling, token_text
 from services.gateway.llm import LLM
-from services.gateway.request import Sampling
 from services.gateway.text import Tokenizer
 from tandem.v1 import llm_pb2
 
 
-async def read_completion(llm: LLM, body: bytes) -> Read:
+async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
     """
     Raises:
         GatewayError
@@ -29,7 +28,7 @@ async def read_completion(llm: LLM, body: bytes) -> Read:
     prompts = [await llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in said]
     tokenizer = llm.model.tokenizer
     echoes = [_text(prompt, tokenizer) for prompt in said] if found.echo else []
-    return Read(
+    return ParsedBody(
         body=found,
         sampling=sampling,
         prompts=prompts,
@@ -46,22 +45,22 @@ class CompletionFormat(Format):
         self._tokenizer = tokenizer
         self._echoes = {i: echoes[i // n] for i in range(len(echoes) * n)}
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
-        return self.choice(piece)
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        return self.choice(delta)
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        text = self._echoes.pop(piece.choice, "") + piece.text
-        return {"text": text, "logprobs": self._logprobs(piece)}
+    def choice(self, delta: Delta) -> dict[str, Any]:
+        text = self._echoes.pop(delta.choice, "") + delta.text
+        return {"text": text, "logprobs": self._logprobs(delta)}
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        logprobs = piece.tokens.logprobs
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        logprobs = delta.tokens.logprobs
         if not logprobs:
             return None
         return {
             "tokens": [token_text(self._tokenizer, one.token_id) for one in logprobs],
             "token_logprobs": [one.logprob for one in logprobs],
             "top_logprobs": [self._top(one) for one in logprobs],
-            "text_offset": piece.offsets,
+            "text_offset": delta.offsets,
         }
 
     def _top(self, one: llm_pb2.TokenLogprobs) -> dict[str, float] | None:

@@ -1,9 +1,9 @@
 """The hot routes. One request:
 
 1 read      body, within its bounds; fields checked; prompt tokenized
-2 wait      for the first piece: until it is there, a failure still has an HTTP status of its own
-3 write     one event per piece, or all pieces as one body
-4 end       whichever comes first: the answer's end, an error, the deadline, the client's leaving
+2 wait      for the first delta: until it is there, a failure still has an HTTP status of its own
+3 write     one event per delta, or all deltas as one body
+4 end       whichever comes first: the answer's end, an error, the deadline, the client's disconnect
 
 All but the first end cancel the answer, which frees everything it holds on workers.
 """
@@ -17,15 +17,12 @@ from contextlib import aclosing
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from services.gateway import tracing
-from services.gateway.answer import CLIENT_LEFT, Answer
-from services.gateway.choice import Piece
 from services.gateway.errors import GatewayError, Internal, TimedOut
+from services.gateway.generation import CLIENT_LEFT, Answer, Delta, Generation, tracing
 from services.gateway.http.exchange import ClientLeft, Exchange, deadline_of
-from services.gateway.http.format import Envelope, Read, joined
+from services.gateway.http.format import Envelope, ParsedBody, joined
 from services.gateway.llm import LLM
 from services.gateway.priority import priority_of, tenant_of
-from services.gateway.request import Generation
 
 log = structlog.get_logger(__name__)
 # A client that does not read may not keep its request alive.
@@ -38,7 +35,7 @@ class GenerateEndpoint:
     def __init__(
         self,
         llm: LLM,
-        read: Callable[[LLM, bytes], Awaitable[Read]],
+        read: Callable[[LLM, bytes], Awaitable[ParsedBody]],
         wall: Callable[[], float],
     ) -> None:
         self._llm = llm
@@ -73,9 +70,9 @@ class GenerateEndpoint:
         try:
             await self._supervise(exchange, self._write(exchange, found, answer), deadline)
         except GatewayError as error:
-            await exchange.fail(error, answer.way())
+            await exchange.fail(error, answer.path_headers())
 
-    def _generation(self, exchange: Exchange, found: Read, deadline: float) -> Generation:
+    def _generation(self, exchange: Exchange, found: ParsedBody, deadline: float) -> Generation:
         body = found.body
         return Generation(
             operation=found.operation,
@@ -108,42 +105,42 @@ class GenerateEndpoint:
             work.cancel()
             left.cancel()
 
-    async def _write(self, exchange: Exchange, found: Read, answer: Answer) -> None:
+    async def _write(self, exchange: Exchange, found: ParsedBody, answer: Answer) -> None:
         envelope = Envelope(found.format, answer, int(self._wall()))
-        async with aclosing(answer.pieces()) as pieces:
-            told = _chain(await anext(pieces), pieces)
+        async with aclosing(answer.deltas()) as deltas:
+            every = _chain(await anext(deltas), deltas)
             if answer.request.streamed:
-                await exchange.open(answer.way())
-                await self._write_events(exchange, envelope, told)
+                await exchange.open(answer.path_headers())
+                await self._write_events(exchange, envelope, every)
             else:
-                await self._write_whole(exchange, envelope, answer, told)
+                await self._write_whole(exchange, envelope, answer, every)
         if answer.request.streamed:
             options = found.body.stream_options
             if options is not None and options.include_usage:
                 await exchange.event(envelope.usage_chunk())
             await exchange.close()
 
-    async def _write_events(self, exchange: Exchange, envelope: Envelope, pieces: AsyncIterator[Piece]) -> None:
-        async for piece in pieces:
-            if piece.text or piece.finish_reason or piece.tokens.logprobs:
-                await exchange.event(envelope.chunk(piece))
+    async def _write_events(self, exchange: Exchange, envelope: Envelope, deltas: AsyncIterator[Delta]) -> None:
+        async for delta in deltas:
+            if delta.text or delta.finish_reason or delta.tokens.logprobs:
+                await exchange.event(envelope.chunk(delta))
 
     async def _write_whole(
-        self, exchange: Exchange, envelope: Envelope, answer: Answer, pieces: AsyncIterator[Piece]
+        self, exchange: Exchange, envelope: Envelope, answer: Answer, deltas: AsyncIterator[Delta]
     ) -> None:
-        choices: list[list[Piece]] = [[] for _ in answer.outcomes]
-        async for piece in pieces:
-            choices[piece.choice].append(piece)
-        await exchange.json(200, envelope.whole([joined(parts) for parts in choices]), answer.way())
+        choices: list[list[Delta]] = [[] for _ in answer.outcomes]
+        async for delta in deltas:
+            choices[delta.choice].append(delta)
+        await exchange.json(200, envelope.whole([joined(parts) for parts in choices]), answer.path_headers())
 
 
-async def _chain(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncIterator[Piece]:
+async def _chain(first: Delta, rest: AsyncGenerator[Delta, None]) -> AsyncIterator[Delta]:
     yield first
-    async for piece in rest:
-        yield piece
+    async for delta in rest:
+        yield delta
 
 
 async def _cancelled(work: asyncio.Future[None]) -> None:
-    """Cancel it and see it end, so that what it holds is on its way back."""
+    """Cancel it and wait until it has ended, so that all it holds is being released."""
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)

@@ -1,7 +1,7 @@
 """What the two generation endpoints share: reading sampling fields, and the shape of answers.
 
 whole answer    {"id", "object", "created", "model", "choices": [...], "usage"}
-stream          the same envelope around each piece; a last one with usage where asked for
+stream          the same envelope around each delta; a last one with usage where asked for
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from services.gateway.answer import REASONS, Answer
-from services.gateway.attempt import Outcome
-from services.gateway.choice import Piece
 from services.gateway.errors import InvalidRequest
+from services.gateway.generation import RANGES, REASONS, Answer, Delta, Outcome, Sampling, check_sampling, with_defaults
 from services.gateway.http.schema import GenerationBody
 from services.gateway.metrics import PATHS
 from services.gateway.model import ServedModel
-from services.gateway.request import RANGES, Sampling, check_sampling, with_defaults
 from services.gateway.text import Tokenizer
 from services.gateway.workers import Tokens
 from tandem.v1 import llm_pb2
@@ -33,13 +30,13 @@ class Format(Protocol):
     whole: str
     chunk: str
 
-    def delta(self, piece: Piece) -> dict[str, Any]: ...
+    def delta(self, delta: Delta) -> dict[str, Any]: ...
 
-    def choice(self, piece: Piece) -> dict[str, Any]: ...
+    def choice(self, delta: Delta) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ParsedBody:
     """A body that was read and checked, except for the length of its prompts."""
 
     body: GenerationBody
@@ -59,36 +56,36 @@ class Envelope:
         request = answer.request
         self._frame = {"id": f"{form.prefix}-{request.request_id}", "created": created, "model": request.model.name}
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._framed(self._form.chunk, [self._numbered(piece, self._form.delta(piece))])
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        return self._framed(self._form.chunk, [self._numbered(delta, self._form.delta(delta))])
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._framed(self._form.chunk, []), "usage": usage(self._answer)}
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        choices = [self._numbered(piece, self._form.choice(piece)) for piece in pieces]
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        choices = [self._numbered(delta, self._form.choice(delta)) for delta in deltas]
         return {**self._framed(self._form.whole, choices), "usage": usage(self._answer)}
 
     def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._frame, "object": kind, "choices": choices}
 
-    def _numbered(self, piece: Piece, said: dict[str, Any]) -> dict[str, Any]:
-        return {"index": piece.choice, **said, "finish_reason": REASONS.get(piece.finish_reason)}
+    def _numbered(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
+        return {"index": delta.choice, **said, "finish_reason": REASONS.get(delta.finish_reason)}
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """OpenAI's usage, and which way the request went as `tandem`."""
+    """OpenAI's usage, and which path the request took as `tandem`."""
     used = answer.usage
     return {
         "prompt_tokens": used.prompt_tokens,
         "completion_tokens": used.completion_tokens,
         "total_tokens": used.prompt_tokens + used.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
-        "tandem": [_way(outcome) for outcome in answer.outcomes],
+        "tandem": [_path(outcome) for outcome in answer.outcomes],
     }
 
 
-def _way(outcome: Outcome) -> dict[str, Any]:
+def _path(outcome: Outcome) -> dict[str, Any]:
     path = outcome.path
     return {
         "path": PATHS.get(path.kind),
@@ -101,15 +98,15 @@ def _way(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of one choice as one."""
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of one choice as one."""
     tokens = Tokens([], [])
-    for piece in pieces:
-        tokens.ids += piece.tokens.ids
-        tokens.logprobs += piece.tokens.logprobs
-    offsets = [offset for piece in pieces for offset in piece.offsets]
-    text = "".join(piece.text for piece in pieces)
-    return Piece(pieces[-1].choice, text, tokens, offsets, pieces[-1].finish_reason)
+    for delta in deltas:
+        tokens.ids += delta.tokens.ids
+        tokens.logprobs += delta.tokens.logprobs
+    offsets = [offset for delta in deltas for offset in delta.offsets]
+    text = "".join(delta.text for delta in deltas)
+    return Delta(deltas[-1].choice, text, tokens, offsets, deltas[-1].finish_reason)
 
 
 def read_sampling(body: GenerationBody, start: Sampling, model: ServedModel, names: Mapping[str, str]) -> Sampling:

@@ -1,4 +1,4 @@
-"""One sequence's tokens on their way from the stream of a decode worker to the request that waits for them.
+"""One sequence's tokens between the stream of a decode worker and the request that waits for them.
 
     put(output) ... fail(error)     by the stream's reader
     get() -> new tokens             by the request: each index once, in order
@@ -33,7 +33,7 @@ class Mailbox:
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
         # Done, with the error, once the sequence has failed.
         self.failed: asyncio.Future[GatewayError] = asyncio.get_running_loop().create_future()
-        self.told = False  # the failure by the worker itself, which so far lives
+        self.reported = False  # the failure, by the worker itself, which is therefore alive
         self._worker_id = worker_id
         self._outputs: list[worker_pb2.SequenceOutput] = []
         self._news = asyncio.Event()
@@ -42,7 +42,7 @@ class Mailbox:
         self._outputs.append(output)
         self._news.set()
         if output.HasField("failure"):
-            self.told = not self.failed.done()
+            self.reported = not self.failed.done()
             self.fail(from_failure(self._worker_id, output.failure.code, output.failure.message))
 
     def fail(self, error: GatewayError) -> None:
@@ -52,7 +52,7 @@ class Mailbox:
 
     @property
     def ended(self) -> bool:
-        """Whether the decode worker itself has told of the end."""
+        """Whether the decode worker itself has reported the end."""
         return self.failed.done() or any(output.finish_reason for output in self._outputs)
 
     async def wait_ended(self) -> None:

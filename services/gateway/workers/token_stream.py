@@ -35,7 +35,7 @@ class TokenStream:
         self._gateway_id = gateway_id
         self._clock = clock
         self._mailboxes: dict[str, Mailbox] = {}
-        self._gone = ""
+        self._closed_because = ""
         self._stopped: GatewayError | None = None
 
     def __len__(self) -> int:
@@ -49,8 +49,8 @@ class TokenStream:
         """
         if self._stopped:
             raise self._stopped
-        if self._gone or not self.open.is_set():
-            raise WorkerLost(self._worker.worker_id, self._gone or "its token stream is not open")
+        if self._closed_because or not self.open.is_set():
+            raise WorkerLost(self._worker.worker_id, self._closed_because or "its token stream is not open")
         mailbox = self._mailboxes[request_id] = Mailbox(request_id, self._worker.worker_id)
         return mailbox
 
@@ -64,7 +64,7 @@ class TokenStream:
             WorkerLost: not within CONNECT_WAIT_S.
             TimedOut: the deadline came first.
         """
-        if self.open.is_set() or self._gone or self._stopped:
+        if self.open.is_set() or self._closed_because or self._stopped:
             return
         left = deadline - self._clock.now()
         opened = asyncio.ensure_future(self.open.wait())
@@ -82,12 +82,12 @@ class TokenStream:
     async def run(self) -> None:
         """Keep the stream open until cancelled, or until another incarnation answers."""
         try:
-            while not self._gone:
+            while not self._closed_because:
                 reason = await self._read()
                 self.fail(reason)
                 await self._clock.sleep(RECONNECT_S)
         finally:
-            self.fail(self._gone or "the gateway is stopping")
+            self.fail(self._closed_because or "the gateway is stopping")
 
     def fail(self, reason: str) -> None:
         """End every sequence of this stream with an error."""
@@ -101,7 +101,7 @@ class TokenStream:
 
     def close(self, reason: str) -> None:
         """This incarnation is dead: nothing more may be sent to it."""
-        self._gone = reason
+        self._closed_because = reason
         self.fail(reason)
 
     def stop(self, error: GatewayError) -> None:
@@ -118,8 +118,8 @@ class TokenStream:
                 if message.incarnation:
                     self._greet(message.incarnation)
                 self._deliver(message)
-                if self._gone:
-                    return self._gone
+                if self._closed_because:
+                    return self._closed_because
         except aio.AioRpcError as error:
             return f"its token stream broke: {error.code().name}: {error.details()}"
         finally:
@@ -130,7 +130,7 @@ class TokenStream:
         if incarnation == self._worker.incarnation:
             self.open.set()
         else:
-            self._gone = f"it was restarted: incarnation {incarnation} answers"
+            self._closed_because = f"it was restarted: incarnation {incarnation} answers"
 
     def _deliver(self, message: decode_pb2.StreamTokensResponse) -> None:
         for output in message.outputs:

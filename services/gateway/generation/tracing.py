@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
 from services.gateway.errors import GatewayError
-from services.gateway.request import Generation
+from services.gateway.generation.request import Generation
 
 PROVIDER = "tandem"
 

@@ -1,10 +1,10 @@
-"""One request's answer: its choices side by side, told of in one stream of pieces; its span and its metrics.
+"""One request's answer: its choices side by side, merged into one stream of deltas; its span and its metrics.
 
     choice 0: pipeline -> text ─┐
-    choice 1: pipeline -> text ─┼─> pieces, as they come ──> HTTP or gRPC
+    choice 1: pipeline -> text ─┼─> deltas, as they come ──> HTTP or gRPC
     choice 2: pipeline -> text ─┘
 
-The first choice that fails fails the answer, and ends the others. Closing `pieces` ends all of them.
+The first choice that fails fails the answer, and ends the others. Closing `deltas` ends all of them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import aclosing
 
 from opentelemetry.trace import Span, Tracer
 
-from services.gateway import tracing
-from services.gateway.attempt import Outcome
-from services.gateway.choice import Choice, Piece
 from services.gateway.errors import GatewayError
+from services.gateway.generation import tracing
+from services.gateway.generation.attempt import Outcome
+from services.gateway.generation.choice import Choice, Delta
+from services.gateway.generation.pipeline import Pipeline
+from services.gateway.generation.request import Generation
 from services.gateway.metrics import PATHS, Metrics
-from services.gateway.pipeline import Pipeline
-from services.gateway.request import Generation
 from tandem.clock import Clock
 from tandem.v1 import llm_pb2
 
@@ -33,7 +33,7 @@ CLIENT_LEFT = 499
 
 
 class Answer:
-    """`pieces` once; everything else can be asked at any time."""
+    """`deltas` once; everything else can be asked at any time."""
 
     def __init__(
         self, request: Generation, pipeline: Pipeline, metrics: Metrics, clock: Clock, spans: Tracer,
@@ -63,11 +63,11 @@ class Answer:
 
     @property
     def path(self) -> llm_pb2.Path:
-        """The way of the first choice that has one."""
+        """The path of the first choice that has one."""
         return next((outcome.path for outcome in self.outcomes if outcome.path.kind), self.outcomes[0].path)
 
-    def way(self) -> dict[str, str]:
-        """Which way the request went and why, as far as it is known: HTTP headers, gRPC trailers."""
+    def path_headers(self) -> dict[str, str]:
+        """Which path the request took and why, as far as it is known: HTTP headers, gRPC trailers."""
         path = self.path
         said = {
             "x-tandem-path": PATHS.get(path.kind, "none"),
@@ -80,7 +80,7 @@ class Answer:
         }
         return {name: _header_value(value) for name, value in said.items() if value}
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """
         Raises:
             GatewayError
@@ -89,9 +89,9 @@ class Answer:
         span = tracing.start_root(self._spans, self.request)
         status = CLIENT_LEFT
         try:
-            async with aclosing(self._merged(span)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            async with aclosing(self._merged(span)) as deltas:
+                async for delta in deltas:
+                    yield delta
             status = 200
         except GatewayError as error:
             status = error.status
@@ -104,11 +104,11 @@ class Answer:
             self._running.discard(self)
             self._end(span, status)
 
-    def _merged(self, span: Span) -> AsyncGenerator[Piece, None]:
+    def _merged(self, span: Span) -> AsyncGenerator[Delta, None]:
         runs = [self._run(choice, span) for choice in self._choices]
         return runs[0] if len(runs) == 1 else merge(runs)
 
-    async def _run(self, choice: Choice, span: Span) -> AsyncGenerator[Piece, None]:
+    async def _run(self, choice: Choice, span: Span) -> AsyncGenerator[Delta, None]:
         """One choice, counted."""
         request, outcome = self.request, self.outcomes[choice.index]
         tokens = self._pipeline.tokens(
@@ -119,10 +119,10 @@ class Answer:
         try:
             async with aclosing(tokens):
                 async for new in tokens:
-                    piece = choice.feed(new, outcome.finish_reason)
-                    meter.count(len(piece.tokens.ids))
-                    yield piece
-                    if piece.finish_reason:
+                    delta = choice.feed(new, outcome.finish_reason)
+                    meter.count(len(delta.tokens.ids))
+                    yield delta
+                    if delta.finish_reason:
                         break
             meter.success(REASONS.get(choice.finish_reason, "abort"), len(request.prompts[choice.index // request.n]))
         finally:
@@ -153,23 +153,23 @@ def _header_value(value: str) -> str:
     return " ".join(value.split()).encode("ascii", "replace").decode()
 
 
-async def merge(runs: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+async def merge(runs: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
     """Pieces of all runs as they come. One failure ends all, and is raised."""
-    queue: asyncio.Queue[Piece | None] = asyncio.Queue()
+    queue: asyncio.Queue[Delta | None] = asyncio.Queue()
 
-    async def pump(run: AsyncGenerator[Piece, None]) -> None:
+    async def pump(run: AsyncGenerator[Delta, None]) -> None:
         try:
             async with aclosing(run):
-                async for piece in run:
-                    queue.put_nowait(piece)
+                async for delta in run:
+                    queue.put_nowait(delta)
         finally:
             queue.put_nowait(None)
 
     tasks = [asyncio.create_task(pump(run)) for run in runs]
     try:
         for _ in tasks:
-            while (piece := await queue.get()) is not None:
-                yield piece
+            while (delta := await queue.get()) is not None:
+                yield delta
             for task in tasks:
                 if task.done():
                     task.result()

@@ -1,6 +1,6 @@
 """The text of one choice.
 
-    tokens -> detokenizer -> stop strings -> Piece
+    tokens -> detokenizer -> stop strings -> Delta
 
 A stop token's own text is not shown. A stop string ends the choice at the token that completes it: later tokens of
 the same message do not count.
@@ -17,7 +17,7 @@ from tandem.v1 import llm_pb2
 
 
 @dataclass(slots=True)
-class Piece:
+class Delta:
     """What is new of one choice."""
 
     choice: int
@@ -37,7 +37,7 @@ class Choice:
         self._stop_ids = frozenset(stop_ids)
         self._length = 0
 
-    def feed(self, tokens: Tokens, finish_reason: llm_pb2.FinishReason) -> Piece:
+    def feed(self, tokens: Tokens, finish_reason: llm_pb2.FinishReason) -> Delta:
         """Tokens as they came, and the finish reason that came with them."""
         shown, offsets = [], []
         last = len(tokens.ids) - 1 if finish_reason == llm_pb2.FINISH_REASON_STOP else -1
@@ -53,7 +53,7 @@ class Choice:
             shown.append(self._rest())
         self.num_tokens += len(tokens.ids)
         self.finish_reason = finish_reason
-        return Piece(self.index, "".join(shown), tokens, offsets, finish_reason)
+        return Delta(self.index, "".join(shown), tokens, offsets, finish_reason)
 
     def _show(self, text: str) -> str:
         self._length += len(text)

@@ -3,7 +3,7 @@
 hash      the prompt's blocks, as most workers of the model name them
 look up   who holds how much of it: the gateway's own replica, no round trip
 choose    Redis: one atomic decision that every gateway sees, held until released      select_and_reserve
-          Redis is gone: the last view and the replica, nothing reserved               LastView
+          Redis is gone: the last view and the replica, nothing reserved               OfflineRouter
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 import structlog
 
 from services.gateway.errors import InvalidRequest, Unavailable
-from services.gateway.last_view import LastView, Wanted
+from services.gateway.routing.offline import OfflineRouter
+from services.gateway.routing.route_request import RouteRequest
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
 from tandem.registry import (
@@ -40,7 +41,7 @@ POLICIES: dict[Disaggregation, PrefillPolicy] = {
 
 
 class Router:
-    """Routes and their reservations. Whoever got a route gives it back with `release`."""
+    """Routes and their reservations. Every route that was chosen is ended with `release`."""
 
     def __init__(
         self, registry: Registry, view: ClusterView, replica: BlockReplica, model: str, policy: Disaggregation
@@ -51,52 +52,52 @@ class Router:
         self._model = model
         self._policy = POLICIES[policy]
         self._kind_of: tuple[Sequence[Worker], tuple[str, int] | None] = ((), None)
-        self._last_view = LastView(view, model, may_be_local=policy is not Disaggregation.REQUIRE)
+        self._offline = OfflineRouter(view, model, may_be_local=policy is not Disaggregation.REQUIRE)
 
-    async def choose(self, wanted: Wanted, exclude: Collection[str]) -> Route:
+    async def choose(self, request: RouteRequest, exclude: Collection[str]) -> Route:
         """
         Raises:
             InvalidRequest: no worker is large enough.
             Unavailable: no worker can take it now; says what is missing.
         """
-        route = await self._route(wanted, exclude)
-        self._last_view.note(route)
+        route = await self._route(request, exclude)
+        self._offline.note(route)
         return route
 
     async def release_prefill(self, route: Route) -> None:
-        """The prompt was read: its tokens no longer wait for anyone."""
-        await self._give_back(route, prefill_done_only=True)
+        """The prompt was read: its tokens wait no longer."""
+        await self._release(route, prefill_done_only=True)
 
     async def release(self, route: Route) -> None:
-        """Give the route back. Redis being gone is no error: reservations end by themselves."""
-        self._last_view.forget(route)
-        await self._give_back(route, prefill_done_only=False)
+        """End the route. Redis being gone is no error: reservations expire by themselves."""
+        self._offline.forget(route)
+        await self._release(route, prefill_done_only=False)
 
-    async def _route(self, wanted: Wanted, exclude: Collection[str]) -> Route:
-        prefix, held = self._look_up(wanted)
+    async def _route(self, request: RouteRequest, exclude: Collection[str]) -> Route:
+        prefix, held = self._look_up(request)
         if self._view.stale:  # not every request should wait for the same silence
             why = f"registry unavailable for {self._view.age:.0f} s"
-            return self._last_view.choose(wanted, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
+            return self._offline.choose(request, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
         try:
             return await self._registry.select_and_reserve(
-                request_id=wanted.request_id,
+                request_id=request.request_id,
                 model=self._model,
-                prompt_tokens=wanted.prompt_tokens,
-                max_new_tokens=wanted.max_new_tokens,
+                prompt_tokens=request.prompt_tokens,
+                max_new_tokens=request.max_new_tokens,
                 prefill=self._policy,
                 prefix=prefix,
-                ttl=wanted.seconds,
+                ttl=request.seconds,
                 exclude=exclude,
             )
         except RegistryUnavailable as error:
             why = f"registry unavailable: {error}"
-            return self._last_view.choose(wanted, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
+            return self._offline.choose(request, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
         except RequestTooLarge as error:
             raise InvalidRequest(str(error), "max_tokens", "context_length_exceeded") from None
         except NoWorkers as error:
-            return self._despite(error, wanted, held, exclude)
+            return self._after_refusal(error, request, held, exclude)
 
-    def _look_up(self, wanted: Wanted) -> tuple[PromptPrefix, dict[str, int]]:
+    def _look_up(self, request: RouteRequest) -> tuple[PromptPrefix, dict[str, int]]:
         """The prompt's prefix, and generation: cached tokens. Workers of another revision or block size than most, if
         any, count as holding none of it.
         """
@@ -104,8 +105,8 @@ class Router:
         if kind is None:
             return PromptPrefix.of("", 1, ()), {}
         revision, block_size = kind
-        root = root_hash(self._model, revision, "", wanted.cache_salt)
-        hashes = block_hashes(root, wanted.token_ids, block_size)
+        root = root_hash(self._model, revision, "", request.cache_salt)
+        hashes = block_hashes(root, request.token_ids, block_size)
         held = self._replica.holders(hashes)
         tokens = {generation: count * block_size for count, generations in held for generation in generations}
         return PromptPrefix.of(revision, block_size, hashes, held), tokens
@@ -118,15 +119,17 @@ class Router:
             self._kind_of = workers, kinds.most_common(1)[0][0] if kinds else None
         return self._kind_of[1]
 
-    async def _give_back(self, route: Route, prefill_done_only: bool) -> None:
+    async def _release(self, route: Route, prefill_done_only: bool) -> None:
         try:
             await self._registry.release(route.reservation_id, prefill_done_only=prefill_done_only)
         except RegistryUnavailable as error:
-            log.warning("reservation not given back yet", error=str(error))
+            log.warning("reservation not released yet", error=str(error))
 
-    def _despite(self, refusal: NoWorkers, wanted: Wanted, held: dict[str, int], exclude: Collection[str]) -> Route:
+    def _after_refusal(
+        self, refusal: NoWorkers, request: RouteRequest, held: dict[str, int], exclude: Collection[str]
+    ) -> Route:
         """A Redis that came back empty knows a worker again from its next heartbeat on; the view still does."""
         try:
-            return self._last_view.choose(wanted, held, exclude, str(refusal), Fallback.LAST_VIEW)
+            return self._offline.choose(request, held, exclude, str(refusal), Fallback.LAST_VIEW)
         except Unavailable:
             raise Unavailable(str(refusal), code="no_workers") from None

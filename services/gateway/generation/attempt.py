@@ -4,7 +4,7 @@
     reserve   D's token stream open, blocks held; a ticket, or D reads    DecodeService.Reserve
     prefill   P's reply carries the first token                           PrefillService.Prefill
     decode    the other tokens come by the stream
-    close     D told to abort unless it knows the end; the reservation given back
+    close     D aborts unless it has ended the sequence itself; the reservation is released
 
 Whatever ends it, `close` frees everything; it runs apart from the request, so a second cancellation cannot stop it.
 """
@@ -20,11 +20,10 @@ import structlog
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
-from services.gateway import tracing
 from services.gateway.errors import GatewayError, TimedOut, Unavailable, WorkerLost
-from services.gateway.last_view import Wanted
-from services.gateway.router import Router
-from services.gateway.workers import Link, Mailbox, Tokens, WorkerPool
+from services.gateway.generation import tracing
+from services.gateway.routing import Router, RouteRequest
+from services.gateway.workers import Mailbox, Tokens, WorkerConnection, WorkerPool
 from tandem.clock import Clock
 from tandem.registry import Route, WorkerInfo
 from tandem.v1 import decode_pb2, llm_pb2, prefill_pb2, worker_pb2
@@ -38,15 +37,15 @@ WORKER_LOST = "worker_lost"
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """What an attempt reaches the cluster with. `later` runs a coroutine to its end, whatever the request does."""
+class ClusterAccess:
+    """What an attempt reaches the cluster with. `in_background` runs a coroutine to its end, apart from the request."""
 
     gateway_id: str
     router: Router
     pool: WorkerPool
     clock: Clock
     spans: Tracer
-    later: Callable[[Coroutine[Any, Any, None]], None]
+    in_background: Callable[[Coroutine[Any, Any, None]], None]
 
 
 @dataclass(slots=True)
@@ -58,14 +57,19 @@ class Outcome:
     finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
     queued_s: float = 0.0
     lost: str = ""  # why the first try came to nothing
-    fallback: str = ""  # why the way is not what it should be: a Fallback, or WORKER_LOST
+    fallback: str = ""  # why the path is not what it should be: a Fallback, or WORKER_LOST
 
 
 class Attempt:
     """`tokens` once, then `close` once."""
 
     def __init__(
-        self, cluster: Cluster, sequence: worker_pb2.SequenceSpec, deadline: float, parent: Context, outcome: Outcome
+        self,
+        cluster: ClusterAccess,
+        sequence: worker_pb2.SequenceSpec,
+        deadline: float,
+        parent: Context,
+        outcome: Outcome,
     ) -> None:
         self._cluster = cluster
         self._sequence = sequence
@@ -74,7 +78,7 @@ class Attempt:
         self._outcome = outcome
         self._route: Route | None = None
         self._choosing: asyncio.Task[Route] | None = None
-        self._links: list[Link] = []
+        self._connections: list[WorkerConnection] = []
         self._mailbox: Mailbox | None = None
         self._reserving = False
         self._ended_by_decode = False
@@ -84,7 +88,7 @@ class Attempt:
     def lost_decode(self) -> set[str]:
         """The decode worker, where its stream broke under this sequence."""
         mailbox, route = self._mailbox, self._route
-        broke = mailbox is not None and mailbox.failed.done() and not mailbox.told
+        broke = mailbox is not None and mailbox.failed.done() and not mailbox.reported
         return {route.decode.info.worker_id} if broke and route else set()
 
     async def tokens(self, exclude: Collection[str]) -> AsyncIterator[Tokens]:
@@ -117,11 +121,11 @@ class Attempt:
             await asyncio.gather(self._choosing, return_exceptions=True)
         mailbox, route = self._mailbox, self._route
         if mailbox is not None and self._reserving and not self._ended_by_decode:
-            await self._end_on_decode(mailbox, self._links[0])
+            await self._end_on_decode(mailbox, self._connections[0])
         if mailbox is not None:
-            self._links[0].stream.detach(mailbox)
-        for link in self._links:
-            link.running -= 1
+            self._connections[0].stream.detach(mailbox)
+        for connection in self._connections:
+            connection.running -= 1
         if route is not None:
             await self._cluster.router.release(route)
 
@@ -129,32 +133,34 @@ class Attempt:
 
     async def _choose(self, exclude: Collection[str]) -> Route:
         sequence, cluster, left = self._sequence, self._cluster, self._left()
-        wanted = Wanted(
+        request = RouteRequest(
             sequence.request_id, sequence.token_ids, sequence.cache_salt, sequence.sampling.max_tokens, left + 1.0
         )
         with tracing.child(cluster.spans, "route", self._parent) as span:
-            self._choosing = asyncio.create_task(self._take(wanted, exclude))
+            self._choosing = asyncio.create_task(self._take(request, exclude))
             route = await self._within(self._choosing)
             self._note_route(route)
             span.set_attribute("tandem.path.reason", route.reason)
         return route
 
-    async def _take(self, wanted: Wanted, exclude: Collection[str]) -> Route:
-        """A route that is had is known at once: a request that is cancelled in that moment still gives it back."""
-        self._route = await self._answering(wanted, exclude)
+    async def _take(self, request: RouteRequest, exclude: Collection[str]) -> Route:
+        """A route that is had is noted at once: a request that is cancelled in that moment still releases it."""
+        self._route = await self._answering(request, exclude)
         return self._route
 
-    async def _answering(self, wanted: Wanted, exclude: Collection[str]) -> Route:
+    async def _answering(self, request: RouteRequest, exclude: Collection[str]) -> Route:
         """Among the workers that answer now; if there are none, among those that may be back in a moment."""
         lost = self._cluster.pool.lost()
         try:
-            return await self._cluster.router.choose(wanted, lost | set(exclude))
+            return await self._cluster.router.choose(request, lost | set(exclude))
         except Unavailable:
             if not lost:
                 raise
-        return await self._cluster.router.choose(wanted, exclude)
+        return await self._cluster.router.choose(request, exclude)
 
-    async def _reserve(self, decode: Link, prefill: WorkerInfo | None) -> tuple[Mailbox, worker_pb2.LandingTicket]:
+    async def _reserve(
+        self, decode: WorkerConnection, prefill: WorkerInfo | None
+    ) -> tuple[Mailbox, worker_pb2.LandingTicket]:
         with tracing.child(self._cluster.spans, "reserve", self._parent, SpanKind.CLIENT) as span:
             span.set_attribute("tandem.worker", decode.info.worker_id)
             await decode.stream.wait_open(self._deadline)
@@ -171,14 +177,14 @@ class Attempt:
             response = await self._call(decode, decode.decode.Reserve, request, span, mailbox)
         return mailbox, response.ticket
 
-    async def _prefill(self, prefill: Link, ticket: worker_pb2.LandingTicket, mailbox: Mailbox) -> Tokens:
+    async def _prefill(self, prefill: WorkerConnection, ticket: worker_pb2.LandingTicket, mailbox: Mailbox) -> Tokens:
         with tracing.child(self._cluster.spans, "prefill", self._parent, SpanKind.CLIENT) as span:
             span.set_attribute("tandem.worker", prefill.info.worker_id)
             request = prefill_pb2.PrefillRequest(sequence=self._timed(), ticket=ticket)
             try:
                 response = await self._call(prefill, prefill.prefill.Prefill, request, span, mailbox)
             except WorkerLost as error:
-                if not mailbox.told:
+                if not mailbox.reported:
                     raise
                 # The decode worker lives, for it says so: what it has lost is this prefill worker.
                 raise WorkerLost(prefill.info.worker_id, error.message) from None
@@ -190,14 +196,14 @@ class Attempt:
         self._note_progress(self._route, mailbox, len(tokens.ids))
         return tokens
 
-    async def _end_on_decode(self, mailbox: Mailbox, decode: Link) -> None:
+    async def _end_on_decode(self, mailbox: Mailbox, decode: WorkerConnection) -> None:
         if mailbox.finish_reason:
             await self._linger(mailbox)
             if mailbox.ended:
                 return
         request = decode_pb2.AbortRequest(request_ids=[mailbox.request_id])
         try:
-            # A stream that comes back at once keeps the worker from freeing this by itself: wait for the link.
+            # A stream that comes back at once keeps the worker from freeing this by itself: wait for the connection.
             await decode.call(decode.decode.Abort, request, timeout=ABORT_TIMEOUT_S, wait_for_ready=True)
         except GatewayError as error:
             log.warning("sequence not aborted", request_id=mailbox.request_id, reason=error.message)
@@ -237,18 +243,18 @@ class Attempt:
             pause.cancel()
             work.cancel()
 
-    async def _call(self, link: Link, method: Any, request: Any, span: Span, mailbox: Mailbox) -> Any:
+    async def _call(self, connection: WorkerConnection, method: Any, request: Any, span: Span, mailbox: Mailbox) -> Any:
         """A unary call, ended early when the sequence fails: the deadline, or the decode worker's death."""
         metadata = tracing.metadata(tracing.under(span))
-        return await link.call(method, request, timeout=self._left(), metadata=metadata, unless=mailbox.failed)
+        return await connection.call(method, request, timeout=self._left(), metadata=metadata, unless=mailbox.failed)
 
     # --- notes ---
 
-    def _use(self, info: WorkerInfo) -> Link:
-        link = self._cluster.pool.link(info)
-        link.running += 1
-        self._links.append(link)
-        return link
+    def _use(self, info: WorkerInfo) -> WorkerConnection:
+        connection = self._cluster.pool.connection(info)
+        connection.running += 1
+        self._connections.append(connection)
+        return connection
 
     def _note_route(self, route: Route) -> None:
         reason = f"{route.reason}; after {self._outcome.lost}" if self._outcome.lost else route.reason
@@ -263,4 +269,4 @@ class Attempt:
         self._outcome.num_cached_tokens = mailbox.num_cached_tokens
         self._outcome.finish_reason = mailbox.finish_reason
         if mailbox.next_index == num_new:
-            self._cluster.later(self._cluster.router.release_prefill(route))
+            self._cluster.in_background(self._cluster.router.release_prefill(route))

@@ -19,7 +19,7 @@ from tandem.registry import Role, WorkerInfo
 from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
 
-class Link:
+class WorkerConnection:
     """Owned by the pool, which closes it. `running` counts the attempts that use it."""
 
     def __init__(self, info: WorkerInfo, channel: aio.Channel, gateway_id: str, clock: Clock) -> None:
@@ -47,7 +47,7 @@ class Link:
 
     @property
     def broken(self) -> str:
-        """Why the link's task died, if it did: a bug."""
+        """Why the connection's task died, if it did: a bug."""
         task = self._task
         if not task.done() or task.cancelled() or task.exception() is None:
             return ""

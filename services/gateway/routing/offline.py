@@ -8,32 +8,17 @@ Nothing is reserved and other gateways are not seen, so this is only as good as 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
 from services.gateway.errors import Unavailable
+from services.gateway.routing.route_request import RouteRequest
 from tandem.registry import ClusterView, Fallback, Place, Role, Route, Worker
 
-# As in the registry's costs: reading a token delays whoever comes next, too.
+# As in the registry's costs: reading a token delays the next request, too.
 OWN_WORK = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a sequence needs of the cluster."""
-
-    request_id: str
-    token_ids: Sequence[int]  # of the prompt
-    cache_salt: str
-    max_new_tokens: int
-    seconds: float  # how long a forgotten reservation may live
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-class LastView:
+class OfflineRouter:
     """Routes without reservations. `note` every route that begins, `forget` every one that ends."""
 
     def __init__(self, view: ClusterView, model: str, may_be_local: bool) -> None:
@@ -50,7 +35,7 @@ class LastView:
         self._own += Counter()
 
     def choose(
-        self, wanted: Wanted, held: Mapping[str, int], exclude: Collection[str], why: str, fallback: Fallback
+        self, request: RouteRequest, held: Mapping[str, int], exclude: Collection[str], why: str, fallback: Fallback
     ) -> Route:
         """
         Args:
@@ -61,15 +46,15 @@ class LastView:
             Unavailable: nobody in the view can take it.
         """
         usable = [w for w in self._view.workers if w.info.model == self._model and _usable(w, exclude)]
-        decodes = [w for w in usable if w.info.role is Role.DECODE and _fits(w, wanted)]
+        decodes = [w for w in usable if w.info.role is Role.DECODE and _fits(w, request)]
         if not decodes:
             raise Unavailable(f"no decode worker of model {self._model} in the last view; {why}", code="no_workers")
         pairs = [(p, d) for p in usable if p.info.role is Role.PREFILL for d in decodes if _linked(p, d)]
         reason = f"chosen from the last view, {why}"
 
         def work(worker: Worker, tokens_times: int) -> float:
-            missing = wanted.prompt_tokens - held.get(worker.generation, 0)
-            return self._own[worker.info.worker_id] * wanted.prompt_tokens + tokens_times * missing
+            missing = request.prompt_tokens - held.get(worker.generation, 0)
+            return self._own[worker.info.worker_id] * request.prompt_tokens + tokens_times * missing
 
         def place(worker: Worker) -> Place:
             return Place(worker.info, held.get(worker.generation, 0))
@@ -92,8 +77,8 @@ def _usable(worker: Worker, exclude: Collection[str]) -> bool:
     return not worker.load.draining and info.worker_id not in exclude and info.incarnation not in exclude
 
 
-def _fits(worker: Worker, wanted: Wanted) -> bool:
-    tokens = wanted.prompt_tokens + wanted.max_new_tokens
+def _fits(worker: Worker, request: RouteRequest) -> bool:
+    tokens = request.prompt_tokens + request.max_new_tokens
     return tokens <= min(worker.info.max_model_len, worker.info.num_blocks * worker.info.block_size)
 
 

@@ -2,7 +2,7 @@
 
     tokens          KV blocks of the decode workers: a choice holds its prompt and all that it may write
     sequences       what workers may run at once
-    prompt tokens   given to those who read prompts and not read yet: more would only wait there, out of order. Some
+    prompt tokens   sent to workers that read prompts and not read yet: more would only wait there, out of order. Some
                     prompts each are let through whatever their length: much of them may be cached
 
 Blocks are counted as if no two choices shared any. They often do, so beyond the count one choice at a time is let in
@@ -32,7 +32,7 @@ class Capacity:
 
 
 def capacity_of(workers: Sequence[Worker], prefill_queue_tokens: int, max_tokens: int | None) -> Capacity | None:
-    """None without a decode worker: nothing is known then, and whoever routes says best what is missing.
+    """None without a decode worker: nothing is known then, and the router says best what is missing.
 
     Args:
         prefill_queue_tokens: how much may wait to be read by each worker that reads prompts.
@@ -52,7 +52,7 @@ def capacity_of(workers: Sequence[Worker], prefill_queue_tokens: int, max_tokens
     )
 
 
-class Room:
+class Admitted:
     """What is inside. Anything fits an empty cluster, and while its capacity is not known."""
 
     def __init__(self) -> None:

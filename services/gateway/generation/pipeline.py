@@ -9,18 +9,16 @@ Each attempt has a request id of its own, so that late messages of a failed one 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
 
 import structlog
 from opentelemetry.context import Context
 
-from services.gateway import tracing
 from services.gateway.admission import Admission, Work
-from services.gateway.attempt import Attempt, Cluster, Outcome
 from services.gateway.errors import GatewayError, WorkerLost
+from services.gateway.generation import tracing
+from services.gateway.generation.attempt import Attempt, ClusterAccess, Outcome
 from services.gateway.metrics import Metrics
 from services.gateway.priority import PriorityClass
 from services.gateway.workers import Tokens
@@ -29,34 +27,12 @@ from tandem.v1 import worker_pb2
 log = structlog.get_logger(__name__)
 
 
-class Afterwards:
-    """Runs what must be finished after a request has ended. `drain` waits for it."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __call__(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    async def drain(self) -> None:
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("freeing a request failed", exc_info=task.exception())
-
-
 class Pipeline:
     """Tokens of sequences, from workers."""
 
-    def __init__(self, cluster: Cluster, admission: Admission, metrics: Metrics, nonce: Callable[[], str]) -> None:
+    def __init__(
+        self, cluster: ClusterAccess, admission: Admission, metrics: Metrics, nonce: Callable[[], str]
+    ) -> None:
         self._cluster = cluster
         self._admission = admission
         self._metrics = metrics
@@ -120,4 +96,4 @@ class Pipeline:
                     raise
                 raise lost from None
             finally:
-                self._cluster.later(attempt.close())
+                self._cluster.in_background(attempt.close())

@@ -1,0 +1,40 @@
+"""One request, from its checked fields to the text of its answer.
+
+Request -> Answer -> one Pipeline run for each choice -> Attempt on a pair of workers -> tokens -> Choice -> text
+"""
+
+from services.gateway.generation import tracing
+from services.gateway.generation.answer import CLIENT_LEFT, REASONS, Answer
+from services.gateway.generation.attempt import WORKER_LOST, ClusterAccess, Outcome
+from services.gateway.generation.background import BackgroundTasks
+from services.gateway.generation.choice import Delta
+from services.gateway.generation.pipeline import Pipeline
+from services.gateway.generation.request import (
+    RANGES,
+    Generation,
+    Sampling,
+    check_length,
+    check_sampling,
+    check_token_ids,
+    with_defaults,
+)
+
+__all__ = [
+    "CLIENT_LEFT",
+    "RANGES",
+    "REASONS",
+    "WORKER_LOST",
+    "Answer",
+    "BackgroundTasks",
+    "ClusterAccess",
+    "Delta",
+    "Generation",
+    "Outcome",
+    "Pipeline",
+    "Sampling",
+    "check_length",
+    "check_sampling",
+    "check_token_ids",
+    "tracing",
+    "with_defaults",
+]

@@ -1,0 +1,6 @@
+"""Which pair of workers reads a prompt and writes its answer, with Redis and without it."""
+
+from services.gateway.routing.route_request import RouteRequest
+from services.gateway.routing.router import Router
+
+__all__ = ["RouteRequest", "Router"]

@@ -1,0 +1,21 @@
+"""What one sequence asks of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """Passed to the router for each attempt."""
+
+    request_id: str
+    token_ids: Sequence[int]  # of the prompt
+    cache_salt: str
+    max_new_tokens: int
+    seconds: float  # how long a forgotten reservation may live
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.token_ids)
