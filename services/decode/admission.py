@@ -11,12 +11,12 @@ import heapq
 from itertools import count
 
 from tandem.engine import Request
-from tandem.worker import EngineThread
+from tandem.worker import EnginePort
 
 
 class Admission:
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread = thread
+    def __init__(self, engine: EnginePort) -> None:
+        self._engine = engine
         self._line: list[tuple[int, int, asyncio.Event]] = []
         self._arrivals = count()
 
@@ -51,7 +51,7 @@ class Admission:
             self._line[0][2].set()
 
     async def _try(self, request: Request) -> tuple[int, list[int]] | None:
-        future = self._thread.submit(
+        future = self._engine.submit(
             lambda engine: (
                 None
                 if (cached := engine.reserve(request)) is None
@@ -61,5 +61,5 @@ class Admission:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self._thread.submit(lambda engine: engine.abort(request.request_id))
+            self._engine.submit(lambda engine: engine.abort(request.request_id))
             raise

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import grpc
 import structlog
@@ -26,9 +25,10 @@ from services.decode.admission import Admission
 from services.decode.streams import Streams
 from tandem import rpc
 from tandem.engine import FinishReason, SequenceOutput
+from tandem.registry import Role
 from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
-from tandem.worker import Host, wire
+from tandem.worker import WorkerContext, wire
 
 RECEIVER_WATCH_S = 0.5
 log = structlog.get_logger(__name__)
@@ -47,18 +47,21 @@ class Live:
 
 
 class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._endpoint = Endpoint(host.worker_id, host.incarnation, host.engine.layout.hash)
-        settings = host.settings
+    role = Role.DECODE
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._engine = context.ports.engine
+        self._endpoint = Endpoint(context.worker_id, context.incarnation, context.engine.layout.hash)
+        settings = context.settings
         self._receiver = Receiver(
-            self._endpoint, host.engine.kv_cache, host=settings.host, port=settings.transfer_port,
-            transports=settings.transports,
+            self._endpoint, context.engine.kv_cache, host=settings.host, port=settings.transfer_port,
+            transports=settings.transports, network=context.ports.network,
         )  # fmt: skip
         port = self._receiver.address.rpartition(":")[2]
-        self.transfer_address = f"{settings.reachable_host}:{port}"
-        self._admission = Admission(host.thread)
-        self._streams = Streams(host.incarnation, host.clock, self._lost)
+        self.transfer_address = f"{settings.reachable_host(context.ports.hostname)}:{port}"
+        self._admission = Admission(self._engine)
+        self._streams = Streams(context.incarnation, self._lost)
         self._live: dict[str, Live] = {}
         self._loop = asyncio.get_running_loop()
         self.servicer = rpc.Servicer(
@@ -71,7 +74,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
     def linked(self) -> tuple[str, ...]:
         return ()
 
-    def num_live(self) -> int:
+    def num_running(self) -> int:
         return len(self._live) + len(self._admission)
 
     def close(self) -> None:
@@ -81,7 +84,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
     async def _watch_receiver(self) -> None:
         """A decode worker that KV can no longer reach is of no use: it ends, and is started again."""
         while self._receiver.healthy:
-            await self._host.clock.sleep(RECEIVER_WATCH_S)
+            await asyncio.sleep(RECEIVER_WATCH_S)
         raise RuntimeError("the KV receiver's thread ended")
 
     # --- the service ---
@@ -117,10 +120,10 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
     # --- a sequence's way in ---
 
     def _check(self, request: decode_pb2.ReserveRequest) -> None:
-        if request.decode_incarnation != self._host.incarnation:
+        if request.decode_incarnation != self._context.incarnation:
             raise rpc.Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"decode_incarnation: this worker is {self._host.incarnation}, not {request.decode_incarnation}",
+                f"decode_incarnation: this worker is {self._context.incarnation}, not {request.decode_incarnation}",
             )
         if not self._streams.connected(request.gateway_id):
             raise rpc.Refused(grpc.StatusCode.FAILED_PRECONDITION, "gateway_id: open StreamTokens before reserving")
@@ -134,7 +137,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         sequence = wire.request_of(request.sequence)
         self._enter(request, transfer_id="")
         try:
-            await self._host.thread.call(lambda engine: engine.add(sequence))
+            await self._engine.call(lambda engine: engine.add(sequence))
         except BaseException:
             await self._abort(sequence.request_id)
             raise
@@ -143,7 +146,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         """Blocks for the prompt and all that may follow, and a landing that expects the prompt's KV."""
         sequence = wire.request_of(request.sequence)
         num_cached, block_ids = await self._admission.reserve(sequence)
-        transfer_id = uuid4().hex
+        transfer_id = self._context.ports.new_id()
         self._enter(request, transfer_id)
         self._live[sequence.request_id].span.set_attribute("decode.cached_tokens", num_cached)
         try:
@@ -153,11 +156,11 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
             raise
         return worker_pb2.LandingTicket(
             transfer_id=transfer_id,
-            decode_worker=self._host.worker_id,
-            decode_incarnation=self._host.incarnation,
+            decode_worker=self._context.worker_id,
+            decode_incarnation=self._context.incarnation,
             transfer_address=self.transfer_address,
             kv_layout_hash=self._endpoint.layout_hash,
-            num_cached_blocks=num_cached // self._host.settings.block_size,
+            num_cached_blocks=num_cached // self._context.settings.block_size,
             num_prompt_blocks=len(block_ids),
         )
 
@@ -168,7 +171,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
 
         def joined(payload: bytes, num_bytes: int) -> None:
             token = wire.token_of(worker_pb2.SequenceOutput.FromString(payload))
-            self._host.thread.submit(lambda engine: engine.join(request_id, token))
+            self._engine.submit(lambda engine: engine.join(request_id, token))
             self._loop.call_soon_threadsafe(self._landed, request_id, num_bytes)
 
         def failed(code: str, reason: str) -> None:
@@ -177,7 +180,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         self._receiver.expect(
             transfer_id,
             block_ids=block_ids,
-            first_block=num_cached // self._host.settings.block_size,
+            first_block=num_cached // self._context.settings.block_size,
             deadline=time.monotonic() + request.sequence.timeout_ms / 1000,
             on_commit=joined,
             on_abort=failed,
@@ -188,7 +191,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         request_id, timeout_s = request.sequence.request_id, request.sequence.timeout_ms / 1000
         late = "the request's deadline passed in decode"
         span = tracer.start_span("decode")
-        span.set_attribute("tandem.worker", self._host.worker_id)
+        span.set_attribute("tandem.worker", self._context.worker_id)
         timer = self._loop.call_later(timeout_s, self._fail, request_id, "DEADLINE_EXCEEDED", late)
         self._live[request_id] = Live(request.gateway_id, transfer_id, timer, span)
 
@@ -233,7 +236,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         def free() -> bool:
             if live.transfer_id:
                 self._receiver.cancel(live.transfer_id)
-            return self._host.thread.submit(lambda engine: engine.abort(request_id)).result(5.0)
+            return self._engine.submit(lambda engine: engine.abort(request_id)).result(5.0)
 
         freed = self._loop.run_in_executor(None, free)
         freed.add_done_callback(lambda done: self._admission.room())

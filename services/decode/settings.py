@@ -1,4 +1,4 @@
-"""What a decode worker can be told."""
+"""The settings of a decode worker."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from tandem.clock import Clock
 from tandem.engine import SequenceOutput
 from tandem.v1 import decode_pb2, worker_pb2
 from tandem.worker import wire
@@ -76,9 +75,8 @@ class Outbox:
 class Streams:
     """The outboxes of every gateway. `on_lost(gateway_id)` is called when one is gone for good."""
 
-    def __init__(self, incarnation: str, clock: Clock, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, incarnation: str, on_lost: Callable[[str], None]) -> None:
         self._incarnation = incarnation
-        self._clock = clock
         self._on_lost = on_lost
         self._outboxes: dict[str, Outbox] = {}
         self._graces: set[asyncio.Task[None]] = set()
@@ -126,7 +124,7 @@ class Streams:
         task.add_done_callback(self._graces.discard)
 
     async def _grace(self, gateway_id: str, outbox: Outbox, stream: int) -> None:
-        await self._clock.sleep(GRACE_S)
+        await asyncio.sleep(GRACE_S)
         if outbox.stream == stream:
             self._outboxes.pop(gateway_id).close()
             self._on_lost(gateway_id)

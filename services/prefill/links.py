@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import structlog
 
-from tandem.clock import Clock
 from tandem.registry import Registry, RegistryUnavailable, Role, Worker, WorkerInfo
 from tandem.transfer import Endpoint, Link, Sender
 
@@ -25,13 +24,10 @@ log = structlog.get_logger(__name__)
 
 
 class LinkKeeper:
-    def __init__(
-        self, sender: Sender, registry: Registry, layout_hash: str, clock: Clock, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, sender: Sender, registry: Registry, layout_hash: str, changed: Callable[[], None]) -> None:
         self._sender = sender
         self._registry = registry
         self._layout_hash = layout_hash
-        self._clock = clock
         self._changed = changed
         self._peers: dict[str, WorkerInfo] = {}
         self._absent_since: dict[str, float] = {}
@@ -54,7 +50,7 @@ class LinkKeeper:
             except RegistryUnavailable:
                 log.warning("registry unavailable: keeping the links there are")
             self._publish()
-            await self._clock.sleep(every_s)
+            await asyncio.sleep(every_s)
 
     async def link_to(self, remote: Endpoint, address: str) -> Link:
         """The link to this incarnation, opened now if need be.
@@ -111,7 +107,7 @@ class LinkKeeper:
 
     def _is_spared(self, info: WorkerInfo, grace_s: float) -> bool:
         """Whether this absent worker still answers, and has not been absent for too long."""
-        now = self._clock.now()
+        now = asyncio.get_running_loop().time()
         since = self._absent_since.setdefault(info.worker_id, now)
         return now - since < grace_s and self._sender.link(info.worker_id, info.incarnation) is not None
 

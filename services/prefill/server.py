@@ -23,9 +23,10 @@ from services.prefill.links import LinkKeeper
 from services.prefill.push import TracedPush
 from tandem import rpc
 from tandem.engine import Engine, SequenceOutput
+from tandem.registry import Role
 from tandem.transfer import Endpoint, Link, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from tandem.worker import Host, wire
+from tandem.worker import WorkerContext, wire
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0
@@ -35,13 +36,18 @@ tracer = trace.get_tracer("tandem.prefill")
 
 
 class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
+    role = Role.PREFILL
     transfer_address = ""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        local = Endpoint(host.worker_id, host.incarnation, host.engine.layout.hash)
-        self._sender = Sender(local, transports=host.settings.transports, arena_bytes=_arena_bytes(host.engine))
-        self._links = LinkKeeper(self._sender, host.registry, local.layout_hash, host.clock, host.renew_lease)
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._engine = context.ports.engine
+        local = Endpoint(context.worker_id, context.incarnation, context.engine.layout.hash)
+        self._sender = Sender(
+            local, transports=context.settings.transports, network=context.ports.network,
+            arena_bytes=_arena_bytes(context.engine),
+        )  # fmt: skip
+        self._links = LinkKeeper(self._sender, context.ports.registry, local.layout_hash, context.renew_lease)
         self._waiting: dict[str, asyncio.Future[SequenceOutput]] = {}
         self.servicer = rpc.Servicer(
             "tandem.v1.PrefillService", self, prefill_pb2_grpc.add_PrefillServiceServicer_to_server
@@ -53,7 +59,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     def linked(self) -> tuple[str, ...]:
         return self._links.linked()
 
-    def num_live(self) -> int:
+    def num_running(self) -> int:
         return len(self._waiting)
 
     def close(self) -> None:
@@ -70,7 +76,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_pb2.PrefillResponse:
         sequence, ticket = request.sequence, request.ticket
         with tracer.start_as_current_span("prefill") as span:
-            span.set_attributes({"tandem.worker": self._host.worker_id, "prefill.tokens": len(sequence.token_ids)})
+            span.set_attributes({"tandem.worker": self._context.worker_id, "prefill.tokens": len(sequence.token_ids)})
             try:
                 async with asyncio.timeout(sequence.timeout_ms / 1000):
                     return await self._prefill(sequence, ticket, span)
@@ -126,10 +132,10 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             ticket.transfer_id,
             first_block=ticket.num_cached_blocks,
             num_blocks=ticket.num_prompt_blocks - ticket.num_cached_blocks,
-            num_layers=self._host.engine.layout.num_layers,
+            num_layers=self._context.engine.layout.num_layers,
             deadline=time.monotonic() + sequence.timeout_ms / 1000,
         )
-        return TracedPush(push, link, span, self._host.thread.rates.moved)
+        return TracedPush(push, link, span, self._engine.rates.moved)
 
     async def _compute(
         self, sequence: worker_pb2.SequenceSpec, ticket: worker_pb2.LandingTicket, push: TracedPush
@@ -142,14 +148,14 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             raise rpc.Refused(grpc.StatusCode.ALREADY_EXISTS, f"request_id: {request_id!r} is being prefilled")
         self._waiting[request_id] = future
         try:
-            await self._host.thread.call(
+            await self._engine.call(
                 lambda engine: engine.add(request, sink=push, first_block=ticket.num_cached_blocks, prefill_only=True)
             )
             output = await future
         except ValueError as error:
             raise rpc.Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         except BaseException:
-            self._host.thread.submit(lambda engine: engine.abort(request_id))
+            self._engine.submit(lambda engine: engine.abort(request_id))
             raise
         finally:
             del self._waiting[request_id]

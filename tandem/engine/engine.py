@@ -10,6 +10,8 @@ its last output or abort.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from itertools import chain
 
 import structlog
@@ -51,17 +53,24 @@ class Engine:
     """Loads a model and runs sequences on it.
 
     `layout` names the KV bytes, `kv_cache[layer]` holds them, `model_config` describes the model. Raises ValueError
-    naming what in the config or the checkpoint is wrong. `on_progress` is called while weights load.
+    naming what in the config or the checkpoint is wrong. `on_progress` is called while weights load; `sleep` is how a
+    null engine spends its steps' time.
     """
 
-    def __init__(self, config: EngineConfig, *, on_progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_progress: Progress | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._cores = Cores(torch.get_num_threads(), config.shared_cores)
         self.model_config = read_model_config(config.model_path, config.max_model_len)
         self.layout = null_layout(config) if config.null else _layout(config, self.model_config)
         self.kv_cache = _kv_cache(config, self.layout)
-        self._runner = self._make_runner(config, on_progress)
+        self._runner = self._make_runner(config, on_progress, sleep)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._scheduler = Scheduler(
             self._pool,
@@ -181,9 +190,11 @@ class Engine:
         if not self.has_work():
             self._cores.rest()
 
-    def _make_runner(self, config: EngineConfig, on_progress: Progress | None) -> Runner | NullRunner:
+    def _make_runner(
+        self, config: EngineConfig, on_progress: Progress | None, sleep: Callable[[float], None]
+    ) -> Runner | NullRunner:
         if config.null:
-            return NullRunner(config.null, self.kv_cache, self.model_config.vocab_size)
+            return NullRunner(config.null, self.kv_cache, self.model_config.vocab_size, sleep)
         model = Decoder(self.model_config, self.layout.torch_dtype, config.device)
         load_weights(model, config.model_path, on_progress)
         return _runner(config, model, self.kv_cache, self._cores)

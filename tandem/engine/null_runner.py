@@ -12,7 +12,6 @@ Sampling knows temperature 0 and seeds; stop tokens are never drawn, so that an 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from hashlib import blake2b
 
@@ -45,7 +44,7 @@ class NullRunner:
     """Runs over `kv_cache`, whose layout is null_layout's. `sleep` is called on the engine's thread."""
 
     def __init__(
-        self, step_time: StepTime, kv_cache: list[Tensor], vocab_size: int, sleep: Callable[[float], None] = time.sleep
+        self, step_time: StepTime, kv_cache: list[Tensor], vocab_size: int, sleep: Callable[[float], None]
     ) -> None:
         self._step_time, self._kv_cache, self._vocab_size, self._sleep = step_time, kv_cache, vocab_size, sleep
         self._block_size = kv_cache[0].shape[3]

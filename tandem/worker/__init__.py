@@ -1,7 +1,23 @@
-"""What prefill and decode workers share: settings, the engine's thread, the lease, the life of the process."""
+"""What prefill and decode workers share: settings, the engine's port, the lease, building a worker, its process."""
 
+from tandem.worker.build import Ports, Server, Worker, WorkerContext, WorkerService
+from tandem.worker.engine_inline import InlineEngine
+from tandem.worker.engine_port import EngineDied, EnginePort
 from tandem.worker.engine_thread import EngineThread
-from tandem.worker.host import Host, WorkerRole, run_worker
+from tandem.worker.process import process_ports, run_worker
 from tandem.worker.settings import WorkerSettings
 
-__all__ = ["EngineThread", "Host", "WorkerRole", "WorkerSettings", "run_worker"]
+__all__ = [
+    "EngineDied",
+    "EnginePort",
+    "EngineThread",
+    "InlineEngine",
+    "Ports",
+    "Server",
+    "Worker",
+    "WorkerContext",
+    "WorkerService",
+    "WorkerSettings",
+    "process_ports",
+    "run_worker",
+]

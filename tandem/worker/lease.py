@@ -1,4 +1,4 @@
-"""A worker's place in the registry: registered, renewed four times per TTL, given back.
+"""A worker's lease in the registry: registered, renewed four times per TTL, released.
 
 Redis going away never ends a worker: it serves on and registers again when Redis is back. Being replaced by a newer
 incarnation does.
@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import structlog
 
-from tandem.clock import Clock
 from tandem.registry import Registry, RegistryUnavailable, WorkerInfo, WorkerLoad
 
 log = structlog.get_logger(__name__)
@@ -20,7 +19,7 @@ log = structlog.get_logger(__name__)
 class Lease:
     """Keeps `info` registered with the latest `load()`. Run `hold` as a task; its end is the worker's end.
 
-    `on_taken_anew` is called when the registry had lost the lease, and with it all that it knew of this worker.
+    `on_forgotten` is called when the registry had lost the lease, and with it all that it knew of this worker.
     """
 
     def __init__(
@@ -30,16 +29,14 @@ class Lease:
         load: Callable[[], WorkerLoad],
         *,
         ttl: float,
-        clock: Clock,
-        on_taken_anew: Callable[[], None],
+        on_forgotten: Callable[[], None],
     ) -> None:
         self._registry = registry
         self._info = info
         self._load = load
         self._ttl = ttl
-        self._clock = clock
-        self._on_taken_anew = on_taken_anew
-        self._news = asyncio.Event()
+        self._on_forgotten = on_forgotten
+        self._changed = asyncio.Event()
         self.held = asyncio.Event()
 
     async def hold(self) -> None:
@@ -56,16 +53,16 @@ class Lease:
                     self.held.set()
                     log.info("registered", worker=self._info.worker_id, incarnation=self._info.incarnation)
                 elif await self._registry.heartbeat(self._info, self._load(), self._ttl):
-                    self._on_taken_anew()
+                    self._on_forgotten()
             except RegistryUnavailable as error:
                 log.warning("registry unavailable", error=str(error))
             await self._wait()
 
     def renew_now(self) -> None:
         """The load has changed in a way that others wait for: renew without waiting for the next beat."""
-        self._news.set()
+        self._changed.set()
 
-    async def give_back(self) -> None:
+    async def release(self) -> None:
         try:
             await self._registry.deregister(self._info.worker_id, self._info.incarnation)
         except RegistryUnavailable:
@@ -74,8 +71,8 @@ class Lease:
     async def _wait(self) -> None:
         try:
             async with asyncio.timeout(self._ttl / 4):
-                await self._news.wait()
+                await self._changed.wait()
         except TimeoutError:
             return
         finally:
-            self._news.clear()
+            self._changed.clear()

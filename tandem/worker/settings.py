@@ -1,11 +1,9 @@
-"""What prefill and decode workers both can be told."""
+"""The settings that prefill and decode workers share."""
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Literal
-from uuid import uuid4
 
 from pydantic import ByteSize, Field
 
@@ -19,12 +17,13 @@ class WorkerSettings(Settings):
     model_path: Path = Field(description="Hugging Face folder of the model")
     model_name: str = Field("", description="name the model is served under (default: the folder's name)")
     redis_url: str = Field("redis://127.0.0.1:6379", description="the registry")
+    namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
     worker_id: str = Field("", description="stable name of this worker (default: role, host and port)")
     host: str = Field("127.0.0.1", description="address to listen on")
     advertise_host: str = Field("", description="address others reach this worker at (default: host)")
     grpc_port: int = Field(0, ge=0, le=65535, description="0 chooses a free one")
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV listener; 0 chooses a free one")
-    transports: tuple[str, ...] = Field(("shm", "tcp"), description="ways to move KV, best first")
+    transports: tuple[str, ...] = Field(("shm", "tcp"), description="how KV may move, best first")
     engine: Literal["model", "null"] = Field(
         "model", description="null: no weights, steps take a stated time, KV holds verified digests of the tokens"
     )
@@ -55,9 +54,9 @@ class WorkerSettings(Settings):
     def served_name(self) -> str:
         return self.model_name or self.model_path.resolve().name
 
-    @property
-    def reachable_host(self) -> str:
-        return self.advertise_host or (socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host)
+    def reachable_host(self, hostname: str) -> str:
+        """Where others reach it; `hostname` is the machine's."""
+        return self.advertise_host or (hostname if self.host in ("0.0.0.0", "::") else self.host)
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -84,8 +83,3 @@ class WorkerSettings(Settings):
             decode_sequence_s=self.null_decode_sequence_s,
             speedup=self.null_speedup,
         )
-
-
-def mint_incarnation() -> str:
-    """A name for this start of this process, never used again."""
-    return uuid4().hex

@@ -16,8 +16,8 @@ BLOCKS = 4
 @pytest.fixture
 async def thread(demo_model: Path) -> AsyncIterator[EngineThread]:
     engine = Engine(EngineConfig(model_path=demo_model, model_name="demo", num_blocks=BLOCKS, num_threads=1))
-    thread = EngineThread(engine, lambda outputs: None, lambda error: None)
-    thread.start()
+    thread = EngineThread(engine)
+    thread.start(lambda outputs: None, lambda error: None)
     yield thread
     await thread.call(lambda engine: engine.check_integrity())
     thread.close()

@@ -12,27 +12,6 @@ from tandem.engine import FinishReason, SampledToken, SequenceOutput
 from tandem.v1 import decode_pb2, llm_pb2
 
 
-class ManualClock:
-    """Time that moves when told to."""
-
-    def __init__(self) -> None:
-        self.asleep: list[asyncio.Future[None]] = []
-
-    def now(self) -> float:
-        return 0.0
-
-    async def sleep(self, seconds: float) -> None:
-        self.asleep.append(asyncio.get_running_loop().create_future())
-        await self.asleep[-1]
-
-    async def pass_by(self) -> None:
-        await asyncio.sleep(0)
-        for future in self.asleep:
-            future.set_result(None)
-        self.asleep.clear()
-        await asyncio.sleep(0)
-
-
 def output(
     name: str, *tokens: int, at: int = 0, end: FinishReason | None = None, error: str | None = None
 ) -> SequenceOutput:
@@ -56,7 +35,7 @@ MANY = [f"s{i}" for i in range(64)]
 
 async def held_up() -> tuple[Streams, AsyncIterator[decode_pb2.StreamTokensResponse]]:
     """Where many sequences have had a token a moment ago: their next ones are held."""
-    streams = Streams("inc", ManualClock(), lambda gateway: None)
+    streams = Streams("inc", lambda gateway: None)
     stream = await opened(streams)
     for name in MANY:
         streams.send("g", output(name, 1, at=1))
@@ -111,7 +90,7 @@ async def test_a_failure_does_not_swallow_the_tokens_before_it(by: str) -> None:
 
 
 async def test_steps_leave_in_order_and_merge_for_a_slow_reader() -> None:
-    streams = Streams("inc", ManualClock(), lambda gateway: None)
+    streams = Streams("inc", lambda gateway: None)
     stream = streams.stream("g")
     assert (await anext(stream)).incarnation == "inc"
     streams.send("g", output("a", 1))
@@ -124,30 +103,32 @@ async def test_steps_leave_in_order_and_merge_for_a_slow_reader() -> None:
     streams.close()
 
 
-async def test_a_gateway_that_stays_away_is_lost_once() -> None:
+async def test_a_gateway_that_stays_away_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.decode.streams.GRACE_S", 0.05)
     lost: list[str] = []
-    clock = ManualClock()
-    streams = Streams("inc", clock, lost.append)
+    streams = Streams("inc", lost.append)
     stream = streams.stream("g")
     await anext(stream)
     await stream.aclose()
     assert streams.connected("g")
-    await clock.pass_by()
+    await asyncio.sleep(0.1)
     assert lost == ["g"]
     assert not streams.connected("g")
 
 
-async def test_a_gateway_that_comes_back_in_time_is_not_lost_and_misses_nothing() -> None:
+async def test_a_gateway_that_comes_back_in_time_is_not_lost_and_misses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.decode.streams.GRACE_S", 0.05)
     lost: list[str] = []
-    clock = ManualClock()
-    streams = Streams("inc", clock, lost.append)
+    streams = Streams("inc", lost.append)
     first = streams.stream("g")
     await anext(first)
     await first.aclose()
     streams.send("g", output("a", 7))
     second = streams.stream("g")
     await anext(second)
-    await clock.pass_by()
+    await asyncio.sleep(0.1)
     assert lost == []
     assert list((await anext(second)).outputs[0].token_ids) == [7]
     await second.aclose()

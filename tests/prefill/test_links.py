@@ -74,7 +74,7 @@ async def within(seconds: float, check: Callable[[], bool]) -> float:
 async def pool(redis_server: RedisServer) -> AsyncIterator[Pool]:
     registry = await Registry.connect(redis_server.url, namespace=uuid4().hex, clock=SystemClock())
     sender, changes = Sender(Endpoint("prefill-0", "p-1", LAYOUT)), list[tuple[str, ...]]()
-    keeper = LinkKeeper(sender, registry, LAYOUT, SystemClock(), lambda: changes.append(keeper.linked()))
+    keeper = LinkKeeper(sender, registry, LAYOUT, lambda: changes.append(keeper.linked()))
     pool, keeping = Pool(registry, keeper, changes), asyncio.create_task(keeper.keep(grace_s=GRACE_S))
     yield pool
     keeping.cancel()

@@ -23,8 +23,8 @@ class Listener:
 
 async def test_outputs_come_to_the_loop_and_errors_to_the_caller(engine_of: Callable[[int], Engine]) -> None:
     listener = Listener()
-    thread = EngineThread(engine_of(16), listener.outputs.extend, listener.deaths.append)
-    thread.start()
+    thread = EngineThread(engine_of(16))
+    thread.start(listener.outputs.extend, listener.deaths.append)
     try:
         await thread.call(lambda engine: engine.add(request("a")))
         await thread.call(lambda engine: engine.add(request("b")))
@@ -42,8 +42,8 @@ async def test_the_death_of_the_engine_is_noticed(engine_of: Callable[[int], Eng
     listener = Listener()
     engine = engine_of(16)
     del engine._runner
-    thread = EngineThread(engine, listener.outputs.extend, listener.deaths.append)
-    thread.start()
+    thread = EngineThread(engine)
+    thread.start(listener.outputs.extend, listener.deaths.append)
     await thread.call(lambda engine: engine.add(request("a")))
     async with asyncio.timeout(5):
         while not listener.deaths:

@@ -89,8 +89,8 @@ def test_the_rest_of_a_cached_prompt_says_nothing_of_a_rate() -> None:
 async def test_the_engines_thread_measures_its_steps(demo_model: Path) -> None:
     hardware = StepTime(prefill_tokens_per_s=2000, decode_step_s=0.02, decode_sequence_s=0)
     engine = Engine(EngineConfig(demo_model, "demo", num_blocks=64, max_num_batched_tokens=64, null=hardware))
-    thread = EngineThread(engine, lambda outputs: None, lambda error: None)
-    thread.start()
+    thread = EngineThread(engine)
+    thread.start(lambda outputs: None, lambda error: None)
     try:
         await thread.call(lambda engine: engine.add(Request("r", list(range(256)), SamplingParams(max_tokens=8))))
         clock = SystemClock()

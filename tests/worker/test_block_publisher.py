@@ -14,18 +14,18 @@ from tandem.engine import BlockStored, Engine
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role
 from tandem.worker import EngineThread
-from tandem.worker.block_news import BATCH, BlockNews
+from tandem.worker.block_publisher import BATCH, BlockPublisher
 from tests.registry.cluster import eventually, worker_info, worker_load
 from tests.worker.conftest import request
 
 
 @asynccontextmanager
-async def telling(engine: Engine, registry: Registry) -> AsyncIterator[EngineThread]:
-    """A worker p0 whose engine runs and whose blocks are told of."""
+async def publishing(engine: Engine, registry: Registry) -> AsyncIterator[EngineThread]:
+    """A worker p0 whose engine runs and whose blocks are published."""
     await registry.register(worker_info("p0", Role.PREFILL), worker_load(), 30)
-    thread = EngineThread(engine, lambda outputs: None, lambda error: None)
-    thread.start()
-    task = asyncio.create_task(BlockNews(thread, registry, "p0", "p0-first", SystemClock()).tell())
+    thread = EngineThread(engine)
+    thread.start(lambda outputs: None, lambda error: None)
+    task = asyncio.create_task(BlockPublisher(thread, registry, "p0", "p0-first").run())
     try:
         yield thread
     finally:
@@ -45,44 +45,44 @@ async def test_a_gateways_hashes_are_the_engines(engine_of: Callable[[int], Engi
     engine = engine_of(16)
     with RedisServer.start() as server:
         registry = await Registry.connect(server.url, clock=SystemClock())
-        async with telling(engine, registry) as thread:
+        async with publishing(engine, registry) as thread:
             await thread.call(lambda engine: engine.add(request("a", prompt=50, max_tokens=1)))
 
-            async def told() -> bool:
+            async def published() -> bool:
                 return await registry.locate(hashes_of(engine, 50)) == [["p0"]] * 3
 
-            await eventually(told, 10.0, "all three full blocks are known")
+            await eventually(published, 10.0, "all three full blocks are known")
         await registry.close()
 
 
-async def test_news_of_a_time_when_redis_refuses_are_told_later(engine_of: Callable[[int], Engine]) -> None:
-    """Shorter than the lease, so the registry forgets nothing and nothing is told whole."""
+async def test_changes_of_a_time_when_redis_refuses_are_published_later(engine_of: Callable[[int], Engine]) -> None:
+    """Shorter than the lease, so the registry forgets nothing and nothing is published whole."""
     engine = engine_of(16)
     with RedisServer.start() as server:
         registry = await Registry.connect(server.url, clock=SystemClock())
-        async with Redis.from_url(server.url) as redis, telling(engine, registry) as thread:
+        async with Redis.from_url(server.url) as redis, publishing(engine, registry) as thread:
             await redis.config_set("maxmemory", 1)  # refuses every write
             await thread.call(lambda engine: engine.add(request("a", prompt=50, max_tokens=1)))
             await asyncio.sleep(1.0)
             await redis.config_set("maxmemory", 0)
 
-            async def told() -> bool:
+            async def published() -> bool:
                 return await registry.locate(hashes_of(engine, 50)) == [["p0"]] * 3
 
-            await eventually(told, 10.0, "told when Redis takes writes again")
+            await eventually(published, 10.0, "published when Redis takes writes again")
         await registry.close()
 
 
-async def test_thousands_of_blocks_are_told_in_batches(engine_of: Callable[[int], Engine]) -> None:
+async def test_thousands_of_blocks_are_published_in_batches(engine_of: Callable[[int], Engine]) -> None:
     hashes = [number.to_bytes(16, "big") for number in range(2 * BATCH + 1)]
     engine = engine_of(16)
     with RedisServer.start() as server:
         registry = await Registry.connect(server.url, clock=SystemClock())
         info = worker_info("p0", Role.PREFILL, num_blocks=len(hashes))
         await registry.register(info, worker_load(), 30)
-        news = BlockNews(EngineThread(engine, print, print), registry, "p0", "p0-first", SystemClock())
-        news._note([BlockStored(tuple(hashes), b"")])
-        await news._publish()
+        publisher = BlockPublisher(EngineThread(engine), registry, "p0", "p0-first")
+        publisher.note([BlockStored(tuple(hashes), b"")])
+        await publisher.publish()
         assert await registry.locate(hashes) == [["p0"]] * len(hashes)
         assert (await registry.block_feed.heads()).workers["p0"].number == 3
         await registry.close()

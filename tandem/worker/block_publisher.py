@@ -1,22 +1,22 @@
-"""What this worker's prefix cache holds, told to the registry in batches.
+"""What this worker's prefix cache holds, published to the registry in batches.
 
     engine's block events --> held (a set) --> stored / removed since the last time --> registry, in numbered batches
 
-What could not be told is told the next time. Whatever the registry lost (it restarted, or was gone for longer than the
-lease) is told again, whole.
+What could not be published is published the next time. Whatever the registry lost (it restarted, or was gone for longer
+than the lease) is published again, whole.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from itertools import islice
 
 import structlog
 
-from tandem.clock import Clock
 from tandem.engine import BlockRemoved, BlockStored
 from tandem.registry import Registry, RegistryUnavailable, StaleIncarnation
-from tandem.worker.engine_thread import EngineThread
+from tandem.worker.engine_port import EnginePort
 
 EVERY_S = 0.25
 # Blocks in one call: neither Redis nor a gateway that follows should be kept long by one.
@@ -24,30 +24,27 @@ BATCH = 1024
 log = structlog.get_logger(__name__)
 
 
-class BlockNews:
-    def __init__(
-        self, thread: EngineThread, registry: Registry, worker_id: str, incarnation: str, clock: Clock
-    ) -> None:
-        self._thread = thread
+class BlockPublisher:
+    def __init__(self, engine: EnginePort, registry: Registry, worker_id: str, incarnation: str) -> None:
+        self._engine = engine
         self._registry = registry
         self._owner = (worker_id, incarnation)
-        self._clock = clock
         self._held: set[bytes] = set()
         self._stored: set[bytes] = set()
         self._removed: set[bytes] = set()
 
-    def tell_all_again(self) -> None:
+    def publish_all_again(self) -> None:
         """The registry knows nothing of this worker's blocks any more."""
         self._stored, self._removed = set(self._held), set()
 
-    async def tell(self) -> None:
+    async def run(self) -> None:
         """Follow the engine's cache until cancelled."""
         while True:
-            self._note(await self._thread.call(lambda engine: engine.take_block_events()))
-            await self._publish()
-            await self._clock.sleep(EVERY_S)
+            self.note(await self._engine.call(lambda engine: engine.take_block_events()))
+            await self.publish()
+            await asyncio.sleep(EVERY_S)
 
-    def _note(self, events: Iterable[BlockStored | BlockRemoved]) -> None:
+    def note(self, events: Iterable[BlockStored | BlockRemoved]) -> None:
         for event in events:
             gained, lost, change = self._stored, self._removed, self._held.update
             if isinstance(event, BlockRemoved):
@@ -56,18 +53,18 @@ class BlockNews:
             gained.update(event.hashes)
             lost.difference_update(event.hashes)
 
-    async def _publish(self) -> None:
+    async def publish(self) -> None:
         try:
             while self._stored or self._removed:
                 await self._publish_batch()
         except RegistryUnavailable as error:
-            log.warning("block news not told yet", error=str(error))
+            log.warning("block events not published yet", error=str(error))
         except StaleIncarnation as error:
             self._stored, self._removed = set(), set()
-            log.warning("block news not told: all of it will be when the lease is back", error=str(error))
+            log.warning("block events dropped: all blocks are published when the lease is back", error=str(error))
 
     async def _publish_batch(self) -> None:
-        """One batch. Only what was told is no longer news."""
+        """One batch. Only what the registry took is done with."""
         stored, removed = set(islice(self._stored, BATCH)), set(islice(self._removed, BATCH))
         self._stored -= stored
         self._removed -= removed

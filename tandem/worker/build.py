@@ -1,0 +1,207 @@
+"""One worker, inside any process: no signals, no main thread, nothing that a simulation could not replace.
+
+1 build      the role's service around an engine that stands ready
+2 serve      its gRPC service; not healthy yet
+3 register   a lease in the registry, renewed by a task; healthy from the first renewal on
+4 end        `stop`, or the death of the engine or of any task: drain, release the lease, close everything
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from tandem import rpc
+from tandem.engine import Engine, SequenceOutput
+from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
+from tandem.transfer import Network
+from tandem.worker.block_publisher import BlockPublisher
+from tandem.worker.engine_port import EnginePort
+from tandem.worker.lease import Lease
+from tandem.worker.settings import WorkerSettings
+
+log = structlog.get_logger(__name__)
+STOP_GRACE_S = 2.0
+DRAIN_CHECK_S = 0.05
+
+
+class Server(Protocol):
+    """A gRPC server that runs."""
+
+    port: int
+
+    async def set_serving(self, serving: bool) -> None: ...
+    async def stop(self, grace: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What a worker reaches the world through. The worker closes the engine and the registry when it ends."""
+
+    engine: EnginePort
+    registry: Registry
+    serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[Server]]
+    network: Network  # that carries KV
+    new_id: Callable[[], str]
+    hostname: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a role's service is built from."""
+
+    settings: WorkerSettings
+    worker_id: str
+    incarnation: str
+    ports: Ports
+    renew_lease: Callable[[], None]
+
+    @property
+    def engine(self) -> Engine:
+        """For what never changes: layout, cache and model."""
+        return self.ports.engine.engine
+
+
+class WorkerService(Protocol):
+    """What a role adds: its gRPC service, its side of the KV transfer, and its background tasks."""
+
+    role: Role
+    servicer: rpc.Servicer
+    transfer_address: str
+
+    def on_outputs(self, outputs: list[SequenceOutput]) -> None: ...
+
+    def linked(self) -> tuple[str, ...]:
+        """Incarnations of the peers that this worker has moved a block to."""
+
+    def tasks(self) -> list[Coroutine[Any, Any, None]]:
+        """Run for the worker's whole life; the end of one is the end of the worker."""
+
+    def num_running(self) -> int:
+        """Requests that still run here."""
+
+    def close(self) -> None: ...
+
+
+class Worker:
+    """Made inside a running event loop; `run` once."""
+
+    def __init__(
+        self, settings: WorkerSettings, worker_id: str, build: Callable[[WorkerContext], WorkerService], ports: Ports
+    ) -> None:
+        self.ready = asyncio.Event()  # registered and healthy
+        self.context = WorkerContext(settings, worker_id, ports.new_id(), ports, lambda: self._lease.renew_now())
+        self._ports = ports
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._draining = False
+        self._service = build(self.context)
+
+    async def run(self) -> None:
+        """Serve until `stop` or a failure, then drain and close.
+
+        Raises:
+            OSError: the address cannot be bound.
+            Exception: whatever the engine or a task ended with.
+        """
+        context, ports, service = self.context, self._ports, self._service
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            server = await ports.serve([service.servicer], context.settings.host, context.settings.grpc_port)
+            try:
+                tasks += self._start(server)
+                await self._ended
+                await self._drain()
+            finally:
+                await server.stop(STOP_GRACE_S)
+                if tasks:
+                    await self._lease.release()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            service.close()
+            ports.engine.close()
+            await ports.registry.close()
+        stats = ports.engine.stats
+        computed = {"read": stats.num_read_tokens, "written": stats.num_written_tokens}
+        log.info("stopped", worker=context.worker_id, tokens=computed)
+
+    def stop(self) -> None:
+        """Take nothing new, let running requests end, then end."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _start(self, server: Server) -> list[asyncio.Task[None]]:
+        context, registry = self.context, self._ports.registry
+        publisher = BlockPublisher(self._ports.engine, registry, context.worker_id, context.incarnation)
+        info = _info(context, self._service, server.port)
+        self._lease = Lease(
+            registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again
+        )
+        self._ports.engine.start(self._service.on_outputs, self._fail)
+        life = (self._lease.hold(), self._announce(server), self._publish(publisher), *self._service.tasks())
+        tasks = [asyncio.create_task(task) for task in life]
+        for task in tasks:
+            task.add_done_callback(self._task_ended)
+        return tasks
+
+    async def _announce(self, server: Server) -> None:
+        """Healthy once registered; then only waits to be cancelled."""
+        await self._lease.held.wait()
+        await server.set_serving(True)
+        self.ready.set()
+        await asyncio.Event().wait()
+
+    async def _publish(self, publisher: BlockPublisher) -> None:
+        await self._lease.held.wait()
+        await publisher.run()
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._draining = True
+        self._lease.renew_now()
+        end = loop.time() + self.context.settings.drain_s
+        while self._service.num_running() and loop.time() < end:
+            await asyncio.sleep(DRAIN_CHECK_S)
+
+    def _load(self) -> WorkerLoad:
+        engine = self._ports.engine
+        stats, rates = engine.stats, engine.rates
+        return WorkerLoad(
+            free_blocks=stats.free_blocks, num_waiting=stats.num_waiting, num_running=stats.num_running,
+            queued_tokens=stats.queued_tokens, draining=self._draining, linked=self._service.linked(),
+            prefill_tokens_per_s=rates.prefill_tokens_per_s, step_s=rates.step_s,
+            transfer_tokens_per_s=rates.transfer_tokens_per_s,
+        )  # fmt: skip
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._fail(task.exception() or RuntimeError(f"{task.get_coro()} ended by itself"))
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+
+def _info(context: WorkerContext, service: WorkerService, grpc_port: int) -> WorkerInfo:
+    settings, engine, hostname = context.settings, context.engine, context.ports.hostname
+    return WorkerInfo(
+        worker_id=context.worker_id,
+        role=service.role,
+        incarnation=context.incarnation,
+        grpc_address=f"{settings.reachable_host(hostname)}:{grpc_port}",
+        transfer_address=service.transfer_address,
+        model=settings.served_name,
+        revision=engine.layout.revision,
+        layout_hash=engine.layout.hash,
+        block_size=settings.block_size,
+        num_blocks=context.ports.engine.stats.num_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=engine.model_config.max_model_len,
+        transports=settings.transports,
+        host=hostname,
+    )

@@ -1,0 +1,79 @@
+"""What coroutine code knows of an engine: it submits functions, and is called with outputs and with the engine's death.
+
+submit(fn) --between two steps--> fn(engine) --> future
+engine.step() --> outputs --> on_outputs, on the event loop
+          └─> tokens and seconds of the step --> rates
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from tandem.engine import Engine, SequenceOutput
+from tandem.worker.rates import Rates
+
+T = TypeVar("T")
+OnOutputs = Callable[[list[SequenceOutput]], None]
+OnDeath = Callable[[BaseException], None]
+
+
+class EngineDied(RuntimeError):
+    """The engine has ended: no function will run on it any more."""
+
+
+class EnginePort(ABC):
+    """An engine and what steps it. Only what never changes is read from `engine` directly: its layout, its cache."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.stats = engine.stats()
+        self.rates = Rates()
+
+    @abstractmethod
+    def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+        """Step from now on. Both are called on the loop that this is called on."""
+
+    @abstractmethod
+    def submit(self, fn: Callable[[Engine], T]) -> Future[T]:
+        """Have `fn` run before the engine's next step; from any thread. EngineDied if that does not come."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """No more steps."""
+
+    async def call(self, fn: Callable[[Engine], T]) -> T:
+        """`submit`, awaited. What `fn` raises is raised here."""
+        return await asyncio.wrap_future(self.submit(fn))
+
+    def _measure(self, seconds: float) -> bool:
+        """Note what a step of so many seconds did; False if it brought nothing on."""
+        before, self.stats = self.stats, self.engine.stats()
+        read = self.stats.num_read_tokens - before.num_read_tokens
+        written = self.stats.num_written_tokens - before.num_written_tokens
+        if read or written:
+            self.rates.step(read, written, seconds)
+        return self.stats != before
+
+
+class Submission(Generic[T]):
+    """A function on its way to the engine."""
+
+    def __init__(self, fn: Callable[[Engine], T]) -> None:
+        self.future: Future[T] = Future()
+        self._fn = fn
+
+    def run(self, engine: Engine) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._fn(engine))
+        except BaseException as error:
+            self.future.set_exception(error)
+
+    def refuse(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(EngineDied("the engine has ended"))

@@ -1,0 +1,87 @@
+"""A worker as a process of its own: its engine is loaded, its threads and sockets are real, signals stop it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import structlog
+import uvloop
+from tqdm import tqdm
+
+from tandem import rpc, telemetry
+from tandem.clock import SystemClock
+from tandem.engine import Engine
+from tandem.registry import Registry, Role
+from tandem.transfer import SocketNetwork
+from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
+from tandem.worker.engine_thread import EngineThread
+from tandem.worker.settings import WorkerSettings
+
+log = structlog.get_logger(__name__)
+
+
+def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerContext], WorkerService]) -> None:
+    """Run a worker process until a signal stops it. Exits with status 1 and the reason when it fails."""
+    worker_id = settings.worker_id or f"{role}-{socket.gethostname()}-{settings.grpc_port or uuid4().hex[:6]}"
+    traces = telemetry.set_up(f"tandem-{role}", worker_id, settings.log_level)
+    try:
+        engine = Engine(settings.engine_config(), on_progress=_Progress(worker_id))
+        uvloop.run(_run(settings, worker_id, engine, build))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{worker_id}: {error}") from error
+    finally:
+        traces.close()
+
+
+async def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
+    """A thread for the engine, sockets for everything else. For any process, an actor's too."""
+    registry = await Registry.connect(settings.redis_url, namespace=settings.namespace, clock=SystemClock())
+    return Ports(
+        engine=EngineThread(engine),
+        registry=registry,
+        serve=rpc.serve,
+        network=SocketNetwork(),
+        new_id=lambda: uuid4().hex,
+        hostname=socket.gethostname(),
+    )
+
+
+async def _run(
+    settings: WorkerSettings, worker_id: str, engine: Engine, build: Callable[[WorkerContext], WorkerService]
+) -> None:
+    worker = Worker(settings, worker_id, build, await process_ports(settings, engine))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, worker.stop)
+    # What a worker is made of stays until it ends: looking for garbage there would stop every answer for 0.1 s.
+    gc.collect()
+    gc.freeze()
+    await worker.run()
+
+
+class _Progress:
+    """Weight loading as a bar on a terminal, or as log events elsewhere."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._bar: tqdm[Any] | None = None
+        self._tenths = -1
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            if done * 10 // total > self._tenths:
+                self._tenths = done * 10 // total
+                log.info("loading", what=what, done=done, total=total)
+            return
+        if self._bar is None:
+            self._bar = tqdm(total=total, desc=f"{self._worker_id} {what}", leave=False)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+            self._bar = None

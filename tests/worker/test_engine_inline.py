@@ -1,0 +1,65 @@
+"""An engine on the loop answers as one on a thread does, and its steps take the loop's time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tandem.engine import Engine, EngineConfig, Request, SamplingParams, SequenceOutput, StepTime
+from tandem.worker import EngineDied, EnginePort, EngineThread, InlineEngine
+
+STEPS = StepTime(prefill_tokens_per_s=8000, decode_step_s=0.01, decode_sequence_s=0)
+
+
+def config(model: Path, null: StepTime | None) -> EngineConfig:
+    return EngineConfig(model, "demo", num_blocks=16, num_threads=1, null=null)
+
+
+def sequence() -> Request:
+    return Request("r", list(range(1, 41)), SamplingParams(max_tokens=8, seed=3))
+
+
+async def answer(port: EnginePort) -> tuple[list[int], float]:
+    """The tokens, and the loop's seconds that they took."""
+    ended, tokens = asyncio.Event(), list[int]()
+
+    def on_outputs(outputs: list[SequenceOutput]) -> None:
+        tokens.extend(token.token_id for output in outputs for token in output.tokens)
+        if any(output.finished for output in outputs):
+            ended.set()
+
+    loop = asyncio.get_running_loop()
+    port.start(on_outputs, lambda error: None)
+    start = loop.time()
+    await port.call(lambda engine: engine.add(sequence()))
+    async with asyncio.timeout(20):
+        await ended.wait()
+    seconds = loop.time() - start
+    assert await port.call(lambda engine: engine.stats().free_blocks) == 16
+    port.close()
+    with pytest.raises(EngineDied):
+        await port.call(lambda engine: None)
+    return tokens, seconds
+
+
+@pytest.mark.parametrize("null", [None, STEPS])
+async def test_the_same_tokens_as_on_a_thread(demo_model: Path, null: StepTime | None) -> None:
+    threaded, _ = await answer(EngineThread(Engine(config(demo_model, null))))
+    inline, seconds = await answer(InlineEngine(config(demo_model, null)))
+    assert len(inline) == 8
+    assert inline == threaded
+    if null:
+        assert seconds >= 40 / 8000 + 7 * 0.01
+
+
+async def test_a_death_is_reported_once(demo_model: Path) -> None:
+    port, deaths = InlineEngine(config(demo_model, STEPS)), list[BaseException]()
+    del port.engine._runner
+    port.start(lambda outputs: None, deaths.append)
+    await port.call(lambda engine: engine.add(sequence()))
+    await asyncio.sleep(0.05)
+    assert [type(death) for death in deaths] == [AttributeError]
+    with pytest.raises(EngineDied):
+        await port.call(lambda engine: None)
