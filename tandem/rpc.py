@@ -90,13 +90,15 @@ class Server:
         await self._server.stop(grace)
 
 
-async def serve(servicers: Sequence[Servicer], host: str, port: int) -> Server:
+async def serve(
+    servicers: Sequence[Servicer], host: str, port: int, *, make_server: Callable[..., aio.Server] = aio.server
+) -> Server:
     """Start serving on host:port (0 chooses a free one, see `Server.port`); not healthy until `set_serving(True)`.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    server = aio.server(options=SERVER_OPTIONS, interceptors=[_Edge()])
+    server = make_server(options=SERVER_OPTIONS, interceptors=[_Edge()])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     for servicer in servicers:

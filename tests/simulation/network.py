@@ -1,0 +1,205 @@
+"""Connections between processes: in order, each message late by some random time, until something breaks them.
+
+    a.send(frame) ── latency, never past the one before ──> b.received(frame), in b's process
+    a.close()     ── after all that was sent ─────────────> b.lost(reason)
+
+What may happen to one:
+
+    reset        both ends learn of it at once                     a process died, a cable's other end said so
+    blackhole    nothing arrives any more, in one direction or     the missing answers to its keepalive pings tell
+                 both; each end learns of it NOTICE_S later        each end, as those of tandem/rpc.py do
+    hold         what is sent arrives later, in order              a slow network
+
+A process that dies resets its connections. One that is paused answers no ping: the others give up on it, and it learns
+of that when it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation.world import Process, World
+
+LATENCY_S = (0.0001, 0.0005)
+# A ping a second, and the time given to answer it: the soonest and the latest that silence is noticed.
+NOTICE_S = (0.9, 1.9)
+
+Accept = Callable[["End"], None]
+
+
+@dataclass(slots=True)
+class Listener:
+    process: Process
+    accept: Accept
+
+
+class Network:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.connections: list[Connection] = []
+        # Pairs of processes between which nothing new can be opened and nothing open gets anything across.
+        self._cut: set[frozenset[Process]] = set()
+        self._listeners: dict[str, Listener] = {}
+        self._ports = iter(range(20001, 60000))
+        self._watched: set[Process] = set()
+
+    def listen(self, process: Process, address: str, accept: Accept) -> str:
+        """Take connections at host:port; port 0 chooses one. Returns the address.
+
+        Raises:
+            OSError: another live process has it.
+        """
+        host, _, port = address.rpartition(":")
+        address = f"{host}:{next(self._ports)}" if port == "0" else address
+        holder = self._listeners.get(address)
+        if holder is not None and holder.process.alive:
+            raise OSError(f"address in use: {address}")
+        self._watch(process)
+        self._listeners[address] = Listener(process, accept)
+        return address
+
+    def unlisten(self, address: str) -> None:
+        self._listeners.pop(address, None)
+
+    def connect(
+        self, process: Process, address: str, connected: Callable[[End], None], refused: Callable[[str], None]
+    ) -> None:
+        """One of the two is called, in the process; neither where the other side does not answer at all."""
+        self._watch(process)
+        self.world.after(2 * self.latency(), self._arrive, process, address, connected, refused)
+
+    def latency(self) -> float:
+        return self.world.random.uniform(*LATENCY_S)
+
+    def between(self, one: Process, other: Process) -> list[Connection]:
+        return [c for c in self.connections if {c.ends[0].process, c.ends[1].process} == {one, other}]
+
+    def cut(self, one: Process, other: Process) -> None:
+        """From now on nothing gets from one to the other, nor back, until `mend`."""
+        self._cut.add(frozenset((one, other)))
+        for connection in self.between(one, other):
+            connection.blackhole()
+
+    def mend(self, one: Process, other: Process) -> None:
+        """Connections can be opened again; those that were blackholed stay so."""
+        self._cut.discard(frozenset((one, other)))
+
+    def _arrive(
+        self, process: Process, address: str, connected: Callable[[End], None], refused: Callable[[str], None]
+    ) -> None:
+        listener = self._listeners.get(address)
+        if listener is not None and frozenset((process, listener.process)) in self._cut:
+            return
+        if listener is None or not listener.process.alive:
+            process.deliver(refused, f"connection refused: {address}")
+            return
+        connection = Connection(self, process, listener.process)
+        self.connections.append(connection)
+        if listener.process.paused:
+            connection.blackhole()
+        listener.process.deliver(listener.accept, connection.ends[1])
+        process.deliver(connected, connection.ends[0])
+
+    def _watch(self, process: Process) -> None:
+        if process not in self._watched:
+            self._watched.add(process)
+            process.watchers.append(self._changed)
+
+    def _changed(self, process: Process) -> None:
+        for connection in [c for c in self.connections if process in (c.ends[0].process, c.ends[1].process)]:
+            if not process.alive:
+                connection.reset("connection reset by peer")
+            elif process.paused:
+                connection.await_answer(process)
+
+
+class Connection:
+    """Two ends. Made by the network."""
+
+    def __init__(self, network: Network, one: Process, other: Process) -> None:
+        self.network = network
+        self.ends = End(self, one), End(self, other)
+        self.ends[0].peer, self.ends[1].peer = self.ends[1], self.ends[0]
+
+    def reset(self, reason: str) -> None:
+        for end in self.ends:
+            end.lose(reason, self.network.latency())
+        self.forget()
+
+    def blackhole(self, towards: Process | None = None) -> None:
+        """Nothing arrives any more, at that process or at both."""
+        notice = self.network.world.random.uniform(*NOTICE_S)
+        for end in self.ends:
+            end.deaf = end.deaf or towards in (None, end.process)
+            self.network.world.after(notice, self.reset, "no answer to a keepalive ping")
+
+    def hold(self, seconds: float) -> None:
+        """What is sent from now on arrives no sooner than after so many seconds."""
+        for end in self.ends:
+            end.arrives_at = max(end.arrives_at, self.network.world.now + seconds)
+
+    def await_answer(self, process: Process) -> None:
+        """The other end gives up on a process that is paused for long."""
+
+        def check(pauses: int) -> None:
+            if process.paused and process.pauses == pauses:
+                self.reset("no answer to a keepalive ping")
+
+        self.network.world.after(self.network.world.random.uniform(*NOTICE_S), check, process.pauses)
+
+    def forget(self) -> None:
+        if self in self.network.connections:
+            self.network.connections.remove(self)
+
+
+class End:
+    """One process's end. Set `received` and `lost` before anything can arrive."""
+
+    def __init__(self, connection: Connection, process: Process) -> None:
+        self.connection = connection
+        self.process = process
+        self.peer: End
+        self.received: Callable[[Any], None] = _ignore
+        self.lost: Callable[[str], None] = _ignore
+        self.open = True
+        self.deaf = False
+        self.arrives_at = 0.0
+
+    def send(self, frame: Any) -> None:
+        """To the other end; into the void where there is none any more."""
+        network, peer = self.connection.network, self.peer
+        if not self.open or not self.process.alive:
+            return
+        peer.arrives_at = max(peer.arrives_at, network.world.now + network.latency())
+        network.world.after(peer.arrives_at - network.world.now, peer.arrive, frame)
+
+    def close(self, reason: str = "closed by the other side") -> None:
+        """This end is told nothing more; the other one once it has all that was sent."""
+        if not self.open:
+            return
+        self.open = False
+        if self.process.alive and not self.peer.deaf:
+            self.peer.lose(reason, max(0.0, self.peer.arrives_at - self.connection.network.world.now))
+        self.connection.forget()
+
+    def arrive(self, frame: Any) -> None:
+        if self.open and not self.deaf:
+            self.process.deliver(self._receive, frame)
+
+    def lose(self, reason: str, after_s: float) -> None:
+        self.connection.network.world.after(after_s, self.process.deliver, self._lose, reason)
+
+    def _receive(self, frame: Any) -> None:
+        if self.open:
+            self.received(frame)
+
+    def _lose(self, reason: str) -> None:
+        if self.open:
+            self.open = False
+            self.lost(reason)
+
+
+def _ignore(_: Any) -> None:
+    pass

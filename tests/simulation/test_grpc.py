@@ -1,0 +1,386 @@
+"""What callers and handlers may rely on holds on real gRPC and on the simulated one, which must not be kinder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+from grpc import ChannelConnectivity, aio
+
+from tandem import rpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from tests.simulation.grpc_client import Channel
+from tests.simulation.grpc_server import Server
+from tests.simulation.network import NOTICE_S, Network
+from tests.simulation.world import Process, World
+
+MANY = 5
+Serve = Callable[[Sequence[rpc.Servicer]], Awaitable[rpc.Server]]
+
+
+class Decode(decode_pb2_grpc.DecodeServiceServicer):
+    """Answers as the request_id says, and notes how its calls ended."""
+
+    def __init__(self) -> None:
+        self.endings: list[str] = []
+        self.began = asyncio.Event()
+        self.metadata: dict[str, str] = {}
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
+        self.metadata = dict(context.invocation_metadata())
+        match request.sequence.request_id:
+            case "refuse":
+                context.set_trailing_metadata((("retry-after", "3"),))
+                raise rpc.Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+            case "break":
+                raise KeyError("a bug")
+            case "wait":
+                await self._wait()
+        ticket = worker_pb2.LandingTicket(transfer_id=request.sequence.request_id)
+        return decode_pb2.ReserveResponse(ticket=ticket)
+
+    async def StreamTokens(
+        self, request: decode_pb2.StreamTokensRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+        for i in range(MANY):
+            yield decode_pb2.StreamTokensResponse(incarnation=str(i))
+        if request.gateway_id == "wait":
+            await self._wait()
+        if request.gateway_id == "refuse":
+            raise rpc.Refused(grpc.StatusCode.ABORTED, "enough")
+
+    async def _wait(self) -> None:
+        self.began.set()
+        try:
+            await asyncio.sleep(30)
+            self.endings.append("done")
+        except asyncio.CancelledError:
+            self.endings.append("cancelled")
+            raise
+
+
+async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request * 2
+
+
+def add_echo(implementation: Any, server: Any) -> None:
+    handlers = {"Echo": grpc.stream_stream_rpc_method_handler(implementation)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", handlers),))
+
+
+class Peers:
+    """A decode service and channels to it."""
+
+    decode: Decode
+    stub: Any
+
+    def __init__(self, serve: Serve, connect: Callable[[str], Any]) -> None:
+        self._serve = serve
+        self._connect = connect
+
+    async def __aenter__(self) -> Peers:
+        await self.start_server()
+        self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+        await self.nowhere.close()
+        await self.server.stop(0.0)
+
+    async def start_server(self, serve: Serve | None = None) -> None:
+        self.decode = Decode()
+        decode = rpc.Servicer(
+            "tandem.v1.DecodeService", self.decode, decode_pb2_grpc.add_DecodeServiceServicer_to_server
+        )
+        self.server = await (serve or self._serve)([decode, rpc.Servicer("test.Echo", echo, add_echo)])
+
+    def connect(self) -> None:
+        self.channel = self._connect(f"127.0.0.1:{self.server.port}")
+        self.nowhere = self._connect("127.0.0.1:1")
+        self.stub = decode_pb2_grpc.DecodeServiceStub(self.channel)
+
+    def reserve(self, request_id: str, **options: Any) -> Any:
+        sequence = worker_pb2.SequenceSpec(request_id=request_id)
+        return self.stub.Reserve(decode_pb2.ReserveRequest(sequence=sequence), **options)
+
+    def stream(self, gateway_id: str) -> Any:
+        return self.stub.StreamTokens(decode_pb2.StreamTokensRequest(gateway_id=gateway_id))
+
+    async def cancelled(self) -> None:
+        async with asyncio.timeout(5):
+            while not self.decode.endings:
+                await asyncio.sleep(0.01)
+        assert self.decode.endings == ["cancelled"]
+
+
+Scenario = Callable[[Peers], Awaitable[None]]
+SCENARIOS: list[Scenario] = []
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS.append(function)
+    return function
+
+
+@scenario
+async def unary(peers: Peers) -> None:
+    call = peers.reserve("a", timeout=5, metadata=(("traceparent", "x"),))
+    assert (await call).ticket.transfer_id == "a"
+    assert peers.decode.metadata["traceparent"] == "x"
+    assert await call.code() is grpc.StatusCode.OK
+
+
+@scenario
+async def refusal_with_trailers(peers: Peers) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await peers.reserve("refuse", timeout=5)
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+    assert dict(caught.value.trailing_metadata() or ())["retry-after"] == "3"
+
+
+@scenario
+async def a_bug_is_internal(peers: Peers) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await peers.reserve("break", timeout=5)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+
+
+@scenario
+async def deadline(peers: Peers) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await peers.reserve("wait", timeout=0.3)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await peers.cancelled()
+
+
+@scenario
+async def cancelled_caller(peers: Peers) -> None:
+    async def call() -> None:
+        await peers.reserve("wait", timeout=10)
+
+    task = asyncio.create_task(call())
+    await peers.decode.began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await peers.cancelled()
+
+
+@scenario
+async def cancelled_call(peers: Peers) -> None:
+    call = peers.reserve("wait", timeout=10)
+    await peers.decode.began.wait()
+    assert call.cancel()
+    assert not call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await peers.cancelled()
+
+
+@scenario
+async def stream(peers: Peers) -> None:
+    assert [message.incarnation async for message in peers.stream("all")] == [str(i) for i in range(MANY)]
+
+
+@scenario
+async def stream_that_is_refused(peers: Peers) -> None:
+    call = peers.stream("refuse")
+    for _ in range(MANY):
+        await call.read()
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call.read()
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.ABORTED, "enough")
+
+
+@scenario
+async def stream_that_is_cancelled(peers: Peers) -> None:
+    call = peers.stream("wait")
+
+    async def read_all() -> None:
+        async for _ in call:
+            pass
+
+    reader = asyncio.create_task(read_all())
+    await peers.decode.began.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    await peers.cancelled()
+
+
+@scenario
+async def read_one_by_one(peers: Peers) -> None:
+    call = peers.stream("all")
+    for i in range(MANY):
+        assert (await call.read()).incarnation == str(i)
+    assert await call.read() is aio.EOF
+
+
+@scenario
+async def both_ways(peers: Peers) -> None:
+    call = peers.channel.stream_stream("/test.Echo/Echo")()
+    for request in (b"a", b"b" * 100_000):  # the second is larger than a stream's window
+        await call.write(request)
+        assert await call.read() == request * 2
+    await call.done_writing()
+    assert await call.read() is aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+
+
+@scenario
+async def iterated_requests(peers: Peers) -> None:
+    async def requests() -> AsyncIterator[bytes]:
+        for request in (b"a", b"b"):
+            yield request
+
+    call = peers.channel.stream_stream("/test.Echo/Echo")(requests())
+    assert [response async for response in call] == [b"aa", b"bb"]
+
+
+@scenario
+async def nobody_there(peers: Peers) -> None:
+    stub: Any = decode_pb2_grpc.DecodeServiceStub(peers.nowhere)
+    with pytest.raises(aio.AioRpcError) as caught:
+        await stub.Abort(decode_pb2.AbortRequest(), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(aio.AioRpcError) as caught:
+        await stub.Abort(decode_pb2.AbortRequest(), timeout=0.5, wait_for_ready=True)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@scenario
+async def unknown_method(peers: Peers) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await peers.stub.Abort(decode_pb2.AbortRequest(), timeout=5)  # the generated base class refuses it
+    assert caught.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+
+
+@scenario
+async def states(peers: Peers) -> None:
+    assert peers.channel.get_state() is ChannelConnectivity.IDLE
+    state = peers.channel.get_state(try_to_connect=True)
+    while state is not ChannelConnectivity.READY:
+        await peers.channel.wait_for_state_change(state)
+        state = peers.channel.get_state(try_to_connect=True)
+    await peers.server.stop(0.0)
+    await peers.channel.wait_for_state_change(ChannelConnectivity.READY)
+    assert peers.channel.get_state() is not ChannelConnectivity.READY
+
+
+@scenario
+async def server_that_stops(peers: Peers) -> None:
+    call = peers.reserve("wait", timeout=10)
+    await peers.decode.began.wait()
+    await peers.server.stop(0.1)
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    await peers.cancelled()
+
+
+@scenario
+async def closed_channel(peers: Peers) -> None:
+    call = peers.reserve("wait", timeout=10)
+    await peers.decode.began.wait()
+    await peers.channel.close()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    with pytest.raises(aio.UsageError):
+        await peers.reserve("a", timeout=1)
+    await peers.cancelled()
+
+
+@pytest.mark.parametrize("played", SCENARIOS, ids=lambda s: s.__name__)
+async def test_real(played: Scenario) -> None:
+    async with Peers(lambda servicers: rpc.serve(servicers, "127.0.0.1", 0), rpc.channel) as peers:
+        await played(peers)
+
+
+@pytest.mark.parametrize("played", SCENARIOS, ids=lambda s: s.__name__)
+def test_simulated(played: Scenario) -> None:
+    with World(1) as world:
+        network, process = Network(world), world.process("both")
+
+        async def play() -> None:
+            serve, connect = simulated(network, process), partial(Channel, network, process)
+            async with Peers(serve, connect) as peers:
+                await played(peers)
+
+        world.run(process, play())
+        assert world.errors == []
+
+
+def simulated(network: Network, process: Process) -> Serve:
+    def make_server(options: object, interceptors: list[Any]) -> Any:
+        return Server(network, process, interceptors)
+
+    return lambda servicers: rpc.serve(servicers, "127.0.0.1", 7000, make_server=make_server)
+
+
+# --- what only a simulated network can be asked to do ---
+
+Fault = Callable[[Network, Process, Process], None]
+FAULTS: dict[str, Fault] = {
+    "kill": lambda network, client, server: server.kill(),
+    "pause": lambda network, client, server: server.pause(),
+    "cut": lambda network, client, server: network.cut(client, server),
+    "half-open": lambda network, client, server: network.between(client, server)[0].blackhole(client),
+    "reset": lambda network, client, server: network.between(client, server)[0].reset("connection reset by peer"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_both_sides_notice_a_fault_and_calls_reach_the_next_server(fault: str) -> None:
+    with World(1) as world:
+        network, first, second, client = (
+            Network(world),
+            *(world.process(name) for name in ("first", "second", "client")),
+        )
+        peers = Peers(simulated(network, first), partial(Channel, network, client))
+        world.run(first, peers.start_server())
+
+        async def play() -> None:
+            peers.connect()
+            call = peers.reserve("wait", timeout=20)
+            await asyncio.sleep(0.5)
+            FAULTS[fault](network, client, first)
+            began = client.time()
+            with pytest.raises(aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert client.time() - began < NOTICE_S[1] + 0.1
+            await asyncio.sleep(NOTICE_S[1])
+            first.resume()
+            await asyncio.sleep(0.1)
+            assert peers.decode.endings == ([] if fault == "kill" else ["cancelled"])
+            first.kill()
+            second.spawn(peers.start_server(simulated(network, second)))
+            network.mend(client, first)
+            assert (await peers.reserve("a", timeout=5, wait_for_ready=True)).ticket.transfer_id == "a"
+
+        world.run(client, play())
+        assert world.errors == []
+
+
+def test_messages_arrive_late_and_in_order() -> None:
+    with World(1) as world:
+        network, server, client = Network(world), world.process("server"), world.process("client")
+        peers = Peers(simulated(network, server), partial(Channel, network, client))
+        world.run(server, peers.start_server())
+
+        async def play() -> None:
+            peers.connect()
+            await peers.reserve("a", timeout=5)
+            network.between(client, server)[0].hold(3.0)
+            began = client.time()
+            got = [message.incarnation async for message in peers.stream("all")]
+            assert got == [str(i) for i in range(MANY)]
+            assert client.time() - began > 3.0
+
+        world.run(client, play())
