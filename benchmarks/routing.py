@@ -19,9 +19,9 @@ from typing import Any
 
 import uvloop
 
+from services.gateway.__main__ import serve
 from services.gateway.errors import Unavailable
 from services.gateway.routing import Router, RouteRequest
-from services.gateway.server import serve
 from services.gateway.settings import GatewaySettings
 from tandem import telemetry
 from tandem.registry import ClusterView, Registry, Role, Route

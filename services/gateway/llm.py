@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,6 @@ from services.gateway.model import ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.text import TemplateRefused
 from services.gateway.workers import WorkerPool
-from tandem.clock import Clock
 from tandem.registry import ClusterView, Role
 
 MAX_TIMEOUT_S = 24 * 3600.0
@@ -30,7 +30,7 @@ class LLM:
     pool: WorkerPool
     pipeline: Pipeline
     metrics: Metrics
-    clock: Clock
+    new_id: Callable[[], str]
     spans: Tracer
     seeds: random.Random
     running: set[Answer] = field(default_factory=set)
@@ -53,14 +53,14 @@ class LLM:
         return self.model
 
     def deadline(self, seconds: float | None, param: str | None = None) -> float:
-        """When a request ends that may take so long, or the default. On the gateway's clock.
+        """When a request ends that may take so long, or the default. On the event loop's clock.
 
         Raises:
             InvalidRequest: naming `param`.
         """
         if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
             raise InvalidRequest(f"{param} must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds", param)
-        return self.clock.now() + (self.settings.timeout_s if seconds is None else seconds)
+        return asyncio.get_running_loop().time() + (self.settings.timeout_s if seconds is None else seconds)
 
     async def encode(self, text: str) -> list[int]:
         return await self.model.tokenizer.encode(text, add_special_tokens=True)
@@ -98,7 +98,7 @@ class LLM:
             check_length(prompt, request.sampling.max_tokens, longest, param)
         seed = request.sampling.seed
         return Answer(
-            request, self.pipeline, self.metrics, self.clock, self.spans,
+            request, self.pipeline, self.metrics, self.spans,
             max_model_len=longest, seed=self.seeds.getrandbits(63) if seed is None else seed,
             running=self.running,
         )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
-from uuid import uuid4
 
 from grpc import aio
 from opentelemetry import context as otel_context
@@ -76,7 +75,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
         generation = Generation(
             operation="chat" if param == "messages" else "text_completion",
-            request_id=request.request_id[:128] or uuid4().hex,
+            request_id=request.request_id[:128] or llm.new_id(),
             model=model,
             prompts=[prompt],
             n=1,

@@ -1,22 +1,18 @@
-"""The gateway process.
+"""The gateway.
 
 1 load      model's words and defaults (no weights)
 2 see       the registry, once; from then on in the background. Redis need not be up yet
 3 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
-4 end       SIGTERM, SIGINT or the death of any task: not ready, no new requests, running ones get `drain_s`, then a
+4 end       not ready, no new requests, running ones get `drain_s`, then a
             typed error; what they held is released before the process ends
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
-import signal
-import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from uuid import uuid4
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -34,7 +30,7 @@ from services.gateway.routing import Router
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerPool
 from tandem import rpc
-from tandem.clock import Clock, SystemClock
+from tandem.clock import SystemClock
 from tandem.registry import BlockReplica, ClusterView, Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
@@ -48,15 +44,27 @@ REGISTRY_WAIT_S = 0.5
 class Gateway:
     """Everything that runs in the process. Use as an async context manager: inside, it serves.
 
-    `make_router`: another kind of Router, for those who measure this one against it.
+    Args:
+        new_id: a name that nothing else has.
+        seeds: for requests that bring none.
+        wall: Unix seconds.
+        make_router: another kind of Router, to be measured against this one.
     """
 
     def __init__(
-        self, settings: GatewaySettings, clock: Clock | None = None, *, make_router: type[Router] = Router
+        self,
+        settings: GatewaySettings,
+        *,
+        new_id: Callable[[], str],
+        seeds: random.Random,
+        wall: Callable[[], float],
+        make_router: type[Router] = Router,
     ) -> None:
         self.settings = settings
+        self._new_id = new_id
+        self._seeds = seeds
+        self._wall = wall
         self._make_router = make_router
-        self._clock = clock or SystemClock()
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._background = BackgroundTasks()
@@ -89,8 +97,8 @@ class Gateway:
     # --- start ---
 
     async def _start(self) -> None:
-        settings, clock = self.settings, self._clock
-        model = ServedModel.load(settings.model_path, settings.model_name, int(time.time()))
+        settings, clock = self.settings, SystemClock()
+        model = ServedModel.load(settings.model_path, settings.model_name, int(self._wall()))
         registry = await Registry.connect(
             settings.redis_url, namespace=settings.namespace, clock=clock, timeout=REGISTRY_WAIT_S
         )
@@ -101,8 +109,8 @@ class Gateway:
         except RegistryUnavailable as error:
             log.warning("registry unavailable: no workers known yet", error=str(error))
         self._run(view.run())
-        gateway_id = uuid4().hex
-        pool = WorkerPool(view, model.name, gateway_id, clock, rpc.channel)
+        gateway_id = self._new_id()
+        pool = WorkerPool(view, model.name, gateway_id, rpc.channel)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
         metrics = Metrics(CollectorRegistry(), model.name)
@@ -112,17 +120,17 @@ class Gateway:
         router = self._make_router(registry, view, replica, model.name, settings.disaggregation)
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
-        cluster = ClusterAccess(gateway_id, router, pool, clock, spans, self._background)
+        cluster = ClusterAccess(gateway_id, router, pool, spans, self._background)
         self.llm = LLM(
             settings=settings,
             model=model,
             view=view,
             pool=pool,
-            pipeline=Pipeline(cluster, self.admission, metrics, lambda: uuid4().hex[:8]),
+            pipeline=Pipeline(cluster, self.admission, metrics, lambda: self._new_id()[-8:]),
             metrics=metrics,
-            clock=clock,
             spans=spans,
-            seeds=random.Random(),
+            new_id=self._new_id,
+            seeds=self._seeds,
         )
         await self._serve()
 
@@ -134,7 +142,7 @@ class Gateway:
             PriorityClass.BATCH: settings.batch_weight,
         }
         queue = FairQueue(weights, settings.tenant_weights)
-        self.admission = Admission(queue, self._clock, settings.max_queued)
+        self.admission = Admission(queue, settings.max_queued)
         metrics.watch(self.admission)
         bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens
         self._run(self.admission.run(view, lambda: capacity_of(pool.workers, *bounds)))
@@ -143,7 +151,7 @@ class Gateway:
         settings = self.settings
         self._grpc = await rpc.serve([LLMService(self.llm).servicer], settings.host, settings.grpc_port)
         self._stack.push_async_callback(self._grpc.stop, GRPC_GRACE_S)
-        self._http = HttpServer(build_app(self.llm, time.time), settings.host, settings.http_port)
+        self._http = HttpServer(build_app(self.llm, self._wall), settings.host, settings.http_port)
         self._stack.push_async_callback(self._http.stop)
         await self._http.start()
         self._run(self._http.run())
@@ -168,7 +176,7 @@ class Gateway:
                 await self._grpc.set_serving(ready)
                 log.info("ready" if ready else "not ready", **found)
             known = ready
-            await self._clock.sleep(HEALTH_S)
+            await asyncio.sleep(HEALTH_S)
 
     # --- end ---
 
@@ -192,28 +200,7 @@ class Gateway:
 
     async def _wait_idle(self) -> None:
         while self.llm.running:
-            await self._clock.sleep(0.05)
-
-
-async def serve(settings: GatewaySettings, *, make_router: type[Router] = Router) -> None:
-    """Run a gateway until SIGTERM or SIGINT.
-
-    Raises:
-        OSError | ValueError: it could not start.
-    """
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with Gateway(settings, make_router=make_router) as gateway:
-        # What a gateway is made of stays until it ends: looking for garbage there would stop all requests for long.
-        gc.collect()
-        gc.freeze()
-        stopping, failed = asyncio.create_task(stop.wait()), asyncio.create_task(gateway.failed())
-        await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if failed.done():
-            failed.result()
-        failed.cancel()
+            await asyncio.sleep(0.05)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway, GatewaySettings
+from services.gateway.__main__ import make_gateway
 from services.gateway.settings import Disaggregation
 from services.gateway.text import Tokenizer
 from tandem.clock import SystemClock
@@ -88,7 +89,7 @@ async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterato
 @pytest.fixture
 async def gateway(settings: GatewaySettings, peers: Peers) -> AsyncIterator[Gateway]:
     """Started and ready."""
-    async with Gateway(settings) as gateway:
+    async with make_gateway(settings) as gateway:
         await eventually(lambda: gateway.llm.readiness()[0], 5.0)
         yield gateway
 

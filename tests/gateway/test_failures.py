@@ -16,6 +16,7 @@ import pytest
 from opentelemetry.context import Context
 
 from services.gateway import Gateway, GatewaySettings
+from services.gateway.__main__ import make_gateway
 from services.gateway.generation import Outcome
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer
@@ -94,7 +95,7 @@ async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers)
 async def first_tokens(gateway: Gateway, name: str) -> None:
     sampling = llm_pb2.SamplingParams(max_tokens=8)
     sequence = worker_pb2.SequenceSpec(token_ids=[5] * 20, sampling=sampling)
-    deadline = gateway.llm.clock.now() + 20
+    deadline = asyncio.get_running_loop().time() + 20
     async with aclosing(gateway.llm.pipeline.tokens(sequence, name, deadline, Context(), Outcome())) as tokens:
         await anext(tokens)
 
@@ -298,7 +299,7 @@ async def test_redis_frozen_fails_no_request(model_folder: Path, settings: Gatew
             update={"http_port": port}
         )
         await peers.move_to(own, frozen.namespace)
-        async with Gateway(frozen) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        async with make_gateway(frozen) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             await eventually(lambda: gateway.llm.readiness()[0], 5.0)
             own.pause()
             try:
@@ -318,7 +319,7 @@ async def test_require_never_falls_back(model_folder: Path, redis: RedisServer, 
     await peers.workers["p"].die()
     await peers.registry.deregister("p", peers.workers["p"].info.incarnation)
     async with (
-        Gateway(settings) as gateway,
+        make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http,
     ):
         await eventually(lambda: gateway.llm.pool.connected(peers.workers["d"].info))

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from services.gateway import Gateway, GatewaySettings
+from services.gateway.__main__ import make_gateway
 from tests.gateway.conftest import TEXT, eventually
 from tests.gateway.peers import MODEL, Peers
 
@@ -128,7 +129,7 @@ async def test_ending_is_bounded_and_typed(settings: GatewaySettings, peers: Pee
 @asynccontextmanager
 async def running(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that the test ends itself."""
-    gateway = await Gateway(settings).__aenter__()
+    gateway = await make_gateway(settings).__aenter__()
     await eventually(lambda: gateway.llm.readiness()[0], 5.0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=10) as http:
         yield gateway, http
@@ -182,4 +183,4 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 
 async def test_a_port_that_is_taken(settings: GatewaySettings, peers: Peers, gateway: Gateway) -> None:
     with pytest.raises(OSError, match="in use"):
-        await Gateway(settings).__aenter__()
+        await make_gateway(settings).__aenter__()

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway import Gateway
+from services.gateway.__main__ import make_gateway
 from services.gateway.generation import WORKER_LOST
 from services.gateway.metrics import Metrics
 from services.gateway.settings import Disaggregation
@@ -41,7 +41,7 @@ async def auto(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIte
     settings = make_settings(model_folder, redis, disaggregation=Disaggregation.AUTO)
     await peers.move_to(redis, settings.namespace)
     base = f"http://127.0.0.1:{settings.http_port}"
-    async with Gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=10) as client:
+    async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=10) as client:
         await eventually(lambda: gateway.llm.readiness()[1]["linked_pairs"] == 1, 5.0)
         yield client
 

@@ -15,6 +15,7 @@ import pytest
 from grpc import aio
 
 from services.gateway import Gateway
+from services.gateway.__main__ import make_gateway
 from tandem import rpc
 from tandem.local import RedisServer
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -77,7 +78,7 @@ async def cluster_of(model_folder: Path, redis: RedisServer, peers: Peers, **oth
     settings = make_settings(model_folder, redis, **other)
     await peers.move_to(redis, settings.namespace)
     async with (
-        Gateway(settings) as gateway,
+        make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=20) as http,
         rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
     ):

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
+from services.gateway.__main__ import make_gateway
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer
 from tests.gateway.conftest import TEXT, eventually, make_settings
@@ -40,7 +41,7 @@ async def serving(folder: Path, redis: RedisServer, peers: Peers, policy: Disagg
     settings = make_settings(folder, redis, disaggregation=policy)
     await peers.move_to(redis, settings.namespace)
     async with (
-        Gateway(settings) as gateway,
+        make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=20) as http,
     ):
         await eventually(lambda: gateway.llm.readiness()[1]["decode_workers"] == 2, 5.0)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
+from services.gateway.__main__ import make_gateway
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
@@ -119,7 +120,7 @@ async def test_auto_reads_a_short_prompt_at_decode_and_calls_it_no_fallback(
     settings = make_settings(model_folder, redis, disaggregation=Disaggregation.AUTO)
     await peers.move_to(redis, settings.namespace)
     base = f"http://127.0.0.1:{settings.http_port}"
-    async with Gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=10) as client:
+    async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=10) as client:
         await eventually(lambda: gateway.llm.readiness()[0], 5.0)
         body = {"model": settings.model_name, "prompt": "once", "seed": 0}
         answer = await client.post("/v1/completions", json=body)

@@ -13,6 +13,7 @@ import pytest_asyncio
 from grpc import aio
 
 from services.gateway import Gateway
+from services.gateway.__main__ import make_gateway
 from tandem import rpc
 from tandem.local import RedisServer
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -27,7 +28,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lonely(model_folder: Path, redis: RedisServer) -> AsyncIterator[Gateway]:
     """A gateway without workers."""
-    async with Gateway(make_settings(model_folder, redis, max_body_bytes=4096, max_choices=8)) as gateway:
+    async with make_gateway(make_settings(model_folder, redis, max_body_bytes=4096, max_choices=8)) as gateway:
         yield gateway
 
 

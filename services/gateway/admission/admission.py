@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from services.gateway.admission.capacity import Admitted, Capacity
 from services.gateway.admission.fair_queue import FairQueue, Work
 from services.gateway.errors import GatewayError, Overloaded, TimedOut
 from services.gateway.priority import PriorityClass
-from tandem.clock import Clock
 from tandem.registry import ClusterView
 
 FOLLOW_S = 1.0
@@ -28,10 +26,9 @@ FOLLOW_S = 1.0
 class Admission:
     """Owns who waits and who is inside. `run` follows the cluster's capacity."""
 
-    def __init__(self, queue: FairQueue, clock: Clock, max_queued: int) -> None:
+    def __init__(self, queue: FairQueue, max_queued: int) -> None:
         self.admitted = Admitted()
         self._queue = queue
-        self._clock = clock
         self._max_queued = max_queued
         # Done when it is let in, or with why not.
         self._turns: dict[Work, asyncio.Future[GatewayError | None]] = {}
@@ -56,7 +53,7 @@ class Admission:
         if len(self._queue) > self._max_queued:
             self._refuse(self._queue.last(), self._full())
         if not turn.done():
-            await self._until(turn, work.deadline)
+            await _until(turn, work.deadline)
         if error := turn.result():
             raise error
 
@@ -114,17 +111,16 @@ class Admission:
         self._queue.remove(work)
         return self._turns.pop(work)
 
-    async def _until(self, turn: asyncio.Future[GatewayError | None], deadline: float) -> None:
-        pause = asyncio.create_task(self._clock.sleep(max(0.0, deadline - self._clock.now())))
-        try:
-            either: set[asyncio.Future[Any]] = {turn, pause}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            pause.cancel()
-        if not turn.done():
-            raise TimedOut("the request's deadline passed while it waited for its turn", code="queue_timeout")
-
     def _full(self) -> Overloaded:
         return Overloaded(
             f"{self._max_queued} choices wait already, and this one's tenant has most of them", code="queue_full"
         )
+
+
+async def _until(turn: asyncio.Future[GatewayError | None], deadline: float) -> None:
+    try:
+        async with asyncio.timeout_at(deadline):
+            await asyncio.wait({turn})
+    except TimeoutError:
+        if not turn.done():
+            raise TimedOut("the request's deadline passed while it waited for its turn", code="queue_timeout") from None

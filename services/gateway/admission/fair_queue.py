@@ -32,7 +32,7 @@ class Work:
 
     priority_class: PriorityClass
     tenant: str
-    deadline: float
+    deadline: float  # on the event loop's clock
     prompt_tokens: int
     max_new_tokens: int
     new_tokens: int = 0  # written so far

@@ -22,7 +22,6 @@ from services.gateway.generation.choice import Choice, Delta
 from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.request import Generation
 from services.gateway.metrics import PATHS, Metrics
-from tandem.clock import Clock
 from tandem.v1 import llm_pb2
 
 REASONS = {
@@ -36,7 +35,7 @@ class Answer:
     """`deltas` once; everything else can be asked at any time."""
 
     def __init__(
-        self, request: Generation, pipeline: Pipeline, metrics: Metrics, clock: Clock, spans: Tracer,
+        self, request: Generation, pipeline: Pipeline, metrics: Metrics, spans: Tracer,
         *, max_model_len: int, seed: int, running: set[Answer],
     ) -> None:  # fmt: skip
         self.request = request
@@ -44,7 +43,6 @@ class Answer:
         self._pipeline = pipeline
         self._running = running
         self._metrics = metrics
-        self._clock = clock
         self._spans = spans
         self._sequences = [request.sequence(i, max_model_len, seed) for i in range(request.num_choices)]
         self._choices = [
@@ -115,7 +113,7 @@ class Answer:
             self._sequences[choice.index], f"{request.request_id}-{choice.index}", request.deadline,
             tracing.under(span), outcome,
         )  # fmt: skip
-        meter = self._metrics.choice(self._clock.now)
+        meter = self._metrics.choice(asyncio.get_running_loop().time)
         try:
             async with aclosing(tokens):
                 async for new in tokens:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 from opentelemetry.context import Context
@@ -24,12 +25,10 @@ from services.gateway.errors import GatewayError, TimedOut, Unavailable, WorkerL
 from services.gateway.generation import tracing
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.workers import Mailbox, Tokens, WorkerConnection, WorkerPool
-from tandem.clock import Clock
 from tandem.registry import Route, WorkerInfo
 from tandem.v1 import decode_pb2, llm_pb2, prefill_pb2, worker_pb2
 
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
 # After a last token from P, D is about to end the sequence by itself and keep its blocks as cache.
 LINGER_S = 1.0
 ABORT_TIMEOUT_S = 2.0
@@ -43,7 +42,6 @@ class ClusterAccess:
     gateway_id: str
     router: Router
     pool: WorkerPool
-    clock: Clock
     spans: Tracer
     in_background: Callable[[Coroutine[Any, Any, None]], None]
 
@@ -77,12 +75,11 @@ class Attempt:
         self._parent = parent
         self._outcome = outcome
         self._route: Route | None = None
-        self._choosing: asyncio.Task[Route] | None = None
         self._connections: list[WorkerConnection] = []
         self._mailbox: Mailbox | None = None
         self._reserving = False
         self._ended_by_decode = False
-        self._timer: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def lost_decode(self) -> set[str]:
@@ -116,9 +113,6 @@ class Attempt:
         """Free everything this attempt holds, here and on workers. Bounded."""
         if self._timer:
             self._timer.cancel()
-        if self._choosing:
-            self._choosing.cancel()
-            await asyncio.gather(self._choosing, return_exceptions=True)
         mailbox, route = self._mailbox, self._route
         if mailbox is not None and self._reserving and not self._ended_by_decode:
             await self._end_on_decode(mailbox, self._connections[0])
@@ -137,16 +131,14 @@ class Attempt:
             sequence.request_id, sequence.token_ids, sequence.cache_salt, sequence.sampling.max_tokens, left + 1.0
         )
         with tracing.child(cluster.spans, "route", self._parent) as span:
-            self._choosing = asyncio.create_task(self._take(request, exclude))
-            route = await self._within(self._choosing)
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    route = self._route = await self._answering(request, exclude)
+            except TimeoutError:
+                raise TimedOut("the request's deadline passed while choosing workers") from None
             self._note_route(route)
             span.set_attribute("tandem.path.reason", route.reason)
         return route
-
-    async def _take(self, request: RouteRequest, exclude: Collection[str]) -> Route:
-        """A route that is had is noted at once: a request that is cancelled in that moment still releases it."""
-        self._route = await self._answering(request, exclude)
-        return self._route
 
     async def _answering(self, request: RouteRequest, exclude: Collection[str]) -> Route:
         """Among the workers that answer now; if there are none, among those that may be back in a moment."""
@@ -165,7 +157,8 @@ class Attempt:
             span.set_attribute("tandem.worker", decode.info.worker_id)
             await decode.stream.wait_open(self._deadline)
             mailbox = self._mailbox = decode.stream.attach(self._sequence.request_id)
-            self._timer = asyncio.create_task(self._expire(mailbox))
+            late = TimedOut("the request's deadline passed")
+            self._timer = asyncio.get_running_loop().call_at(self._deadline, mailbox.fail, late)
             request = decode_pb2.ReserveRequest(
                 sequence=self._timed(),
                 gateway_id=self._cluster.gateway_id,
@@ -209,16 +202,14 @@ class Attempt:
             log.warning("sequence not aborted", request_id=mailbox.request_id, reason=error.message)
 
     async def _linger(self, mailbox: Mailbox) -> None:
-        ended = asyncio.create_task(mailbox.wait_ended())
-        pause = asyncio.create_task(self._cluster.clock.sleep(LINGER_S))
-        await asyncio.wait({ended, pause}, return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        pause.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await mailbox.wait_ended()
 
     # --- bounds ---
 
     def _left(self) -> float:
-        left = self._deadline - self._cluster.clock.now()
+        left = self._deadline - asyncio.get_running_loop().time()
         if left <= 0:
             raise TimedOut("the request's deadline passed")
         return left
@@ -226,22 +217,6 @@ class Attempt:
     def _timed(self) -> worker_pb2.SequenceSpec:
         self._sequence.timeout_ms = max(1, int(self._left() * 1000))
         return self._sequence
-
-    async def _expire(self, mailbox: Mailbox) -> None:
-        await self._cluster.clock.sleep(max(0.0, self._deadline - self._cluster.clock.now()))
-        mailbox.fail(TimedOut("the request's deadline passed"))
-
-    async def _within(self, work: asyncio.Task[T]) -> T:
-        """Bounded by the deadline; whatever ends the wait ends the work."""
-        pause = asyncio.create_task(self._cluster.clock.sleep(self._left()))
-        try:
-            await asyncio.wait({work, pause}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise TimedOut("the request's deadline passed while choosing workers")
-            return work.result()
-        finally:
-            pause.cancel()
-            work.cancel()
 
     async def _call(self, connection: WorkerConnection, method: Any, request: Any, span: Span, mailbox: Mailbox) -> Any:
         """A unary call, ended early when the sequence fails: the deadline, or the decode worker's death."""

@@ -9,6 +9,7 @@ Each attempt has a request id of its own, so that late messages of a failed one 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -60,7 +61,7 @@ class Pipeline:
             self._admission.leave(work)
 
     async def _wait_turn(self, work: Work, parent: Context, outcome: Outcome) -> None:
-        now = self._cluster.clock.now
+        now = asyncio.get_running_loop().time
         arrived = now()
         with tracing.child(self._cluster.spans, "queue", parent) as span:
             span.set_attributes({"tandem.queue.class": work.priority_class.label, "tandem.queue.tenant": work.tenant})

@@ -69,7 +69,7 @@ class Generation:
     prompts: Sequence[Sequence[int]]
     n: int
     sampling: Sampling
-    deadline: float  # on the gateway's clock
+    deadline: float  # on the event loop's clock
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""

@@ -43,7 +43,7 @@ class GenerateEndpoint:
         self._wall = wall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._llm.new_id)
         try:
             await self._serve(exchange)
         except ClientLeft:
@@ -57,7 +57,7 @@ class GenerateEndpoint:
     async def _serve(self, exchange: Exchange) -> None:
         try:
             deadline = deadline_of(exchange.headers, self._llm)
-            async with asyncio.timeout(deadline - self._llm.clock.now()):
+            async with asyncio.timeout_at(deadline):
                 body = await exchange.body(self._llm.settings.max_body_bytes)
                 found = await self._read(self._llm, body)
             answer = self._llm.answer(self._generation(exchange, found, deadline), found.param)
@@ -93,7 +93,7 @@ class GenerateEndpoint:
         """Write the answer for as long as there is anyone to write it to."""
         work = asyncio.ensure_future(writing)
         left = asyncio.create_task(exchange.wait_left())
-        bound = deadline - self._llm.clock.now() + STALLED_S
+        bound = deadline - asyncio.get_running_loop().time() + STALLED_S
         try:
             await asyncio.wait({work, left}, timeout=bound, return_when=asyncio.FIRST_COMPLETED)
             if work.done():

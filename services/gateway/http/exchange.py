@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from uuid import uuid4
 
 import orjson
 import structlog
@@ -31,10 +30,10 @@ class ClientLeft(Exception):
 
 
 class Exchange:
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, new_id: Callable[[], str]) -> None:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         said = self.headers.get("x-request-id", "")
-        self.request_id = said if SANE_ID.fullmatch(said) else uuid4().hex
+        self.request_id = said if SANE_ID.fullmatch(said) else new_id()
         self._receive = receive
         self._send = send
         self._streaming = False

@@ -14,7 +14,6 @@ from grpc import ChannelConnectivity, aio
 
 from services.gateway.errors import GatewayError, WorkerLost, from_status
 from services.gateway.workers.token_stream import TokenStream
-from tandem.clock import Clock
 from tandem.registry import Role, WorkerInfo
 from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
@@ -22,12 +21,12 @@ from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 class WorkerConnection:
     """Owned by the pool, which closes it. `running` counts the attempts that use it."""
 
-    def __init__(self, info: WorkerInfo, channel: aio.Channel, gateway_id: str, clock: Clock) -> None:
+    def __init__(self, info: WorkerInfo, channel: aio.Channel, gateway_id: str) -> None:
         self.info = info
         self.running = 0
         self.prefill: Any = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.decode: Any = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.stream = TokenStream(info, self.decode, gateway_id, clock)
+        self.stream = TokenStream(info, self.decode, gateway_id)
         self._channel = channel
         self._channel_ready = False
         self._met = False

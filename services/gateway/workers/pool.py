@@ -19,7 +19,6 @@ from grpc import aio
 
 from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.workers.connection import WorkerConnection
-from tandem.clock import Clock
 from tandem.registry import ClusterView, Worker, WorkerInfo
 
 log = structlog.get_logger(__name__)
@@ -35,13 +34,11 @@ class WorkerPool:
         view: ClusterView,
         model: str,
         gateway_id: str,
-        clock: Clock,
         connect: Callable[[str], aio.Channel],
     ) -> None:
         self._view = view
         self._model = model
         self._gateway_id = gateway_id
-        self._clock = clock
         self._connect = connect
         self._connections: dict[str, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -67,7 +64,7 @@ class WorkerPool:
         if known is not None:
             self._replaced.append(known.info.incarnation)
             self._retire(known, f"it was restarted: incarnation {info.incarnation} took its place")
-        made = WorkerConnection(info, self._connect(info.grpc_address), self._gateway_id, self._clock)
+        made = WorkerConnection(info, self._connect(info.grpc_address), self._gateway_id)
         self._connections[info.worker_id] = made
         return made
 

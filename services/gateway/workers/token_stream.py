@@ -16,7 +16,6 @@ from grpc import aio
 
 from services.gateway.errors import GatewayError, TimedOut, WorkerLost
 from services.gateway.workers.mailbox import Mailbox
-from tandem.clock import Clock
 from tandem.registry import WorkerInfo
 from tandem.v1 import decode_pb2
 
@@ -28,12 +27,11 @@ CONNECT_WAIT_S = 1.5
 class TokenStream:
     """`run` is a task of the pool that made this."""
 
-    def __init__(self, worker: WorkerInfo, stub: Any, gateway_id: str, clock: Clock) -> None:
+    def __init__(self, worker: WorkerInfo, stub: Any, gateway_id: str) -> None:
         self.open = asyncio.Event()
         self._worker = worker
         self._stub = stub
         self._gateway_id = gateway_id
-        self._clock = clock
         self._mailboxes: dict[str, Mailbox] = {}
         self._closed_because = ""
         self._stopped: GatewayError | None = None
@@ -66,18 +64,14 @@ class TokenStream:
         """
         if self.open.is_set() or self._closed_because or self._stopped:
             return
-        left = deadline - self._clock.now()
-        opened = asyncio.ensure_future(self.open.wait())
-        pause = asyncio.ensure_future(self._clock.sleep(max(0.0, min(CONNECT_WAIT_S, left))))
+        patience = asyncio.get_running_loop().time() + CONNECT_WAIT_S
         try:
-            await asyncio.wait({opened, pause}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            opened.cancel()
-            pause.cancel()
-        if not self.open.is_set():
-            if left <= CONNECT_WAIT_S:
-                raise TimedOut("the request's deadline passed while connecting to a decode worker")
-            raise WorkerLost(self._worker.worker_id, "no token stream could be opened")
+            async with asyncio.timeout_at(min(patience, deadline)):
+                await self.open.wait()
+        except TimeoutError:
+            if deadline <= patience:
+                raise TimedOut("the request's deadline passed while connecting to a decode worker") from None
+            raise WorkerLost(self._worker.worker_id, "no token stream could be opened") from None
 
     async def run(self) -> None:
         """Keep the stream open until cancelled, or until another incarnation answers."""
@@ -85,7 +79,7 @@ class TokenStream:
             while not self._closed_because:
                 reason = await self._read()
                 self.fail(reason)
-                await self._clock.sleep(RECONNECT_S)
+                await asyncio.sleep(RECONNECT_S)
         finally:
             self.fail(self._closed_because or "the gateway is stopping")
 
