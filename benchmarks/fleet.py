@@ -10,17 +10,16 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
 
 from benchmarks.models import OUT
 from benchmarks.peers import free_ports
-from tandem.clock import SystemClock
 from tandem.commands.up import DEMO_MODEL
 from tandem.engine import StepTime
-from tandem.local import Cluster, Process
+from tandem.local import LocalLauncher, Service, unless_failed
 
 MODEL, MAX_MODEL_LEN = "null", 8192
 READY_BOUND_S = 120.0
@@ -47,21 +46,22 @@ async def running(fleet: Fleet) -> AsyncIterator[list[str]]:
     """The gateways' gRPC addresses, once everything is ready.
 
     Raises:
-        ProcessFailed: a process ended; its last words.
+        ServiceFailed: a process ended; its last words.
         TimeoutError: not ready in time.
     """
     ports = free_ports(2 * len(fleet.gateways) + 1)
     http, grpc, redis = ports[1::2], ports[2::2], ports[0]
-    cluster = Cluster(_processes(fleet, http, grpc, redis), SystemClock(), print)
+    launcher = LocalLauncher(LOGS, print)
     try:
-        await cluster.start(lambda stage: asyncio.ensure_future(asyncio.sleep(1.0 if stage == 0 else 0)))
-        broken, ready = asyncio.ensure_future(cluster.ended()), asyncio.ensure_future(_ready(fleet, http))
-        await asyncio.wait((broken, ready), return_when=asyncio.FIRST_COMPLETED)
-        (broken if broken.done() else ready).result()
-        broken.cancel()
+        shutil.rmtree(LOGS, ignore_errors=True)
+        await launcher.start([Service("kvstore", "services.kvstore", {"redis_port": redis, "grpc_port": 0})])
+        await asyncio.sleep(1.0)
+        await launcher.start(_workers(fleet, redis))
+        await launcher.start(_gateways(fleet, http, grpc, redis))
+        await unless_failed(launcher, _ready(fleet, http))
         yield [f"127.0.0.1:{port}" for port in grpc]
     finally:
-        await cluster.stop()
+        await launcher.stop()
 
 
 def tokens_read(role: str) -> int:
@@ -80,36 +80,29 @@ def model_folder() -> Path:
     return folder
 
 
-def _processes(fleet: Fleet, http: list[int], grpc: list[int], redis: int) -> list[list[Process]]:
-    shutil.rmtree(LOGS, ignore_errors=True)
-    LOGS.mkdir(parents=True)
+def _shared(redis: int) -> dict[str, object]:
+    return {"model_path": model_folder(), "model_name": MODEL, "redis_url": f"redis://127.0.0.1:{redis}"}
 
-    def process(name: str, module: str, *options: str) -> Process:
-        return Process(name, [module, *options, "--log-level=info"], LOGS / f"{name}.log", {"OMP_NUM_THREADS": "1"})
 
-    shared = [f"--model-path={model_folder()}", f"--model-name={MODEL}", f"--redis-url=redis://127.0.0.1:{redis}"]
-    times = fleet.step_time
-    null = [
-        "--engine=null", "--threads=1", f"--null-prefill-tokens-per-s={times.prefill_tokens_per_s}",
-        f"--null-decode-step-s={times.decode_step_s}", f"--null-decode-sequence-s={times.decode_sequence_s}",
-        f"--null-speedup={times.speedup}",
-    ]  # fmt: skip
+def _workers(fleet: Fleet, redis: int) -> list[Service]:
+    null = {f"null_{name}": value for name, value in asdict(fleet.step_time).items()}
+    same = _shared(redis) | null | {"engine": "null", "threads": 1, "log_level": "info"}
+    pools = {"prefill": (fleet.prefill, fleet.prefill_blocks), "decode": (fleet.decode, fleet.decode_blocks)}
+    return [
+        Service(f"{role}-{i}", f"services.{role}", same | {"worker_id": f"{role}-{i}", "num_blocks": blocks})
+        for role, (count, blocks) in pools.items()
+        for i in range(count)
+    ]
 
-    def workers(role: str, count: int, blocks: int) -> list[Process]:
-        names = [f"{role}-{i}" for i in range(count)]
-        size = f"--num-blocks={blocks}"
-        return [process(name, f"services.{role}", *shared, *null, f"--worker-id={name}", size) for name in names]
 
-    gateways = [
-        process(
-            f"gateway-{i}", "benchmarks.routing", *shared, "--host=127.0.0.1", f"--http-port={http[i]}",
-            f"--grpc-port={grpc[i]}", f"--policy={policy}", f"--disaggregation={disaggregation}",
-        )
-        for i, (policy, disaggregation) in enumerate(fleet.gateways)
-    ]  # fmt: skip
-    kvstore = process("kvstore", "services.kvstore", f"--redis-port={redis}", "--grpc-port=0")
-    prefill = workers("prefill", fleet.prefill, fleet.prefill_blocks)
-    return [[kvstore], [*prefill, *workers("decode", fleet.decode, fleet.decode_blocks)], gateways]
+def _gateways(fleet: Fleet, http: list[int], grpc: list[int], redis: int) -> list[Service]:
+    def settings(i: int, policy: str, disaggregation: str) -> dict[str, object]:
+        ports = {"host": "127.0.0.1", "http_port": http[i], "grpc_port": grpc[i]}
+        return _shared(redis) | ports | {"policy": policy, "disaggregation": disaggregation}
+
+    return [
+        Service(f"gateway-{i}", "benchmarks.routing", settings(i, *gateway)) for i, gateway in enumerate(fleet.gateways)
+    ]
 
 
 async def _ready(fleet: Fleet, ports: list[int]) -> None:

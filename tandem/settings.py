@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import TypeVar
@@ -20,15 +22,33 @@ S = TypeVar("S", bound=Settings)
 
 
 def load(settings: type[S], arguments: Sequence[str] | None = None, program: str | None = None) -> S:
-    """Read settings for a process; a bad value ends it with status 2 and a line that names the field."""
+    """Read settings for a process; a bad value ends it with status 2 and a line that names the option or variable."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     source = CliSettingsSource[S](
-        settings, cli_prog_name=program, cli_parse_args=list(sys.argv[1:] if arguments is None else arguments),
-        cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True, cli_avoid_json=True,
+        settings, cli_prog_name=program, cli_parse_args=given, cli_kebab_case=True, cli_implicit_flags=True,
+        cli_hide_none_type=True, cli_avoid_json=True, formatter_class=_Help,
     )  # fmt: skip
     try:
         return settings(_cli_settings_source=source)  # type: ignore[call-arg]
     except ValidationError as error:
         for problem in error.errors():
-            field = ".".join(str(part) for part in problem["loc"]) or settings.__name__
-            print(f"{field}: {problem['msg']} (got {problem['input']!r})", file=sys.stderr)
+            name = _origin(problem["loc"], given) if problem["loc"] else settings.__name__
+            got = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
+            print(f"{name}: {problem['msg']}{got}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _origin(field: tuple[int | str, ...], arguments: Sequence[str]) -> str:
+    """What the user wrote to set `field`: an option, or an environment variable."""
+    option, variable = f"--{field[0]}".replace("_", "-"), f"TANDEM_{field[0]}".upper()
+    given = any(argument.partition("=")[0] == option for argument in arguments)
+    name = variable if variable in os.environ and not given else option
+    return ".".join([name, *map(str, field[1:])])
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Names a default once, and only where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        words, _, default = (action.help or "").partition("(default: ")
+        return words.rstrip() if default.rstrip(")") in ("", "None") else action.help

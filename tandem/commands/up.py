@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from tandem.clock import SystemClock
-from tandem.local import Cluster, Process, ProcessFailed
+from tandem.local import Launcher, LocalLauncher, Service, ServiceFailed, check_free, unless_failed
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.settings import Settings, load
 
@@ -35,29 +35,34 @@ class UpSettings(Settings):
     """Start a Tandem cluster on this machine: Redis, a gateway, prefill and decode workers, each a process."""
 
     model_path: Path = Field(DEMO_MODEL, description="Hugging Face folder of the model")
-    model_name: str = Field("", description="name to serve it under (default: tandem-demo, or the folder's name)")
+    model_name: str = Field("", description="name to serve it under; if not given, tandem-demo or the folder's name")
     prefill: int = Field(1, ge=0, description="number of prefill workers")
     decode: int = Field(1, ge=1, description="number of decode workers")
     host: str = Field("127.0.0.1", description="address that the gateway listens on")
-    http_port: int = Field(8000, ge=1, le=65535)
-    grpc_port: int = Field(50051, ge=1, le=65535)
+    http_port: int = Field(8000, ge=1, le=65535, description="port of the OpenAI-compatible HTTP API")
+    grpc_port: int = Field(50051, ge=1, le=65535, description="port of the gRPC API")
     redis_port: int = Field(6380, ge=1, le=65535, description="port of the redis-server started here")
     redis_url: str = Field("", description="use this Redis instead of starting one")
     engine: Literal["model", "null"] = Field(
-        "model", description="null: workers that compute nothing and take a stated time for it; see their --help"
+        "model", description="null: workers that compute nothing and take a stated time for it"
     )
-    dtype: str = Field("auto", description="float32, bfloat16, or auto: as the weights are stored")
-    transports: str = Field("shm,tcp", description="ways to move KV, best first")
-    disaggregation: str = Field("auto", pattern="^(require|prefer|auto)$")
+    null_speedup: float = Field(1.0, gt=0, description="null engine: divides the time that its steps take")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as the weights are")
+    transports: str = Field("shm,tcp", description="how KV may move, best first")
+    disaggregation: Literal["require", "prefer", "auto"] = Field(
+        "auto", description="who reads prompts: prefill workers, those if there are any, or whoever costs less"
+    )
     prefill_kv_memory: ByteSize | None = Field(
-        None, description="KV cache of each prefill worker (default: 256MiB; null engine: 4MiB)"
+        None, description="KV cache of each prefill worker; if not given, 256MiB, or 4MiB with the null engine"
     )
     decode_kv_memory: ByteSize | None = Field(
-        None, description="KV cache of each decode worker (default: 512MiB; null engine: 8MiB)"
+        None, description="KV cache of each decode worker; if not given, 512MiB, or 8MiB with the null engine"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads per worker (default: cores / workers)")
+    max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer; if not given, the model's")
+    max_num_seqs: int = Field(256, ge=1, description="sequences in one step of a worker")
+    threads: int | None = Field(None, ge=1, description="CPU threads per worker; if not given, cores / workers")
     logs: Path = Field(Path(".run/logs"), description="folder for the processes' logs")
-    ready_timeout_s: float = Field(120.0, gt=0)
+    ready_timeout_s: float = Field(120.0, gt=0, description="how long the cluster may take to become ready")
     sample: str = Field("", description="a prompt to stream one answer for when ready")
 
     @property
@@ -68,61 +73,74 @@ class UpSettings(Settings):
     def registry_url(self) -> str:
         return self.redis_url or f"redis://127.0.0.1:{self.redis_port}"
 
+    @property
+    def reachable_host(self) -> str:
+        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+
 
 def main(arguments: list[str]) -> None:
     settings = load(UpSettings, arguments, "tandem up")
     if not (settings.model_path / "config.json").is_file():
-        raise SystemExit(f"model-path: {settings.model_path} is no Hugging Face folder: it has no config.json")
+        raise SystemExit(f"--model-path: {settings.model_path} is no Hugging Face folder: it has no config.json")
     try:
+        check_free(_addresses(settings))
         asyncio.run(_up(settings))
-    except (ProcessFailed, TimeoutError) as error:
+    except (ServiceFailed, TimeoutError, ValueError) as error:
         raise SystemExit(f"tandem up: {error}") from None
 
 
-def processes(settings: UpSettings) -> list[list[Process]]:
-    """The cluster's processes, stage by stage."""
-    settings.logs.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(settings.logs / "cores", ignore_errors=True)
+def _addresses(settings: UpSettings) -> dict[str, tuple[str, int]]:
+    """What will be listened on, by the option that says so."""
+    addresses = {"--http-port": (settings.host, settings.http_port), "--grpc-port": (settings.host, settings.grpc_port)}
+    return addresses if settings.redis_url else {**addresses, "--redis-port": ("127.0.0.1", settings.redis_port)}
+
+
+def kvstore(settings: UpSettings) -> Service:
+    redis = {"redis_url": settings.redis_url} if settings.redis_url else {"redis_port": settings.redis_port}
+    return Service("kvstore", "services.kvstore", {**redis, "grpc_port": 0})
+
+
+def gateway(settings: UpSettings) -> Service:
+    own = settings.model_dump(include={"host", "http_port", "grpc_port", "disaggregation"})
+    return Service("gateway", "services.gateway", {**_shared(settings), **own})
+
+
+def workers(settings: UpSettings) -> list[Service]:
+    cores = settings.logs / "cores"
+    shutil.rmtree(cores, ignore_errors=True)
     threads = settings.threads or max(1, (os.cpu_count() or 1) // (settings.prefill + settings.decode))
+    same = _shared(settings) | settings.model_dump(include={"engine", "dtype", "transports", "max_num_seqs"})
+    same |= settings.model_dump(include={"null_speedup", "max_model_len"}, exclude_none=True)
+    same |= {"threads": threads, "shared_cores": cores}
+    pools = {
+        "prefill": (settings.prefill, settings.prefill_kv_memory),
+        "decode": (settings.decode, settings.decode_kv_memory),
+    }
 
-    def process(name: str, module: str, *arguments: str, restart: bool = False) -> Process:
-        log_path = settings.logs / f"{name}.log"
-        log_path.unlink(missing_ok=True)
-        # Idle threads sleep: another worker's may need their core.
-        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        return Process(name, [module, *arguments], log_path, environment, restart)
+    def worker(role: str, number: int, memory: ByteSize) -> Service:
+        own = {"worker_id": f"{role}-{number}", "kv_memory": int(memory)}
+        return Service(f"{role}-{number}", f"services.{role}", same | own, threads)
 
-    shared = [f"--model-path={settings.model_path}", f"--model-name={settings.served_name}"]
-    shared += [f"--redis-url={settings.registry_url}"]
-    worker = [f"--engine={settings.engine}", f"--dtype={settings.dtype}", f"--transports={settings.transports}"]
-    worker += [f"--threads={threads}", f"--shared-cores={settings.logs / 'cores'}"]
+    return [
+        worker(role, number, memory or KV_MEMORY[settings.engine, role])
+        for role, (count, memory) in pools.items()
+        for number in range(count)
+    ]
 
-    def workers(role: str, count: int, memory: ByteSize | None) -> list[Process]:
-        memory = memory or KV_MEMORY[settings.engine, role]
-        return [
-            process(f"{role}-{i}", f"services.{role}", *shared, *worker, f"--worker-id={role}-{i}",
-                    f"--kv-memory={int(memory)}", restart=True)
-            for i in range(count)
-        ]  # fmt: skip
 
-    registry = f"--redis-url={settings.redis_url}" if settings.redis_url else f"--redis-port={settings.redis_port}"
-    kvstore = process("kvstore", "services.kvstore", registry, "--grpc-port=0")
-    gateway = process(
-        "gateway", "services.gateway", *shared, f"--host={settings.host}", f"--http-port={settings.http_port}",
-        f"--grpc-port={settings.grpc_port}", f"--disaggregation={settings.disaggregation}",
-    )  # fmt: skip
-    prefill = workers("prefill", settings.prefill, settings.prefill_kv_memory)
-    decode = workers("decode", settings.decode, settings.decode_kv_memory)
-    return [[kvstore], [*prefill, *decode], [gateway]]
+def _shared(settings: UpSettings) -> dict[str, object]:
+    return {
+        "model_path": settings.model_path, "model_name": settings.served_name, "redis_url": settings.registry_url
+    }  # fmt: skip
 
 
 async def _up(settings: UpSettings) -> None:
-    console, started = Console(), time.monotonic()
-    cluster = Cluster(processes(settings), SystemClock(), lambda text: console.print(escape(text), style="yellow"))
+    console = Console()
+    launcher = LocalLauncher(settings.logs, lambda text: console.print(escape(text), style="yellow"))
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    life = asyncio.create_task(_serve(settings, cluster, console, started))
+    life = asyncio.create_task(_serve(settings, launcher, console))
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((life, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -133,65 +151,59 @@ async def _up(settings: UpSettings) -> None:
             task.cancel()
         await asyncio.gather(life, stopped, return_exceptions=True)
         console.print("stopping")
-        await cluster.stop()
+        await launcher.stop()
 
 
-async def _serve(settings: UpSettings, cluster: Cluster, console: Console, started: float) -> None:
-    await cluster.start(
-        lambda stage: asyncio.ensure_future(_registry_answers(settings, cluster) if stage == 0 else _now())
-    )
-    broken = asyncio.create_task(cluster.ended())
-    ready = asyncio.create_task(_wait_until_ready(settings, cluster, console))
-    await asyncio.wait((broken, ready), return_when=asyncio.FIRST_COMPLETED)
-    if broken.done():
-        ready.cancel()
-        broken.result()
-    ready.result()
-    console.print(_status(settings, time.monotonic() - started))
+async def _serve(settings: UpSettings, launcher: Launcher, console: Console) -> None:
+    """A service that ends before the cluster is ready ends it; from then on it is started again."""
+    now = asyncio.get_running_loop().time
+    started = now()
+    await launcher.start([kvstore(settings)])
+    await unless_failed(launcher, _registry_answers(settings))
+    await launcher.start(workers(settings))
+    await launcher.start([gateway(settings)])
+    await unless_failed(launcher, _wait_until_ready(settings, launcher, console))
+    console.print(_status(settings, now() - started))
     if settings.sample:
         await _stream_sample(settings, console)
     console.print(_lines_to_try(settings), soft_wrap=True)
-    await broken
+    await launcher.watch(restart=True)
 
 
-async def _now() -> None:
-    return
-
-
-async def _registry_answers(settings: UpSettings, cluster: Cluster) -> None:
-    broken = asyncio.create_task(cluster.ended())
+async def _registry_answers(settings: UpSettings) -> None:
     registry = await Registry.connect(settings.registry_url, clock=SystemClock())
     try:
         async with asyncio.timeout(settings.ready_timeout_s):
-            while not broken.done():
+            while True:
                 try:
                     return await registry.ping()
                 except RegistryUnavailable:
                     await asyncio.sleep(0.05)
-        broken.result()
+    except TimeoutError:
+        raise TimeoutError(f"{settings.registry_url} does not answer; logs are in {settings.logs}") from None
     finally:
-        broken.cancel()
         await registry.close()
 
 
-async def _wait_until_ready(settings: UpSettings, cluster: Cluster, console: Console) -> None:
+async def _wait_until_ready(settings: UpSettings, launcher: Launcher, console: Console) -> None:
     """Until the gateway says that every worker is there and every prefill-decode pair has moved a real block."""
-    url = f"http://127.0.0.1:{settings.http_port}/health/ready"
+    url = f"http://{settings.reachable_host}:{settings.http_port}/health/ready"
     missing = "the gateway does not answer"
-    async with httpx.AsyncClient(timeout=2.0) as client:
-        with Live(console=console, refresh_per_second=8, transient=True) as live:
-            end = time.monotonic() + settings.ready_timeout_s
-            while time.monotonic() < end:
-                try:
-                    answer = await client.get(url)
-                    if answer.status_code == 200 and _whole(settings, answer.json()):
-                        return
-                    missing = answer.text
-                except httpx.TransportError:
-                    missing = "the gateway does not answer"
-                live.update(_progress(cluster))
-                await asyncio.sleep(0.1)
-    raise TimeoutError(f"not ready after {settings.ready_timeout_s:.0f} s: {missing}; logs are in {settings.logs}")
+    try:
+        async with asyncio.timeout(settings.ready_timeout_s), httpx.AsyncClient(timeout=2.0) as client:
+            with Live(console=console, refresh_per_second=8, transient=True) as live:
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        answer = await client.get(url)
+                        if answer.status_code == 200 and _whole(settings, answer.json()):
+                            return
+                        missing = answer.text
+                    live.update(_progress(launcher))
+                    await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise TimeoutError(
+            f"not ready after {settings.ready_timeout_s:.0f} s: {missing}; logs are in {settings.logs}"
+        ) from None
 
 
 def _whole(settings: UpSettings, found: dict[str, int]) -> bool:
@@ -199,12 +211,11 @@ def _whole(settings: UpSettings, found: dict[str, int]) -> bool:
     return found["decode_workers"] >= settings.decode and found["linked_pairs"] >= pairs
 
 
-def _progress(cluster: Cluster) -> Table:
+def _progress(launcher: Launcher) -> Table:
     table = Table.grid(padding=(0, 2))
-    for process in cluster.processes:
-        done, total = process.loading
+    for name, (done, total) in launcher.loading().items():
         bar = f"{'█' * (20 * done // total):░<20} weights" if total and done < total else "starting"
-        table.add_row(process.name, "up" if total and done >= total else bar)
+        table.add_row(name, "up" if total and done >= total else bar)
     return table
 
 
@@ -223,7 +234,11 @@ def _status(settings: UpSettings, seconds: float) -> Panel:
 async def _stream_sample(settings: UpSettings, console: Console) -> None:
     from tandem.commands import generate
 
-    options = [f"--address=127.0.0.1:{settings.grpc_port}", f"--max-tokens={SAMPLE_TOKENS}", "--temperature=0"]
+    options = [
+        f"--address={settings.reachable_host}:{settings.grpc_port}",
+        f"--max-tokens={SAMPLE_TOKENS}",
+        "--temperature=0",
+    ]
     console.print()
     await generate.run([settings.sample, *options])
     console.print()

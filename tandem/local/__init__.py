@@ -1,7 +1,10 @@
 """A cluster on one machine: its processes, their Redis, and the cores they share. Needs the standard library only."""
 
 from tandem.local.cores import Cores
-from tandem.local.launcher import Cluster, Process, ProcessFailed
+from tandem.local.launcher import Launcher, LocalLauncher, Service, ServiceFailed, unless_failed
+from tandem.local.ports import check_free
 from tandem.local.redis_server import RedisServer
 
-__all__ = ["Cluster", "Cores", "Process", "ProcessFailed", "RedisServer"]
+__all__ = [
+    "Cores", "Launcher", "LocalLauncher", "RedisServer", "Service", "ServiceFailed", "check_free", "unless_failed",
+]  # fmt: skip

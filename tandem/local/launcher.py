@@ -1,9 +1,7 @@
-"""A cluster on one machine: every service as a process of its own, started, watched and stopped together.
+"""Starting a cluster's services and keeping them running; here as processes of this machine.
 
-    kvstore (starts redis-server) -> gateway, prefill x n, decode x m
-
-A worker that dies is started again under the same name and a new incarnation; one that keeps dying, or the death of
-any other process, ends the cluster with that process's last words.
+start ──> running ──(ends by itself)──> started again under the same name, or ServiceFailed with its last words
+             └────> stop: SIGTERM, last started first; SIGKILL for what has not ended in time
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from tandem.clock import Clock
 from tandem.local.child import dying_with_parent
 
 STOP_WAIT_S = 10.0
@@ -26,42 +24,156 @@ MIN_LIFE_S = 5.0
 MAX_QUICK_DEATHS = 3
 LAST_LINES = 15
 
-
-class ProcessFailed(Exception):
-    """A process of the cluster ended when it should not have; the message holds its last words."""
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Process:
-    """One child process. Its output goes to a log file; its last lines are kept for error messages."""
+class ServiceFailed(Exception):
+    """A service ended and is not started again; the message holds its last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """`python -m module` with `settings` and no others: none of them comes from the environment."""
 
     name: str
-    arguments: Sequence[str]
-    log_path: Path
-    environment: dict[str, str] = field(default_factory=dict)
-    restart: bool = False
-    loading: tuple[int, int] = (0, 0)
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    child: asyncio.subprocess.Process | None = None
+    module: str
+    settings: Mapping[str, object]
+    threads: int = 1
+
+
+class Launcher(Protocol):
+    """One way to run services."""
+
+    async def start(self, services: Sequence[Service]) -> None:
+        """Start these too. `stop` ends them before those that were started earlier."""
+
+    async def watch(self, *, restart: bool) -> None:
+        """Wait, until cancelled, for services that end; with `restart` they are started again.
+
+        Raises:
+            ServiceFailed: one ended and is not to be restarted, or keeps ending.
+        """
+
+    def loading(self) -> Mapping[str, tuple[int, int]]:
+        """Of each service, how much of its weights is loaded, and of how much; (0, 0) before it has begun."""
+
+    async def stop(self) -> None:
+        """End all services, in bounded time."""
+
+
+async def unless_failed(launcher: Launcher, awaited: Coroutine[Any, Any, T]) -> T:
+    """The result of `awaited`.
+
+    Raises:
+        ServiceFailed: a service ended before.
+    """
+    failed, done = asyncio.create_task(launcher.watch(restart=False)), asyncio.create_task(awaited)
+    try:
+        await asyncio.wait((failed, done), return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            failed.result()
+        return done.result()
+    finally:
+        failed.cancel()
+        done.cancel()
+        await asyncio.gather(failed, done, return_exceptions=True)
+
+
+class LocalLauncher:
+    """Each service is a process of this machine that dies with this one; its output goes to `logs`/name.log."""
+
+    def __init__(self, logs: Path, report: Callable[[str], None]) -> None:
+        self._logs = logs
+        self._report = report
+        self._stages: list[list[_Process]] = []
+        self._ended: asyncio.Queue[_Process] = asyncio.Queue()
+
+    async def start(self, services: Sequence[Service]) -> None:
+        stage: list[_Process] = []
+        self._stages.append(stage)
+        for service in services:
+            process = _Process(service, self._logs / f"{service.name}.log", self._ended.put_nowait)
+            await process.start()
+            stage.append(process)
+
+    async def watch(self, *, restart: bool) -> None:
+        while True:
+            process = await self._ended.get()
+            status = await process.ending()
+            ended = f"{process.service.name} ended with status {status}"
+            if not restart or process.quick_deaths >= MAX_QUICK_DEATHS:
+                raise ServiceFailed(f"{ended}; its last words:\n" + "\n".join(process.last_lines))
+            self._report(f"{ended}; starting it again")
+            await process.start()
+
+    def loading(self) -> Mapping[str, tuple[int, int]]:
+        return {process.service.name: process.loading for stage in self._stages for process in stage}
+
+    async def stop(self) -> None:
+        for stage in reversed(self._stages):
+            for process in stage:
+                process.terminate()
+            lives = [process.life for process in stage]
+            if lives and (await asyncio.wait(lives, timeout=STOP_WAIT_S))[1]:
+                self._report("killing what did not stop in time")
+            await asyncio.gather(*(process.kill() for process in stage))
+
+
+class _Process:
+    """A service's process, one after the other."""
+
+    def __init__(self, service: Service, log_path: Path, ended: Callable[[_Process], None]) -> None:
+        self.service = service
+        self.loading = (0, 0)
+        self.quick_deaths = 0
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._log_path = log_path
+        self._ended = ended
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_path.write_bytes(b"")
 
     async def start(self) -> None:
-        self.child = await asyncio.create_subprocess_exec(
-            *dying_with_parent(sys.executable, "-m", *self.arguments),
-            env=os.environ | self.environment, stdin=asyncio.subprocess.DEVNULL,
+        self._started_at = asyncio.get_running_loop().time()
+        self._child = await asyncio.create_subprocess_exec(
+            *dying_with_parent(sys.executable, "-m", self.service.module, *_options(self.service)),
+            env=_environment(self.service.threads), stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True, limit=2**20,
         )  # fmt: skip
+        self.life = asyncio.create_task(self._follow(self._child), name=self.service.name)
+        self.life.add_done_callback(lambda _: self._ended(self))
 
-    async def run(self) -> int:
-        """Copy its output to the log until it ends. Returns the exit status."""
-        assert self.child is not None
-        assert self.child.stdout is not None
-        with self.log_path.open("ab") as log:
-            async for line in self.child.stdout:
+    async def ending(self) -> int:
+        """After its end: the exit status. Children that it left behind are killed."""
+        self._kill_group()
+        age = asyncio.get_running_loop().time() - self._started_at
+        self.quick_deaths = self.quick_deaths + 1 if age < MIN_LIFE_S else 0
+        return await self.life
+
+    def terminate(self) -> None:
+        if self._child.returncode is None:
+            self._child.terminate()
+
+    async def kill(self) -> None:
+        self._kill_group()
+        self.life.cancel()
+        await asyncio.gather(self.life, self._child.wait(), return_exceptions=True)
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self._child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    async def _follow(self, child: asyncio.subprocess.Process) -> int:
+        """Copy its output to the log until it ends; its exit status."""
+        assert child.stdout is not None
+        with self._log_path.open("ab") as log:
+            async for line in child.stdout:
                 log.write(line)
                 log.flush()
                 self._note(line.decode(errors="replace").rstrip())
-        return await self.child.wait()
+        return await child.wait()
 
     def _note(self, line: str) -> None:
         self.last_lines.append(line)
@@ -69,84 +181,12 @@ class Process:
             event = json.loads(line)
             self.loading = (event["done"], event["total"])
 
-    def signal(self, number: int) -> None:
-        if self.child is not None and self.child.returncode is None:
-            self.child.send_signal(number)
 
-    def kill_group(self) -> None:
-        """Whatever it may have left behind, too."""
-        if self.child is not None:
-            try:
-                os.killpg(self.child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                return
+def _options(service: Service) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in service.settings.items()]
 
 
-class Cluster:
-    """The processes, in starting order. They are stopped in the opposite order of `stages`."""
-
-    def __init__(self, stages: Sequence[Sequence[Process]], clock: Clock, tell: Callable[[str], None]) -> None:
-        self._stages = stages
-        self._clock = clock
-        self._tell = tell
-        self._watchers: list[asyncio.Task[None]] = []
-        self._stopping = False
-
-    @property
-    def processes(self) -> list[Process]:
-        return [process for stage in self._stages for process in stage]
-
-    async def start(self, started: Callable[[int], asyncio.Future[None] | asyncio.Task[None]] | None = None) -> None:
-        """Start each stage; `started(i)` may hold the next one back until stage i is usable."""
-        for i, stage in enumerate(self._stages):
-            for process in stage:
-                await process.start()
-                self._watchers.append(asyncio.create_task(self._watch(process)))
-            if started is not None:
-                await started(i)
-
-    async def ended(self) -> None:
-        """Waits for the cluster to break.
-
-        Raises:
-            ProcessFailed: always, when it does.
-        """
-        done, _ = await asyncio.wait(self._watchers, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-
-    async def stop(self) -> None:
-        """SIGTERM stage by stage, last started first; what has not ended in time is killed."""
-        self._stopping = True
-        for stage in reversed(self._stages):
-            for process in stage:
-                process.signal(signal.SIGTERM)
-            await self._wait_for(stage)
-        for task in self._watchers:
-            task.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-
-    async def _wait_for(self, stage: Sequence[Process]) -> None:
-        children = [process.child for process in stage if process.child is not None]
-        try:
-            async with asyncio.timeout(STOP_WAIT_S):
-                await asyncio.gather(*(child.wait() for child in children))
-        except TimeoutError:
-            self._tell("killing what did not stop in time")
-        for process in stage:
-            process.kill_group()
-
-    async def _watch(self, process: Process) -> None:
-        quick_deaths = 0
-        while True:
-            born = self._clock.now()
-            status = await process.run()
-            if self._stopping:
-                return
-            process.kill_group()
-            quick_deaths = quick_deaths + 1 if self._clock.now() - born < MIN_LIFE_S else 0
-            words = "\n".join(process.last_lines)
-            if not process.restart or quick_deaths >= MAX_QUICK_DEATHS:
-                raise ProcessFailed(f"{process.name} ended with status {status}; its last words:\n{words}")
-            self._tell(f"{process.name} ended with status {status}; starting it again")
-            await process.start()
+def _environment(threads: int) -> dict[str, str]:
+    """This process's, without anybody's settings. Idle threads sleep: another service may need their core."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_URL"))}
+    return inherited | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import IO
 
 from tandem.local.child import dying_with_parent
+from tandem.local.ports import free_port
 
 
 class RedisServer:
@@ -39,7 +40,7 @@ class RedisServer:
         Raises:
             RuntimeError: the program is not installed, or did not start; the message says why.
         """
-        server = cls._spawn(_program(), port or _free_port(), max_memory_mb)
+        server = cls._spawn(_program(), port or free_port(), max_memory_mb)
         try:
             server._wait_until_up(timeout)
         except BaseException:
@@ -133,13 +134,6 @@ def _environment() -> dict[str, str]:
     """
     tunables = filter(None, (os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.mxfast=0"))
     return {**os.environ, "GLIBC_TUNABLES": ":".join(tunables)}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _answers(port: int, pid: int) -> bool:

@@ -48,14 +48,20 @@ class RunningCluster:
 
     def pids(self, service: str) -> list[int]:
         """Process ids of a service's processes, such as "decode"."""
-        children = psutil.Process(self.process.pid).children()
-        return [c.pid for c in children if f"services.{service}" in c.cmdline()]
+        return [child.pid for child in psutil.Process(self.process.pid).children() if runs(child, service)]
 
     def ready(self) -> bool:
         try:
             return httpx.get(f"{self.http}/health/ready", timeout=2.0).status_code == 200
         except httpx.TransportError:
             return False
+
+
+def runs(process: psutil.Process, service: str) -> bool:
+    try:
+        return f"services.{service}" in process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie, too
+        return False
 
 
 @contextmanager
@@ -71,8 +77,9 @@ def running_cluster(folder: Path, *options: str, env: dict[str, str] | None = No
         f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"redis://127.0.0.1:{redis}", folder / "logs", process
     )
     try:
-        eventually(lambda: cluster.ready() or process.poll() is not None, START_BOUND_S, "cluster ready")
-        assert process.poll() is None, (folder / "up.log").read_text()
+        said = folder / "up.log"
+        eventually(lambda: "is ready" in said.read_text() or process.poll() is not None, START_BOUND_S, "cluster ready")
+        assert process.poll() is None, said.read_text()
         yield cluster
     finally:
         process.send_signal(signal.SIGINT)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import RunningCluster, eventually, free_ports, running_cluster
 
 
 def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -94,10 +96,31 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_port_in_use_is_named(shm_cluster: RunningCluster, tmp_path: Path) -> None:
-    port = shm_cluster.http.rpartition(":")[2]
-    result = tandem("up", f"--http-port={port}", "--grpc-port=0", f"--logs={tmp_path}")
-    assert result.returncode != 0
+@pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--redis-port"])
+def test_a_port_in_use_is_named_and_nothing_is_started(option: str, tmp_path: Path) -> None:
+    """Another cluster that answers there must not be taken for this one."""
+    ports = dict(zip(("--http-port", "--grpc-port", "--redis-port"), free_ports(3), strict=True))
+    with socket.create_server(("127.0.0.1", ports[option])):
+        result = tandem("up", *(f"{name}={port}" for name, port in ports.items()), f"--logs={tmp_path / 'logs'}")
+    assert result.returncode == 1
+    assert f"{option}: cannot listen on 127.0.0.1:{ports[option]}: Address already in use" in result.stderr
+    assert "ready" not in result.stdout
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_worker_that_cannot_start_ends_the_command_at_once(tmp_path: Path) -> None:
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "redis"), free_ports(3), strict=True)]
+    result = tandem("up", *ports, "--transports=pigeon", f"--logs={tmp_path}")
+    assert result.returncode == 1
+    assert "ended with status 1; its last words" in result.stderr
+    assert "pigeon" in result.stderr
+    assert "starting it again" not in result.stdout
+
+
+def test_a_bad_value_is_found_before_anything_starts() -> None:
+    result = tandem("up", "--dtype=float17")
+    assert result.returncode == 2
+    assert "--dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16' (got 'float17')" in result.stderr
 
 
 def test_up_refuses_a_folder_that_holds_no_model(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ WORKERS, SHARED, BLOCK = 3, 64, 16
 def fleet(tmp_path_factory: pytest.TempPathFactory, config_only: Path) -> Iterator[RunningCluster]:
     options = [f"--model-path={config_only}", "--model-name=null", "--engine=null", "--disaggregation=require"]
     options += [f"--prefill={WORKERS}", f"--decode={WORKERS}"]
-    with running_cluster(tmp_path_factory.mktemp("null"), *options, env={"TANDEM_NULL_SPEEDUP": "10"}) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("null"), *options, "--null-speedup=10") as cluster:
         ready = f"{cluster.http}/health/ready"
         eventually(lambda: httpx.get(ready).json()["linked_pairs"] == WORKERS**2, 30, "every pair has moved a block")
         yield cluster

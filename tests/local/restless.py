@@ -1,0 +1,12 @@
+"""A service for tests: says what it was given, then ends, or stays and does not want to stop."""
+
+import os
+import signal
+import sys
+import time
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(sys.argv[1:], [name for name in os.environ if name.startswith("TANDEM_")], flush=True)
+if "--stay=True" in sys.argv:
+    time.sleep(600)
+raise SystemExit(3)
