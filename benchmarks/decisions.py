@@ -41,7 +41,6 @@ from benchmarks.results import percentile
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import BlockReplica, ClusterView, Registry, Role, Route, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2
@@ -121,8 +120,8 @@ def replica_memory(url: str, max_blocks: int) -> dict[str, float]:
 
 
 async def _replica_memory(url: str, max_blocks: int) -> dict[str, float]:
-    registry = await Registry.connect(url, clock=SystemClock())
-    replica = BlockReplica(registry.block_feed, registry.clock, max_blocks=max_blocks)
+    registry = Registry.connect(url)
+    replica = BlockReplica(registry.block_feed, max_blocks=max_blocks)
     await registry.workers()
     gc.collect()
     before, start = psutil.Process().memory_info().rss, time.perf_counter()
@@ -286,7 +285,7 @@ class Bench:
 
 @asynccontextmanager
 async def routers_on(url: str, count: int, replica: BlockReplica) -> AsyncIterator[list[Router]]:
-    registries = [await Registry.connect(url, clock=SystemClock()) for _ in range(count)]
+    registries = [Registry.connect(url) for _ in range(count)]
     views = [ClusterView(registry, stale_after=3600.0) for registry in registries]
     for view in views:
         await view.refresh()
@@ -299,8 +298,8 @@ async def routers_on(url: str, count: int, replica: BlockReplica) -> AsyncIterat
 
 
 async def measure(redis: RedisServer) -> AsyncIterator[Figures]:
-    registry = await Registry.connect(redis.url, clock=SystemClock())
-    replica = BlockReplica(registry.block_feed, registry.clock)
+    registry = Registry.connect(redis.url)
+    replica = BlockReplica(registry.block_feed)
     await replica.refresh()
     gc.collect()
     gc.freeze()  # a million names are not what is measured
@@ -324,7 +323,7 @@ async def measure(redis: RedisServer) -> AsyncIterator[Figures]:
 
 async def run() -> None:
     with RedisServer.start(max_memory_mb=2048) as redis:
-        registry = await Registry.connect(redis.url, clock=SystemClock(), timeout=10.0)
+        registry = Registry.connect(redis.url, timeout=10.0)
         await fill(registry)
         await registry.close()
         print(f"Redis holds {psutil.Process(redis.pid).memory_info().rss / 2**20:.0f} MiB")

@@ -30,7 +30,6 @@ from services.gateway.routing import Router
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerPool
 from tandem import rpc
-from tandem.clock import SystemClock
 from tandem.registry import BlockReplica, ClusterView, Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
@@ -97,11 +96,9 @@ class Gateway:
     # --- start ---
 
     async def _start(self) -> None:
-        settings, clock = self.settings, SystemClock()
+        settings = self.settings
         model = ServedModel.load(settings.model_path, settings.model_name, int(self._wall()))
-        registry = await Registry.connect(
-            settings.redis_url, namespace=settings.namespace, clock=clock, timeout=REGISTRY_WAIT_S
-        )
+        registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=REGISTRY_WAIT_S)
         self._stack.push_async_callback(registry.close)
         view = ClusterView(registry)
         try:
@@ -114,7 +111,7 @@ class Gateway:
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
         metrics = Metrics(CollectorRegistry(), model.name)
-        replica = BlockReplica(registry.block_feed, clock, max_blocks=settings.replica_max_blocks)
+        replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
         metrics.watch_replica(replica)
         self._run(replica.run())
         router = self._make_router(registry, view, replica, model.name, settings.disaggregation)

@@ -5,14 +5,13 @@ import uvloop
 from services.kvstore.keeper import run
 from services.kvstore.settings import KVStoreSettings
 from tandem import telemetry
-from tandem.clock import SystemClock
 from tandem.settings import load
 
 if __name__ == "__main__":
     settings = load(KVStoreSettings, program="python -m services.kvstore")
     traces = telemetry.set_up("tandem-kvstore", f"{settings.host}:{settings.grpc_port}", settings.log_level)
     try:
-        uvloop.run(run(settings, SystemClock()))
+        uvloop.run(run(settings))
     except (OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"kvstore: {error}") from error
     finally:

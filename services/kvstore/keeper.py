@@ -16,7 +16,6 @@ import structlog
 from services.kvstore.server import KVStoreService
 from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
-from tandem.clock import Clock
 from tandem.local import RedisServer
 from tandem.registry import Registry, RegistryUnavailable
 
@@ -32,14 +31,14 @@ class OwnRedis:
         self._server = RedisServer.start(settings.redis_port, max_memory_mb=self._memory_mb)
         self.url = self._server.url
 
-    async def keep(self, clock: Clock) -> None:
+    async def keep(self) -> None:
         """Start it again whenever it dies, until cancelled.
 
         Raises:
             RuntimeError: it does not start any more.
         """
         while True:
-            await clock.sleep(WATCH_S)
+            await asyncio.sleep(WATCH_S)
             if not self._server.running:
                 log.error("redis-server died: starting it again, empty", port=self._server.port)
                 self._server.stop()
@@ -50,7 +49,7 @@ class OwnRedis:
         self._server.stop()
 
 
-async def sweep(registry: Registry, server: rpc.Server, interval: float, clock: Clock) -> None:
+async def sweep(registry: Registry, server: rpc.Server, interval: float) -> None:
     """Forget what is past its time, and report healthy exactly while Redis answers; until cancelled."""
     healthy = False
     while True:
@@ -65,10 +64,10 @@ async def sweep(registry: Registry, server: rpc.Server, interval: float, clock: 
         if answers != healthy:
             healthy = answers
             await server.set_serving(healthy)
-        await clock.sleep(interval)
+        await asyncio.sleep(interval)
 
 
-async def run(settings: KVStoreSettings, clock: Clock) -> None:
+async def run(settings: KVStoreSettings) -> None:
     """Keep the registry until a signal.
 
     Raises:
@@ -76,11 +75,9 @@ async def run(settings: KVStoreSettings, clock: Clock) -> None:
     """
     own = None if settings.redis_url else OwnRedis(settings)
     try:
-        registry = await Registry.connect(
-            own.url if own else settings.redis_url, namespace=settings.namespace, clock=clock
-        )
+        registry = Registry.connect(own.url if own else settings.redis_url, namespace=settings.namespace)
         try:
-            await _serve(settings, registry, own, clock)
+            await _serve(settings, registry, own)
         finally:
             await registry.close()
     finally:
@@ -89,11 +86,11 @@ async def run(settings: KVStoreSettings, clock: Clock) -> None:
     log.info("stopped")
 
 
-async def _serve(settings: KVStoreSettings, registry: Registry, own: OwnRedis | None, clock: Clock) -> None:
+async def _serve(settings: KVStoreSettings, registry: Registry, own: OwnRedis | None) -> None:
     server = await rpc.serve([KVStoreService(registry).servicer], settings.host, settings.grpc_port)
-    tasks = [asyncio.create_task(sweep(registry, server, settings.sweep_s, clock), name="sweep")]
+    tasks = [asyncio.create_task(sweep(registry, server, settings.sweep_s), name="sweep")]
     if own:
-        tasks.append(asyncio.create_task(own.keep(clock), name="redis"))
+        tasks.append(asyncio.create_task(own.keep(), name="redis"))
     log.info("serving", host=settings.host, grpc_port=server.port, redis_url=own.url if own else "given")
     try:
         await _stopped_or_failed(tasks)

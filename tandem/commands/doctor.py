@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem import rpc
-from tandem.clock import SystemClock
 from tandem.registry import Registry, RegistryUnavailable, Role, Worker
 from tandem.settings import Settings, load
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
@@ -50,7 +49,7 @@ def main(arguments: list[str]) -> None:
 async def examine(settings: DoctorSettings) -> list[Finding]:
     """Every check, whatever the others find."""
     try:
-        registry = await Registry.connect(settings.redis_url, clock=SystemClock())
+        registry = Registry.connect(settings.redis_url)
         workers = await registry.workers()
         await registry.close()
     except RegistryUnavailable as error:

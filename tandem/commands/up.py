@@ -18,7 +18,6 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from tandem.clock import SystemClock
 from tandem.local import Launcher, LocalLauncher, Service, ServiceFailed, check_free, unless_failed
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.settings import Settings, load
@@ -171,7 +170,7 @@ async def _serve(settings: UpSettings, launcher: Launcher, console: Console) -> 
 
 
 async def _registry_answers(settings: UpSettings) -> None:
-    registry = await Registry.connect(settings.registry_url, clock=SystemClock())
+    registry = Registry.connect(settings.registry_url)
     try:
         async with asyncio.timeout(settings.ready_timeout_s):
             while True:

@@ -1,63 +1,71 @@
-"""Redis itself: scripts called by hash, one channel listened to, every failure one error. The only file that knows it.
+"""What the registry needs of Redis, and Redis itself: scripts called by hash, a channel, every failure one error.
 
-    call      EVALSHA, one round trip; EVAL where the server does not know the script yet (first call, or it restarted);
-              all on one wire, one behind the other, for none of them waits in the server
-    read      what a stream has behind a cursor, or what comes next: on a wire of its own, for it may wait
-    changes   a subscription of its own connection; a message only says "look again"
-
-redis-py connects: it knows of passwords, databases and TLS. What is called then goes past it (wire.py), at a third of
-its cost. Every script takes the key prefix `{namespace}:` as its one key: the braces keep all keys of a cluster in one
-slot.
+call      EVALSHA, one round trip; EVAL where the server does not know the script yet (first call, or it restarted);
+          all on one wire, one behind the other, for none of them waits in the server
+read      what a stream has behind a cursor, or what comes next: on a wire of its own, for it may wait
+changes   a subscription on a connection of its own; a message only says "look again"
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from hashlib import sha1
-from importlib.resources import files
-from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, Protocol, TypeAlias
+from uuid import uuid4
 
-from redis import exceptions
-from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.client import PubSub
-
+from tandem.registry.address import RedisAddress
 from tandem.registry.errors import RegistryUnavailable
-from tandem.registry.wire import Argument, Wire
+from tandem.registry.scripts import Script, key_prefix, load_scripts
+from tandem.registry.wire import Argument, ConnectionLost, Line, ReplyError, Wire
 
 # Of a stream: its id and its fields.
 Entry: TypeAlias = tuple[str, dict[bytes, bytes]]
-SCRIPTS = (
-    "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "sweep",
-    "check",
+# These pass, or an operator has to mend them: the server starts, moves, is full or read-only, or knows no such user.
+UNAVAILABLE = frozenset(
+    {
+        "LOADING", "READONLY", "OOM", "MISCONF", "BUSY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOAUTH",
+        "WRONGPASS", "NOPERM", "NOREPLICAS",
+    }
 )  # fmt: skip
-# What scripts begin with: all of them; this one.
-COMMON = ("keys", "rows", "ledger")
-PARTS = {"select": ("costs", "expected")}
-UNAVAILABLE = (
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.ReadOnlyError,
-    exceptions.OutOfMemoryError,
-    exceptions.ClusterDownError,
-    exceptions.TryAgainError,
-    OSError,  # TimeoutError too
-)
-# The same told from within a script, by older servers only as text.
+# The same from within a script, by older servers only as text.
 REFUSALS = ("-OOM ", "-READONLY ", "-MISCONF ")
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    text: str
-    sha: str
+class Changes(Protocol):
+    """A subscription. Messages that arrived together count as one."""
+
+    async def wait(self, timeout: float) -> bool:
+        """True as soon as something changed, False after `timeout` seconds without.
+
+        Raises:
+            RegistryUnavailable: the connection broke; changes may have been missed.
+        """
 
 
-class Connection:
-    """Wires to one Redis and the scripts run there. `close` ends it."""
+class Connection(Protocol):
+    """Every call may raise RegistryUnavailable: Redis did not answer; the script may have run all the same."""
+
+    client_id: str
+    """Unique among all clients that the registry ever has."""
+
+    async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
+        """Run one script. Strings in the answer are bytes where `binary`."""
+
+    async def read(self, stream: str, cursor: str, count: int, wait: float) -> list[Entry]:
+        """At most `count` entries behind `cursor`, oldest first; if there are none yet, the next that come within
+        `wait` seconds or sooner, or none."""
+
+    async def ping(self) -> None: ...
+
+    def changes(self) -> AbstractAsyncContextManager[Changes]:
+        """Listen on the channel `changed`."""
+
+    async def close(self) -> None: ...
+
+
+class RedisConnection:
+    """Wires to one Redis and the scripts run there, each call within `timeout` seconds. `close` ends it."""
 
     def __init__(self, url: str, namespace: str, timeout: float) -> None:
         """Connects when first used.
@@ -65,66 +73,53 @@ class Connection:
         Raises:
             ValueError: the URL or the namespace is malformed.
         """
-        if not namespace or set(namespace) & set("{}"):
-            raise ValueError(f"namespace must be a name without braces, got {namespace!r}")
         if timeout <= 0:
             raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
-        self._where = urlsplit(url).netloc.rpartition("@")[2] or url  # no password in messages
-        self._prefix = f"{{{namespace}}}:"
+        self.client_id = uuid4().hex[:12]
+        self._address = RedisAddress.parse(url)
+        self._prefix = key_prefix(namespace)
         self._timeout = timeout
-        self._scripts = {name: _load(name) for name in SCRIPTS}
-        # No socket_timeout: every use below has its own, and redis-py's costs a task a call.
-        self._pool = ConnectionPool.from_url(
-            url, socket_timeout=None, socket_connect_timeout=timeout, decode_responses=True, protocol=2
-        )
-        self._calls, self._reads = Wire(self._pool), Wire(self._pool)
+        self._scripts = load_scripts()
+        self._calls, self._reads = Wire(self._address), Wire(self._address)
 
     async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
-        """Run one script, within the timeout. Strings in the answer are bytes where `binary`.
-
-        Raises:
-            RegistryUnavailable: Redis did not answer; the script may have run all the same.
-        """
         return await self._bounded(self._calls, self._run(self._scripts[name], arguments, binary))
 
     async def read(self, stream: str, cursor: str, count: int, wait: float) -> list[Entry]:
-        """At most `count` entries behind `cursor`, oldest first; if there are none yet, the next that come within
-        `wait` seconds (and the timeout), or none.
-
-        Raises:
-            RegistryUnavailable
-        """
         wait_ms = round(min(wait, self._timeout / 2) * 1000)
         block = ("BLOCK", wait_ms) if wait_ms else ()  # BLOCK 0 is for ever
         command = ("XREAD", "COUNT", count, *block, "STREAMS", self._prefix + stream, cursor)
-        found = await self._bounded(self._reads, self._reads.ask(*command, binary=True))
-        entries = found[0][1] if found else ()
-        return [(entry_id.decode(), dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
+        return entries_of(await self._bounded(self._reads, self._reads.ask(*command, binary=True)))
 
     async def ping(self) -> None:
         await self._bounded(self._calls, self._calls.ask("PING"))
 
     @asynccontextmanager
     async def changes(self) -> AsyncIterator[Changes]:
-        """Listen on the channel `changed`."""
-        pubsub = Redis(connection_pool=self._pool).pubsub(ignore_subscribe_messages=True)
+        pushed = asyncio.Event()
+        with self._translated():
+            async with asyncio.timeout(self._timeout):
+                line = await Line.open(self._address, pushed.set)
+                try:
+                    await line.ask(("SUBSCRIBE", self._prefix + "changed"), binary=False)
+                except BaseException:
+                    line.end("not subscribed")
+                    raise
         try:
-            with self._translated():
-                async with asyncio.timeout(self._timeout):
-                    await pubsub.subscribe(self._prefix + "changed")
-            yield Changes(pubsub, self)
+            yield _Subscription(line, pushed, self)
         finally:
-            await pubsub.aclose()  # type: ignore[no-untyped-call]
+            line.end("closed")
 
     async def close(self) -> None:
         self._calls.close()
         self._reads.close()
-        await self._pool.aclose()
 
     async def _run(self, script: Script, arguments: tuple[Argument, ...], binary: bool) -> Any:
         try:
             return await self._calls.ask("EVALSHA", script.sha, 1, self._prefix, *arguments, binary=binary)
-        except exceptions.NoScriptError:
+        except ReplyError as error:
+            if error.code != "NOSCRIPT":
+                raise
             return await self._calls.ask("EVAL", script.text, 1, self._prefix, *arguments, binary=binary)
 
     async def _bounded(self, wire: Wire, asking: Coroutine[Any, Any, Any]) -> Any:
@@ -141,41 +136,35 @@ class Connection:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except UNAVAILABLE as error:
+        except OSError as error:  # TimeoutError too
             reason = str(error) or f"no answer in {self._timeout} s"
-            raise RegistryUnavailable(f"Redis at {self._where}: {reason}") from error
-        except exceptions.ResponseError as error:
-            if not any(refusal in str(error) for refusal in REFUSALS):
+            raise RegistryUnavailable(f"Redis at {self._address}: {reason}") from error
+        except ReplyError as error:
+            if error.code not in UNAVAILABLE and not any(refusal in str(error) for refusal in REFUSALS):
                 raise
-            raise RegistryUnavailable(f"Redis at {self._where} refuses writes: {error}") from error
+            raise RegistryUnavailable(f"Redis at {self._address} refuses: {error}") from error
 
 
-class Changes:
-    """A subscription. Messages that arrived together count as one."""
-
-    def __init__(self, pubsub: PubSub, connection: Connection) -> None:
-        self._pubsub = pubsub
+class _Subscription:
+    def __init__(self, line: Line, pushed: asyncio.Event, connection: RedisConnection) -> None:
+        self._line = line
+        self._pushed = pushed
         self._connection = connection
 
     async def wait(self, timeout: float) -> bool:
-        """True as soon as something changed, False after `timeout` seconds without.
-
-        Raises:
-            RegistryUnavailable: the connection broke; changes may have been missed.
-        """
-        if not await self._message(timeout):
+        try:
+            async with asyncio.timeout(timeout):
+                await self._pushed.wait()
+        except TimeoutError:
             return False
-        while await self._message(0):
-            pass
+        self._pushed.clear()
+        if self._line.ended:
+            with self._connection._translated():
+                raise ConnectionLost(self._line.ended)
         return True
 
-    async def _message(self, timeout: float) -> bool:
-        with self._connection._translated():
-            async with asyncio.timeout(timeout + self._connection._timeout):
-                return bool(await self._pubsub.get_message(timeout=timeout))
 
-
-def _load(name: str) -> Script:
-    folder = files(__package__) / "lua"
-    text = "".join((folder / f"{part}.lua").read_text() for part in (*COMMON, *PARTS.get(name, ()), name))
-    return Script(text, sha1(text.encode()).hexdigest())
+def entries_of(reply: Any) -> list[Entry]:
+    """Of one stream, as XREAD replies."""
+    entries = reply[0][1] if reply else ()
+    return [(entry_id.decode(), dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]

@@ -15,17 +15,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Collection, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, Literal, TypeAlias
-from uuid import uuid4
 
 import structlog
 
-from tandem.clock import Clock
 from tandem.registry.block_feed import BlockFeed
-from tandem.registry.connection import Changes, Connection
+from tandem.registry.connection import Changes, Connection, RedisConnection
 from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation, StrangeLayout
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.together import Together
@@ -70,25 +68,23 @@ class Registry:
     such a call, or a cancelled one, should have given back is given back in the background once Redis answers.
     """
 
-    def __init__(self, connection: Connection, clock: Clock, client: str) -> None:
-        self.clock = clock
+    def __init__(self, connection: Connection) -> None:
         self.block_feed = BlockFeed(connection)
         self._connection = connection
-        self._client = client
         self._numbers = count()
         self._giving_back: set[asyncio.Task[None]] = set()
-        self._together = Together[Asked](self._ask, MOST_TOGETHER, clock)
+        self._together = Together[Asked](self._ask, MOST_TOGETHER)
         self._infos: dict[str, WorkerInfo] = {}  # by generation
         self._reading_infos = asyncio.Lock()
 
     @classmethod
-    async def connect(cls, url: str, *, namespace: str = "tandem", clock: Clock, timeout: float = 2.0) -> Registry:
+    def connect(cls, url: str, *, namespace: str = "tandem", timeout: float = 2.0) -> Registry:
         """A client of the Redis at `url`, which need not be up yet: `ping` tells.
 
         Raises:
             ValueError: the URL or the namespace is malformed.
         """
-        return cls(Connection(url, namespace, timeout), clock, uuid4().hex[:12])
+        return cls(RedisConnection(url, namespace, timeout))
 
     async def ping(self) -> None:
         """Return if Redis answers."""
@@ -161,7 +157,7 @@ class Registry:
         """
         if prompt_tokens < 1 or max_new_tokens < 0:
             raise ValueError(f"prompt_tokens and max_new_tokens must not be {prompt_tokens} and {max_new_tokens}")
-        reservation = f"{request_id}/{self._client}/{next(self._numbers)}"
+        reservation = f"{request_id}/{self._connection.client_id}/{next(self._numbers)}"
         excluded = json.dumps(list(exclude)) if exclude else "[]"
         arguments = (
             reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl), excluded, prefix.revision,
@@ -272,13 +268,14 @@ class Registry:
         task.add_done_callback(self._gave_back)
 
     async def _give_back(self, script: str, *arguments: str) -> None:
-        give_up = self.clock.now() + GIVE_BACK_S
-        while self.clock.now() < give_up:
-            try:
-                await self._connection.call(script, *arguments)
-                return
-            except RegistryUnavailable:
-                await self.clock.sleep(GIVE_BACK_RETRY_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GIVE_BACK_S):
+                while True:
+                    try:
+                        await self._connection.call(script, *arguments)
+                        return
+                    except RegistryUnavailable:
+                        await asyncio.sleep(GIVE_BACK_RETRY_S)
 
     def _gave_back(self, task: asyncio.Task[None]) -> None:
         self._giving_back.discard(task)

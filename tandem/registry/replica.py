@@ -13,12 +13,12 @@ costs a cache miss and no more: Redis counts no hit for a generation that has en
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 
-from tandem.clock import Clock
 from tandem.registry.block_feed import BlockEvent, BlockFeed, Head, event_order
 from tandem.registry.block_index import BlockIndex, names_of, slots_of
 from tandem.registry.errors import RegistryUnavailable
@@ -44,7 +44,6 @@ class BlockReplica:
     def __init__(
         self,
         feed: BlockFeed,
-        clock: Clock,
         *,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         check_s: float = 1.0,
@@ -52,7 +51,6 @@ class BlockReplica:
     ) -> None:
         self.num_rereads = 0  # workers read anew, ever
         self._feed = feed
-        self._clock = clock
         self._check_s = check_s
         self._retry_s = retry_s
         self._index = BlockIndex(max_blocks)
@@ -82,7 +80,7 @@ class BlockReplica:
                 await self._follow()
             except RegistryUnavailable as error:
                 log.warning("registry unavailable: prefix hits are from the last copy", error=str(error))
-                await self._clock.sleep(self._retry_s)
+                await asyncio.sleep(self._retry_s)
 
     async def refresh(self) -> None:
         """Come to where every worker's cache stood when this was called. Raises RegistryUnavailable."""
@@ -99,8 +97,9 @@ class BlockReplica:
         self._missed = False
 
     async def _follow(self) -> None:
-        end = self._clock.now() + self._check_s
-        while not self._missed and (left := end - self._clock.now()) > 0:
+        now = asyncio.get_running_loop().time
+        end = now() + self._check_s
+        while not self._missed and (left := end - now()) > 0:
             await self._read(min(left, CLEAR_PAUSE_S) if self._index.clear_some() else left)
 
     async def _read(self, wait: float) -> int:

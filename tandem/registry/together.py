@@ -16,8 +16,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from tandem.clock import Clock
-
 T = TypeVar("T")
 LINES = 2
 # At 500 calls a second six of seven patient ones are taken along.
@@ -27,10 +25,12 @@ PATIENCE_S = 0.004
 class Together(Generic[T]):
     """`run` takes the arguments of at most `most` calls and answers them in order. `close` ends it."""
 
-    def __init__(self, run: Callable[[Sequence[T]], Awaitable[Sequence[Any]]], most: int, clock: Clock) -> None:
+    def __init__(
+        self, run: Callable[[Sequence[T]], Awaitable[Sequence[Any]]], most: int, patience_s: float = PATIENCE_S
+    ) -> None:
         self._run = run
         self._most = most
-        self._clock = clock
+        self._patience_s = patience_s
         self._waiting: list[tuple[T, asyncio.Future[Any]]] = []
         self._pressing = False  # what waits is to go with the next line
         self._tasks: set[asyncio.Task[None] | None] = set()
@@ -61,7 +61,7 @@ class Together(Generic[T]):
             self._tasks.add(asyncio.create_task(self._run_all()))
 
     async def _press_later(self) -> None:
-        await self._clock.sleep(PATIENCE_S)
+        await asyncio.sleep(self._patience_s)
         self._patience = None
         if self._waiting:
             self._press()

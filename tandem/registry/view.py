@@ -1,6 +1,6 @@
 """What a gateway sees of the cluster, kept up to date in the background and kept when Redis is gone.
 
-refresh on start ──> on every change (pub/sub) and every `poll` seconds ──> on close, stop
+refresh on start ──> on every change (pub/sub) and every `poll` seconds ──> until cancelled
 
 Redis gone            the last view stays, `age` grows, `stale` turns true; the loop tries again every `retry` s
 Redis back, emptied   its epoch differs: known workers stay in view for `grace` seconds, time to register again
@@ -9,7 +9,6 @@ Redis back, emptied   its epoch differs: known workers stay in view for `grace` 
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 import structlog
 
@@ -23,7 +22,7 @@ SETTLE_S = 0.02
 
 
 class ClusterView:
-    """The live workers as last read. Use as an async context manager: inside, a task keeps it fresh."""
+    """The live workers as last read. Run `run` as a task: it keeps the view fresh."""
 
     def __init__(
         self,
@@ -35,7 +34,6 @@ class ClusterView:
         grace: float = 3.0,
     ) -> None:
         self._registry = registry
-        self._clock = registry.clock
         self._poll = poll
         self._retry = retry
         self._stale_after = stale_after
@@ -47,20 +45,16 @@ class ClusterView:
         self._orphaned_at = 0.0
         self._read_at: float | None = None
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def workers(self) -> list[Worker]:
-        """By id, as of `age` seconds ago; a new list when the view was read again, never changed. Raises what ended the
-        refreshing task, if anything did."""
-        if self._task and self._task.done() and not self._task.cancelled():
-            self._task.result()
+        """By id, as of `age` seconds ago; a new list when the view was read again, never changed."""
         return self._all
 
     @property
     def age(self) -> float:
         """Seconds since the view was last read from Redis; infinite before the first time."""
-        return float("inf") if self._read_at is None else self._clock.now() - self._read_at
+        return float("inf") if self._read_at is None else asyncio.get_running_loop().time() - self._read_at
 
     @property
     def stale(self) -> bool:
@@ -89,32 +83,17 @@ class ClusterView:
                 log.warning(
                     "registry unavailable: serving from the last view", age=round(self.age, 3), error=str(error)
                 )
-                await self._clock.sleep(self._retry)
-
-    async def __aenter__(self) -> ClusterView:
-        try:
-            await self.refresh()
-        except RegistryUnavailable as error:
-            log.warning("registry unavailable: no workers known yet", error=str(error))
-        self._task = asyncio.create_task(self.run(), name="cluster view")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+                await asyncio.sleep(self._retry)
 
     async def _follow(self) -> None:
         async with self._registry.changes() as changes:
             while True:
                 await self.refresh()
                 if await changes.wait(self._poll):
-                    await self._clock.sleep(SETTLE_S)
+                    await asyncio.sleep(SETTLE_S)
 
     def _take(self, snapshot: Snapshot) -> None:
-        before, now = self._all, self._clock.now()
+        before, now = self._all, asyncio.get_running_loop().time()
         if self._read_at is not None and (snapshot.epoch != self._epoch or self.age > 2 * self._poll):
             self._orphans, self._orphaned_at = {**self._orphans, **self._workers}, now
         self._epoch, self._read_at = snapshot.epoch, now

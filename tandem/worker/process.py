@@ -16,7 +16,6 @@ import uvloop
 from tqdm import tqdm
 
 from tandem import rpc, telemetry
-from tandem.clock import SystemClock
 from tandem.engine import Engine
 from tandem.registry import Registry, Role
 from tandem.transfer import SocketNetwork
@@ -42,7 +41,7 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
 
 async def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
     """A thread for the engine, sockets for everything else. For any process, an actor's too."""
-    registry = await Registry.connect(settings.redis_url, namespace=settings.namespace, clock=SystemClock())
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
     return Ports(
         engine=EngineThread(engine),
         registry=registry,

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.clock import SystemClock
 from tandem.engine import Engine, EngineConfig
 from tandem.registry import Registry
 from tests.e2e.cluster import RunningCluster, running_cluster
@@ -41,7 +40,7 @@ def at_baseline() -> Callable[[RunningCluster], object]:
     """Is everything given back: blocks on every worker, reservations and load in Redis?"""
 
     async def check(cluster: RunningCluster) -> bool:
-        registry = await Registry.connect(cluster.redis_url, clock=SystemClock())
+        registry = Registry.connect(cluster.redis_url)
         try:
             workers = await registry.workers()
         finally:

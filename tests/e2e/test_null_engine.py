@@ -11,7 +11,6 @@ import grpc
 import httpx
 import pytest
 
-from tandem.clock import SystemClock
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.registry import Registry, Role
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -81,7 +80,7 @@ async def test_a_fleet_answers_as_one_engine_and_moves_every_byte(
 
 async def everyone_tells_what_was_measured(fleet: RunningCluster) -> bool:
     """With the heartbeat that follows the work."""
-    registry = await Registry.connect(fleet.redis_url, clock=SystemClock())
+    registry = Registry.connect(fleet.redis_url)
     workers = await registry.workers()
     await registry.close()
     prefills = [worker.load for worker in workers if worker.info.role is Role.PREFILL]

@@ -14,7 +14,6 @@ from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
 from services.gateway.settings import Disaggregation
 from services.gateway.text import Tokenizer
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import Registry
 from tandem.v1 import worker_pb2
@@ -74,7 +73,7 @@ def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> Gatew
 @pytest.fixture
 async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Peers]:
     """One prefill and one decode worker, linked."""
-    registry = await Registry.connect(settings.redis_url, namespace=settings.namespace, clock=SystemClock())
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
     words = await tokenizer.encode(TEXT, add_special_tokens=False)
 
     def reply(spec: worker_pb2.SequenceSpec) -> list[int]:

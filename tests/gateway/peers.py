@@ -14,7 +14,6 @@ from uuid import uuid4
 import grpc
 
 from tandem import rpc
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.v1 import (
@@ -248,7 +247,7 @@ class Peers:
     async def move_to(self, redis: RedisServer, namespace: str) -> None:
         """Register in another registry."""
         await self.registry.close()
-        self.registry = await Registry.connect(redis.url, namespace=namespace, clock=SystemClock())
+        self.registry = Registry.connect(redis.url, namespace=namespace)
         for peer in self.workers.values():
             await self.registry.register(peer.info, self._load(), TTL_S)
 

@@ -13,7 +13,6 @@ from services.gateway.__main__ import make_gateway
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import BlockReplica, ClusterView, Registry, Role
 from tests.gateway.conftest import eventually, make_settings
@@ -38,7 +37,7 @@ class Routing:
     def __init__(self, registry: Registry, policy: Disaggregation) -> None:
         self.registry = registry
         self.view = ClusterView(registry, stale_after=0.5)
-        self.replica = BlockReplica(registry.block_feed, registry.clock)
+        self.replica = BlockReplica(registry.block_feed)
         self.router = Router(registry, self.view, self.replica, MODEL, policy)
 
     async def see(self) -> None:
@@ -54,7 +53,7 @@ async def server() -> AsyncIterator[RedisServer]:
 
 @pytest.fixture
 async def routing(server: RedisServer) -> AsyncIterator[Routing]:
-    registry = await Registry.connect(server.url, clock=SystemClock(), timeout=0.5)
+    registry = Registry.connect(server.url, timeout=0.5)
     await register_pool(registry, prefill=2, decode=2)
     yield Routing(registry, Disaggregation.PREFER)
     await registry.close()

@@ -10,7 +10,6 @@ from grpc import aio
 
 from services.kvstore.server import MAX_HASHES, KVStoreService
 from tandem import rpc
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
@@ -79,7 +78,7 @@ async def test_bad_hashes_are_named(
 
 
 async def test_without_redis_calls_are_unavailable_and_work_again_after(own_redis: RedisServer) -> None:
-    registry = await Registry.connect(own_redis.url, clock=SystemClock())
+    registry = Registry.connect(own_redis.url)
     async for stub in stub_for(registry):
         own_redis.kill()
         with pytest.raises(aio.AioRpcError, match=f"Redis at 127.0.0.1:{own_redis.port}") as raised:

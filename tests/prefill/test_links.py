@@ -15,7 +15,6 @@ import structlog
 import torch
 
 from services.prefill.links import LinkKeeper
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.transfer import Endpoint, Receiver, Sender, TransferError
@@ -72,7 +71,7 @@ async def within(seconds: float, check: Callable[[], bool]) -> float:
 
 @pytest.fixture
 async def pool(redis_server: RedisServer) -> AsyncIterator[Pool]:
-    registry = await Registry.connect(redis_server.url, namespace=uuid4().hex, clock=SystemClock())
+    registry = Registry.connect(redis_server.url, namespace=uuid4().hex)
     sender, changes = Sender(Endpoint("prefill-0", "p-1", LAYOUT)), list[tuple[str, ...]]()
     keeper = LinkKeeper(sender, registry, LAYOUT, lambda: changes.append(keeper.linked()))
     pool, keeping = Pool(registry, keeper, changes), asyncio.create_task(keeper.keep(grace_s=GRACE_S))

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
-from tandem.clock import SystemClock
-from tandem.registry import BlockReplica, PromptPrefix, Registry, Role, WorkerInfo, WorkerLoad
+from tandem.registry import (
+    BlockReplica,
+    ClusterView,
+    PromptPrefix,
+    Registry,
+    RegistryUnavailable,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+)
 
 MODEL = "demo"
 REVISION = "r1"
@@ -42,9 +51,23 @@ async def register_pool(registry: Registry, prefill: int = 1, decode: int = 1, t
 
 async def known_prefix(registry: Registry, hashes: Sequence[bytes]) -> PromptPrefix:
     """Of a prompt, as a gateway knows it whose replica is up to date."""
-    replica = BlockReplica(registry.block_feed, SystemClock())
+    replica = BlockReplica(registry.block_feed)
     await replica.refresh()
     return PromptPrefix.of(REVISION, BLOCK_SIZE, hashes, replica.holders(hashes))
+
+
+@asynccontextmanager
+async def viewing(registry: Registry, **options: float) -> AsyncIterator[ClusterView]:
+    """A view that a task keeps fresh."""
+    view = ClusterView(registry, **options)
+    with suppress(RegistryUnavailable):
+        await view.refresh()
+    task = asyncio.create_task(view.run())
+    try:
+        yield view
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def eventually(check: Callable[[], Awaitable[bool]], within_s: float, what: str) -> float:

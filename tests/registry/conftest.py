@@ -6,7 +6,6 @@ from uuid import uuid4
 import pytest
 from redis.asyncio import Redis
 
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import Registry
 
@@ -38,7 +37,7 @@ async def connect(redis_server: RedisServer, namespace: str) -> AsyncIterator[Co
     clients: list[Registry] = []
 
     async def make() -> Registry:
-        clients.append(await Registry.connect(redis_server.url, namespace=namespace, clock=SystemClock()))
+        clients.append(Registry.connect(redis_server.url, namespace=namespace))
         return clients[-1]
 
     yield make

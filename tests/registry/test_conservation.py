@@ -13,10 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import NoWorkers, Registry, Role
-from tandem.registry.connection import Connection
+from tandem.registry.connection import RedisConnection
 from tests.registry.cluster import BLOCK_SIZE, MODEL, TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -124,7 +123,7 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
 ) -> None:
     """What a broken connection can do to a call: answer lost and sent again, or carried out after it was given up."""
     await register_pool(registry)
-    wire = Connection(redis_server.url, namespace, 2.0)
+    wire = RedisConnection(redis_server.url, namespace, 2.0)
     wanted = (MODEL, 40, 8, "require", 1000, "[]", "", 1, "", "")
     for _ in range(2):
         ((status, *_),) = await wire.call("select", 0, "twice", *wanted)
@@ -195,7 +194,7 @@ class Books(RuleBasedStateMachine):
         namespace = uuid4().hex
         self.keys = f"{{{namespace}}}:"
         self.loop = asyncio.Runner()
-        self.registry = self.loop.run(Registry.connect(url, namespace=namespace, clock=SystemClock()))
+        self.registry = Registry.connect(url, namespace=namespace)
         self.redis = BlockingRedis.from_url(url, decode_responses=True)
         self.model = Model()
         self.starts = 0

@@ -196,11 +196,11 @@ async def test_bad_input_names_the_field(registry: Registry) -> None:
     with pytest.raises(ValueError, match="model must not be empty"):
         worker_info("d0", Role.DECODE, model="")
     with pytest.raises(ValueError, match="namespace"):
-        await Registry.connect("redis://127.0.0.1:1", namespace="{x}", clock=registry.clock)
+        Registry.connect("redis://127.0.0.1:1", namespace="{x}")
 
 
 async def test_without_redis_every_call_says_where_it_was_expected(registry: Registry) -> None:
-    nowhere = await Registry.connect("redis://user:secret@127.0.0.1:1", clock=registry.clock, timeout=1.0)
+    nowhere = Registry.connect("redis://user:secret@127.0.0.1:1", timeout=1.0)
     with pytest.raises(RegistryUnavailable, match=r"127\.0\.0\.1:1") as raised:
         await nowhere.ping()
     assert "secret" not in str(raised.value)

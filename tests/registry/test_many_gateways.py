@@ -12,7 +12,6 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import BlockReplica, PromptPrefix, Registry, Role, Route
 from tests.registry.cluster import BLOCK_SIZE, MODEL, REVISION, worker_info, worker_load
@@ -61,7 +60,7 @@ class Gateway:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
-        self.replica = BlockReplica(registry.block_feed, SystemClock())
+        self.replica = BlockReplica(registry.block_feed)
 
     async def request(self, hashes: list[bytes]) -> Route:
         prefix = PromptPrefix.of(REVISION, BLOCK_SIZE, hashes, self.replica.holders(hashes))
@@ -73,7 +72,7 @@ class Gateway:
 
 async def gateways_on(redis: RedisServer, count: int) -> list[Gateway]:
     namespace = uuid4().hex
-    clients = [await Registry.connect(redis.url, namespace=namespace, clock=SystemClock()) for _ in range(count)]
+    clients = [Registry.connect(redis.url, namespace=namespace) for _ in range(count)]
     return [Gateway(client) for client in clients]
 
 

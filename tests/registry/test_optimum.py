@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import (
     NoWorkers,
@@ -155,7 +154,7 @@ async def ask(registry: Registry, wanted: Wanted, workers: list[Worker]) -> Rout
 
 
 async def start(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]]) -> Registry:
-    registry = await Registry.connect(url, namespace=uuid4().hex, clock=SystemClock())
+    registry = Registry.connect(url, namespace=uuid4().hex)
     for info, load in cluster:
         await registry.heartbeat(info, load, TTL)  # which, unlike `register`, takes a lease whatever the KV layout
     return registry

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from redis.asyncio import Redis
 
-from tandem.clock import SystemClock
 from tandem.local import RedisServer
 from tandem.registry import BlockReplica, Registry, Role
 from tandem.registry.block_feed import BlockEvent
@@ -30,7 +29,7 @@ async def held(registry: Registry, replica: BlockReplica, hashes: Sequence[bytes
 
 @asynccontextmanager
 async def following(registry: Registry, **options: float) -> AsyncIterator[BlockReplica]:
-    replica = BlockReplica(registry.block_feed, SystemClock(), **options)  # type: ignore[arg-type]
+    replica = BlockReplica(registry.block_feed, **options)  # type: ignore[arg-type]
     task = asyncio.create_task(replica.run())
     try:
         yield replica
@@ -104,7 +103,7 @@ async def test_a_missed_last_batch_is_found_by_the_check(
     """Nothing comes behind it, so its number is seen only in the heads."""
     await register_pool(registry)
     await registry.publish_blocks("d0", "d0-first", HASHES[:4], [])
-    replica = BlockReplica((await connect()).block_feed, SystemClock())
+    replica = BlockReplica((await connect()).block_feed)
     await replica.refresh()
     await registry.publish_blocks("d0", "d0-first", HASHES[4:8], HASHES[2:4])
     await redis.xtrim(f"{{{namespace}}}:events", 0, approximate=False)
@@ -129,7 +128,7 @@ async def test_an_old_snapshot_deletes_nothing_newer(registry: Registry, connect
         return found
 
     client.block_feed.page = page_and_change  # type: ignore[method-assign]
-    replica = BlockReplica(client.block_feed, SystemClock())
+    replica = BlockReplica(client.block_feed)
     await replica.refresh()
     assert changed >= 5
     await replica.refresh()
@@ -153,7 +152,7 @@ async def test_a_generation_that_ends_while_it_is_read_leaves_nothing(registry: 
         return found
 
     client.block_feed.page = page_and_restart  # type: ignore[method-assign]
-    replica = BlockReplica(client.block_feed, SystemClock())
+    replica = BlockReplica(client.block_feed)
     await replica.refresh()
     await replica.refresh()
     assert replica.holders(HASHES) == []
@@ -163,7 +162,7 @@ async def test_a_generation_that_ends_while_it_is_read_leaves_nothing(registry: 
 async def test_redis_comes_back_empty_and_the_same_workers_register_again(
     own_redis: RedisServer,
 ) -> None:
-    registry = await Registry.connect(own_redis.url, clock=SystemClock(), timeout=0.5)
+    registry = Registry.connect(own_redis.url, timeout=0.5)
     await register_pool(registry)
     await registry.publish_blocks("d0", "d0-first", HASHES[:8], [])
     async with following(registry, check_s=0.2, retry_s=0.05) as replica:
@@ -195,9 +194,9 @@ async def test_a_cancelled_replica_ends_also_while_its_connections_break() -> No
 
     server = await asyncio.start_server(hang_up_soon, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    registry = await Registry.connect(f"redis://127.0.0.1:{port}", clock=SystemClock(), timeout=0.5)
+    registry = Registry.connect(f"redis://127.0.0.1:{port}", timeout=0.5)
     for _ in range(500):
-        task = asyncio.create_task(BlockReplica(registry.block_feed, SystemClock(), retry_s=0.001).run())
+        task = asyncio.create_task(BlockReplica(registry.block_feed, retry_s=0.001).run())
         await asyncio.sleep(chance.uniform(0, 0.005))
         task.cancel()
         done, _ = await asyncio.wait({task}, timeout=1.0)
@@ -238,14 +237,14 @@ async def test_many_changes_by_many_workers_end_in_the_same_picture(registry: Re
 async def test_more_blocks_than_fit_are_forgotten_and_counted(registry: Registry, connect: Connect) -> None:
     await registry.register(worker_info("d0", Role.DECODE, **LARGE), worker_load(), TTL)
     await registry.publish_blocks("d0", "d0-first", HASHES, [])
-    replica = BlockReplica((await connect()).block_feed, SystemClock(), max_blocks=2048)
+    replica = BlockReplica((await connect()).block_feed, max_blocks=2048)
     await replica.refresh()
     assert len(replica) <= 2048
     assert replica.num_dropped == 6000 - len(replica)
 
 
 def test_blocks_in_another_medium_are_no_prefix_hits(registry: Registry) -> None:
-    replica = BlockReplica(registry.block_feed, SystemClock())
+    replica = BlockReplica(registry.block_feed)
     for number, medium, name in ((1, "device", HASHES[0]), (2, "host", HASHES[1])):
         replica._apply(BlockEvent(f"{number}-0", "d0", "1", number, medium, name, b""))
     assert replica.holders(HASHES[:2]) == [(1, ("1",))]
@@ -253,7 +252,7 @@ def test_blocks_in_another_medium_are_no_prefix_hits(registry: Registry) -> None
 
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_batch_heard_again_changes_nothing(registry: Registry, times: int) -> None:
-    replica = BlockReplica(registry.block_feed, SystemClock())
+    replica = BlockReplica(registry.block_feed)
     first = BlockEvent("1-0", "d0", "7", 1, "device", HASHES[0], b"")
     for event in (first, BlockEvent("2-0", "d0", "7", 2, "device", b"", HASHES[0]), *[first] * times):
         replica._apply(event)

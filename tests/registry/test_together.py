@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.clock import SystemClock
 from tandem.registry.together import LINES, Together
 
 MOST = 4
@@ -25,7 +24,7 @@ async def test_every_call_is_answered_and_no_line_carries_too_many() -> None:
         under_way -= 1
         return [2 * number for number in numbers]
 
-    together = Together[int](double, MOST, SystemClock())
+    together = Together[int](double, MOST)
 
     async def caller(number: int) -> None:
         for _ in range(5):  # the next one comes in the moment when a line ends
@@ -49,7 +48,7 @@ async def test_an_error_is_told_to_all_that_wait_and_ends_nothing_else() -> None
             raise ConnectionError("gone")
         return numbers
 
-    together = Together[int](fail_once, MOST, SystemClock())
+    together = Together[int](fail_once, MOST)
     async with asyncio.timeout(5):
         errors = await asyncio.gather(*(together.call(number) for number in range(30)), return_exceptions=True)
         assert {type(error) for error in errors} == {ConnectionError}
@@ -62,19 +61,6 @@ async def test_an_error_is_told_to_all_that_wait_and_ends_nothing_else() -> None
         await waiting
 
 
-class Held:
-    """A clock on which nobody wakes before it is told."""
-
-    def __init__(self) -> None:
-        self.over = asyncio.Event()
-
-    def now(self) -> float:
-        return 0.0
-
-    async def sleep(self, seconds: float) -> None:
-        await self.over.wait()
-
-
 async def test_a_patient_call_goes_with_the_next_one_or_after_a_moment_alone() -> None:
     carried = list[Sequence[int]]()
 
@@ -83,8 +69,7 @@ async def test_a_patient_call_goes_with_the_next_one_or_after_a_moment_alone() -
         await asyncio.sleep(0)
         return numbers
 
-    clock = Held()
-    together = Together[int](note, MOST, clock)
+    together = Together[int](note, MOST, patience_s=60.0)
     async with asyncio.timeout(5):
         assert await together.call(1) == 1
         patient = [asyncio.create_task(together.call(number, patient=True)) for number in (2, 3)]
@@ -93,9 +78,9 @@ async def test_a_patient_call_goes_with_the_next_one_or_after_a_moment_alone() -
         assert carried == [[1]]
         assert await together.call(4) == 4
         assert await asyncio.gather(*patient) == [2, 3]
-        alone = asyncio.create_task(together.call(5, patient=True))
-        await asyncio.sleep(0)
-        clock.over.set()
-        assert await alone == 5
-    assert carried == [[1], [2, 3, 4], [5]]
     await together.close()
+    alone = Together[int](note, MOST, patience_s=0.001)
+    async with asyncio.timeout(5):
+        assert await alone.call(5, patient=True) == 5
+    await alone.close()
+    assert carried == [[1], [2, 3, 4], [5]]

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, suppress
 from redis.asyncio import Redis
 
 from tandem.block_hash import block_hashes, root_hash
-from tandem.clock import SystemClock
 from tandem.engine import BlockStored, Engine
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role
@@ -44,7 +43,7 @@ def hashes_of(engine: Engine, prompt_tokens: int) -> list[bytes]:
 async def test_a_gateways_hashes_are_the_engines(engine_of: Callable[[int], Engine]) -> None:
     engine = engine_of(16)
     with RedisServer.start() as server:
-        registry = await Registry.connect(server.url, clock=SystemClock())
+        registry = Registry.connect(server.url)
         async with publishing(engine, registry) as thread:
             await thread.call(lambda engine: engine.add(request("a", prompt=50, max_tokens=1)))
 
@@ -59,7 +58,7 @@ async def test_changes_of_a_time_when_redis_refuses_are_published_later(engine_o
     """Shorter than the lease, so the registry forgets nothing and nothing is published whole."""
     engine = engine_of(16)
     with RedisServer.start() as server:
-        registry = await Registry.connect(server.url, clock=SystemClock())
+        registry = Registry.connect(server.url)
         async with Redis.from_url(server.url) as redis, publishing(engine, registry) as thread:
             await redis.config_set("maxmemory", 1)  # refuses every write
             await thread.call(lambda engine: engine.add(request("a", prompt=50, max_tokens=1)))
@@ -77,7 +76,7 @@ async def test_thousands_of_blocks_are_published_in_batches(engine_of: Callable[
     hashes = [number.to_bytes(16, "big") for number in range(2 * BATCH + 1)]
     engine = engine_of(16)
     with RedisServer.start() as server:
-        registry = await Registry.connect(server.url, clock=SystemClock())
+        registry = Registry.connect(server.url)
         info = worker_info("p0", Role.PREFILL, num_blocks=len(hashes))
         await registry.register(info, worker_load(), 30)
         publisher = BlockPublisher(EngineThread(engine), registry, "p0", "p0-first")

@@ -1,0 +1,46 @@
+"""The registry's Lua scripts: each one whole, with the parts it shares in front.
+
+Every script takes the key prefix `{namespace}:` as its one key: the braces keep all keys of a cluster in one slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha1
+from importlib.resources import files
+
+NAMES = (
+    "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "sweep",
+    "check",
+)  # fmt: skip
+# What scripts begin with: all of them; this one.
+COMMON = ("keys", "rows", "ledger")
+PARTS = {"select": ("costs", "expected")}
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    text: str
+    sha: str
+
+
+def load_scripts(prelude: str = "") -> dict[str, Script]:
+    """By name. `prelude` is Lua that goes before everything; a simulation shadows `redis` there, to set the time."""
+    return {name: _load(name, prelude) for name in NAMES}
+
+
+def key_prefix(namespace: str) -> str:
+    """
+    Raises:
+        ValueError: the namespace is malformed.
+    """
+    if not namespace or set(namespace) & set("{}"):
+        raise ValueError(f"namespace must be a name without braces, got {namespace!r}")
+    return f"{{{namespace}}}:"
+
+
+def _load(name: str, prelude: str) -> Script:
+    folder = files(__package__) / "lua"
+    parts = [(folder / f"{part}.lua").read_text() for part in (*COMMON, *PARTS.get(name, ()), name)]
+    text = "".join([prelude, *parts])
+    return Script(text, sha1(text.encode()).hexdigest())

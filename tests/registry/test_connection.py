@@ -1,0 +1,82 @@
+"""How a client gets in: users, databases, and what it says when it does not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from redis.asyncio import Redis
+
+from tandem.local import RedisServer
+from tandem.registry import Registry, RegistryUnavailable
+from tandem.registry.address import RedisAddress
+from tests.registry.cluster import register_pool
+
+
+@pytest.fixture
+async def guarded(own_redis: RedisServer) -> str:
+    """The address, without the user, of a server that only the user `tandem` may use."""
+    async with Redis.from_url(own_redis.url) as admin:
+        await admin.acl_setuser(
+            "tandem", enabled=True, passwords=["++a p:ss"], keys=["*"], channels=["*"], categories=["+@all"]
+        )
+        await admin.acl_setuser("default", enabled=False)
+    return f"127.0.0.1:{own_redis.port}"
+
+
+async def test_user_password_and_database_are_as_the_url_says(guarded: str) -> None:
+    registry = Registry.connect(f"redis://tandem:%2Ba%20p%3Ass@{guarded}/3")
+    await register_pool(registry)
+    async with registry.changes() as changes:
+        await registry.deregister("p0", "p0-first")
+        assert await changes.wait(2.0)
+        assert not await changes.wait(0.01)
+    assert len(await registry.workers()) == 1
+    await registry.close()
+    async with Redis.from_url(f"redis://tandem:%2Ba%20p%3Ass@{guarded}/3") as client:
+        assert await client.dbsize() > 0
+
+
+@pytest.mark.parametrize("user", ["", "tandem:wrong@", "nobody:secret@"])
+async def test_a_user_that_is_refused_is_unavailable_and_says_why(guarded: str, user: str) -> None:
+    registry = Registry.connect(f"redis://{user}{guarded}")
+    with pytest.raises(RegistryUnavailable, match=rf"{re.escape(guarded)} refuses: (NOAUTH|WRONGPASS)") as raised:
+        await registry.ping()
+    assert "wrong@" not in str(raised.value)
+    with pytest.raises(RegistryUnavailable):
+        async with registry.changes():
+            pass
+    await registry.close()
+
+
+async def test_a_subscription_says_that_its_server_went(own_redis: RedisServer) -> None:
+    registry = Registry.connect(own_redis.url)
+    async with registry.changes() as changes:
+        own_redis.kill()
+        with pytest.raises(RegistryUnavailable, match=str(own_redis.port)):
+            await changes.wait(2.0)
+    await registry.close()
+
+
+def test_an_address_is_all_that_a_url_may_say() -> None:
+    address = RedisAddress.parse("rediss://u:p%40@cache.example:6380/2?ssl_check_hostname=false")
+    assert (address.host, address.port, address.database, address.tls) == ("cache.example", 6380, 2, True)
+    assert address.handshake() == [("AUTH", "u", "p@"), ("SELECT", "2")]
+    assert "p@" not in repr(address)
+    unix = RedisAddress.parse("unix:///run/redis.sock?db=4")
+    assert (str(unix), unix.handshake()) == ("/run/redis.sock", [("SELECT", "4")])
+    assert str(RedisAddress.parse("redis://")) == "localhost:6379"
+
+
+@pytest.mark.parametrize(
+    ("url", "wrong"),
+    [
+        ("http://x", "must begin with redis://"),
+        ("redis://x/one", "names database 'one', which must be a number"),
+        ("redis://:secret@x/?timeout=1", "unknown option timeout"),
+    ],
+)
+def test_a_malformed_url_is_named_without_its_password(url: str, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong) as raised:
+        RedisAddress.parse(url)
+    assert "secret" not in str(raised.value)
