@@ -10,6 +10,7 @@ USAGE = """usage: tandem <command> [options]
 commands:
   up         start a whole cluster on this machine and serve until Ctrl-C
   generate   send a prompt to a running cluster and stream the answer
+  drain      have the service on this machine finish what it has, before it is stopped
   doctor     check a running cluster: Redis, workers, and a block over every prefill-decode pair
 
 `tandem <command> --help` lists a command's options."""
@@ -37,6 +38,10 @@ def _command(name: str) -> Callable[[list[str]], None] | None:
         from tandem.commands.generate import main as generate
 
         return generate
+    if name == "drain":
+        from tandem.commands.drain import main as drain
+
+        return drain
     if name == "doctor":
         from tandem.commands.doctor import main as doctor
 

@@ -23,6 +23,8 @@ from opentelemetry import propagate
 
 log = structlog.get_logger(__name__)
 
+# A health service that is SERVING from a process's start to its end; "" and the others say whether it is ready.
+LIVE = "live"
 MAX_MESSAGE_BYTES = 64 * 2**20
 # grpcio ignores keepalive_timeout_ms; a peer is lost when it leaves a ping unanswered for ping_timeout_ms.
 KEEPALIVE = [
@@ -77,6 +79,7 @@ class Server:
         self._server = server
         self._health = health_servicer
         self._names = names
+        self._probes: aio.Server | None = None
         self.port = 0
 
     async def set_serving(self, serving: bool) -> None:
@@ -84,10 +87,25 @@ class Server:
         for name in ("", *self._names):
             await self._health.set(name, status)
 
+    async def add_probes(self, host: str, port: int, servicer: Servicer | None = None) -> None:
+        """Answer for the same health on a port of its own, where `servicer` is served beside it.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        self._probes = aio.server(options=SERVER_OPTIONS, interceptors=[_Edge()])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
+        if servicer:
+            servicer.add(servicer.implementation, self._probes)
+        _bind(self._probes, host, port)
+        await self._probes.start()
+
     async def stop(self, grace: float) -> None:
         """Refuse new calls, let running ones end for `grace` seconds, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
+        if self._probes:
+            await self._probes.stop(None)
 
 
 async def serve(
@@ -106,13 +124,23 @@ async def serve(
     names = [servicer.name for servicer in servicers]
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     started = Server(server, health_servicer, names)
-    try:
-        started.port = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from None
+    started.port = _bind(server, host, port)
+    await health_servicer.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
     await started.set_serving(False)
     await server.start()
     return started
+
+
+def _bind(server: aio.Server, host: str, port: int) -> int:
+    try:
+        return server.add_insecure_port(address(host, port))
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address(host, port)}: {error}") from None
+
+
+def address(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def channel(address: str) -> aio.Channel:

@@ -59,7 +59,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
             transports=settings.transports, network=context.ports.network,
         )  # fmt: skip
         port = self._receiver.address.rpartition(":")[2]
-        self.transfer_address = f"{settings.reachable_host(context.ports.hostname)}:{port}"
+        self.transfer_address = rpc.address(settings.reachable_host(context.ports.hostname), int(port))
         self._admission = Admission(self._engine)
         self._streams = Streams(context.incarnation, self._lost)
         self._live: dict[str, Live] = {}

@@ -34,6 +34,8 @@ class LLM:
     spans: Tracer
     seeds: random.Random
     running: set[Answer] = field(default_factory=set)
+    accepted: int = 0
+    leaving: bool = False  # balancers should send nothing more; what comes is served
     stopping: bool = False
 
     @property
@@ -92,6 +94,7 @@ class LLM:
             raise Unavailable("the gateway is stopping", code="stopping")
         if request.num_choices > self.settings.max_choices:
             raise InvalidRequest(f"n: at most {self.settings.max_choices} choices, got {request.num_choices}", "n")
+        self.accepted += 1
         longest = self.max_model_len
         for prompt in request.prompts:
             check_token_ids(prompt, self.model.tokenizer.vocab_size, param)
@@ -115,7 +118,7 @@ class LLM:
             for info in connected
         )
         missing = []
-        if self.stopping:
+        if self.leaving or self.stopping:
             missing.append("the gateway is stopping")
         if self.view.stale:
             missing.append("redis: not reached for some seconds")

@@ -3,7 +3,8 @@
 1 load      model's words and defaults (no weights)
 2 see       the registry, once; from then on in the background. Redis need not be up yet
 3 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
-4 end       not ready, no new requests, running ones get `drain_s`, then a
+4 leave     asked to drain: not ready, but serving whoever still comes, until nobody has come for a while
+5 end       not ready, no new requests, running ones get `drain_s`, then a
             typed error; what they held is released before the process ends
 """
 
@@ -30,12 +31,16 @@ from services.gateway.routing import Router
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerPool
 from tandem import rpc
+from tandem.drain import DrainService
 from tandem.registry import BlockReplica, ClusterView, Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
 GRPC_GRACE_S = 1.0
 HEALTH_S = 0.25
+# Balancers that have seen a gateway turn unready send it nothing any more after so long.
+QUIET_S = 3.0
+IDLE_CHECK_S = 0.05
 # A request waits no longer for a silent Redis before it is routed by the last view.
 REGISTRY_WAIT_S = 0.5
 
@@ -93,6 +98,21 @@ class Gateway:
             task.result()
         raise RuntimeError("a background task of the gateway ended by itself")
 
+    async def drain(self) -> bool:
+        """Turn unready and serve on until no request has come or run for QUIET_S; False if `drain_s` was over first."""
+        self.llm.leaving = True
+        loop = asyncio.get_running_loop()
+        accepted, quiet_since = -1, loop.time()
+        try:
+            async with asyncio.timeout(self.settings.drain_s):
+                while loop.time() < quiet_since + QUIET_S:
+                    if self.llm.running or self.llm.accepted != accepted:
+                        accepted, quiet_since = self.llm.accepted, loop.time()
+                    await asyncio.sleep(IDLE_CHECK_S)
+        except TimeoutError:
+            return False
+        return True
+
     # --- start ---
 
     async def _start(self) -> None:
@@ -148,6 +168,8 @@ class Gateway:
         settings = self.settings
         self._grpc = await rpc.serve([LLMService(self.llm).servicer], settings.host, settings.grpc_port)
         self._stack.push_async_callback(self._grpc.stop, GRPC_GRACE_S)
+        if settings.health_port is not None:
+            await self._grpc.add_probes(settings.host, settings.health_port, DrainService(self.drain).servicer)
         self._http = HttpServer(build_app(self.llm, self._wall), settings.host, settings.http_port)
         self._stack.push_async_callback(self._http.stop)
         await self._http.start()

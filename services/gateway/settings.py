@@ -26,6 +26,9 @@ class GatewaySettings(Settings):
     host: str = "0.0.0.0"
     http_port: int = Field(8000, ge=1, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 chooses a free one")
+    health_port: int | None = Field(
+        None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
+    )
     disaggregation: Disaggregation = Disaggregation.AUTO
     timeout_s: float = Field(600, gt=0, description="deadline of a request that brings none")
     drain_s: float = Field(30, ge=0, description="how long running requests may go on after SIGTERM")

@@ -88,6 +88,8 @@ async def run(settings: KVStoreSettings) -> None:
 
 async def _serve(settings: KVStoreSettings, registry: Registry, own: OwnRedis | None) -> None:
     server = await rpc.serve([KVStoreService(registry).servicer], settings.host, settings.grpc_port)
+    if settings.health_port is not None:
+        await server.add_probes(settings.host, settings.health_port)
     tasks = [asyncio.create_task(sweep(registry, server, settings.sweep_s), name="sweep")]
     if own:
         tasks.append(asyncio.create_task(own.keep(), name="redis"))

@@ -28,6 +28,9 @@ class KVStoreSettings(Settings):
     namespace: str = Field("tandem", min_length=1, description="prefix of every key: one per cluster")
     host: str = Field("127.0.0.1", description="address to listen on")
     grpc_port: int = Field(50052, ge=0, le=65535, description="0 takes a free one")
+    health_port: int | None = Field(
+        None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
+    )
     sweep_s: float = Field(1.0, gt=0, description="seconds between two sweeps of what is past its time")
     stop_grace_s: float = Field(2.0, ge=0, description="on SIGTERM, time for running calls to end")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")

@@ -2,8 +2,9 @@
 
 1 build      the role's service around an engine that stands ready
 2 serve      its gRPC service; not healthy yet
-3 register   a lease in the registry, renewed by a task; healthy from the first renewal on
-4 end        `stop`, or the death of the engine or of any task: drain, release the lease, close everything
+3 register   a lease in the registry, renewed by a task; healthy from the first renewal on, or from the first link on
+4 drain      nothing new; until no request runs and no gateway holds a reservation, or `drain_s` is over
+5 end        `stop`, or the death of the engine or of any task: drain, release the lease, close everything
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import structlog
 
 from tandem import rpc
 from tandem.engine import Engine, SequenceOutput
-from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
+from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
+from tandem.registry import Worker as Registered
 from tandem.transfer import Network
 from tandem.worker.block_publisher import BlockPublisher
 from tandem.worker.engine_port import EnginePort
@@ -27,6 +29,7 @@ from tandem.worker.settings import WorkerSettings
 log = structlog.get_logger(__name__)
 STOP_GRACE_S = 2.0
 DRAIN_CHECK_S = 0.05
+LINK_CHECK_S = 0.25
 
 
 class Server(Protocol):
@@ -97,7 +100,8 @@ class Worker:
         self.context = WorkerContext(settings, worker_id, ports.new_id(), ports, lambda: self._lease.renew_now())
         self._ports = ports
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._draining = False
+        self._leaving = asyncio.Event()
+        self._draining: asyncio.Task[bool] | None = None
         self._service = build(self.context)
 
     async def run(self) -> None:
@@ -108,18 +112,19 @@ class Worker:
             Exception: whatever the engine or a task ended with.
         """
         context, ports, service = self.context, self._ports, self._service
-        tasks: list[asyncio.Task[None]] = []
+        tasks: list[asyncio.Task[Any]] = []
         try:
             server = await ports.serve([service.servicer], context.settings.host, context.settings.grpc_port)
             try:
                 tasks += self._start(server)
                 await self._ended
-                await self._drain()
+                await self.drain()
             finally:
                 await server.stop(STOP_GRACE_S)
                 if tasks:
                     await self._lease.release()
         finally:
+            tasks += [self._draining] if self._draining else []
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -134,6 +139,15 @@ class Worker:
         """Take nothing new, let running requests end, then end."""
         if not self._ended.done():
             self._ended.set_result(None)
+
+    async def drain(self) -> bool:
+        """Take nothing new, and wait until nothing is left to do; False if `drain_s` was over first.
+
+        Once begun it goes on, whether or not anyone waits for it.
+        """
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        return await asyncio.shield(self._draining)
 
     def _start(self, server: Server) -> list[asyncio.Task[None]]:
         context, registry = self.context, self._ports.registry
@@ -150,30 +164,55 @@ class Worker:
         return tasks
 
     async def _announce(self, server: Server) -> None:
-        """Healthy once registered; then only waits to be cancelled."""
+        """Healthy once registered, or linked; not while draining."""
         await self._lease.held.wait()
+        while self.context.settings.ready_when == "linked" and not await self._any_of(self._is_linked):
+            await asyncio.sleep(LINK_CHECK_S)
         await server.set_serving(True)
         self.ready.set()
+        await self._leaving.wait()
+        await server.set_serving(False)
         await asyncio.Event().wait()
+
+    def _is_linked(self, worker: Registered) -> bool:
+        """Whether this is a link of ours: we have moved a block to someone, or someone to us."""
+        return self.context.incarnation in worker.load.linked or bool(self._is_us(worker) and worker.load.linked)
+
+    def _is_us(self, worker: Registered) -> bool:
+        return worker.info.incarnation == self.context.incarnation
+
+    async def _any_of(self, holds: Callable[[Registered], bool]) -> bool:
+        """Whether it holds for any worker in the registry; False where there is no registry."""
+        try:
+            return any(map(holds, await self._ports.registry.workers()))
+        except RegistryUnavailable:
+            return False
 
     async def _publish(self, publisher: BlockPublisher) -> None:
         await self._lease.held.wait()
         await publisher.run()
 
-    async def _drain(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._draining = True
+    async def _drain(self) -> bool:
+        self._leaving.set()
         self._lease.renew_now()
-        end = loop.time() + self.context.settings.drain_s
-        while self._service.num_running() and loop.time() < end:
-            await asyncio.sleep(DRAIN_CHECK_S)
+        try:
+            async with asyncio.timeout(self.context.settings.drain_s):
+                while self._service.num_running() or await self._any_of(self._is_reserved):
+                    await asyncio.sleep(DRAIN_CHECK_S)
+        except TimeoutError:
+            return False
+        return True
+
+    def _is_reserved(self, worker: Registered) -> bool:
+        """Whether these are reservations on us: a gateway is about to send work, or has yet to release it."""
+        return self._is_us(worker) and bool(worker.reserved_tokens or worker.reserved_blocks)
 
     def _load(self) -> WorkerLoad:
         engine = self._ports.engine
         stats, rates = engine.stats, engine.rates
         return WorkerLoad(
             free_blocks=stats.free_blocks, num_waiting=stats.num_waiting, num_running=stats.num_running,
-            queued_tokens=stats.queued_tokens, draining=self._draining, linked=self._service.linked(),
+            queued_tokens=stats.queued_tokens, draining=self._leaving.is_set(), linked=self._service.linked(),
             prefill_tokens_per_s=rates.prefill_tokens_per_s, step_s=rates.step_s,
             transfer_tokens_per_s=rates.transfer_tokens_per_s,
         )  # fmt: skip
@@ -193,7 +232,7 @@ def _info(context: WorkerContext, service: WorkerService, grpc_port: int) -> Wor
         worker_id=context.worker_id,
         role=service.role,
         incarnation=context.incarnation,
-        grpc_address=f"{settings.reachable_host(hostname)}:{grpc_port}",
+        grpc_address=rpc.address(settings.reachable_host(hostname), grpc_port),
         transfer_address=service.transfer_address,
         model=settings.served_name,
         revision=engine.layout.revision,

@@ -7,7 +7,8 @@ import gc
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ import uvloop
 from tqdm import tqdm
 
 from tandem import rpc, telemetry
+from tandem.drain import DrainService
 from tandem.engine import Engine
 from tandem.registry import Registry, Role
 from tandem.transfer import SocketNetwork
@@ -55,7 +57,13 @@ async def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
 async def _run(
     settings: WorkerSettings, worker_id: str, engine: Engine, build: Callable[[WorkerContext], WorkerService]
 ) -> None:
-    worker = Worker(settings, worker_id, build, await process_ports(settings, engine))
+    async def serve(servicers: Sequence[rpc.Servicer], host: str, port: int) -> rpc.Server:
+        server = await rpc.serve(servicers, host, port)
+        if settings.health_port is not None:
+            await server.add_probes(host, settings.health_port, DrainService(worker.drain).servicer)
+        return server
+
+    worker = Worker(settings, worker_id, build, replace(await process_ports(settings, engine), serve=serve))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     # What a worker is made of stays until it ends: looking for garbage there would stop every answer for 0.1 s.

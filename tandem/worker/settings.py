@@ -23,6 +23,12 @@ class WorkerSettings(Settings):
     advertise_host: str = Field("", description="address others reach this worker at (default: host)")
     grpc_port: int = Field(0, ge=0, le=65535, description="0 chooses a free one")
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV listener; 0 chooses a free one")
+    health_port: int | None = Field(
+        None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
+    )
+    ready_when: Literal["registered", "linked"] = Field(
+        "registered", description="linked: only once KV bytes have moved between it and a worker of the other role"
+    )
     transports: tuple[str, ...] = Field(("shm", "tcp"), description="how KV may move, best first")
     engine: Literal["model", "null"] = Field(
         "model", description="null: no weights, steps take a stated time, KV holds verified digests of the tokens"

@@ -43,7 +43,7 @@ class GenerateEndpoint:
         self._wall = wall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._llm.new_id)
+        exchange = Exchange(scope, receive, send, self._llm.new_id, lambda: self._llm.leaving)
         try:
             await self._serve(exchange)
         except ClientLeft:

@@ -30,12 +30,18 @@ class ClientLeft(Exception):
 
 
 class Exchange:
-    def __init__(self, scope: Scope, receive: Receive, send: Send, new_id: Callable[[], str]) -> None:
+    """`leaving`: the client should connect anew, to another gateway, for its next request."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, new_id: Callable[[], str], leaving: Callable[[], bool]
+    ) -> None:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         said = self.headers.get("x-request-id", "")
         self.request_id = said if SANE_ID.fullmatch(said) else new_id()
         self._receive = receive
         self._send = send
+        self._keeps_alive = scope["http_version"].startswith("1")
+        self._leaving = leaving
         self._streaming = False
         self.started = False
 
@@ -95,6 +101,8 @@ class Exchange:
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
         named = {"content-type": content_type, "x-request-id": self.request_id, **headers}
+        if self._keeps_alive and self._leaving():
+            named["connection"] = "close"
         raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
