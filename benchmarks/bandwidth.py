@@ -56,9 +56,13 @@ def bandwidth(
         for name in range(rounds + 1):
             seconds = moved(link, pipe, cache, order, push_tokens, str(name))
             rates.append((num_bytes / 1e9 / seconds, memcpy_gb_s(num_bytes)))
-        layer_s = statistics.median(link.probe(layer_blocks * cache[0][0].nbytes, timeout=BOUND_S) for _ in range(20))
+        layer_s = statistics.median(_probed(link, layer_blocks * cache[0][0].nbytes) for _ in range(20))
     ours, memcpy = (statistics.median(rate) for rate in zip(*rates[1:], strict=True))
     return Bandwidth(transport, order, push_tokens, ours, memcpy, layer_s)
+
+
+def _probed(link: Link, num_bytes: int) -> float:
+    return link.probe(num_bytes, timeout_s=BOUND_S).result(BOUND_S)
 
 
 def kv_cache(shape: Shape, num_bytes: int) -> list[torch.Tensor]:
@@ -85,9 +89,7 @@ def moved(
     pipe.recv()
     here = block_ids(order, num_blocks, seed=1)
     start = time.perf_counter()
-    push = link.begin(
-        name, first_block=0, num_blocks=num_blocks, num_layers=len(cache), deadline=time.monotonic() + BOUND_S
-    )
+    push = link.begin(name, first_block=0, num_blocks=num_blocks, num_layers=len(cache), timeout_s=BOUND_S)
     for first in range(0, num_blocks, step):
         for layer, kv in enumerate(cache):
             push.push(layer, first, here[first : first + step], kv)
@@ -117,7 +119,7 @@ def linked(shape: Shape, transport: str, order: str, num_bytes: int) -> Iterator
     try:
         if not ours.poll(BOUND_S):
             raise TimeoutError("the receiving process did not start")
-        yield sender.open_link(DECODE, ours.recv(), timeout=BOUND_S), ours
+        yield sender.open_link(DECODE, ours.recv(), timeout_s=BOUND_S).result(BOUND_S), ours
     finally:
         sender.close()
         ours.send("")
@@ -131,7 +133,7 @@ def _receive(pipe: Connection, shape: Shape, transport: str, order: str, num_byt
     pipe.send(receiver.address)
     while name := pipe.recv():
         receiver.expect(
-            name, block_ids=block_ids(order, len(cache[0]), seed=2), first_block=0, deadline=time.monotonic() + BOUND_S,
+            name, block_ids=block_ids(order, len(cache[0]), seed=2), first_block=0, timeout_s=BOUND_S,
             on_commit=lambda *_: None, on_abort=lambda *_: None,
         )  # fmt: skip
         pipe.send(name)

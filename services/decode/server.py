@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -181,7 +180,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
             transfer_id,
             block_ids=block_ids,
             first_block=num_cached // self._context.settings.block_size,
-            deadline=time.monotonic() + request.sequence.timeout_ms / 1000,
+            timeout_s=request.sequence.timeout_ms / 1000,
             on_commit=joined,
             on_abort=failed,
             sender=request.prefill_incarnation,
@@ -235,7 +234,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
 
         def free() -> bool:
             if live.transfer_id:
-                self._receiver.cancel(live.transfer_id)
+                self._receiver.cancel(live.transfer_id).result(5.0)
             return self._engine.submit(lambda engine: engine.abort(request_id)).result(5.0)
 
         freed = self._loop.run_in_executor(None, free)

@@ -67,12 +67,13 @@ class LinkKeeper:
         """Bounded by OPEN_TIMEOUT_S; one at a time to each incarnation."""
         task = self._opening.get(remote.incarnation)
         if task is None:
-            task = asyncio.create_task(
-                asyncio.to_thread(self._sender.open_link, remote, address, timeout=OPEN_TIMEOUT_S)
-            )
+            task = asyncio.create_task(self._opening_link(remote, address))
             self._opening[remote.incarnation] = task
             task.add_done_callback(lambda done: self._opened(remote, done))
         return task
+
+    async def _opening_link(self, remote: Endpoint, address: str) -> Link:
+        return await asyncio.wrap_future(self._sender.open_link(remote, address, timeout_s=OPEN_TIMEOUT_S))
 
     def _opened(self, remote: Endpoint, task: asyncio.Task[Link]) -> None:
         self._opening.pop(remote.incarnation, None)
@@ -94,7 +95,7 @@ class LinkKeeper:
         known = spared | live
         for worker_id, info in self._peers.items():
             if worker_id not in known or known[worker_id].incarnation != info.incarnation:
-                await asyncio.to_thread(self._sender.close_link, worker_id, info.incarnation)
+                self._sender.close_link(worker_id, info.incarnation)
                 self._refused.pop(info.incarnation, None)
         self._peers = known
         self._absent_since = {name: since for name, since in self._absent_since.items() if name in spared}

@@ -96,7 +96,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         remote = Endpoint(peer.worker_id, peer.incarnation, peer.layout_hash)
         try:
             link = await self._links.link_to(remote, peer.transfer_address)
-            elapsed = await asyncio.to_thread(link.probe, PROBE_BYTES, timeout=PROBE_TIMEOUT_S)
+            elapsed = await asyncio.wrap_future(link.probe(PROBE_BYTES, timeout_s=PROBE_TIMEOUT_S))
         except TransferError as error:
             raise rpc.Refused(getattr(grpc.StatusCode, error.code), str(error)) from None
         return prefill_pb2.ProbeLinkResponse(bytes=PROBE_BYTES, elapsed_us=int(elapsed * 1e6), transport=link.transport)
@@ -133,7 +133,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             first_block=ticket.num_cached_blocks,
             num_blocks=ticket.num_prompt_blocks - ticket.num_cached_blocks,
             num_layers=self._context.engine.layout.num_layers,
-            deadline=time.monotonic() + sequence.timeout_ms / 1000,
+            timeout_s=sequence.timeout_ms / 1000,
         )
         return TracedPush(push, link, span, self._engine.rates.moved)
 

@@ -10,8 +10,9 @@ from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.runtime.link import Link, Push
 from tandem.transfer.runtime.receiver import Receiver
 from tandem.transfer.runtime.sender import Sender
+from tandem.transfer.transports.base import Network
 from tandem.transfer.transports.memory import MemoryNetwork
-from tandem.transfer.transports.tcp import Network, SocketNetwork
+from tandem.transfer.transports.tcp import SocketNetwork
 
 __all__ = [
     "Endpoint",

@@ -33,10 +33,6 @@ def kv_cache(num_blocks: int, dtype: torch.dtype = torch.float32, seed: int = 0)
     return [torch.randn(num_blocks, *BLOCK, generator=generator).to(dtype) for _ in range(NUM_LAYERS)]
 
 
-def deadline(seconds: float = SOON) -> float:
-    return time.monotonic() + seconds
-
-
 class Outcome:
     """How one expected transfer ended: ("commit", payload, bytes) or ("abort", code, reason)."""
 
@@ -66,21 +62,24 @@ class Pair:
     cache: list[torch.Tensor]
 
     def link(self) -> Link:
-        return self.sender.open_link(DECODE, self.receiver.address, timeout=SOON)
+        return self.opened(self.sender, DECODE)
+
+    def opened(self, sender: Sender, remote: Endpoint = DECODE) -> Link:
+        return sender.open_link(remote, self.receiver.address, timeout_s=SOON).result(SOON)
 
     def expect(
         self, name: str, block_ids: Sequence[int], first_block: int = 0, seconds: float = SOON, sender: str = ""
     ) -> Outcome:
         outcome = Outcome()
         self.receiver.expect(
-            name, block_ids=block_ids, first_block=first_block, deadline=deadline(seconds),
+            name, block_ids=block_ids, first_block=first_block, timeout_s=seconds,
             on_commit=outcome.on_commit, on_abort=outcome.on_abort, sender=sender,
         )  # fmt: skip
         return outcome
 
     def begin(self, name: str, num_blocks: int, first_block: int = 0, seconds: float = SOON) -> Push:
         return self.link().begin(
-            name, first_block=first_block, num_blocks=num_blocks, num_layers=NUM_LAYERS, deadline=deadline(seconds)
+            name, first_block=first_block, num_blocks=num_blocks, num_layers=NUM_LAYERS, timeout_s=seconds
         )
 
     def push_all(self, push: Push, first_block: int, block_ids: Sequence[int]) -> None:

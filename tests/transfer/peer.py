@@ -7,17 +7,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from tandem.transfer import Receiver, Sender
-from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Outcome, deadline, kv_cache
+from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Outcome, kv_cache
 
 
 def send_one_layer(pipe: Connection, transport: str, address: str) -> None:
     """A prefill worker that is one layer into transfer "t" when it says so."""
     source = kv_cache(32, seed=1)
     sender = Sender(PREFILL, transports=(transport,))
-    link = sender.open_link(DECODE, address, timeout=SOON)
-    push = link.begin("t", first_block=0, num_blocks=2, num_layers=NUM_LAYERS, deadline=deadline(60))
+    link = sender.open_link(DECODE, address, timeout_s=SOON).result(SOON)
+    push = link.begin("t", first_block=0, num_blocks=2, num_layers=NUM_LAYERS, timeout_s=60)
     push.push(0, 0, [4, 5], source[0])
-    link.probe(64, timeout=SOON)  # the receiver has read what came before
+    link.probe(64, timeout_s=SOON).result(SOON)  # the receiver has read what came before
     pipe.send("pushed")
     pipe.poll(60)
 
@@ -27,7 +27,7 @@ def receive(pipe: Connection, transport: str, _address: str) -> None:
     receiver = Receiver(DECODE, kv_cache(48), host="127.0.0.1", transports=(transport,))
     outcome = Outcome()
     receiver.expect(
-        "t", block_ids=[1, 2], first_block=0, deadline=deadline(60),
+        "t", block_ids=[1, 2], first_block=0, timeout_s=60,
         on_commit=outcome.on_commit, on_abort=outcome.on_abort,
     )  # fmt: skip
     pipe.send(receiver.address)

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from tandem.transfer.copy.copier import Copier
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
-from tandem.transfer.protocol.landings import Inbound, InboundTable
-from tandem.transfer.protocol.receiver import Landing, ReceiverProtocol
-from tandem.transfer.protocol.sender import Outgoing, SenderProtocol
-from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Hello, Message, ShmOffer, checksum, parse_header
+from tandem.transfer.protocol.landings import Landing, Landings
+from tandem.transfer.protocol.receiver import ReceiverProtocol, Write
+from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
+from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Hello, Message, checksum, parse_header
+from tandem.transfer.transports.base import ReceiveSide
+from tandem.transfer.transports.host import HostReceiveSide
 
 BLOCK_BYTES, NUM_BLOCKS, NUM_LAYERS, FRAME_BLOCKS = 32, 24, 2, 2
 ARENA_SLOTS = 6
@@ -56,6 +61,20 @@ class Transfer:
     endings: list[str] = field(default_factory=list)
 
 
+class SharedSide(HostReceiveSide):
+    """Payloads lie in the arena."""
+
+    def __init__(self, arena: np.ndarray) -> None:
+        super().__init__("shared", Copier())
+        self._arena = arena
+
+    def payload(self, message: Message) -> memoryview:
+        return self._arena[message.offset : message.offset + message.length].data
+
+    def fault(self, message: Message) -> str:
+        return "" if message.offset + message.length <= len(self._arena) else "outside the arena"
+
+
 class World:
     def __init__(self, seed: int, chances: Chances, *, shm: bool) -> None:
         self.random, self.chances = random.Random(seed), chances
@@ -63,13 +82,12 @@ class World:
         self.arena = np.zeros(ARENA_SLOTS * FRAME_BLOCKS * BLOCK_BYTES, np.uint8)
         self.free = [slot * FRAME_BLOCKS * BLOCK_BYTES for slot in range(ARENA_SLOTS)]
         self.cache = np.zeros((NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
-        self.table = InboundTable()
-        self.transport = "shm" if shm else "memory"
-        offer = ShmOffer(pid=1, fd=1, name="simulated", size=len(self.arena)) if shm else None
-        self.sender = SenderProtocol(SENDER, RECEIVER, nonce=1, transports=[self.transport], shm=offer, now=0.0)
+        self.table = Landings()
+        self.side = SharedSide(self.arena) if shm else HostReceiveSide("inline", Copier())
+        self.sender = SenderProtocol(SENDER, RECEIVER, nonce=1, offers={self.side.name: {}}, now=0.0)
         self.receiver = ReceiverProtocol(
             RECEIVER, self.table, num_layers=NUM_LAYERS, block_bytes=BLOCK_BYTES,
-            max_frame_bytes=FRAME_BLOCKS * BLOCK_BYTES, nonce=2, choose=self._choose, now=0.0,
+            max_frame_bytes=FRAME_BLOCKS * BLOCK_BYTES, nonce=2, accept=self._accept, now=0.0,
         )  # fmt: skip
         self.there: Wire = deque()
         self.back: Wire = deque()
@@ -91,7 +109,7 @@ class World:
         ids = np.array(there, np.int64)
         told = transfer.endings
         self.table.expect(
-            Inbound(name, ids, first_block, DEADLINE, lambda *_: told.append("commit"), lambda *_: told.append("abort"))
+            Landing(name, ids, first_block, DEADLINE, lambda *_: told.append("commit"), lambda *_: told.append("abort"))
         )
         self.transfers.append(transfer)
         if not self.lost:
@@ -123,14 +141,14 @@ class World:
             self.now += 0.5
 
     def exchange(self, *, faults: bool) -> None:
-        """Both sides tick, what they say travels, and what arrives is heeded, until nothing moves."""
+        """Both sides tick, what they say travels, and what arrives is taken in, until nothing moves."""
         for _ in range(50):
             self._tick()
             if not self.lost:
                 self._collect(self.sender.outbox, self.there)
                 self._collect(self.receiver.outbox, self.back)
             self._take_back()
-            self._tell()
+            self._report()
             if not self.there and not self.back:
                 return
             self._carry(self.there, self._at_receiver, faults)
@@ -151,13 +169,13 @@ class World:
         payload = self.arena[slot : slot + count * BLOCK_BYTES]
         start = block - transfer.first_block
         payload[:] = transfer.source[layer, start : start + count].reshape(-1)
-        view = payload.data
-        self.sender.frame(outgoing, layer, block, count, slot=slot, payload=view, payload_sum=checksum(view))
+        body = None if isinstance(self.side, SharedSide) else payload.data
+        self.sender.frame(outgoing, layer, block, count, Payload(slot, len(payload), checksum(payload.data), body))
         if self._chance("scribble"):
             payload[self.random.randrange(len(payload))] ^= 1
 
     def _cancel(self, transfer: Transfer) -> None:
-        self.table.cancel(transfer.name)
+        self.table.cancel(transfer.name, Future())
         transfer.endings.append("cancel")
         self._settle(transfer)
 
@@ -194,22 +212,19 @@ class World:
         if self.lost:
             return
         self.receiver.liveness.heard_at = self.now
-        landing = self.receiver.receive(parsed(data), self.now)
-        if landing:
-            self._land(landing)
+        write = self.receiver.receive(parsed(data), self.now)
+        if write:
+            self._write(write)
 
     def _at_sender(self, data: bytes) -> None:
         if not self.lost:
             self.sender.liveness.heard_at = self.now
             self.sender.receive(parsed(data))
 
-    def _land(self, landing: Landing) -> None:
-        message = landing.message
-        payload = np.frombuffer(message.body, np.uint8)
-        if message.offset != INLINE:
-            payload = self.arena[message.offset : message.offset + message.length]
-        self.cache[message.layer, landing.block_ids] = payload.reshape(-1, BLOCK_BYTES)
-        self.receiver.landed(landing, checksum(payload.tobytes()))
+    def _write(self, write: Write) -> None:
+        payload = np.frombuffer(self.side.payload(write.message), np.uint8)
+        self.cache[write.message.layer, write.block_ids] = payload.reshape(-1, BLOCK_BYTES)
+        self.receiver.written(write, checksum(payload.tobytes()))
 
     def _tick(self) -> None:
         self.table.tick(self.now)
@@ -232,28 +247,35 @@ class World:
             body = bytes(message.body)
             wire.append(message.header() + body)
             side = self.sender if wire is self.there else self.receiver
-            side.sent([message], self.now)
+            if side is self.sender:
+                self.sender.sent(self.now)
+                self._release([message] if message.offset == INLINE else [])
+            else:
+                self.receiver.sent([message], self.now)
 
     def _take_back(self) -> None:
-        for slot in self.receiver.read:
-            self.sender.returned(slot)
+        self._release(message for message in self.receiver.read if message.offset != INLINE)
         self.receiver.read.clear()
         self.free += self.sender.credits
         self.sender.credits.clear()
 
-    def _tell(self) -> None:
-        for endings in (self.receiver.endings, self.table.endings):
-            while endings:
-                inbound = endings.popleft()
-                if inbound.cancelled:
+    def _release(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            self.sender.returned(message.slot if message.slot >= 0 else message.offset)
+
+    def _report(self) -> None:
+        for ended in (self.receiver.ended, self.table.ended):
+            while ended:
+                landing = ended.popleft()
+                if landing.cancelled:
                     continue
-                if inbound.payload is not None:
-                    inbound.on_commit(inbound.payload, inbound.bytes_received)
-                    self.receiver.acknowledge(inbound)
+                if landing.payload is not None:
+                    landing.on_commit(landing.payload, landing.bytes_received)
+                    self.receiver.acknowledge(landing)
                 else:
-                    inbound.on_abort("", "")
-                self.table.told(inbound)
-                self._settle(next(t for t in self.transfers if t.name == inbound.transfer_id))
+                    landing.on_abort("", "")
+                self.table.reported(landing)
+                self._settle(next(t for t in self.transfers if t.name == landing.transfer_id))
 
     def _settle(self, transfer: Transfer) -> None:
         """From now on nobody may write this transfer's blocks for it: they get a mark that must stay."""
@@ -264,8 +286,8 @@ class World:
             self.cache[:, blocks] = 0xEE
         self.settled[transfer.name] = self.cache[:, blocks].copy()
 
-    def _choose(self, _hello: Hello) -> str:
-        return self.transport
+    def _accept(self, _hello: Hello) -> tuple[ReceiveSide, dict[str, str]]:
+        return self.side, {}
 
     def _chance(self, name: str) -> bool:
         chance: float = getattr(self.chances, name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tandem.transfer import Network
 from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Bytes, Kind, parse_header
-from tandem.transfer.transports.tcp import Listener, Stream
+from tandem.transfer.transports.base import Listener, Stream
 
 
 class TamperingStream:
@@ -42,7 +42,7 @@ class TamperingNetwork:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self.carries = network.carries
+        self.inline = network.inline
         self.target: list[str] = []
 
     def listen(self, host: str, port: int) -> Listener:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.transfer import Endpoint, MemoryNetwork, Push, Receiver, Sender, SocketNetwork, TransferError
-from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, deadline, kv_cache, until
+from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, kv_cache, until
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -88,7 +88,7 @@ def test_a_full_arena_blocks_push_no_longer_than_the_deadline(meet: Meet, transp
         stuck.wait(SOON)
 
     pair.receiver.expect(
-        "stuck", block_ids=[], first_block=0, deadline=deadline(), on_commit=on_commit, on_abort=lambda *_: None
+        "stuck", block_ids=[], first_block=0, timeout_s=SOON, on_commit=on_commit, on_abort=lambda *_: None
     )
     pair.begin("stuck", 0).commit(b"")  # its callback holds the link's reading thread
     start, pushes = time.monotonic(), list[Push]()
@@ -102,19 +102,19 @@ def test_a_full_arena_blocks_push_no_longer_than_the_deadline(meet: Meet, transp
 def test_layouts_that_differ_are_refused_by_both_sides(pair: Pair) -> None:
     other = Endpoint(DECODE.worker_id, DECODE.incarnation, "layout-b")
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*layout-a.*layout-b"):
-        pair.sender.open_link(other, pair.receiver.address, timeout=SOON)
+        pair.opened(pair.sender, other)
     stranger = Sender(
         Endpoint("prefill-9", "p-9", "layout-b"), transports=(pair.transport,), network=pair.network
     )  # believes, wrongly, that the receiver has its layout
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*layout-b.*layout-a"):
-        stranger.open_link(other, pair.receiver.address, timeout=SOON)
+        pair.opened(stranger, other)
     stranger.close()
 
 
 def test_another_incarnation_is_refused_by_name(pair: Pair) -> None:
     dead = Endpoint(DECODE.worker_id, "d-0", DECODE.layout_hash)
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*d-0.*d-1"):
-        pair.sender.open_link(dead, pair.receiver.address, timeout=SOON)
+        pair.opened(pair.sender, dead)
     assert pair.sender.link(DECODE.worker_id, "d-0") is None
 
 
@@ -135,12 +135,12 @@ def test_a_receiver_restarted_at_its_address_is_linked_anew(pair: Pair) -> None:
     assert until(lambda: not old.healthy)
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*d-1.*d-2"):
         pair.link()
-    link = pair.sender.open_link(reborn, pair.receiver.address, timeout=SOON)
+    link = pair.opened(pair.sender, reborn)
     assert link.healthy
     assert pair.sender.link(DECODE.worker_id, "d-2") is link
     assert pair.sender.link(DECODE.worker_id, "d-1") is None
     with pytest.raises(TransferError, match="UNAVAILABLE"):
-        old.begin("t", first_block=0, num_blocks=1, num_layers=NUM_LAYERS, deadline=deadline())
+        old.begin("t", first_block=0, num_blocks=1, num_layers=NUM_LAYERS, timeout_s=SOON)
 
 
 def test_a_link_is_opened_once_and_probed(pair: Pair) -> None:
@@ -149,7 +149,7 @@ def test_a_link_is_opened_once_and_probed(pair: Pair) -> None:
     assert link.transport == pair.transport
     assert 0 < link.rtt < SOON
     for num_bytes in (1, 4096, 1 << 18):
-        assert 0 < link.probe(num_bytes, timeout=SOON) < SOON
+        assert 0 < link.probe(num_bytes, timeout_s=SOON).result(SOON) < SOON
     pair.sender.close_link(DECODE.worker_id, DECODE.incarnation)
     assert not link.healthy
     assert pair.link() is not link
@@ -197,13 +197,13 @@ def test_a_cancelled_transfer_never_writes_again(pair: Pair, step: str) -> None:
     for layer in range(layers):
         assert push is not None
         push.push(layer, 0, [4, 5], pair.source[layer])
-    pair.receiver.cancel("t")
+    pair.receiver.cancel("t").result(SOON)
     for cache in pair.cache:
         cache.fill_(7.0)
     late = push or pair.begin("t", 2)
     with pytest.raises(TransferError, match=r"ABORTED|FAILED_PRECONDITION"):
         pair.finish(late, [4, 5], range(layers, NUM_LAYERS))
-    pair.link().probe(1 << 16, timeout=SOON)  # all that was sent before it has been read
+    pair.link().probe(1 << 16, timeout_s=SOON).result(SOON)  # all that was sent before it has been read
     assert all(bool((cache == 7.0).all()) for cache in pair.cache)
     assert outcome.silent()
 
@@ -212,7 +212,7 @@ def test_blocks_given_to_another_transfer_hold_only_its_bytes(pair: Pair) -> Non
     """Reassign before read."""
     first = pair.expect("first", [1, 2, 3])
     late = pair.begin("first", 3)
-    pair.receiver.cancel("first")
+    pair.receiver.cancel("first").result(SOON)
     second = pair.expect("second", [3, 1, 2])
     push = pair.begin("second", 3)
     for layer, kv in enumerate(pair.source):
@@ -228,9 +228,9 @@ def test_blocks_given_to_another_transfer_hold_only_its_bytes(pair: Pair) -> Non
 
 
 def test_cancel_of_an_unknown_or_ended_transfer_is_no_error(pair: Pair) -> None:
-    pair.receiver.cancel("never seen")
+    pair.receiver.cancel("never seen").result(0)
     pair.moves("t", [1], [2])
-    pair.receiver.cancel("t")
+    pair.receiver.cancel("t").result(0)
 
 
 def test_a_callback_may_cancel(pair: Pair) -> None:
@@ -241,7 +241,7 @@ def test_a_callback_may_cancel(pair: Pair) -> None:
         done.set()
 
     pair.receiver.expect(
-        "t", block_ids=[], first_block=0, deadline=deadline(), on_commit=on_commit, on_abort=lambda *_: None
+        "t", block_ids=[], first_block=0, timeout_s=SOON, on_commit=on_commit, on_abort=lambda *_: None
     )
     committed = pair.begin("t", 0).commit(b"")
     assert done.wait(SOON)
@@ -259,10 +259,10 @@ def test_only_one_sender_gets_a_transfer(pair: Pair) -> None:
     outcome = pair.expect("t", [1, 2])
     push = pair.begin("t", 2)
     push.push(0, 0, [4, 5], pair.source[0])
-    pair.link().probe(64, timeout=SOON)
+    pair.link().probe(64, timeout_s=SOON).result(SOON)
     rival = Sender(Endpoint("prefill-1", "p-7", "layout-a"), transports=(pair.transport,), network=pair.network)
-    intruder = rival.open_link(DECODE, pair.receiver.address, timeout=SOON)
-    stolen = intruder.begin("t", first_block=0, num_blocks=2, num_layers=NUM_LAYERS, deadline=deadline())
+    intruder = pair.opened(rival, DECODE)
+    stolen = intruder.begin("t", first_block=0, num_blocks=2, num_layers=NUM_LAYERS, timeout_s=SOON)
     with pytest.raises(TransferError, match="FAILED_PRECONDITION"):
         pair.finish(stolen, [20, 21])
     pair.finish(push, [4, 5], [1, 2])
@@ -287,7 +287,7 @@ def test_a_named_sender_that_is_lost_before_it_began_ends_its_transfers_alone(pa
     outcome, anyone = pair.expect("t", [1], sender=PREFILL.incarnation), pair.expect("any", [2])
     someone = pair.expect("other", [3], sender="p-9")
     twin = Sender(PREFILL, transports=(pair.transport,), network=pair.network)
-    twin.open_link(DECODE, pair.receiver.address, timeout=SOON)
+    pair.opened(twin, DECODE)
     twin.close()
     assert not until(lambda: not outcome.silent(), 0.2)  # it has a link still
     start = time.monotonic()
@@ -303,7 +303,7 @@ def test_links_beyond_the_limit_are_refused_and_harm_no_other(meet: Meet, transp
     first = pair.link()
     rival = Sender(Endpoint("prefill-1", "p-7", "layout-a"), transports=(transport,), network=pair.network)
     with pytest.raises(TransferError, match=r"RESOURCE_EXHAUSTED|UNAVAILABLE"):  # a reset may overtake the refusal
-        rival.open_link(DECODE, pair.receiver.address, timeout=SOON)
+        pair.opened(rival, DECODE)
     assert first.healthy
     pair.moves("t", [1], [2])
     pair.sender.close_link(DECODE.worker_id, DECODE.incarnation)
@@ -313,7 +313,7 @@ def test_links_beyond_the_limit_are_refused_and_harm_no_other(meet: Meet, transp
 
 def opens(sender: Sender, pair: Pair) -> bool:
     with contextlib.suppress(TransferError):
-        return sender.open_link(DECODE, pair.receiver.address, timeout=SOON).healthy
+        return pair.opened(sender, DECODE).healthy
     return False
 
 
@@ -387,7 +387,7 @@ def test_a_failing_on_commit_fails_the_sender(pair: Pair, caplog: pytest.LogCapt
         raise RuntimeError("no room in the batch")
 
     pair.receiver.expect(
-        "t", block_ids=[], first_block=0, deadline=deadline(), on_commit=on_commit, on_abort=lambda *_: None
+        "t", block_ids=[], first_block=0, timeout_s=SOON, on_commit=on_commit, on_abort=lambda *_: None
     )
     with pytest.raises(TransferError, match=r"ABORTED.*no room in the batch"):
         pair.begin("t", 0).commit(b"").result(SOON)
@@ -413,7 +413,7 @@ def test_shm_gives_way_to_tcp_where_the_receiver_will_not_have_it() -> None:
     cache = kv_cache(4)
     sender = Sender(PREFILL)
     receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=("tcp",))
-    assert sender.open_link(DECODE, receiver.address, timeout=SOON).transport == "tcp"
+    assert sender.open_link(DECODE, receiver.address, timeout_s=SOON).result(SOON).transport == "tcp"
     sender.close()
     receiver.close()
 

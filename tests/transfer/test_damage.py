@@ -25,7 +25,7 @@ def test_a_flipped_bit_aborts_its_transfer_alone(damaged: Pair, network: Tamperi
     bystander, outcome = pair.expect("bystander", [10, 11]), pair.expect("t", [1, 2])
     other, push = pair.begin("bystander", 2), pair.begin("t", 2)
     other.push(0, 0, [4, 5], pair.source[0])
-    pair.link().probe(64, timeout=SOON)
+    pair.link().probe(64, timeout_s=SOON).result(SOON)
     network.target.append(target)
     with pytest.raises(TransferError, match="DATA_LOSS"):
         pair.finish(push, [6, 7])
@@ -40,7 +40,7 @@ def test_a_damaged_header_ends_the_link_and_all_on_it(damaged: Pair, network: Ta
     pair = damaged
     bystander, outcome = pair.expect("bystander", [10, 11]), pair.expect("t", [1, 2])
     other, push, link = pair.begin("bystander", 2), pair.begin("t", 2), pair.link()
-    link.probe(64, timeout=SOON)
+    link.probe(64, timeout_s=SOON).result(SOON)
     network.target.append("header")
     with pytest.raises(TransferError, match="UNAVAILABLE"):
         pair.finish(push, [6, 7])

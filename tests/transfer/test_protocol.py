@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -11,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.transfer.protocol.endpoint import TransferError
-from tandem.transfer.protocol.receiver import Landing
+from tandem.transfer.protocol.receiver import Write
 from tandem.transfer.protocol.wire import HEADER_BYTES, Kind, Message, parse_header
-from tandem.transfer.runtime.inbox import Inbox
+from tandem.transfer.runtime.shared_landings import SharedLandings
 from tests.transfer.simulation import ARENA_SLOTS, DEADLINE, NUM_BLOCKS, Chances, World
 
 chance = st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.3])
@@ -44,7 +43,7 @@ def test_no_fault_makes_a_wrong_byte_visible(seed: int, chances: Chances, shm: b
         blocks = transfer.there[transfer.first_block :]
         assert np.array_equal(world.cache[:, blocks], world.settled[transfer.name]), f"{transfer.name}: late write"
     assert not world.table.live
-    assert not world.table.untold
+    assert not world.table.ending
 
 
 @given(seed=st.integers(0, 2**32), shm=st.booleans())
@@ -75,39 +74,38 @@ def test_frames_of_another_incarnation_land_nowhere(seed: int, shm: bool) -> Non
     assert transfer.endings == []
 
 
-def landing_under_way() -> tuple[World, Landing]:
+def write_under_way() -> tuple[World, Write]:
     """A world in which a frame has been checked and its copy has begun."""
     world = World(0, Chances(), shm=False)
     world.start("a", [3, 1], 0)
     world.push_next()
     while world.sender.outbox:
-        if landing := world.receiver.receive(world.sender.outbox.popleft(), world.now):
-            return world, landing
+        if write := world.receiver.receive(world.sender.outbox.popleft(), world.now):
+            return world, write
     raise AssertionError("no frame was sent")
 
 
-def test_cancel_waits_for_the_write_in_progress() -> None:
-    world, landing = landing_under_way()
-    inbox = Inbox()
-    inbox.table = world.table
-    fence = threading.Thread(target=inbox.cancel, args=("a",))
-    fence.start()
-    fence.join(0.2)
-    assert fence.is_alive()
-    with inbox.changed:
-        world.receiver.landed(landing, landing.message.payload_sum)
-        inbox.changed.notify_all()
-    fence.join(5)
-    assert not fence.is_alive()
-    assert not world.receiver.endings
+def test_a_fence_holds_once_the_write_in_progress_is_over_however_often_it_is_asked_for() -> None:
+    world, write = write_under_way()
+    landings = SharedLandings()
+    landings.table = world.table
+    fences = [landings.cancel("a"), landings.cancel("a")]
+    assert not any(fence.done() for fence in fences)
+    with pytest.raises(ValueError, match="'a' is expected already"):
+        world.start("a", [5], 0)
+    world.receiver.written(write, write.message.payload_sum)
+    landings.report(world.receiver.ended)
+    assert all(fence.done() for fence in fences)
+    assert not world.table.ending
+    assert landings.cancel("a").done()
 
 
 def test_an_owner_hears_of_the_end_only_after_the_write_in_progress() -> None:
-    world, landing = landing_under_way()
+    world, write = write_under_way()
     world.table.tick(DEADLINE)
-    assert not world.receiver.endings
-    world.receiver.landed(landing, landing.message.payload_sum)
-    (ended,) = world.receiver.endings
+    assert not world.receiver.ended
+    world.receiver.written(write, write.message.payload_sum)
+    (ended,) = world.receiver.ended
     assert ended.error is not None
     assert ended.error.code == "DEADLINE_EXCEEDED"
 

@@ -1,10 +1,10 @@
-"""Which way a payload goes to a reader on another core: through the caches, or past them by way of memory.
+"""How a payload that another core will read is stored: through the caches, or past them straight to memory.
 
     through   better where the two cores share a cache: half the traffic with memory
     past      five times as fast where they do not: each line would have to be fetched from the reader's side first
 
-A hypervisor moves cores about, so this changes from one second to the next. Nothing is asked of the machine: what the
-ways took per byte lately decides, and one payload of TRIAL goes the other way.
+A hypervisor moves cores about, so this changes from one second to the next. Nothing is asked of the machine: what each
+took per byte lately decides, and one payload of TRIAL is stored as the other.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections import deque
 
 TRIAL = 64
-LAST = 3  # measurements of each way, of which the middle one counts: any one may be an accident
+LAST = 3  # measurements of each, of which the middle one counts: any one may be an accident
 MIN_BYTES = 64 << 10  # smaller payloads say too little
 # Times as long through the caches: to leave them, for what memory carries twice slows the reader down too; and to come
-# back, for in a slot that was filled past the caches the other way looks better than it would stay.
+# back, for in a slot that was filled past the caches the other looks better than it would stay.
 AWAY, BACK = 2.0, 1.25
 
 
-class Way:
+class StorePolicy:
     def __init__(self) -> None:
         self._costs = {past_caches: deque([0.0] * LAST, LAST) for past_caches in (False, True)}  # seconds per byte
         self._count = 0

@@ -1,19 +1,20 @@
 """The transfers that a receiver expects, as a state machine: no socket, no thread, no clock; time comes in as `now`.
 
-    expect: AWAITED -> BEGIN: bound to one link -> FRAME*: landing, landed -> COMMIT: committed
+    expect: AWAITED -> BEGIN: bound to one link -> FRAME*: writing, written -> COMMIT: committed
     at any time: cancel (silent), or a bad frame, ABORT, loss of the link, deadline -> aborted
     a transfer expected of one sender alone does not wait for its BEGIN once that sender's link is lost
 
-A transfer never ends while a copy of its blocks is under way: whoever hears of its end may give the blocks to somebody
-else at once.
+A transfer is reported as ended, or fenced, only when no write to its blocks is under way: its owner may give them to
+another sequence at once.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,22 +22,15 @@ from numpy.typing import NDArray
 from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import TransferError
 
-
-class Binding(Protocol):
-    """The link a transfer comes over. `endings`: its transfers whose owners must be told, in order."""
-
-    endings: deque[Inbound]
-
-    def acknowledge(self, inbound: Inbound) -> None: ...
-    def release(self, inbound: Inbound, error: TransferError | None) -> None: ...
-    def refuse(self, handle: int, error: TransferError) -> None: ...
+if TYPE_CHECKING:
+    from tandem.transfer.protocol.receiver import ReceiverProtocol
 
 
 @dataclass(eq=False, slots=True)
-class Inbound:
+class Landing:
     """One expected transfer. It has ended once `payload` (committed) or `error` (aborted) is set, or `cancelled`.
 
-    sender: the only incarnation that may send it; empty where any may.
+    sender: the only incarnation that may send it; empty where any may. fences: resolve once it is no longer `busy`.
     """
 
     transfer_id: str
@@ -47,48 +41,58 @@ class Inbound:
     on_abort: Callable[[str, str], None]
     sender: str = ""
     coverage: Coverage | None = None
-    link: Binding | None = None
+    link: ReceiverProtocol | None = None
     handle: int = 0
     bytes_received: int = 0
-    landing: bool = False
+    writing: bool = False
+    calling: bool = False
     payload: bytes | None = None
     error: TransferError | None = None
     cancelled: bool = False
-    caller: int = 0  # the thread that runs its callback
+    fences: list[Future[None]] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write to its blocks or one of its callbacks is under way."""
+        return self.writing or self.calling
 
 
-class InboundTable:
-    """Every expected transfer of a receiver. `endings`: those to tell of that no link had begun."""
+class Landings:
+    """Every expected transfer of a receiver: `live`, or `ending`: not yet reported, or busy still though cancelled.
+
+    ended: those to report that no link had begun. fenced: cancelled ones whose fences resolve now.
+    """
 
     def __init__(self) -> None:
-        self.live: dict[str, Inbound] = {}
-        self.untold: dict[str, Inbound] = {}
-        self.endings: deque[Inbound] = deque()
+        self.live: dict[str, Landing] = {}
+        self.ending: dict[str, Landing] = {}
+        self.ended: deque[Landing] = deque()
+        self.fenced: deque[Landing] = deque()
         self._links: Counter[str] = Counter()
 
-    def expect(self, inbound: Inbound) -> None:
-        if inbound.transfer_id in self.live or inbound.transfer_id in self.untold:
-            raise ValueError(f"transfer_id: {inbound.transfer_id!r} is expected already")
-        self.live[inbound.transfer_id] = inbound
+    def expect(self, landing: Landing) -> None:
+        if landing.transfer_id in self.live or landing.transfer_id in self.ending:
+            raise ValueError(f"transfer_id: {landing.transfer_id!r} is expected already")
+        self.live[landing.transfer_id] = landing
 
-    def cancel(self, transfer_id: str) -> Inbound | None:
-        """The transfer, now without further frames or a callback not yet begun. Its landing may still be under way."""
-        inbound = self.live.get(transfer_id) or self.untold.get(transfer_id)
-        if inbound is not None:
-            if inbound.payload is not None and inbound.link and not inbound.caller:
-                inbound.link.refuse(inbound.handle, TransferError("ABORTED", f"{transfer_id}: cancelled"))
-            inbound.cancelled = True
-            self._detach(inbound, TransferError("ABORTED", f"{transfer_id}: the receiver cancelled it"))
-            self.untold.pop(transfer_id, None)
-        return inbound
+    def cancel(self, transfer_id: str, fence: Future[None]) -> None:
+        """No write and no callback of this transfer begins any more; `fence` is for when none is under way either."""
+        landing = self.live.get(transfer_id) or self.ending.get(transfer_id) or _nothing(transfer_id)
+        if landing.payload is not None and landing.link and not landing.calling and not landing.cancelled:
+            landing.link.refuse(landing.handle, TransferError("ABORTED", f"{transfer_id}: cancelled"))
+        landing.cancelled = True
+        landing.fences.append(fence)
+        self._detach(landing, TransferError("ABORTED", f"{transfer_id}: the receiver cancelled it"))
+        self.ending[transfer_id] = landing
+        self.settle(landing)
 
-    def end(self, inbound: Inbound, error: TransferError) -> None:
-        if inbound.transfer_id in self.live:
-            inbound.error = error
-            self._detach(inbound, error)
-            self.untold[inbound.transfer_id] = inbound
-            if not inbound.landing:
-                self.announce(inbound)
+    def end(self, landing: Landing, error: TransferError) -> None:
+        if landing.transfer_id in self.live:
+            landing.error = error
+            self._detach(landing, error)
+            self.ending[landing.transfer_id] = landing
+            if not landing.writing:
+                self.report(landing)
 
     def linked(self, sender: str) -> None:
         """One more link of this incarnation."""
@@ -99,28 +103,43 @@ class InboundTable:
         self._links[sender] -= 1
         if self._links[sender] == 0:
             del self._links[sender]
-            for inbound in [i for i in self.live.values() if i.link is None and i.sender == sender]:
-                self.end(inbound, error)
+            for landing in [w for w in self.live.values() if w.link is None and w.sender == sender]:
+                self.end(landing, error)
 
-    def commit(self, inbound: Inbound, payload: bytes) -> None:
-        inbound.payload = payload
-        self._detach(inbound, None)
-        self.untold[inbound.transfer_id] = inbound
-        self.announce(inbound)
+    def commit(self, landing: Landing, payload: bytes) -> None:
+        landing.payload = payload
+        self._detach(landing, None)
+        self.ending[landing.transfer_id] = landing
+        self.report(landing)
 
-    def announce(self, inbound: Inbound) -> None:
-        """No copy is under way any more: its owner may know."""
-        (inbound.link.endings if inbound.link else self.endings).append(inbound)
+    def report(self, landing: Landing) -> None:
+        """No write is under way any more: its owner may know."""
+        (landing.link.ended if landing.link else self.ended).append(landing)
 
-    def told(self, inbound: Inbound) -> None:
-        if self.untold.get(inbound.transfer_id) is inbound:
-            del self.untold[inbound.transfer_id]
+    def reported(self, landing: Landing) -> None:
+        """Its callback has returned."""
+        landing.calling = False
+        if landing.cancelled:
+            self.settle(landing)
+        else:
+            del self.ending[landing.transfer_id]
+
+    def settle(self, landing: Landing) -> None:
+        """Of a cancelled transfer: forgets it unless it is busy."""
+        if not landing.busy:
+            del self.ending[landing.transfer_id]
+            self.fenced.append(landing)
 
     def tick(self, now: float) -> None:
-        for inbound in [i for i in self.live.values() if now >= i.deadline]:
-            self.end(inbound, TransferError("DEADLINE_EXCEEDED", f"{inbound.transfer_id}: deadline passed"))
+        for landing in [w for w in self.live.values() if now >= w.deadline]:
+            self.end(landing, TransferError("DEADLINE_EXCEEDED", f"{landing.transfer_id}: deadline passed"))
 
-    def _detach(self, inbound: Inbound, error: TransferError | None) -> None:
-        self.live.pop(inbound.transfer_id, None)
-        if inbound.link is not None:
-            inbound.link.release(inbound, error)
+    def _detach(self, landing: Landing, error: TransferError | None) -> None:
+        self.live.pop(landing.transfer_id, None)
+        if landing.link is not None:
+            landing.link.release(landing, error)
+
+
+def _nothing(transfer_id: str) -> Landing:
+    """What an unknown id names: never begun, so fenced at once."""
+    return Landing(transfer_id, np.empty(0, np.int64), 0, 0.0, lambda *_: None, lambda *_: None)

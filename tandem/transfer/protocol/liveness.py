@@ -22,7 +22,3 @@ class Liveness:
 
     def lost(self, now: float) -> bool:
         return now - self.heard_at >= self.limit
-
-    def next_at(self) -> float:
-        """When something falls due, if nothing is sent or heard until then."""
-        return min(self.sent_at + self.interval, self.heard_at + self.limit)

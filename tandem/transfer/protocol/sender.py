@@ -4,16 +4,16 @@
     transfer  begin: BEGIN -> PUSHING --frame: FRAME*--> commit: COMMIT -> COMMITTING -> ACK: DONE
               at any time: abort or deadline (ABORT goes out), NACK or loss of the link -> FAILED
 
-The owner writes what stands in `outbox` to the peer and reports each message as `sent`; it takes what has come free
-from `credits` (arena slots) and `ended` (transfers whose outcome is known) after every call.
+The owner writes what stands in `outbox` to the peer and reports each message as `sent`; after every call it takes
+`credits` (slots that may be filled again) and `ended` (transfers whose outcome is known).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
@@ -26,7 +26,6 @@ from tandem.transfer.protocol.wire import (
     Hello,
     Kind,
     Message,
-    ShmOffer,
     Welcome,
     checksum,
     control,
@@ -55,14 +54,23 @@ class Outgoing:
     bytes_sent: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What lies in a slot. body: the same bytes, where they follow their header on the stream."""
+
+    slot: int
+    length: int
+    checksum: int
+    body: memoryview | None
+
+
 class SenderProtocol:
     def __init__(
-        self, local: Endpoint, remote: Endpoint, *, nonce: int, transports: Sequence[str], shm: ShmOffer | None = None,
-        now: float,
-    ) -> None:  # fmt: skip
+        self, local: Endpoint, remote: Endpoint, *, nonce: int, offers: dict[str, dict[str, Any]], now: float
+    ) -> None:
         self.local, self.remote = local, remote
         self.liveness = Liveness(now, now)
-        self.hello = Hello(sender=local, receiver=remote, nonce=nonce, transports=list(transports), shm=shm)
+        self.hello = Hello(sender=local, receiver=remote, nonce=nonce, offers=offers)
         self.outbox: deque[Message] = deque([control(Kind.HELLO, self.hello.packed())])
         self.welcome: Welcome | None = None
         self.error: TransferError | None = None
@@ -74,11 +82,6 @@ class SenderProtocol:
         self._live: dict[int, Outgoing] = {}
         self._probes: dict[int, int] = {}
         self._lent: set[int] = set()
-
-    @property
-    def inline(self) -> bool:
-        """Whether payloads travel in the stream rather than in an arena."""
-        return self.welcome is None or self.welcome.transport != "shm"
 
     def begin(
         self, transfer_id: str, *, first_block: int, num_blocks: int, num_layers: int, deadline: float
@@ -104,30 +107,27 @@ class SenderProtocol:
             self.abort(outgoing, TransferError("FAILED_PRECONDITION", f"{outgoing.transfer_id}: {fault}"))
             self._pushing(outgoing)
 
-    def frame(
-        self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int, *, slot: int, payload: memoryview,
-        payload_sum: int,
-    ) -> None:  # fmt: skip
-        """Queues blocks that lie in arena slot `slot`, which comes back through `credits` whatever happens."""
-        self._lent.add(slot)
+    def frame(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int, payload: Payload) -> None:
+        """Queues blocks that lie in a slot, which comes back through `credits` whatever happens."""
+        self._lent.add(payload.slot)
         try:
             self.check(outgoing, layer, first_block, num_blocks)
         except TransferError:
-            self.returned(slot)
+            self.returned(payload.slot)
             raise
         outgoing.coverage.add(layer, first_block, num_blocks)
-        outgoing.bytes_sent += len(payload)
-        message = self._payload(Kind.FRAME, outgoing.handle, slot, payload, payload_sum)
+        outgoing.bytes_sent += payload.length
+        message = self._announced(Kind.FRAME, outgoing.handle, payload)
         message.layer, message.first_block, message.num_blocks = layer, first_block, num_blocks
         self.outbox.append(message)
 
-    def probe(self, slot: int, payload: memoryview, payload_sum: int) -> int:
+    def probe(self, payload: Payload) -> int:
         """Queues a probe; `probed[handle]` will say whether the receiver saw the same bytes."""
         self.opened()
         handle = self._next_handle()
-        self._lent.add(slot)
-        self._probes[handle] = payload_sum
-        self.outbox.append(self._payload(Kind.PROBE, handle, slot, payload, payload_sum))
+        self._lent.add(payload.slot)
+        self._probes[handle] = payload.checksum
+        self.outbox.append(self._announced(Kind.PROBE, handle, payload))
         return handle
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> None:
@@ -153,14 +153,11 @@ class SenderProtocol:
         for outgoing in list(self._live.values()):
             self._end(outgoing, error)
 
-    def sent(self, messages: Sequence[Message], now: float) -> None:
+    def sent(self, now: float) -> None:
         self.liveness.sent_at = now
-        for message in messages:
-            if message.slot >= 0 and message.offset == INLINE:
-                self.returned(message.slot)
 
     def returned(self, slot: int) -> None:
-        """The receiver has read this arena slot, or never will; no error where it was not lent."""
+        """This slot has been read, or never will be; no error where it was not lent."""
         if slot in self._lent:
             self._lent.remove(slot)
             self.credits.append(slot)
@@ -186,7 +183,7 @@ class SenderProtocol:
         if self.welcome is None:
             self._answered(message)
         elif message.nonce == self._nonce:  # a message of another incarnation says nothing about this link
-            self._heed(message)
+            self._control(message)
 
     def _answered(self, message: Message) -> None:
         if message.kind is Kind.REFUSE:
@@ -194,13 +191,13 @@ class SenderProtocol:
         if message.kind is not Kind.WELCOME:
             raise TransferError("FAILED_PRECONDITION", f"{message.kind.name} came before WELCOME")
         welcome = parse(Welcome, message.body)
-        if welcome.receiver != self.remote or welcome.transport not in self.hello.transports:
-            text = f"asked for {self.remote} over {self.hello.transports}, got {welcome.receiver}, {welcome.transport}"
-            raise TransferError("FAILED_PRECONDITION", text)
+        if welcome.receiver != self.remote or welcome.transport not in self.hello.offers:
+            text = f"asked for {self.remote} over {sorted(self.hello.offers)}, got {welcome.receiver}"
+            raise TransferError("FAILED_PRECONDITION", f"{text}, {welcome.transport}")
         self._nonce = link_nonce(self.local, self.remote, self.hello.nonce, welcome.nonce)
         self.welcome = welcome
 
-    def _heed(self, message: Message) -> None:
+    def _control(self, message: Message) -> None:
         outgoing = self._live.get(message.handle)
         match message.kind:
             case Kind.PING:
@@ -244,12 +241,13 @@ class SenderProtocol:
                 kept.append(message)
         self.outbox = kept
 
-    def _payload(self, kind: Kind, handle: int, slot: int, payload: memoryview, payload_sum: int) -> Message:
+    def _announced(self, kind: Kind, handle: int, payload: Payload) -> Message:
         message = Message(
-            kind, self._nonce, handle, length=len(payload), payload_sum=payload_sum, offset=slot, slot=slot
-        )
-        if self.inline:
-            message.offset, message.body = INLINE, payload
+            kind, self._nonce, handle, length=payload.length, payload_sum=payload.checksum, offset=payload.slot,
+            slot=payload.slot,
+        )  # fmt: skip
+        if payload.body is not None:
+            message.offset, message.body = INLINE, payload.body
         return message
 
     def _send(self, kind: Kind, handle: int, body: Bytes) -> None:

@@ -1,7 +1,7 @@
 """What crosses a link: 64-byte headers, each with the body it announces.
 
     header   magic version kind | link nonce | transfer | layer, first block, blocks | length, offset | sums
-    body     `length` bytes behind the header; or, where `offset` is not INLINE, at that offset of the shared arena
+    body     `length` bytes behind the header; or, where `offset` is not INLINE, at that offset, as the transport has it
 
 The payload's xxh3_64 stands in the header and the header's own xxh3_64 covers it, so together they cover all. A header
 that fails means the stream cannot be followed any more and the link ends; a payload that fails costs one transfer.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_intdigest
@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 
 MAGIC = b"TDKV"
-VERSION = 3
+VERSION = 4
 INLINE = 2**64 - 1
 HEADER_BYTES = 64
 MAX_CONTROL_BYTES = 1 << 20
@@ -64,7 +64,7 @@ class Message:
     offset: int = INLINE
     payload_sum: int = 0
     body: Bytes = b""
-    slot: int = -1  # the sender's arena slot behind the payload; never on the wire
+    slot: int = -1  # the sender's slot behind the payload; never on the wire
 
     def header(self) -> bytes:
         """The 64 bytes that go ahead of an inline body."""
@@ -118,29 +118,22 @@ class Body(BaseModel):
         return self.model_dump_json().encode()
 
 
-class ShmOffer(Body):
-    """An arena the sender offers: the memory file `name`, descriptor `fd` of process `pid`, `size` bytes."""
-
-    pid: int
-    fd: int
-    name: str
-    size: int
-
-
 class Hello(Body):
-    """transports: best first. receiver: whom the sender means to reach."""
+    """receiver: the one that the sender means to reach. offers: what each transport's sender says of it, best first."""
 
     sender: Endpoint
     receiver: Endpoint
     nonce: int
-    transports: list[str]
-    shm: ShmOffer | None = None
+    offers: dict[str, dict[str, Any]]
 
 
 class Welcome(Body):
+    """transport: the first of the sender's that will do here. refused: why those before it will not."""
+
     receiver: Endpoint
     nonce: int
     transport: str
+    refused: dict[str, str]
     num_layers: int
     block_bytes: int
     max_frame_bytes: int
@@ -168,10 +161,10 @@ class Failure(Body):
 B = TypeVar("B", bound=Body)
 
 
-def parse(body: type[B], data: Bytes) -> B:
+def parse(body: type[B], data: Bytes | dict[str, Any]) -> B:
     """Raises TransferError(DATA_LOSS) naming the fields that are wrong."""
     try:
-        return body.model_validate_json(bytes(data))
+        return body.model_validate(data) if isinstance(data, dict) else body.model_validate_json(bytes(data))
     except ValidationError as error:
         fields = ", ".join(".".join(map(str, problem["loc"])) or "body" for problem in error.errors())
         raise TransferError("DATA_LOSS", f"{body.__name__}: bad {fields}") from None

@@ -1,41 +1,44 @@
-"""The thread of one end of a link: it carries messages between the stream and a port, and alone reads and waits.
+"""One end of a link at work: it carries messages between the stream and the end, as a task that a driver steps.
 
-    each turn  read a few messages and hand them over -> write what the port has to say -> tick, now and then
-               -> sleep if nothing has moved for as long as the port is patient: until the stream is ready, somebody
+    each step  read a few messages and hand them over -> write what the end has to say -> tick, now and then
+               -> idle once nothing has moved for as long as the end is patient: until the stream is ready, somebody
                   wakes it, or something falls due
-    the end    of the stream, of the peer's life, by a bad message or by `close`: the port hears of it exactly once
+    the end    of the stream, of the peer's life, by a bad message or by `close`: the end hears of it exactly once
 
 Messages are read and written in bursts: on a busy link a thread switch costs more than the message. For the same reason
-whoever queues a small message writes it too, one thread at a time.
+a thread that queues a small message writes it too, one thread at a time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from tandem.clock import Clock
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.liveness import Liveness
 from tandem.transfer.protocol.wire import Message
+from tandem.transfer.runtime.driver import Driver, Running
 from tandem.transfer.runtime.reader import Reader
-from tandem.transfer.transports.tcp import Stream
+from tandem.transfer.transports.base import Stream
 
-JOIN_SECONDS = 5.0
 TICK_SECONDS = 0.05
 READ_BURST = 8
 WRITE_BURST_MESSAGES = 32
 WRITE_BURST_BYTES = 256 << 10
 
 
-class Port(Protocol):
-    """What a channel serves. Every call comes from the channel's thread; a TransferError ends the link."""
+class End(Protocol):
+    """What a connection serves. It calls from its driver, `pending`, `take` and `sent` also from `flush`.
+
+    patience: seconds to look for messages after one has come before it sleeps. A TransferError ends the link.
+    """
 
     liveness: Liveness
     max_frame_bytes: int
-    patience: float  # seconds to look for messages after one has come before the thread sleeps
+    patience: float
 
     @property
     def small(self) -> bool:
@@ -53,6 +56,13 @@ class Port(Protocol):
     def closed(self, error: TransferError) -> None: ...
 
 
+@runtime_checkable
+class Watched(Protocol):
+    """A stream or a listener that tells an event loop when it may be ready."""
+
+    def watch(self, ready: Callable[[], None]) -> None: ...
+
+
 def burst(outbox: deque[Message]) -> list[Message]:
     """Takes from `outbox` what is worth one call of the stream."""
     taken: list[Message] = []
@@ -63,10 +73,14 @@ def burst(outbox: deque[Message]) -> list[Message]:
     return taken
 
 
-class Channel:
-    def __init__(self, stream: Stream, port: Port, clock: Clock, name: str) -> None:
-        self._stream, self._port, self._clock = stream, port, clock
-        self._reader = Reader(stream, port.max_frame_bytes)
+class Connection:
+    """`dial` makes its stream, in the first step. Raises TransferError or OSError."""
+
+    def __init__(self, dial: Callable[[], Stream], end: End, driver: Driver, name: str) -> None:
+        self.name = name
+        self._dial, self._end, self._driver = dial, end, driver
+        self._stream: Stream | None = None
+        self._running: Running | None = None
         self._closing: TransferError | None = None
         self._writing: list[Message] = []
         self._parts: deque[memoryview] = deque()
@@ -74,117 +88,140 @@ class Channel:
         self._asleep = False
         self._writer = threading.Lock()  # whoever holds it writes
         self._over = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self._running = self._driver.start(self)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._running is not None and self._running.alive and self._closing is None and not self._over
 
     def flush(self) -> None:
-        """From any thread: the port has something to write. Small messages are written here and now.
+        """From any thread: the end has something to write. Small messages are written here and now.
 
-        What does not go without waiting, and any failure, is the channel's own thread's to find.
+        What does not go without waiting, and any failure, is left to the driver.
         """
-        if self._port.small:
+        if self._end.small or not self._driver.concurrent:
             with suppress(OSError, TransferError):
-                while self._port.pending() and self._write():
+                while self._end.pending() and self._write():
                     pass
-        if self._parts or self._port.pending():
+        if self._asleep and (self._parts or self._end.pending()):
+            self._asleep = False
             self._wake()
 
+    def close(self, error: TransferError) -> None:
+        """Ends the link for this reason, soon."""
+        self._closing = self._closing or error
+        self._wake()
+
+    def join(self) -> None:
+        """After `close`: waits until it has ended."""
+        if self._running:
+            self._running.join()
+
+    def step(self) -> float | None:
+        if self._over:
+            return None
+        try:
+            if self._closing is None:
+                return self._turn()
+            with self._writer:
+                while self._stream and self._write_some(self._stream):  # what goes without waiting: an ABORT, say
+                    pass
+            error = self._closing
+        except TransferError as why:
+            error = why
+        except OSError as why:
+            error = TransferError("UNAVAILABLE", f"link lost: {why}")
+        except Exception as why:
+            error = TransferError("UNAVAILABLE", f"link died: {why!r}")
+        self._finish(error)
+        return None
+
+    def idle(self) -> bool:
+        self._asleep = True  # before the last look at the end: a thread that queues a message after it will wake us
+        return self._blocked or not self._end.pending()
+
+    def wait(self, timeout: float) -> None:
+        if self._stream:
+            writing = bool(self._parts) and not self._writer.locked()
+            self._stream.wait(write=writing, timeout=timeout)
+        self._asleep = False
+
+    def watch(self, ready: Callable[[], None]) -> None:
+        if not isinstance(self._stream, Watched):
+            raise TypeError(f"an event loop cannot watch {self._stream!r}: use a MemoryNetwork")
+        self._stream.watch(ready)
+
+    @property
+    def _blocked(self) -> bool:
+        """Whether the stream has no room, or another thread writes and will wake us for what it leaves."""
+        return bool(self._parts) or self._writer.locked()
+
     def _wake(self) -> None:
-        if self._asleep:
-            self._asleep = False
+        if self._stream:
             self._stream.wake()
 
-    def close(self, error: TransferError) -> None:
-        """Ends the link for this reason and waits, at most JOIN_SECONDS, until its thread has gone."""
-        self._closing = self._closing or error
-        self._stream.wake()
-        if self._thread is not threading.current_thread():
-            self._thread.join(JOIN_SECONDS)
-
-    def _run(self) -> None:
-        error = self._work()
+    def _finish(self, error: TransferError) -> None:
         with self._writer:
             self._over = True
-            self._stream.close()
-            self._writing.clear()  # messages may hold on to an arena
+            if self._stream:
+                self._stream.close()
+            self._writing.clear()  # messages may hold on to a side's memory
             self._parts.clear()
-        self._port.closed(error.fresh())
+        self._end.closed(error.fresh())
 
-    def _work(self) -> TransferError:
-        """Until the link ends; why it did."""
-        try:
-            while self._closing is None:
-                self._turn()
-            with self._writer:
-                while self._write_some():  # as much as goes without waiting: an ABORT, say
-                    pass
-        except TransferError as why:
-            return why
-        except OSError as why:
-            return TransferError("UNAVAILABLE", f"link lost: {why}")
-        except Exception as why:
-            return TransferError("UNAVAILABLE", f"link thread died: {why!r}")
-        return self._closing
-
-    def _turn(self) -> None:
+    def _turn(self) -> float:
+        self._asleep = False
+        if self._stream is None:
+            self._stream = self._dial()
+            self._reader = Reader(self._stream, self._end.max_frame_bytes)
         moved = self._read()
         moved = self._write() or moved
-        now = self._clock.now()
+        now = self._driver.now()
         if now >= self._tick_at:
-            self._port.tick()
+            self._end.tick()
             self._tick_at = now + TICK_SECONDS
         if moved:
             self._moved_at = now
-        elif now - self._moved_at >= self._port.patience:
-            self._sleep(now)
-
-    def _sleep(self, now: float) -> None:
-        self._asleep = True  # before the last look at the port: whoever queues a message after it will wake us
-        elsewhere = self._writer.locked()  # another thread writes, and will wake us for what it leaves
-        if elsewhere or self._parts or not self._port.pending():
-            self._stream.wait(write=bool(self._parts) and not elsewhere, timeout=self._tick_at - now)
-        self._asleep = False
+        if moved or (self._driver.concurrent and now - self._moved_at < self._end.patience):
+            return 0.0
+        return self._tick_at - now
 
     def _read(self) -> bool:
         for count in range(READ_BURST):
             message = self._reader.next()
             if self._reader.heard:
-                self._port.liveness.heard_at = self._clock.now()
+                self._end.liveness.heard_at = self._driver.now()
                 self._reader.heard = False
             if message is None:
                 return count > 0
-            self._port.receive(message)
+            self._end.receive(message)
         return True
 
     def _write(self) -> bool:
-        """Whether something was written. False also while another thread writes: it looks at the port again after."""
-        if not self._writer.acquire(blocking=False):
+        """Whether something was written. False also while another thread writes: it looks at the end again after."""
+        if self._stream is None or not self._writer.acquire(blocking=False):
             return False
         try:
-            return not self._over and self._write_some()
+            return not self._over and self._write_some(self._stream)
         finally:
             self._writer.release()
 
-    def _write_some(self) -> bool:
+    def _write_some(self, stream: Stream) -> bool:
         if not self._writing:
-            self._writing = self._port.take()
+            self._writing = self._end.take()
             for message in self._writing:
                 self._parts.append(memoryview(message.header()))
                 if message.inline_bytes:
                     self._parts.append(memoryview(message.body))
         if not self._writing:
             return False
-        count = self._stream.send(self._parts)
+        count = stream.send(self._parts)
         self._skip(count)
         if not self._parts:
             done, self._writing = self._writing, []
-            self._port.sent(done)
+            self._end.sent(done)
         return count > 0
 
     def _skip(self, count: int) -> None:

@@ -6,26 +6,24 @@ begin -> push (layer by layer, chunk by chunk) -> commit -> its future resolves:
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
 
-from tandem.clock import Clock
 from tandem.transfer.copy.rows import Rows, Source
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.sender import Outgoing
-from tandem.transfer.runtime.connection import Channel
-from tandem.transfer.runtime.sending_end import Outlet
+from tandem.transfer.runtime.connection import Connection
+from tandem.transfer.runtime.sending_end import SendingEnd
 
 
 class Push:
     """One sequence's KV blocks on their way. One thread pushes; any thread may abort."""
 
-    def __init__(self, outlet: Outlet, channel: Channel, outgoing: Outgoing) -> None:
-        self._outlet, self._channel, self._outgoing = outlet, channel, outgoing
-        self._block_bytes, self._frame_blocks = outlet.slots.block_bytes, outlet.slots.blocks
+    def __init__(self, end: SendingEnd, connection: Connection, outgoing: Outgoing) -> None:
+        self._end, self._connection, self._outgoing = end, connection, outgoing
+        self._block_bytes, self._frame_blocks = end.slots.block_bytes, end.slots.blocks
         self._source = Source()
 
     @property
@@ -37,7 +35,7 @@ class Push:
         """Sends blocks `block_ids` of one layer's cache as logical blocks first_block, first_block + 1, ...
 
         kv: (num_blocks, 2, num_kv_heads, block_size, head_dim), contiguous. Its bytes are copied before this returns.
-        Waits while the link's arena is full, at most to the transfer's deadline. Raises TransferError.
+        Waits while the link's memory is full, at most to the transfer's deadline. Raises TransferError.
         """
         rows = self._source.rows(layer, kv)
         ids = self._source.ids(block_ids, rows.count)
@@ -45,10 +43,10 @@ class Push:
             self._check(rows)
             step = self._frame_blocks
             for start in range(0, len(ids), step):
-                self._outlet.push(self._outgoing, layer, first_block + start, rows, ids[start : start + step])
-                self._channel.flush()
+                self._end.push(self._outgoing, layer, first_block + start, rows, ids[start : start + step])
+                self._connection.flush()
         except TransferError:
-            self._channel.flush()  # an ABORT may be waiting to go out
+            self._connection.flush()  # an ABORT may be waiting to go out
             raise
 
     def commit(self, payload: bytes) -> Future[None]:
@@ -57,75 +55,92 @@ class Push:
         The future resolves on the link's thread: what its callbacks do must be short.
         """
         try:
-            return self._outlet.commit(self._outgoing, payload)
+            return self._end.commit(self._outgoing, payload)
         finally:
-            self._channel.flush()
+            self._connection.flush()
 
     def abort(self, reason: str) -> None:
-        """Idempotent. The receiver's on_abort hears ABORTED and the reason."""
-        self._outlet.abort(self._outgoing, TransferError("ABORTED", reason))
-        self._channel.flush()
+        """Idempotent. The receiver's on_abort gets ABORTED and the reason."""
+        self._end.abort(self._outgoing, TransferError("ABORTED", reason))
+        self._connection.flush()
 
     def _check(self, rows: Rows) -> None:
         if rows.row_bytes != self._block_bytes:
             text = f"kv: a block has {rows.row_bytes} bytes here and {self._block_bytes} at the receiver"
             error = TransferError("FAILED_PRECONDITION", text)
-            self._outlet.abort(self._outgoing, error)
+            self._end.abort(self._outgoing, error)
             raise error.fresh()
 
 
 class Link:
     """A warmed path to one incarnation of one decode worker; opened and owned by a Sender.
 
-    rtt: seconds that the opening probe, one block there and its answer back, took.
+    opened: resolves to this link once a block has gone there and its answer has come back.
     """
 
-    def __init__(self, remote: Endpoint, outlet: Outlet, channel: Channel, clock: Clock) -> None:
+    def __init__(self, remote: Endpoint, end: SendingEnd, connection: Connection, unusable: Mapping[str, str]) -> None:
         self.remote = remote
-        self.transport = ""
-        self.rtt = 0.0
-        self._outlet, self._channel, self._clock = outlet, channel, clock
+        self.opened: Future[Link] = Future()
+        self.opened.set_running_or_notify_cancel()
+        self._end, self._connection, self._unusable = end, connection, unusable
 
     @property
     def healthy(self) -> bool:
-        return bool(self.transport) and self._outlet.error is None and self._channel.alive
+        return self.rtt > 0 and self._end.error is None and self._connection.alive
 
     @property
     def error(self) -> TransferError | None:
         """Why the link ended; None while it lives."""
-        return self._outlet.error
+        return self._end.error
 
-    def probe(self, nbytes: int, *, timeout: float) -> float:
-        """Seconds until `nbytes` have gone over and the receiver has said that it saw them. Raises TransferError."""
-        start = self._clock.now()
-        deadline = start + timeout
-        pattern, handles = os.urandom(4096), set()
-        step = self._outlet.slots.blocks * self._outlet.slots.block_bytes
-        for offset in range(0, nbytes, step):
-            size = min(step, nbytes - offset)
-            handles.add(self._outlet.probe((pattern * (size // 4096 + 1))[:size], deadline))
-            self._channel.flush()
-        if not self._outlet.probed(handles, deadline):
-            raise TransferError("DATA_LOSS", f"probe: {self.remote} saw other bytes than were sent")
-        return self._clock.now() - start
+    @property
+    def rtt(self) -> float:
+        """Seconds that the opening probe took; 0 while it has not come back."""
+        opened = self._end.opened
+        return max(opened.result(), 1e-9) if opened.done() and opened.exception() is None else 0.0
 
-    def begin(self, transfer_id: str, *, first_block: int, num_blocks: int, num_layers: int, deadline: float) -> Push:
+    @property
+    def transport(self) -> str:
+        """Empty until the receiver has chosen one."""
+        return self._end.welcome.transport if self._end.welcome else ""
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why not a transport that the sender likes better, by its name."""
+        return {**self._unusable, **(self._end.welcome.refused if self._end.welcome else {})}
+
+    def probe(self, nbytes: int, *, timeout_s: float) -> Future[float]:
+        """Sends `nbytes`; resolves to the seconds until the receiver has said that it saw them. TransferError."""
+        try:
+            return self._end.probe(nbytes, timeout_s)
+        finally:
+            self._connection.flush()
+
+    def begin(self, transfer_id: str, *, first_block: int, num_blocks: int, num_layers: int, timeout_s: float) -> Push:
         """Opens a transfer of logical blocks [first_block, first_block + num_blocks), which the receiver expects.
 
-        deadline: of this process's clock. Raises TransferError.
+        It must be committed within `timeout_s`. Raises TransferError.
         """
-        outgoing = self._outlet.begin(transfer_id, first_block, num_blocks, num_layers, deadline)
-        self._channel.flush()
-        return Push(self._outlet, self._channel, outgoing)
+        outgoing = self._end.begin(transfer_id, first_block, num_blocks, num_layers, timeout_s)
+        self._connection.flush()
+        return Push(self._end, self._connection, outgoing)
 
-    def open(self, timeout: float) -> None:
-        """For the Sender: shakes hands and moves one block. Raises TransferError."""
-        deadline = self._clock.now() + timeout
-        self._channel.start()
-        welcome = self._outlet.opened(deadline)
-        self.rtt = self.probe(welcome.block_bytes, timeout=deadline - self._clock.now())
-        self.transport = welcome.transport
+    def start(self) -> None:
+        """For the Sender, once."""
+        self._end.opened.add_done_callback(self._opened)
+        self._connection.start()
 
     def close(self, reason: str) -> None:
-        """For the Sender: ends the link; every transfer on it fails with UNAVAILABLE."""
-        self._channel.close(TransferError("UNAVAILABLE", reason))
+        """For the Sender: ends the link, soon; every transfer on it fails with UNAVAILABLE."""
+        self._connection.close(TransferError("UNAVAILABLE", reason))
+
+    def join(self) -> None:
+        """For the Sender, after `close`: waits, for a bounded time, until nothing of the link is left."""
+        self._connection.join()
+
+    def _opened(self, probed: Future[float]) -> None:
+        if error := probed.exception():
+            self.close("the link did not open")
+            self.opened.set_exception(error)
+        else:
+            self.opened.set_result(self)

@@ -6,7 +6,7 @@ import numpy as np
 
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.wire import HEADER_BYTES, MAX_CONTROL_BYTES, PAYLOAD_KINDS, Message, parse_header
-from tandem.transfer.transports.tcp import Stream
+from tandem.transfer.transports.base import Stream
 
 STAGE_BYTES = 16 << 10
 
@@ -35,7 +35,7 @@ class Reader:
                     return None
             self._message = parse_header(self._stage[self._start : self._start + HEADER_BYTES])
             self._start += HEADER_BYTES
-            self._body, self._filled = self._room(self._message), 0
+            self._body, self._filled = self._memory_for(self._message), 0
         if not self._fill_body():
             return None
         message, self._message = self._message, None
@@ -69,8 +69,8 @@ class Reader:
         self.heard = self.heard or count > 0
         return count
 
-    def _room(self, message: Message) -> memoryview:
-        """Where the body goes: memory kept from message to message, as large as the largest so far."""
+    def _memory_for(self, message: Message) -> memoryview:
+        """Memory for the body, kept from message to message, as large as the largest so far."""
         size = message.inline_bytes
         limit = self._max_frame_bytes if message.kind in PAYLOAD_KINDS else MAX_CONTROL_BYTES
         if size > limit:

@@ -1,86 +1,87 @@
 """A prefill worker's side of KV transfer: one Link to each decode worker's incarnation.
 
-open_link   dial -> HELLO/WELCOME -> one probe block there and back -> ready
+open_link   dial -> HELLO/WELCOME -> one probe block there and back -> its future resolves
 afterwards  the link lives until close_link, or until its peer dies or falls silent; `link` no longer shows it then
 """
 
 from __future__ import annotations
 
 import secrets
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 
-from tandem.clock import Clock, SystemClock
-from tandem.transfer.copy.copier import load_copier
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.sender import SenderProtocol
-from tandem.transfer.runtime.connection import Channel
+from tandem.transfer.runtime.connection import Connection
+from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.link import Link
-from tandem.transfer.runtime.sending_end import Outlet
-from tandem.transfer.transports.shm import Arena
-from tandem.transfer.transports.tcp import Network, SocketNetwork, Stream
+from tandem.transfer.runtime.sending_end import SendingEnd
+from tandem.transfer.runtime.threads import Threads
+from tandem.transfer.transports import make_transports
+from tandem.transfer.transports.base import Network, SendSide, Stream, Unusable
+from tandem.transfer.transports.tcp import SocketNetwork
+
+
+def new_nonce() -> int:
+    return secrets.randbits(63)
 
 
 class Sender:
     """Thread-safe. `transports`: best first. arena_bytes: memory of each link that frames wait in (back-pressure).
 
-    Little of it is better than much: what the receiver reads should still lie in a cache.
+    Little of it is better than much: what the receiver reads should still lie in a cache. nonce: makes a number that no
+    other link has.
     """
 
     def __init__(
         self, local: Endpoint, *, transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None,
-        clock: Clock | None = None, arena_bytes: int = 8 << 20, frame_bytes: int = 1 << 20,
+        driver: Driver | None = None, nonce: Callable[[], int] = new_nonce, arena_bytes: int = 8 << 20,
+        frame_bytes: int = 1 << 20,
     ) -> None:  # fmt: skip
         self.local = local
         self._network: Network = network or SocketNetwork()
-        self._transports = carried(transports, self._network)
-        self._clock: Clock = clock or SystemClock()
-        self._arena_bytes, self._frame_bytes = arena_bytes, frame_bytes
-        self._copier = load_copier()
+        self._transports = make_transports(transports, self._network)
+        self._driver: Driver = driver or Threads()
+        self._nonce, self._arena_bytes, self._frame_bytes = nonce, arena_bytes, frame_bytes
         self._lock = threading.Lock()
-        self._links: dict[str, Link] = {}
+        self._links: dict[tuple[str, str], Link] = {}
         self._closed = False
 
-    def open_link(self, remote: Endpoint, address: str, *, timeout: float) -> Link:
-        """Connects to a receiver, shakes hands and moves one block, within `timeout` seconds.
+    def open_link(self, remote: Endpoint, address: str, *, timeout_s: float) -> Future[Link]:
+        """Connects to a receiver, shakes hands and moves one block, within `timeout_s`.
 
-        An open, healthy link to the same incarnation is returned as it is. Raises TransferError: UNAVAILABLE when
-        nobody answers, FAILED_PRECONDITION naming both incarnations or both layout hashes where they differ.
+        A healthy or opening link to the same incarnation is shared. Raises, or fails with, TransferError: UNAVAILABLE
+        when nobody answers, FAILED_PRECONDITION naming both incarnations or both layout hashes where they differ.
         """
         if remote.layout_hash != self.local.layout_hash:
             ours = f"{self.local} has {self.local.layout_hash}, {remote} has {remote.layout_hash}"
             raise TransferError("FAILED_PRECONDITION", f"layout_hash: {ours}")
-        if healthy := self.link(remote.worker_id, remote.incarnation):
-            return healthy
-        deadline = self._clock.now() + timeout
-        stream = self._dial(address, timeout)
-        try:
-            link = self._new_link(remote, stream)
-        except OSError as error:
-            stream.close()
-            raise TransferError("UNAVAILABLE", f"no memory to send from: {error}") from None
-        try:
-            link.open(deadline - self._clock.now())
-        except BaseException:
-            link.close("the link did not open")
-            raise
-        return self._keep(link)
+        key = remote.worker_id, remote.incarnation
+        with self._lock:
+            if self._closed:
+                raise TransferError("UNAVAILABLE", "the sender is closed")
+            link = self._links.get(key)
+            if link and (link.healthy or not link.opened.done()):
+                return link.opened
+            link = self._links[key] = self._new_link(remote, address, timeout_s)
+        link.opened.add_done_callback(lambda _opened: self._replace_older(link))
+        link.start()
+        return link.opened
 
     def link(self, worker_id: str, incarnation: str) -> Link | None:
         """An open, healthy link to this incarnation."""
         with self._lock:
-            link = self._links.get(worker_id)
-        return link if link and link.remote.incarnation == incarnation and link.healthy else None
+            link = self._links.get((worker_id, incarnation))
+        return link if link and link.healthy else None
 
     def close_link(self, worker_id: str, incarnation: str) -> None:
-        """Every transfer on it fails. No error where there is no such link."""
+        """Every transfer on it fails, soon. No error where there is no such link."""
         with self._lock:
-            link = self._links.get(worker_id)
-            if link is None or link.remote.incarnation != incarnation:
-                return
-            del self._links[worker_id]
-        link.close("closed by the sender")
+            link = self._links.pop((worker_id, incarnation), None)
+        if link:
+            link.close("closed by the sender")
 
     def close(self) -> None:
         with self._lock:
@@ -88,43 +89,48 @@ class Sender:
             links, self._links = list(self._links.values()), {}
         for link in links:
             link.close("the sender is closing")
+        for link in links:
+            link.join()
 
-    def _dial(self, address: str, timeout: float) -> Stream:
-        try:
-            return self._network.dial(address, timeout)
-        except TimeoutError:
-            raise TransferError("DEADLINE_EXCEEDED", f"no connection to {address} in {timeout} s") from None
-        except OSError as error:
-            raise TransferError("UNAVAILABLE", f"cannot connect to {address}: {error}") from None
-
-    def _new_link(self, remote: Endpoint, stream: Stream) -> Link:
-        shared = "shm" in self._transports
-        arena = Arena.shared(self._arena_bytes) if shared else Arena.private(self._arena_bytes)
+    def _new_link(self, remote: Endpoint, address: str, timeout_s: float) -> Link:
+        sides, unusable = self._sides()
         protocol = SenderProtocol(
-            self.local, remote, nonce=secrets.randbits(63), transports=self._transports, shm=arena.offer,
-            now=self._clock.now(),
+            self.local, remote, nonce=self._nonce(), offers={name: side.offer for name, side in sides.items()},
+            now=self._driver.now(),
         )  # fmt: skip
-        outlet = Outlet(protocol, arena, self._copier, self._frame_bytes, self._clock)
-        return Link(remote, outlet, Channel(stream, outlet, self._clock, f"kv-to-{remote.worker_id}"), self._clock)
+        end = SendingEnd(protocol, sides, frame_bytes=self._frame_bytes, driver=self._driver, timeout_s=timeout_s)
+        dial = partial(_dialled, self._network, address, timeout_s)
+        return Link(remote, end, Connection(dial, end, self._driver, f"kv-to-{remote.worker_id}"), unusable)
 
-    def _keep(self, link: Link) -> Link:
-        """Files a new link; one that another thread opened to the same incarnation meanwhile is used instead."""
+    def _sides(self) -> tuple[dict[str, SendSide], dict[str, str]]:
+        """What this worker offers for a new link, and why not more."""
+        sides, unusable = dict[str, SendSide](), dict[str, str]()
+        for transport in self._transports:
+            try:
+                sides[transport.name] = transport.offer(self._arena_bytes)
+            except Unusable as why:
+                unusable[transport.name] = str(why)
+        if not sides:
+            raise TransferError("UNAVAILABLE", f"no transport can be used here: {unusable}")
+        return sides, unusable
+
+    def _replace_older(self, link: Link) -> None:
+        """A link that opened proves its worker's other incarnations dead; one that did not is forgotten."""
+        key = link.remote.worker_id, link.remote.incarnation
         with self._lock:
-            old = self._links.get(link.remote.worker_id)
-            twin = old is not None and old.healthy and old.remote.incarnation == link.remote.incarnation
-            if not twin and not self._closed:
-                self._links[link.remote.worker_id] = link
-        if self._closed:
-            link.close("the sender is closing")
-            raise TransferError("UNAVAILABLE", "the sender is closed")
-        loser = link if twin else old
-        if loser is not None:
-            loser.close("another link took its place")
-        return old if twin and old else link
+            if link.opened.exception():
+                dead = [key] if self._links.get(key) is link else []
+            else:
+                dead = [other for other in self._links if other[0] == key[0] and other != key]
+            links = [self._links.pop(other) for other in dead]
+        for old in links:
+            old.close("another incarnation took its place")
 
 
-def carried(transports: Sequence[str], network: Network) -> list[str]:
-    """The transports that can run here, best first. Raises ValueError naming those the network cannot carry."""
-    if not transports or set(transports) - network.carries:
-        raise ValueError(f"transports: {list(transports)} given, this network carries {sorted(network.carries)}")
-    return [name for name in transports if name != "shm" or sys.platform == "linux"]
+def _dialled(network: Network, address: str, timeout_s: float) -> Stream:
+    try:
+        return network.dial(address, timeout_s)
+    except TimeoutError:
+        raise TransferError("DEADLINE_EXCEEDED", f"no connection to {address} in {timeout_s} s") from None
+    except OSError as error:
+        raise TransferError("UNAVAILABLE", f"cannot connect to {address}: {error}") from None

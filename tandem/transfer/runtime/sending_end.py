@@ -1,51 +1,81 @@
-"""The sender's half of a link at work: the protocol, the arena and whoever waits, behind one lock.
+"""The sender's end of a link: protocol, memory that payloads wait in, and what callers wait for, behind one lock.
 
-Two kinds of threads meet here. Engine threads take a slot, gather into it without the lock the way that is faster now,
-and queue a frame; the link's channel writes frames, takes answers in, and gives slots back. Futures resolve outside the
-lock.
+Two kinds of threads meet here. Engine threads take a slot, gather into it without the lock, and queue a frame; the
+link's connection writes frames, takes answers in, and frees slots. Futures resolve outside the lock.
+
+    opening -> WELCOME: its transport is open -> one block probed, there and back -> open -> closed
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.clock import Clock
-from tandem.transfer.copy.copier import Copier
 from tandem.transfer.copy.rows import Rows
-from tandem.transfer.copy.store_policy import Way
 from tandem.transfer.protocol.endpoint import TransferError
-from tandem.transfer.protocol.sender import Outgoing, SenderProtocol
-from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, Message, Welcome, checksum
+from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
+from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, Message, Welcome
 from tandem.transfer.runtime.connection import burst
-from tandem.transfer.transports.shm import Arena, Slot, Slots
+from tandem.transfer.runtime.driver import Driver
+from tandem.transfer.runtime.slots import Slots
+from tandem.transfer.transports.base import SendSide, Slot
 
-PAUSE_SECONDS = (20e-6, 1e-3)  # the first and the longest between two looks: a receiver gives slots back silently
+PAUSE_SECONDS = (20e-6, 1e-3)  # the first and the longest between two looks: a receiver releases slots silently
+PATTERN_BYTES = 4096
+
+T = TypeVar("T")
 
 
-class Outlet:
+@dataclass(eq=False, slots=True)
+class Probe:
+    """Bytes on their way there; the future's result is the seconds until the receiver has said that it saw them."""
+
+    left: int
+    start: float
+    deadline: float
+    waiting: set[int] = field(default_factory=set)
+    future: Future[float] = field(default_factory=Future)
+
+
+class SendingEnd:
+    """`sides`: memory offered to the receiver, by transport, best first; it takes one and the others are closed.
+
+    opened: resolves to the seconds of the opening probe, within `timeout_s`.
+    """
+
     patience = 0.0
 
-    def __init__(self, protocol: SenderProtocol, arena: Arena, copier: Copier, frame_bytes: int, clock: Clock) -> None:
+    def __init__(
+        self, protocol: SenderProtocol, sides: dict[str, SendSide], *, frame_bytes: int, driver: Driver,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
         self.liveness = protocol.liveness
         self.max_frame_bytes = MAX_CONTROL_BYTES  # nothing larger comes back from a receiver
-        self._protocol, self._copier, self._frame_bytes, self._clock = protocol, copier, frame_bytes, clock
-        self._arena: Arena | None = arena
+        self.opened: Future[float] = Future()
+        self.opened.set_running_or_notify_cancel()
+        self._protocol, self._sides, self._frame_bytes, self._driver = protocol, sides, frame_bytes, driver
+        self._open_by = driver.now() + timeout_s
+        self._side: SendSide | None = None
         self._slots: Slots | None = None
-        self._way = Way()
+        self._probes: list[Probe] = []
         self._changed = threading.Condition()
         self._futures: dict[Outgoing, Future[None]] = {}
+        self._resolve: list[Callable[[], None]] = []
+        self._pattern = hashlib.shake_128(str(protocol.hello.nonce).encode()).digest(PATTERN_BYTES)
 
-    # The port: called by the channel's thread.
+    # For its connection.
 
     @property
     def small(self) -> bool:
-        return not self._protocol.inline
+        return self._side is not None and not self._side.inline
 
     def pending(self) -> bool:
         return bool(self._protocol.outbox)
@@ -56,33 +86,47 @@ class Outlet:
 
     def sent(self, messages: list[Message]) -> None:
         with self._changed:
-            self._protocol.sent(messages, self._clock.now())
-            if self._protocol.credits:
+            self._protocol.sent(self._driver.now())
+            if self._side:
+                self._side.sent(messages)
                 self._free()
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def receive(self, message: Message) -> None:
         with self._turn() as protocol:
             protocol.receive(message)
             if protocol.welcome and self._slots is None:
-                self._cut(protocol.welcome)
+                self._open(protocol.welcome)
 
     def tick(self) -> None:
+        now = self._driver.now()
         with self._turn() as protocol:
-            protocol.tick(self._clock.now())
+            if not self.opened.done() and now >= self._open_by:
+                raise TransferError("DEADLINE_EXCEEDED", f"no answer from {protocol.remote}")
+            for probe in [probe for probe in self._probes if now >= probe.deadline]:
+                self._end_probe(probe, TransferError("DEADLINE_EXCEEDED", f"probe: no answer from {protocol.remote}"))
+            protocol.tick(now)
 
     def closed(self, error: TransferError) -> None:
         with self._turn() as protocol:
             protocol.fail(error)
-            if self._arena:
-                self._arena.sent_out()
-            self._arena = self._slots = None
+            for probe in list(self._probes):
+                self._end_probe(probe, error)
+            for side in self._sides.values():
+                side.close()
+            self._sides, self._side, self._slots = {}, None, None
+        if not self.opened.done():
+            self.opened.set_exception(error)
 
-    # For links and pushes: called by any thread.
+    # For links and pushes, from any thread.
 
     @property
     def error(self) -> TransferError | None:
         return self._protocol.error
+
+    @property
+    def welcome(self) -> Welcome | None:
+        return self._protocol.welcome
 
     @property
     def slots(self) -> Slots:
@@ -93,34 +137,25 @@ class Outlet:
             raise TransferError("UNAVAILABLE", "the link is still opening")
         return slots
 
-    def opened(self, deadline: float) -> Welcome:
-        """Waits for the receiver's answer. Raises its refusal, or DEADLINE_EXCEEDED."""
-
-        def done() -> bool:
-            return self._slots is not None or self._protocol.error is not None
-
-        with self._changed:
-            self._wait(done, deadline, f"no answer from {self._protocol.remote}")
-            return self._protocol.opened()
-
-    def begin(self, transfer_id: str, first_block: int, num_blocks: int, num_layers: int, deadline: float) -> Outgoing:
+    def begin(self, transfer_id: str, first_block: int, num_blocks: int, num_layers: int, timeout_s: float) -> Outgoing:
         with self._turn() as protocol:
             return protocol.begin(
-                transfer_id, first_block=first_block, num_blocks=num_blocks, num_layers=num_layers, deadline=deadline
-            )
+                transfer_id, first_block=first_block, num_blocks=num_blocks, num_layers=num_layers,
+                deadline=self._driver.now() + timeout_s,
+            )  # fmt: skip
 
     def push(self, outgoing: Outgoing, layer: int, first_block: int, rows: Rows, ids: NDArray[np.int64]) -> None:
         """Copies blocks that fit one slot into one, waiting for it, and queues the frame."""
-        slot = self._slot(outgoing, layer, first_block, len(ids))
+        slot, side = self._take_waiting(outgoing, layer, first_block, len(ids))
         try:
-            payload_sum = self._gather(rows, ids, slot.view)
+            payload_sum = side.gather(rows, ids, slot)
         except BaseException:
-            self._give(slot)
+            with self._changed:
+                self._give(slot.offset)
             raise
+        payload = Payload(slot.offset, slot.nbytes, payload_sum, side.body(slot))
         with self._changed:  # a failed transfer's slot is back among the credits
-            self._protocol.frame(
-                outgoing, layer, first_block, len(ids), slot=slot.offset, payload=slot.view, payload_sum=payload_sum,
-            )  # fmt: skip
+            self._protocol.frame(outgoing, layer, first_block, len(ids), payload)
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> Future[None]:
         future: Future[None] = Future()
@@ -134,120 +169,109 @@ class Outlet:
         with self._turn() as protocol:
             protocol.abort(outgoing, error)
 
-    def probe(self, payload: bytes, deadline: float) -> int:
-        """Queues a probe that fits one slot, waiting for it; returns its handle."""
-        taken: list[Slot] = []
+    def probe(self, nbytes: int, timeout_s: float) -> Future[float]:
+        """Sends `nbytes` as soon as there is room."""
+        now = self._driver.now()
+        probe = Probe(nbytes, now, now + timeout_s)
+        probe.future.set_running_or_notify_cancel()
+        with self._turn() as protocol:
+            protocol.opened()
+            self._probes.append(probe)
+        return probe.future
 
-        def room() -> bool:
-            if slot := self._take(len(payload)):
-                taken.append(slot)
-            return bool(taken)
+    # Under the lock.
 
-        with self._changed:
-            self._wait(room, deadline, "probe: no room to send")
-            slot = taken[0]
-            slot.view[:] = payload
-            return self._protocol.probe(slot.offset, slot.view, checksum(slot.view))
+    def _open(self, welcome: Welcome) -> None:
+        """Only now is it known which transport the receiver takes, and how large blocks are."""
+        if welcome.transport not in self._sides:
+            return  # closed already
+        side = self._sides.pop(welcome.transport)
+        for other in self._sides.values():
+            other.close()
+        self._sides = {welcome.transport: side}
+        side.open()
+        slots = Slots(side, welcome.block_bytes, min(self._frame_bytes, welcome.max_frame_bytes))
+        if slots.count == 0:
+            text = f"arena_bytes: {side.size} cannot hold one block of {welcome.block_bytes} bytes"
+            raise TransferError("FAILED_PRECONDITION", text)
+        self._side, self._slots = side, slots
+        now = self._driver.now()
+        self._probes.append(Probe(welcome.block_bytes, now, self._open_by, future=self.opened))
 
-    def probed(self, handles: set[int], deadline: float) -> bool:
-        """Waits for the answers to these probes; whether the receiver saw the bytes that were sent."""
-        answers = self._protocol.probed
+    def _advance(self, probe: Probe, slots: Slots, side: SendSide) -> None:
+        while probe.left and (slot := self._take(min(probe.left, slots.frame_bytes))):
+            data = (self._pattern * (slot.nbytes // PATTERN_BYTES + 1))[: slot.nbytes]
+            payload_sum = side.write(data, slot)
+            probe.waiting.add(self._protocol.probe(Payload(slot.offset, slot.nbytes, payload_sum, side.body(slot))))
+            probe.left -= slot.nbytes
+        for handle in probe.waiting & self._protocol.probed.keys():
+            probe.waiting.remove(handle)
+            if not self._protocol.probed.pop(handle):
+                text = f"probe: {self._protocol.remote} saw other bytes than were sent"
+                self._end_probe(probe, TransferError("DATA_LOSS", text))
+                return
+        if not probe.left and not probe.waiting:
+            self._end_probe(probe, None)
 
-        def done() -> bool:
-            return self._protocol.error is not None or handles <= answers.keys()
+    def _end_probe(self, probe: Probe, error: TransferError | None) -> None:
+        self._probes.remove(probe)
+        self._resolve.append(_resolution(probe.future, self._driver.now() - probe.start, error))
 
-        with self._changed:
-            self._wait(done, deadline, f"probe: no answer from {self._protocol.remote}")
-            self._protocol.opened()
-            return {answers.pop(handle) for handle in handles} <= {True}
-
-    def _gather(self, rows: Rows, ids: NDArray[np.int64], payload: memoryview) -> int:
-        if self._protocol.inline:
-            return self._copier.gather(rows, ids, payload, past_caches=False)
-        past_caches, start = self._way.past_caches(), self._clock.now()
-        payload_sum = self._copier.gather(rows, ids, payload, past_caches)
-        self._way.took(past_caches, len(payload), self._clock.now() - start)
-        return payload_sum
-
-    def _slot(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> Slot:
+    def _take_waiting(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> tuple[Slot, SendSide]:
         with self._changed:
             for pause in _pauses():
-                self._protocol.expire(self._clock.now())
+                self._protocol.expire(self._driver.now())
                 self._protocol.check(outgoing, layer, first_block, num_blocks)
-                if slot := self._take(num_blocks * self.slots.block_bytes):
-                    return slot
-                self._changed.wait(pause)
+                if (slot := self._take(num_blocks * self.slots.block_bytes)) and self._side:
+                    return slot, self._side
+                self._driver.pause(self._changed, pause)
         raise AssertionError("pauses never end")
 
     def _take(self, nbytes: int) -> Slot | None:
-        if self._arena:
-            for slot in self._arena.posted():
-                self._protocol.returned(slot)
-            self._free()
+        self._free()
         return self.slots.take(nbytes)
 
-    def _give(self, slot: Slot) -> None:
-        with self._changed:
-            if self._slots:
-                self._slots.give(slot.offset)
-            self._changed.notify_all()
+    def _free(self) -> None:
+        for slot in self._side.released() if self._side else ():
+            self._protocol.returned(slot)
+        for slot in self._protocol.credits:
+            self._give(slot)
+        self._protocol.credits.clear()
 
-    def _cut(self, welcome: Welcome) -> None:
-        """The receiver has its map of the arena, or wants none; blocks are as large as it says."""
-        if self._arena is None:
-            return
-        self._arena.sent_out()
-        frame_bytes = min(self._frame_bytes, welcome.max_frame_bytes)
-        slots = Slots(self._arena, welcome.block_bytes, frame_bytes, self._protocol.inline)
-        if slots.count == 0:
-            text = f"arena_bytes: {self._arena.size} cannot hold one block of {welcome.block_bytes} bytes"
-            raise TransferError("FAILED_PRECONDITION", text)
-        self._slots = slots
+    def _give(self, slot: int) -> None:
+        if self._slots:
+            self._slots.give(slot)
         self._changed.notify_all()
-
-    def _wait(self, done: Callable[[], bool], deadline: float, what: str) -> None:
-        for pause in _pauses():
-            if done():
-                return
-            left = deadline - self._clock.now()
-            if left <= 0:
-                raise TransferError("DEADLINE_EXCEEDED", what)
-            self._changed.wait(min(left, pause))
 
     @contextmanager
     def _turn(self) -> Iterator[SenderProtocol]:
-        """The protocol under the lock; then slots it gave back are free and futures it settled resolve."""
-        ended: list[Outgoing] = []
+        """The protocol under the lock; then freed slots are used, and futures that it settled resolve."""
+        resolve: list[Callable[[], None]] = []
         try:
             with self._changed:
                 try:
                     yield self._protocol
                 finally:
-                    ended = self._collect()
+                    self._settle()
+                    resolve, self._resolve = self._resolve, []
         finally:
-            for outgoing in ended:
-                self._resolve(outgoing)
+            for resolution in resolve:
+                resolution()
 
-    def _collect(self) -> list[Outgoing]:
+    def _settle(self) -> None:
         self._free()
+        if self._slots and self._side:
+            for probe in list(self._probes):
+                self._advance(probe, self._slots, self._side)
         ended, self._protocol.ended = self._protocol.ended, []
+        for outgoing in ended:
+            if future := self._futures.pop(outgoing, None):
+                self._resolve.append(_resolution(future, None, outgoing.error))
         self._changed.notify_all()
-        return ended
 
-    def _free(self) -> None:
-        for slot in self._protocol.credits:
-            if self._slots:
-                self._slots.give(slot)
-        self._protocol.credits.clear()
 
-    def _resolve(self, outgoing: Outgoing) -> None:
-        future = self._futures.pop(outgoing, None)
-        if future is None:
-            return
-        if outgoing.error:
-            future.set_exception(outgoing.error.fresh())
-        else:
-            future.set_result(None)
+def _resolution(future: Future[T], result: T, error: TransferError | None) -> Callable[[], None]:
+    return (lambda: future.set_exception(error.fresh())) if error else (lambda: future.set_result(result))
 
 
 def _pauses() -> Iterator[float]:

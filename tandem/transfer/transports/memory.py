@@ -1,25 +1,82 @@
-"""A network inside one process, the peer of sockets: two bounded byte pipes a connection, no descriptor, no host."""
+"""A network inside one process, the peer of sockets: two bounded byte pipes a connection, no descriptor, no host.
+
+Threads wait for a stream; an event loop watches it instead.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tandem.transfer.protocol.wire import Bytes
-from tandem.transfer.transports.tcp import Listener, Stream
+from tandem.transfer.transports.base import Listener, Stream, Transport
+from tandem.transfer.transports.host import InlineTransport
 
 PIPE_BYTES = 1 << 20
 
 
-class _Pipe:
-    """Bytes one way. `changed` is shared with the pipe of the other way."""
+class _Changed:
+    """Wakes the threads that wait, and calls those that watch."""
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self.watchers: list[Callable[[], None]] = []
+
+    def notify(self) -> None:
+        with self.lock:
+            self.lock.notify_all()
+        for watcher in self.watchers:
+            watcher()
+
+
+class _Pipe:
+    """Bytes in one direction, in order; an empty chunk is the end. `changed` is shared with the other direction."""
+
+    def __init__(self, changed: _Changed) -> None:
         self.changed = changed
         self.chunks: deque[memoryview] = deque()
-        self.held = 0
         self.closed = False
+        self._free = PIPE_BYTES
+
+    @property
+    def has_room(self) -> bool:
+        return self._free > 0
+
+    def send(self, parts: Iterable[Bytes]) -> int:
+        with self.changed.lock:
+            if self.closed:
+                raise BrokenPipeError("closed by the peer")
+            data = b"".join(parts)[: self._free]
+            self._free -= len(data)
+            if data:
+                self.chunks.append(memoryview(data))
+        self.changed.notify()
+        return len(data)
+
+    def recv_into(self, view: memoryview) -> int:
+        with self.changed.lock:
+            if not self.chunks:
+                return 0
+            chunk = self.chunks[0]
+            if not chunk:
+                raise ConnectionResetError("closed by the peer")
+            count = min(len(chunk), len(view))
+            view[:count] = chunk[:count]
+            self.chunks[0] = chunk[count:]
+            if count == len(chunk):
+                self.chunks.popleft()
+            self._free += count
+        self.changed.notify()
+        return count
+
+    def close(self) -> None:
+        """By the side that sends: what it has sent can still be read."""
+        with self.changed.lock:
+            if not self.closed:
+                self.closed = True
+                self.chunks.append(memoryview(b""))
+        self.changed.notify()
 
 
 class MemoryStream:
@@ -29,88 +86,73 @@ class MemoryStream:
         self._woken = False
 
     def send(self, parts: Iterable[Bytes]) -> int:
-        with self._changed:
-            if self._out.closed:
-                raise BrokenPipeError("closed by the peer")
-            data = b"".join(parts)[: PIPE_BYTES - self._out.held]
-            if data:
-                self._out.chunks.append(memoryview(data))
-                self._out.held += len(data)
-                self._changed.notify_all()
-            return len(data)
+        return self._out.send(parts)
 
     def recv_into(self, view: memoryview) -> int:
-        with self._changed:
-            if not self._in.chunks:
-                if self._in.closed:
-                    raise ConnectionResetError("closed by the peer")
-                return 0
-            chunk = self._in.chunks[0]
-            count = min(len(chunk), len(view))
-            view[:count] = chunk[:count]
-            self._in.chunks[0] = chunk[count:]
-            if count == len(chunk):
-                self._in.chunks.popleft()
-            self._in.held -= count
-            self._changed.notify_all()
-            return count
+        return self._in.recv_into(view)
 
     def wait(self, *, write: bool, timeout: float) -> None:
         def ready() -> bool:
-            room = write and self._out.held < PIPE_BYTES
-            return bool(self._woken or self._in.chunks or self._in.closed or self._out.closed or room)
+            return bool(self._woken or self._in.chunks or (write and self._out.has_room))
 
-        with self._changed:
-            self._changed.wait_for(ready, max(0.0, timeout))
+        with self._changed.lock:
+            self._changed.lock.wait_for(ready, max(0.0, timeout))
             self._woken = False
 
     def wake(self) -> None:
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
+        self._woken = True
+        self._changed.notify()
+
+    def watch(self, ready: Callable[[], None]) -> None:
+        """`ready` is called whenever something may have changed."""
+        self._changed.watchers.append(ready)
 
     def close(self) -> None:
-        with self._changed:
-            self._in.closed = self._out.closed = True
-            self._changed.notify_all()
+        self._out.close()
 
 
 class MemoryListener:
     def __init__(self, network: MemoryNetwork, address: str) -> None:
         self.address = address
         self._network = network
-        self._waiting: deque[Stream] = deque()
-        self._changed = threading.Condition()
+        self._waiting: deque[MemoryStream] = deque()
+        self._changed = _Changed()
 
-    def accept(self, timeout: float) -> Stream | None:
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._waiting), timeout)
+    def accept(self) -> Stream | None:
+        with self._changed.lock:
             return self._waiting.popleft() if self._waiting else None
 
+    def wait(self, timeout: float) -> None:
+        with self._changed.lock:
+            self._changed.lock.wait_for(lambda: bool(self._waiting), timeout)
+
+    def watch(self, ready: Callable[[], None]) -> None:
+        self._changed.watchers.append(ready)
+
     def connect(self) -> Stream:
-        changed = threading.Condition()
+        changed = _Changed()
         there, back = _Pipe(changed), _Pipe(changed)
-        with self._changed:
+        with self._changed.lock:
             self._waiting.append(MemoryStream(there, back))
-            self._changed.notify_all()
+        self._changed.notify()
         return MemoryStream(back, there)
 
     def close(self) -> None:
         self._network.forget(self.address)
-        with self._changed:
-            while self._waiting:
-                self._waiting.popleft().close()
+        while (stream := self.accept()) is not None:
+            stream.close()
 
 
 class MemoryNetwork:
     """Hand one of these to the senders and the receivers that shall meet."""
 
-    carries = frozenset({"memory"})
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listeners: dict[str, MemoryListener] = {}
         self._next_port = 1
+
+    def inline(self) -> Transport:
+        return InlineTransport("memory")
 
     def listen(self, host: str, port: int) -> Listener:
         with self._lock:

@@ -1,16 +1,11 @@
-"""The sender's outgoing memory of one link, and the slots it is cut into.
+"""Two processes of one host: payloads lie in a memory file that both map.
 
-shm        a memory file, sealed against resizing; the receiver maps it through /proc/<pid>/fd/<fd>. It has no name
-           in any file system, so nothing can stay behind when either side dies, at whatever moment.
-otherwise  private memory that frames are gathered into and sent from
+The file is sealed against resizing, and the receiver maps it through /proc/<pid>/fd/<fd>. It has no name in any file
+system, so nothing can stay behind when either side dies, at whatever moment.
 
-           | posted: a count, and a ring of slots that the receiver has read | slot | slot | ... |
+           | released: a count, and a ring of slots that the receiver has read | slot | slot | ... |
 
-slot       free -> taken (gather, checksum) -> lent (queued, being read) -> free
-           shm: first in, first out, for what another core has just read is dear to write again
-           otherwise last in, first out: the working set stays small enough for the CPU's caches
-
-The receiver gives slots back in the file itself: a message would wake a thread of the sender for each. The ring holds
+The receiver releases slots in the file itself: a message would wake a thread of the sender for each. The ring holds
 more than there are slots, so it never runs over; a sender believes of it only what it has lent.
 """
 
@@ -20,113 +15,135 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections import deque
+import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any
 
-from tandem.transfer.protocol.wire import ShmOffer
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.transfer.copy.copier import Copier, load_copier
+from tandem.transfer.copy.rows import Rows
+from tandem.transfer.copy.store_policy import StorePolicy
+from tandem.transfer.protocol.wire import INLINE, Body, Message, parse
+from tandem.transfer.transports.base import ReceiveSide, SendSide, Slot, Transport, Unusable
+from tandem.transfer.transports.host import HostReceiveSide, HostSendSide
 
 HEAD_BYTES = 4096
 RING = HEAD_BYTES // 8 - 1
 
 
-class Arena:
-    """`size` bytes for slots from `start` on. Dropping the last reference unmaps them: a copy under way keeps them."""
+class ShmOffer(Body):
+    """The memory file `name`, descriptor `fd` of process `pid`, `size` bytes."""
 
-    def __init__(self, memory: mmap.mmap, start: int = 0, offer: ShmOffer | None = None) -> None:
-        self.start, self.size = start, len(memory) - start
-        self.offer = offer
-        self.view = memoryview(memory)
-        self._head = self.view[:start].cast("Q")  # the count, then the ring
-        self._seen = 0
+    pid: int
+    fd: int
+    name: str
+    size: int
 
-    def post(self, slots: Iterable[int]) -> None:
-        """For the receiver: these have been read. One thread at a time."""
-        for slot in slots:
-            count = self._head[0]
-            self._head[1 + count % RING] = slot
-            self._head[0] = count + 1  # after the slot: whoever sees the count finds it
 
-    def posted(self) -> list[int]:
-        """For the sender: what has been posted since it last asked. One thread at a time."""
-        if not self.start:
-            return []
-        first = self._seen
-        self._seen = max(first, min(self._head[0], first + RING))
-        return [self._head[1 + place % RING] for place in range(first, self._seen)]
+class ShmSendSide(HostSendSide):
+    start = HEAD_BYTES
 
-    @classmethod
-    def private(cls, size: int) -> Arena:
-        return cls(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-    @classmethod
-    def shared(cls, size: int) -> Arena:
-        """A new memory file with `size` bytes for slots; call `sent_out` once the receiver could map it."""
+    def __init__(self, size: int, copier: Copier) -> None:
+        super().__init__(size, copier)
         name = f"tandem-kv-{secrets.token_hex(16)}"
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, HEAD_BYTES + size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            memory = mmap.mmap(fd, HEAD_BYTES + size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            os.ftruncate(self._fd, HEAD_BYTES + size)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.view = _mapped(self._fd, HEAD_BYTES + size)
         except BaseException:
-            os.close(fd)
+            self.close()
             raise
-        return cls(memory, HEAD_BYTES, ShmOffer(pid=os.getpid(), fd=fd, name=name, size=HEAD_BYTES + size))
+        self._ring = self.view[:HEAD_BYTES].cast("Q")
+        self._seen = 0
+        self._policy = StorePolicy()
+        self.offer = ShmOffer(pid=os.getpid(), fd=self._fd, name=name, size=HEAD_BYTES + size).model_dump()
 
-    @classmethod
-    def attach(cls, offer: ShmOffer) -> Arena | None:
-        """Maps a sender's memory file; None where this process cannot see it, as from another host."""
-        path = f"/proc/{offer.pid}/fd/{offer.fd}"
-        with suppress(OSError, ValueError):
-            # The name holds 128 random bits, so the same pid and fd of another host are not mistaken for it.
-            if os.readlink(path).split(" ")[0] != f"/memfd:{offer.name}":
-                return None
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK  # else a shrink would kill this side
-                if sealed and os.fstat(fd).st_size == offer.size > HEAD_BYTES:
-                    return cls(mmap.mmap(fd, offer.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), HEAD_BYTES)
-            finally:
-                os.close(fd)
-        return None
+    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot) -> int:
+        past_caches, start = self._policy.past_caches(), time.monotonic()
+        payload_sum = self._copier.gather(rows, ids, self.payload(slot), past_caches)
+        self._policy.took(past_caches, slot.nbytes, time.monotonic() - start)
+        return payload_sum
 
-    def sent_out(self) -> None:
-        """Idempotent: no process can map the arena from now on."""
-        if self.offer is not None:
-            os.close(self.offer.fd)
-            self.offer = None
+    def open(self) -> None:
+        self.close()  # the receiver has mapped the file, and nobody else shall
 
+    def released(self) -> list[int]:
+        first = self._seen
+        self._seen = max(first, min(self._ring[0], first + RING))
+        return [self._ring[1 + place % RING] for place in range(first, self._seen)]
 
-@dataclass(slots=True)
-class Slot:
-    """Arena memory that is its taker's until it is queued or given back."""
-
-    offset: int
-    view: memoryview
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
-class Slots:
-    """Equal slots of an arena, each of `blocks` blocks; at least four where the arena has the room.
+class ShmReceiveSide(HostReceiveSide):
+    """Dropping the last reference to its memory unmaps it, so that a copy under way keeps it."""
 
-    inline: this process's socket reads them.
-    """
+    def __init__(self, view: memoryview, copier: Copier) -> None:
+        super().__init__("shm", copier)
+        self._view = view
+        self._ring = view[:HEAD_BYTES].cast("Q")
 
-    def __init__(self, arena: Arena, block_bytes: int, frame_bytes: int, inline: bool) -> None:
-        self._arena = arena
-        self.block_bytes = block_bytes
-        self.blocks = max(1, min(frame_bytes, arena.size // 4) // block_bytes)
-        slot_bytes = -(-self.blocks * block_bytes // 64) * 64  # rows start on a cache line
-        self.count = min(arena.size // slot_bytes, RING)
-        self._free = deque(arena.start + slot * slot_bytes for slot in range(self.count))
-        self._next = self._free.pop if inline else self._free.popleft
+    def payload(self, message: Message) -> memoryview:
+        return self._view[message.offset : message.offset + message.length]
 
-    def take(self, nbytes: int) -> Slot | None:
-        """The first `nbytes` of a free slot, or None."""
-        if not self._free:
+    def fault(self, message: Message) -> str:
+        if message.offset != INLINE and message.offset + message.length <= len(self._view):
+            return ""
+        text = f"offset {message.offset}, {message.length} bytes"
+        return f"{text}: not in this link's memory of {len(self._view)} bytes"
+
+    def release(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            count = self._ring[0]
+            self._ring[1 + count % RING] = message.offset
+            self._ring[0] = count + 1  # after the slot: whoever sees the count finds it
+
+
+class ShmTransport(Transport):
+    name = "shm"
+
+    def __init__(self) -> None:
+        self._copier = load_copier()
+
+    def offer(self, size: int) -> SendSide:
+        if sys.platform != "linux":
+            raise Unusable("needs Linux: memory files")
+        try:
+            return ShmSendSide(size, self._copier)
+        except OSError as error:
+            raise Unusable(f"no shared memory to send from: {error}") from None
+
+    def accept(self, offer: dict[str, Any]) -> ReceiveSide:
+        found = parse(ShmOffer, offer)
+        if view := _attached(found):
+            return ShmReceiveSide(view, self._copier)
+        raise Unusable(f"process {found.pid} of the sender shares no memory with this one: another host or container")
+
+
+def _attached(offer: ShmOffer) -> memoryview | None:
+    """The sender's memory file; None where this process cannot see it."""
+    path = f"/proc/{offer.pid}/fd/{offer.fd}"
+    with suppress(OSError, ValueError):
+        # The name holds 128 random bits, so the same pid and fd of another host are not mistaken for it.
+        if os.readlink(path).split(" ")[0] != f"/memfd:{offer.name}":
             return None
-        start = self._next()
-        return Slot(start, self._arena.view[start : start + nbytes])
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK  # else a shrink would kill this side
+            if sealed and os.fstat(fd).st_size == offer.size > HEAD_BYTES:
+                return _mapped(fd, offer.size)
+        finally:
+            os.close(fd)
+    return None
 
-    def give(self, offset: int) -> None:
-        self._free.append(offset)
+
+def _mapped(fd: int, size: int) -> memoryview:
+    return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))

@@ -1,7 +1,4 @@
-"""Ordered bytes between two workers: what a link needs from a transport, and TCP's answer to it.
-
-A stream never blocks in `send` or `recv_into`; one thread owns it and sleeps in `wait`, any thread may `wake` it.
-"""
+"""Sockets: the streams between two workers, whatever their transport; over `tcp` the payloads travel in them too."""
 
 from __future__ import annotations
 
@@ -9,42 +6,10 @@ import contextlib
 import select
 import socket
 from collections.abc import Iterable
-from typing import Protocol
 
 from tandem.transfer.protocol.wire import Bytes
-
-
-class Stream(Protocol):
-    def send(self, parts: Iterable[Bytes]) -> int:
-        """Bytes taken, 0 when there is no room now. Raises OSError when the peer is gone."""
-
-    def recv_into(self, view: memoryview) -> int:
-        """Bytes read, 0 when there are none now. Raises OSError when the peer is gone."""
-
-    def wait(self, *, write: bool, timeout: float) -> None:
-        """Until there is something to read, room to write if asked for, a wake, or `timeout` seconds have passed."""
-
-    def wake(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Listener(Protocol):
-    address: str
-
-    def accept(self, timeout: float) -> Stream | None:
-        """A new stream, or None after `timeout` seconds."""
-
-    def close(self) -> None: ...
-
-
-class Network(Protocol):
-    """Where streams come from. `carries`: transports that can run over them."""
-
-    carries: frozenset[str]
-
-    def listen(self, host: str, port: int) -> Listener: ...
-    def dial(self, address: str, timeout: float) -> Stream:
-        """Raises OSError."""
+from tandem.transfer.transports.base import Listener, Stream, Transport
+from tandem.transfer.transports.host import InlineTransport
 
 
 class SocketStream:
@@ -93,20 +58,21 @@ class SocketListener:
     def __init__(self, host: str, port: int, buffer_bytes: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
-        _buffers(self._socket, buffer_bytes)
-        name = self._socket.getsockname()[0]
-        self.address = f"[{name}]:{self._port}" if family == socket.AF_INET6 else f"{name}:{self._port}"
+        self._socket.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        _set_buffers(self._socket, buffer_bytes)
+        name, bound = self._socket.getsockname()[:2]
+        self.address = f"[{name}]:{bound}" if family == socket.AF_INET6 else f"{name}:{bound}"
 
-    @property
-    def _port(self) -> int:
-        return int(self._socket.getsockname()[1])
-
-    def accept(self, timeout: float) -> Stream | None:
-        self._socket.settimeout(timeout)
+    def accept(self) -> Stream | None:
         try:
             return SocketStream(self._socket.accept()[0])
-        except TimeoutError:
+        except BlockingIOError:
             return None
+
+    def wait(self, timeout: float) -> None:
+        self._poll.poll(max(0.0, timeout) * 1000)
 
     def close(self) -> None:
         self._socket.close()
@@ -115,10 +81,11 @@ class SocketListener:
 class SocketNetwork:
     """buffer_bytes: what the kernel may hold of a link in each direction; it may grant less."""
 
-    carries = frozenset({"shm", "tcp"})
-
     def __init__(self, buffer_bytes: int = 4 << 20) -> None:
         self._buffer_bytes = buffer_bytes
+
+    def inline(self) -> Transport:
+        return InlineTransport("tcp")
 
     def listen(self, host: str, port: int) -> Listener:
         return SocketListener(host, port, self._buffer_bytes)
@@ -128,10 +95,10 @@ class SocketNetwork:
         if not port.isdigit():
             raise OSError(f"address {address!r} is not host:port")
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
-        _buffers(sock, self._buffer_bytes)
+        _set_buffers(sock, self._buffer_bytes)
         return SocketStream(sock)
 
 
-def _buffers(sock: socket.socket, size: int) -> None:
+def _set_buffers(sock: socket.socket, size: int) -> None:
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, size)

@@ -1,0 +1,149 @@
+"""What a transport is: it decides where the payloads of a link lie, and copies them there and away.
+
+    sender     Transport.offer -> SendSide: memory to gather into; its `offer` goes to the receiver with HELLO
+    receiver   Transport.accept(offer) -> ReceiveSide: finds each payload that a header announces
+    both       the first of the sender's offers that the receiver accepts is the link's transport
+
+A payload either follows its header on the stream (`inline`) or lies at the header's `offset`. The stream itself, with
+every header and control message, comes from a Network.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.transfer.copy.rows import Rows
+from tandem.transfer.protocol.wire import Bytes, Message
+
+
+class Unusable(Exception):
+    """A transport cannot be used on this machine, or between these two; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`nbytes` at `offset` of a SendSide's memory: its taker's until it is queued or released."""
+
+    offset: int
+    nbytes: int
+
+
+class SendSide(ABC):
+    """The sender's memory of one link, `size` bytes for slots from `start` on. `open` if taken; `close` in the end.
+
+    inline: payloads follow their headers on the stream.
+    """
+
+    inline = False
+    start = 0
+    offer: dict[str, Any]
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.offer = {}
+
+    @abstractmethod
+    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot) -> int:
+        """Copies rows `ids`, one or more that exist, to the slot and returns the payload's checksum."""
+
+    @abstractmethod
+    def write(self, data: bytes, slot: Slot) -> int:
+        """Copies `data` to the slot and returns its checksum."""
+
+    def open(self) -> None:
+        """The receiver took this offer."""
+
+    def body(self, slot: Slot) -> memoryview | None:
+        """What follows the header on the stream, where payloads are inline."""
+        return None
+
+    def sent(self, messages: Sequence[Message]) -> None:
+        """These have been written to the stream, in this order."""
+
+    @abstractmethod
+    def released(self) -> list[int]:
+        """Offsets of slots that were read since this was last called. One thread at a time."""
+
+    def close(self) -> None:
+        """Idempotent: nobody can find this memory from now on."""
+
+
+class ReceiveSide(ABC):
+    """The receiver's half of one link. Called by the link's thread alone."""
+
+    name: str
+
+    @abstractmethod
+    def fault(self, message: Message) -> str:
+        """Why this header announces no payload that can be read here; empty where it does."""
+
+    @abstractmethod
+    def scatter(self, message: Message, rows: Rows, ids: NDArray[np.int64]) -> int:
+        """Copies the payload to rows `ids`. Returns the checksum of what was copied, not of what lies there now."""
+
+    @abstractmethod
+    def checksum(self, message: Message) -> int:
+        """The payload's."""
+
+    def release(self, messages: Iterable[Message]) -> None:
+        """Their payloads have been read, or never will be."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class Transport(ABC):
+    """One kind, as one worker has it; makes a side for each link. Raises Unusable where it cannot."""
+
+    name: str
+
+    @abstractmethod
+    def offer(self, size: int) -> SendSide: ...
+
+    @abstractmethod
+    def accept(self, offer: dict[str, Any]) -> ReceiveSide: ...
+
+
+class Stream(Protocol):
+    """Ordered bytes both ways. Never blocks in `send` or `recv_into`; one thread waits, any may wake it."""
+
+    def send(self, parts: Iterable[Bytes]) -> int:
+        """Bytes taken, 0 when there is no room now. Raises OSError when the peer is gone."""
+
+    def recv_into(self, view: memoryview) -> int:
+        """Bytes read, 0 when there are none now. Raises OSError when the peer is gone."""
+
+    def wait(self, *, write: bool, timeout: float) -> None:
+        """Until there is something to read, room to write if asked for, a wake, or `timeout` seconds have passed."""
+
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Listener(Protocol):
+    address: str
+
+    def accept(self) -> Stream | None:
+        """A new stream, if somebody has connected."""
+
+    def wait(self, timeout: float) -> None:
+        """Until somebody connects, or `timeout` seconds have passed."""
+
+    def close(self) -> None: ...
+
+
+class Network(Protocol):
+    """Where streams come from."""
+
+    def inline(self) -> Transport:
+        """The transport whose payloads travel in these streams."""
+
+    def listen(self, host: str, port: int) -> Listener: ...
+    def dial(self, address: str, timeout: float) -> Stream:
+        """Raises OSError."""
