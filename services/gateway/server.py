@@ -43,6 +43,8 @@ QUIET_S = 3.0
 IDLE_CHECK_S = 0.05
 # A request waits no longer for a silent Redis before it is routed by the last view.
 REGISTRY_WAIT_S = 0.5
+# How long the reservations of a gateway that died stay.
+RESERVATIONS_LEASE_S = 2.0
 
 
 class Gateway:
@@ -118,8 +120,14 @@ class Gateway:
     async def _start(self) -> None:
         settings = self.settings
         model = ServedModel.load(settings.model_path, settings.model_name, int(self._wall()))
-        registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=REGISTRY_WAIT_S)
+        registry = Registry.connect(
+            settings.redis_url,
+            namespace=settings.namespace,
+            timeout=REGISTRY_WAIT_S,
+            client_lease_s=RESERVATIONS_LEASE_S,
+        )
         self._stack.push_async_callback(registry.close)
+        self._run(registry.hold_client_lease())
         view = ClusterView(registry)
         try:
             await view.refresh()

@@ -68,7 +68,10 @@ class Registry:
     such a call, or a cancelled one, should have given back is given back in the background once Redis answers.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, client_lease_s: float | None = None) -> None:
+        """With `client_lease_s`, what this client reserves is released so many seconds after it has last called or
+        `hold_client_lease` has last renewed; without, each reservation ends by its own `ttl` alone."""
+        self._client_ttl = 0 if client_lease_s is None else _ms(client_lease_s)
         self.block_feed = BlockFeed(connection)
         self._connection = connection
         self._numbers = count()
@@ -78,17 +81,26 @@ class Registry:
         self._reading_infos = asyncio.Lock()
 
     @classmethod
-    def connect(cls, url: str, *, namespace: str = "tandem", timeout: float = 2.0) -> Registry:
+    def connect(
+        cls, url: str, *, namespace: str = "tandem", timeout: float = 2.0, client_lease_s: float | None = None
+    ) -> Registry:
         """A client of the Redis at `url`, which need not be up yet: `ping` tells.
 
         Raises:
             ValueError: the URL or the namespace is malformed.
         """
-        return cls(RedisConnection(url, namespace, timeout))
+        return cls(RedisConnection(url, namespace, timeout), client_lease_s)
 
     async def ping(self) -> None:
         """Return if Redis answers."""
         await self._connection.ping()
+
+    async def hold_client_lease(self) -> None:
+        """Renew this client's own lease until cancelled."""
+        while True:
+            with suppress(RegistryUnavailable):
+                await self._renew(self._client_ttl)
+            await asyncio.sleep(self._client_ttl / 4000)
 
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
         """Take the worker's lease for `ttl` seconds. Another incarnation of this worker loses everything at once.
@@ -219,14 +231,20 @@ class Registry:
         return problems
 
     async def close(self) -> None:
-        """Try once more what is still to be given back, then end all connections."""
+        """Try once more what is still to be given back, end the client's lease and all connections."""
         if self._giving_back:
             await asyncio.wait(self._giving_back, timeout=CLOSE_WAIT_S)
         for task in self._giving_back:
             task.cancel()
         await asyncio.gather(*self._giving_back, return_exceptions=True)
         await self._together.close()
+        if self._client_ttl:
+            with suppress(RegistryUnavailable):
+                await self._renew(0)
         await self._connection.close()
+
+    async def _renew(self, ttl: int) -> None:
+        await self._connection.call("renew", self._connection.client_id, ttl)
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
         fields = encode(info) + encode(load)
@@ -243,7 +261,9 @@ class Registry:
         choices, releases = ([arguments for kind, arguments in asked if kind == one] for one in ("select", "release"))
         given_back = list(chain.from_iterable(releases))
         if choices:
-            called = self._connection.call("select", len(given_back), *given_back, *chain.from_iterable(choices))
+            client = self._connection.client_id, self._client_ttl
+            requests = chain.from_iterable(choices)
+            called = self._connection.call("select", *client, len(given_back), *given_back, *requests)
         else:
             called = self._connection.call("release", *given_back)
         answers = iter(await called)

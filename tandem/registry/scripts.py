@@ -10,8 +10,8 @@ from hashlib import sha1
 from importlib.resources import files
 
 NAMES = (
-    "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "sweep",
-    "check",
+    "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "renew",
+    "sweep", "check",
 )  # fmt: skip
 # What scripts begin with: all of them; this one.
 COMMON = ("keys", "rows", "ledger")

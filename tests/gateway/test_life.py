@@ -18,6 +18,7 @@ import pytest
 
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
+from services.gateway.server import RESERVATIONS_LEASE_S
 from tests.gateway.conftest import TEXT, eventually
 from tests.gateway.peers import MODEL, Peers
 
@@ -171,6 +172,24 @@ async def test_the_process_serves_is_lean_and_stops(
     assert process.returncode == 0
     assert process.stderr is not None
     assert b"Traceback" not in process.stderr.read()
+
+
+async def test_what_a_killed_gateway_had_reserved_is_released(
+    process: subprocess.Popen[bytes], settings: GatewaySettings, peers: Peers
+) -> None:
+    peers.decode.step_s = 0.05
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http:
+        requests = [asyncio.create_task(http.post("/v1/completions", json=LONG)) for _ in range(3)]
+        await eventually(lambda: len(peers.decode.held) == 3)
+        assert await peers.reserved() > 0
+        process.kill()
+        ends = await asyncio.gather(*requests, return_exceptions=True)
+        assert not any(isinstance(end, httpx.Response) for end in ends)
+
+    async def released() -> bool:
+        return await peers.reserved() == 0
+
+    await eventually(released, 2 * RESERVATIONS_LEASE_S)
 
 
 def test_a_model_that_is_not_there_is_one_line() -> None:

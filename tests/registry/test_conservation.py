@@ -76,6 +76,30 @@ async def test_a_reservation_ends_by_itself(registry: Registry) -> None:
     assert not await registry.release(reservation)
 
 
+async def test_reservations_of_a_dead_client_end_with_its_lease(
+    registry: Registry, redis_server: RedisServer, namespace: str
+) -> None:
+    await register_pool(registry)
+    other = await reserve(registry)
+    dead = Registry.connect(redis_server.url, namespace=namespace, client_lease_s=0.5)
+    for _ in range(3):
+        await reserve(dead)
+    holding = asyncio.create_task(dead.hold_client_lease())
+    await asyncio.sleep(1.0)
+    assert await totals(registry) == (4 * 40, 4 * 3), "held as long as it is renewed"
+    holding.cancel()
+
+    async def released() -> bool:
+        return await totals(registry) == (40, 3)
+
+    assert await eventually(released, 2.0, "released") > 0.2
+    await reserve(dead)
+    assert await totals(registry) == (80, 6), "whoever comes back reserves anew"
+    await dead.close()
+    assert await totals(registry) == (40, 3), "a client that closes releases everything"
+    await registry.release(other)
+
+
 async def test_sweeping_finds_what_nobody_asked_for(registry: Registry, redis: Redis, namespace: str) -> None:
     await register_pool(registry)
     await registry.publish_blocks("d0", "d0-first", [b"a" * 16, b"b" * 16], [])
@@ -126,12 +150,12 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
     wire = RedisConnection(redis_server.url, namespace, 2.0)
     wanted = (MODEL, 40, 8, "require", 1000, "[]", "", 1, "", "")
     for _ in range(2):
-        ((status, *_),) = await wire.call("select", 0, "twice", *wanted)
+        ((status, *_),) = await wire.call("select", "", 0, 0, "twice", *wanted)
         assert status == "ok"
     assert await totals(registry) == (40, 3)
     await wire.call("abandon", "twice")
     await wire.call("abandon", "late")
-    ((status, *_),) = await wire.call("select", 0, "late", *wanted)
+    ((status, *_),) = await wire.call("select", "", 0, 0, "late", *wanted)
     assert status == "none"
     assert await totals(registry) == (0, 0)
     await wire.close()

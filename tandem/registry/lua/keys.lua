@@ -9,6 +9,7 @@
 --   blocks:<id>            set: hashes of the KV blocks this incarnation holds
 --   events                 stream: what that set gained and lost, batch by batch; each worker's batches are numbered
 --   expected:<period>      hash: block -> generations of the (prefill, decode) pair that is about to hold it
+--   clients                sorted set: client -> when its own lease ends, and with it what it has reserved (ms)
 --   reservations           sorted set: reservation -> when it expires (ms)
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
 --   abandoned:<res>        its caller went away while asking for it

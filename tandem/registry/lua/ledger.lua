@@ -70,6 +70,20 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+-- Releases what a dead client had reserved: reservations are named <request>/<client>/<number>. Returns how many.
+local function drop_all_of(client)
+  local count = 0
+  for _, reservation in ipairs(redis.call('ZRANGE', key('reservations'), 0, -1)) do
+    if reservation:match('([^/]*)/%d+$') == client then
+      drop(reservation, 'tokens')
+      drop(reservation, 'blocks')
+      count = count + 1
+    end
+  end
+  redis.call('ZREM', key('clients'), client)
+  return count
+end
+
 -- Returns the time (ms) and how many leases, reservations and block locations were past theirs.
 local function expire_due()
   local now, blocks = now_ms(), 0
@@ -77,12 +91,16 @@ local function expire_due()
   for _, worker_id in ipairs(dead) do
     blocks = blocks + retire(worker_id)
   end
+  local num_orphaned = 0
+  for _, client in ipairs(redis.call('ZRANGEBYSCORE', key('clients'), '-inf', now)) do
+    num_orphaned = num_orphaned + drop_all_of(client)
+  end
   local due = redis.call('ZRANGEBYSCORE', key('reservations'), '-inf', now, 'LIMIT', 0, EXPIRE_BATCH)
   for _, reservation in ipairs(due) do
     drop(reservation, 'tokens')
     drop(reservation, 'blocks')
   end
-  return now, #dead, #due, blocks
+  return now, #dead, #due + num_orphaned, blocks
 end
 
 local function live_workers()

@@ -16,7 +16,7 @@
 --
 -- What else is to be given back comes along and goes first, so that choosing sees it.
 --
--- ARGV: how many arguments of releases follow, and these (release.lua); then for each request: reservation, model,
+-- ARGV: client, ttl of its own lease (ms, 0: it has none); how many arguments of releases follow, and these (release.lua); then for each request: reservation, model,
 --   prompt tokens, new tokens, 'require' | 'prefer' | 'auto' | 'never', ttl (ms), JSON list of excluded worker ids or
 --   incarnations, the prompt's revision, block size, marks (expected.lua) and hits:
 --   'blocks:generation,generation,… blocks:generation,…'
@@ -213,8 +213,9 @@ local function route(request, turn)
   return answer
 end
 
-local released = 1 + tonumber(ARGV[1])
-local answers, requests = drop_each(2, released), {}
+if ARGV[2] ~= '0' then redis.call('ZADD', key('clients'), now + ARGV[2], ARGV[1]) end
+local released = 3 + tonumber(ARGV[3])
+local answers, requests = drop_each(4, released), {}
 for start = released + 1, #ARGV, ARGUMENTS do
   local request = parse(start)
   if redis.call('EXISTS', key('reservation', request.reservation)) == 1 then
