@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem import rpc
-from tandem.registry import Registry, RegistryUnavailable, Role, Worker
+from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
 from tandem.settings import Settings, load
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -23,6 +23,8 @@ class DoctorSettings(Settings):
     """Check a running cluster and name what is broken."""
 
     redis_url: str = Field("redis://127.0.0.1:6380", description="the cluster's registry")
+    namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
+    model: str = Field("", description="check only the workers of this model (default: all)")
     gateway_url: str = Field("http://127.0.0.1:8000", description="the gateway's HTTP address")
     timeout_s: float = Field(5.0, gt=0, description="bound of each check")
 
@@ -49,19 +51,28 @@ def main(arguments: list[str]) -> None:
 async def examine(settings: DoctorSettings) -> list[Finding]:
     """Every check, whatever the others find."""
     try:
-        registry = Registry.connect(settings.redis_url)
-        workers = await registry.workers()
+        registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
+        workers = [w for w in await registry.workers() if settings.model in ("", w.info.model)]
         await registry.close()
     except RegistryUnavailable as error:
-        return [Finding("redis", False, f"{settings.redis_url}: {error}"), await _gateway(settings)]
+        return [Finding("redis", False, str(error)), await _gateway(settings)]
+    redis = RedisAddress.parse(settings.redis_url)
     by_role = {role: [w for w in workers if w.info.role is role] for role in Role}
-    findings = [Finding("redis", True, f"{settings.redis_url}: {len(workers)} workers registered")]
+    findings = [Finding("redis", True, f"{redis}: {len(workers)} workers registered")]
     for role, of_role in by_role.items():
         if not of_role:
             findings.append(Finding(f"{role.value} workers", False, "none is registered: start one, or read its log"))
     checks: list[Awaitable[Finding]] = [_worker(w, settings) for w in workers]
-    checks += [_pair(p, d, settings) for p in by_role[Role.PREFILL] for d in by_role[Role.DECODE]]
+    meant = [(p, d) for p in by_role[Role.PREFILL] for d in by_role[Role.DECODE] if _same_weights(p, d)]
+    if all(by_role.values()) and not meant:
+        findings.append(Finding("pairs", False, "no prefill and decode worker serve the same weights"))
+    checks += [_pair(p, d, settings) for p, d in meant]
     return [*findings, *await asyncio.gather(*checks), await _gateway(settings)]
+
+
+def _same_weights(prefill: Worker, decode: Worker) -> bool:
+    """Others are not meant to pair: of another model, or of the revision that is being rolled out beside this one."""
+    return (prefill.info.model, prefill.info.revision) == (decode.info.model, decode.info.revision)
 
 
 async def _worker(worker: Worker, settings: DoctorSettings) -> Finding:
@@ -81,7 +92,7 @@ async def _worker(worker: Worker, settings: DoctorSettings) -> Finding:
 async def _pair(prefill: Worker, decode: Worker, settings: DoctorSettings) -> Finding:
     what = f"{prefill.info.worker_id} -> {decode.info.worker_id}"
     if prefill.info.layout_hash != decode.info.layout_hash:
-        return Finding(what, False, "their KV layouts differ (model, revision, dtype or block size): they never pair")
+        return Finding(what, False, "their KV layouts differ (dtype or block size): they never pair")
     request = prefill_pb2.ProbeLinkRequest(decode_worker=decode.info.worker_id)
     try:
         async with rpc.channel(prefill.info.grpc_address) as channel:

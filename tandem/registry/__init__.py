@@ -1,5 +1,6 @@
 """Who is in the cluster, how loaded they are, and who goes where: on Redis."""
 
+from tandem.registry.address import RedisAddress
 from tandem.registry.errors import (
     NoWorkers,
     RegistryError,
@@ -22,6 +23,7 @@ __all__ = [
     "Place",
     "PrefillPolicy",
     "PromptPrefix",
+    "RedisAddress",
     "Registry",
     "RegistryError",
     "RegistryUnavailable",

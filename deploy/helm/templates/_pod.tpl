@@ -1,0 +1,187 @@
+{{/* Security of a pod and of a container: Pod Security level "restricted". */}}
+{{- define "tandem.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .user | default 10001 }}
+runAsGroup: {{ .user | default 10001 }}
+fsGroup: {{ .user | default 10001 }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: { type: RuntimeDefault }
+{{- end }}
+
+{{- define "tandem.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* An environment variable's text: lists, maps and numbers as JSON, which settings read. */}}
+{{- define "tandem.text" -}}
+{{- if kindIs "string" . }}{{ . }}{{ else }}{{ toJson . }}{{ end -}}
+{{- end }}
+
+{{- define "tandem.modelPath" -}}
+{{- $weights := .model.weights -}}
+{{- if eq $weights.kind "baked" }}/app/{{ $weights.path }}
+{{- else if eq $weights.kind "download" }}/models/weights
+{{- else }}{{ list "/models" $weights.path | join "/" | trimSuffix "/" }}{{ end -}}
+{{- end }}
+
+{{/* What every process of the release is told. */}}
+{{- define "tandem.sharedEnv" -}}
+- name: TANDEM_REDIS_URL
+  valueFrom: { secretKeyRef: { name: {{ include "tandem.redisSecret" .root }}, key: url } }
+- name: TANDEM_NAMESPACE
+  value: {{ include "tandem.namespace" .root | quote }}
+{{- end }}
+
+{{- define "tandem.env" -}}
+{{- $worker := has .component (list "prefill" "decode") -}}
+- name: POD_NAME
+  valueFrom: { fieldRef: { fieldPath: metadata.name } }
+- name: POD_IP
+  valueFrom: { fieldRef: { fieldPath: status.podIP } }
+{{ include "tandem.sharedEnv" . }}
+- name: TANDEM_HOST
+  value: {{ eq .root.Values.ipFamily "IPv6" | ternary "::" "0.0.0.0" | quote }}
+{{- range .ports }}
+- name: TANDEM_{{ eq .name "kv" | ternary "TRANSFER" (upper .name) }}_PORT
+  value: {{ .port | toString | quote }}
+{{- end }}
+{{- if .model }}
+- name: TANDEM_MODEL_PATH
+  value: {{ include "tandem.modelPath" . }}
+- name: TANDEM_MODEL_NAME
+  value: {{ .model.name | quote }}
+{{- end }}
+{{- if $worker }}
+- name: TANDEM_ADVERTISE_HOST
+  value: $(POD_IP)
+- name: TANDEM_WORKER_ID
+  value: $(POD_NAME)
+{{- /* Where there are both roles, a new pod has to prove a link before an old one goes. */}}
+- name: TANDEM_READY_WHEN
+  value: {{ eq (include "tandem.roles" .) "decode prefill" | ternary "linked" "registered" }}
+{{- end }}
+{{- range $name, $value := .block.settings }}
+- name: TANDEM_{{ upper $name }}
+  value: {{ include "tandem.text" $value | quote }}
+{{- end }}
+{{- with .block.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.probes" -}}
+startupProbe:
+  grpc: { port: 8081, service: live }
+  periodSeconds: 2
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add (int .block.startupSeconds) 1) 2 }}
+livenessProbe:
+  grpc: { port: 8081, service: live }
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  grpc: { port: 8081 }
+  periodSeconds: 2
+  timeoutSeconds: 5
+  failureThreshold: 3
+{{- end }}
+
+{{- define "tandem.volumes" -}}
+- name: tmp
+  emptyDir: {}
+{{- if has .component (list "prefill" "decode") }}
+- name: shm
+  emptyDir: { medium: Memory, sizeLimit: {{ .block.sharedMemory | quote }} }
+{{- end }}
+{{- with .model }}
+{{- if ne .weights.kind "baked" }}
+- name: models
+  {{- if eq .weights.kind "claim" }}
+  persistentVolumeClaim: { claimName: {{ .weights.claim }}, readOnly: true }
+  {{- else if eq .weights.kind "hostPath" }}
+  hostPath: { path: {{ .weights.hostPath | quote }}, type: Directory }
+  {{- else if eq .weights.kind "image" }}
+  image: { reference: {{ .weights.image | quote }}, pullPolicy: {{ $.root.Values.image.pullPolicy }} }
+  {{- else }}
+  emptyDir: { sizeLimit: {{ .weights.size | quote }} }
+  {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.mounts" -}}
+- { name: tmp, mountPath: /tmp }
+{{- if has .component (list "prefill" "decode") }}
+- { name: shm, mountPath: /dev/shm }
+{{- end }}
+{{- if and .model (ne (default dict (default dict .model).weights).kind "baked") }}
+- { name: models, mountPath: /models, readOnly: true }
+{{- end }}
+{{- end }}
+
+{{/* Puts weights into the volume `models` and checks them; gateways take only what is no weight. */}}
+{{- define "tandem.loader" -}}
+{{- $weights := .model.weights -}}
+- name: weights
+  image: {{ include "tandem.image" (dict "root" .root "name" "loader") }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [python, -m, tandem, fetch]
+  args:
+    - {{ $weights.url | quote }}
+    - /models/weights
+    - --sha256={{ $weights.sha256 }}
+    {{- if eq .component "gateway" }}
+    - --words-only
+    {{- end }}
+  {{- with $weights.secret }}
+  envFrom:
+    - secretRef: { name: {{ . }} }
+  {{- end }}
+  resources:
+    requests: { cpu: 500m, memory: 512Mi }
+    limits: { memory: 2Gi }
+  securityContext: {{- include "tandem.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - { name: models, mountPath: /models }
+    - { name: tmp, mountPath: /tmp }
+{{- end }}
+
+{{/* Spread over nodes, and beside the pools of the other role. */}}
+{{- define "tandem.placement" -}}
+{{- with .block.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .block.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $affinity := deepCopy .block.affinity -}}
+{{- with .block.pairing }}
+{{- if .topologyKey }}
+{{- $labels := dict "app.kubernetes.io/instance" $.root.Release.Name "tandem/model" $.model.id -}}
+{{- $roles := list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" (list "prefill" "decode")) -}}
+{{- $term := dict "topologyKey" .topologyKey "labelSelector" (dict "matchLabels" $labels "matchExpressions" $roles) -}}
+{{- $kind := "preferredDuringSchedulingIgnoredDuringExecution" -}}
+{{- if .required }}{{ $kind = "requiredDuringSchedulingIgnoredDuringExecution" }}{{ else }}{{ $term = dict "weight" 100 "podAffinityTerm" $term }}{{ end -}}
+{{- $pod := default dict $affinity.podAffinity -}}
+{{- $affinity = set $affinity "podAffinity" (set $pod $kind (append (default list (get $pod $kind)) $term)) -}}
+{{- end }}
+{{- end }}
+{{- with $affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .block.spread }}
+topologySpreadConstraints:
+  - topologyKey: {{ . }}
+    maxSkew: 1
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "tandem.selector" $ | nindent 8 }}
+{{- end }}
+{{- with .block.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}

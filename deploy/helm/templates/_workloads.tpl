@@ -1,0 +1,39 @@
+{{/*
+Every workload of the release, all of one shape, as JSON: {items: [...]}
+
+  part        the end of its objects' names        component  gateway | prefill | decode | kvstore
+  block       its values, defaults merged in       model      the entry of `models` that it serves, if it does
+  ports       name and number of what it listens on
+
+Each file of templates/ makes one kind of object of each of them.
+*/}}
+{{- define "tandem.workloads" -}}
+{{- $items := list -}}
+{{- $models := dict -}}
+{{- range .Values.models -}}
+  {{- if hasKey $models .id }}{{ fail (printf "models: two have the id %q" .id) }}{{ end -}}
+  {{- $_ := set $models .id . -}}
+  {{- $ports := list (dict "name" "http" "port" 8000) (dict "name" "grpc" "port" 50051) (dict "name" "health" "port" 8081) -}}
+  {{- $items = append $items (dict "part" (printf "gateway-%s" .id) "component" "gateway" "block" $.Values.gateway "model" . "ports" $ports) -}}
+{{- end -}}
+{{- $parts := dict "kvstore" true "redis" true "doctor" true -}}
+{{- range .Values.pools -}}
+  {{- if or (hasKey $parts .name) (hasPrefix "gateway-" .name) }}{{ fail (printf "pools: the name %q is taken" .name) }}{{ end -}}
+  {{- $_ := set $parts .name true -}}
+  {{- if not (hasKey $models .model) }}{{ fail (printf "pools: %s: model %q is the id of none of `models`" .name .model) }}{{ end -}}
+  {{- $block := mergeOverwrite (deepCopy $.Values.workers) (deepCopy .) -}}
+  {{- $ports := list (dict "name" "grpc" "port" 50061) (dict "name" "health" "port" 8081) (dict "name" "metrics" "port" 9090) -}}
+  {{- if eq .role "decode" }}{{ $ports = append $ports (dict "name" "kv" "port" 50062) }}{{ end -}}
+  {{- $items = append $items (dict "part" .name "component" .role "block" $block "model" (get $models .model) "ports" $ports) -}}
+{{- end -}}
+{{- $ports := list (dict "name" "grpc" "port" 50052) (dict "name" "health" "port" 8081) -}}
+{{- $items = append $items (dict "part" "kvstore" "component" "kvstore" "block" .Values.kvstore "ports" $ports) -}}
+{{- dict "items" $items | toJson -}}
+{{- end }}
+
+{{/* Roles that a model's pools have, such as "prefill decode". */}}
+{{- define "tandem.roles" -}}
+{{- $roles := list -}}
+{{- range .root.Values.pools }}{{ if eq .model $.model.id }}{{ $roles = append $roles .role }}{{ end }}{{ end -}}
+{{- $roles | uniq | sortAlpha | join " " -}}
+{{- end }}

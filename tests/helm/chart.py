@@ -1,0 +1,73 @@
+"""The chart as Helm's own engine renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+Object: TypeAlias = dict[str, Any]
+Values: TypeAlias = dict[str, Any]
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm"
+RELEASE, NAMESPACE = "rel", "serving"
+SETS = {path.stem: path for path in sorted((CHART / "ci").glob("*.yaml"))}
+
+
+def values_of(name: str) -> Values:
+    return yaml.safe_load(SETS[name].read_text()) or {}
+
+
+@cache
+def loaded() -> Any:
+    # Imported when needed: its library takes a while to load.
+    from helm_python import Chart
+
+    return Chart.load(CHART)
+
+
+def render(values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
+    """Every object, tests included. Raises helm_python.HelmError with what Helm would print."""
+    texts = loaded().render(values, name=release, namespace=namespace)
+    manifests = [text for name, text in sorted(texts.items()) if not name.endswith("NOTES.txt")]
+    return [found for text in manifests for found in yaml.safe_load_all(text) if found]
+
+
+def notes(values: Values) -> str:
+    texts = loaded().render(values, name=RELEASE, namespace=NAMESPACE)
+    return next(text for name, text in texts.items() if name.endswith("NOTES.txt"))
+
+
+@cache
+def _rendered(name: str) -> list[Object]:
+    return render(values_of(name))
+
+
+def rendered(name: str) -> list[Object]:
+    """The objects of one of the value sets in ci/."""
+    return deepcopy(_rendered(name))
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    return [found for found in objects if found["kind"] in kinds]
+
+
+def name_of(found: Object) -> str:
+    return f"{found['kind']}/{found['metadata']['name']}"
+
+
+def pod_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
+    """Name, and labels and spec, of everything that makes pods."""
+    for found in objects:
+        if found["kind"] == "Pod":
+            yield name_of(found), found
+        elif found["kind"] in ("Deployment", "StatefulSet", "Job"):
+            yield name_of(found), found["spec"]["template"]
+
+
+def containers(pod: Object) -> list[Object]:
+    return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]

@@ -1,0 +1,53 @@
+"""The pods of the CPU trial run: they become ready, answer, move KV, and end within their grace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.helm.chart import of_kind, rendered
+from tests.helm.pods import Node, Pod
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    node = Node(tmp_path_factory.mktemp("node"), rendered("cpu-trial"), subnet=71)
+    try:
+        node.start(of_kind(node.objects, "StatefulSet")[0], "rel-redis-0").wait_ready()
+        for pod in [node.start(workload) for workload in of_kind(node.objects, "Deployment")]:
+            pod.wait_ready()
+        yield node
+    finally:
+        node.stop()
+
+
+def pod_of(node: Node, component: str) -> Pod:
+    return next(p for p in node.pods.values() if p.labels["app.kubernetes.io/component"] == component)
+
+
+def test_a_request_is_answered_by_the_rendered_pods(node: Node) -> None:
+    gateway = pod_of(node, "gateway")
+    answer = httpx.post(
+        f"http://{gateway.ip}:8000/v1/completions",
+        json={"model": "tandem-demo", "prompt": "import " * 40, "max_tokens": 8}, timeout=60,
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 8
+
+
+def test_workers_are_known_by_the_names_and_addresses_of_their_pods(node: Node) -> None:
+    doctor = next(o for o in node.objects if o["kind"] == "Pod")
+    pod = node.start(doctor, "doctor")
+    assert pod.wait(60) == 0, pod.log
+    for worker in (pod_of(node, "prefill"), pod_of(node, "decode")):
+        assert f"{worker.name} " in pod.log
+        assert f"{worker.ip}:50061" in pod.log
+
+
+def test_pods_end_within_their_grace(node: Node) -> None:
+    for component in ("gateway", "prefill", "decode", "kvstore", "redis"):
+        pod = pod_of(node, component)
+        hook, rest = pod.terminate()
+        assert hook + rest < pod.grace_s
