@@ -5,19 +5,23 @@ from typing import Any
 
 import pytest
 
+from tandem.transfer.transports import TRANSPORTS
 from tests.transfer.pair import Meet, Pair, make_pair, open_things, until
+from tests.transfer.toy import ToyTransport
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Every test gives back every descriptor, thread and shared memory file."""
+    """Every test releases every descriptor, thread and shared memory."""
     before = open_things()
     yield
     assert until(lambda: open_things() == before), f"{open_things()} after, {before} before"
 
 
-@pytest.fixture(params=["shm", "tcp", "memory"])
-def transport(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["shm", "tcp", "memory", "toy"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "toy":
+        monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
     return str(request.param)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.transfer import Endpoint, Link, MemoryNetwork, Network, Push, Receiver, Sender, SocketNetwork
+from tests.transfer.toy import buffers
 
 PREFILL = Endpoint("prefill-0", "p-1", "layout-a")
 DECODE = Endpoint("decode-0", "d-1", "layout-a")
@@ -137,5 +138,5 @@ def make_pair(
 def open_things() -> tuple[int, list[str], list[str]]:
     """Descriptors, threads of this package, and files in shared memory: what a test may not leave behind."""
     threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kv-"))
-    shared = sorted(name for name in os.listdir("/dev/shm") if "tandem" in name)
+    shared = sorted(name for name in os.listdir("/dev/shm") if "tandem" in name) + [f"toy {n}" for n in buffers]
     return len(os.listdir("/proc/self/fd")), threads, shared

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from tandem.transfer import Network
 from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Bytes, Kind, parse_header
 from tandem.transfer.transports.base import Listener, Stream
+from tests.transfer.toy import buffers
 
 
 class TamperingStream:
@@ -59,7 +60,10 @@ def flipped(data: memoryview, at: int) -> memoryview:
 
 
 def poke_arena(offset: int) -> None:
-    """Flips a bit of this process's shared arena behind everybody's back."""
+    """Flips a bit of the link's shared memory behind everybody's back."""
+    for side in buffers.values():
+        side.view[offset] ^= 1
+        return
     fds = [fd for fd in os.listdir("/proc/self/fd") if "memfd:tandem-kv" in _target(fd)]
     byte = os.pread(int(fds[0]), 1, offset)
     os.pwrite(int(fds[0]), bytes([byte[0] ^ 1]), offset)

@@ -1,4 +1,4 @@
-"""What every transport promises: the same test for shm, tcp and memory."""
+"""What every transport promises: the same test for each, a toy that was added by one file included."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.transfer import Endpoint, MemoryNetwork, Push, Receiver, Sender, SocketNetwork, TransferError
-from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, kv_cache, until
+from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, kv_cache, open_things, until
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -157,13 +157,19 @@ def test_a_link_is_opened_once_and_probed(pair: Pair) -> None:
 
 def test_threads_that_open_at_once_share_a_link(pair: Pair) -> None:
     links: list[object] = []
-    threads = [threading.Thread(target=lambda: links.append(pair.link())) for _ in range(4)]
+    at_once = threading.Barrier(4)
+
+    def open_link() -> None:
+        at_once.wait(SOON)
+        links.append(pair.link())
+
+    threads = [threading.Thread(target=open_link) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(SOON)
-    assert len(links) == 4
-    assert pair.sender.link(DECODE.worker_id, DECODE.incarnation) in links
+    assert links == [pair.sender.link(DECODE.worker_id, DECODE.incarnation)] * 4
+    assert open_things()[1].count(f"kv-link-{DECODE.worker_id}") == 1
     pair.moves("t", [1], [2])
 
 
