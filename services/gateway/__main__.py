@@ -9,11 +9,19 @@ from uuid import uuid4
 
 import uvloop
 
+from services.gateway.http import HttpServer
+from services.gateway.model import ServedModel
 from services.gateway.routing import Router
-from services.gateway.server import Gateway
+from services.gateway.server import Gateway, Ports
 from services.gateway.settings import GatewaySettings
-from tandem import telemetry
+from tandem import rpc, telemetry
+from tandem.registry import Registry
 from tandem.settings import load
+
+# A request waits no longer for a silent Redis before it is routed without it.
+REGISTRY_WAIT_S = 0.5
+# How long the reservations of a gateway that died stay.
+RESERVATIONS_LEASE_S = 2.0
 
 
 def main() -> None:
@@ -49,10 +57,28 @@ async def serve(settings: GatewaySettings, make_router: type[Router] = Router) -
 
 
 def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) -> Gateway:
-    """One that lives in this process: real time, and names and seeds that nobody can guess."""
-    return Gateway(
-        settings, new_id=lambda: uuid4().hex, seeds=random.SystemRandom(), wall=time.time, make_router=make_router
+    """One that lives in this process: real time, sockets, and names and seeds that nobody can guess.
+
+    Raises:
+        OSError: the model's files are not there.
+        ValueError: the model's files or the Redis URL are malformed.
+    """
+    model = ServedModel.load(settings.model_path, settings.model_name, int(time.time()))
+    ports = Ports(
+        registry=Registry.connect(
+            settings.redis_url,
+            namespace=settings.namespace,
+            timeout=REGISTRY_WAIT_S,
+            client_lease_s=RESERVATIONS_LEASE_S,
+        ),
+        connect=rpc.channel,
+        serve=rpc.serve,
+        serve_http=HttpServer,
+        new_id=lambda: uuid4().hex,
+        seeds=random.SystemRandom(),
+        wall=time.time,
     )
+    return Gateway(settings, model, ports, make_router)
 
 
 if __name__ == "__main__":

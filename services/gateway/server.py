@@ -1,10 +1,9 @@
-"""The gateway.
+"""The gateway, inside any process: nothing that a simulation could not replace.
 
-1 load      model's words and defaults (no weights)
-2 see       the registry, once; from then on in the background. Redis need not be up yet
-3 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
-4 leave     asked to drain: not ready, but serving whoever still comes, until nobody has come for a while
-5 end       not ready, no new requests, running ones get `drain_s`, then a
+1 see       the registry, once; from then on in the background. Redis need not be up yet
+2 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
+3 leave     asked to drain: not ready, but serving whoever still comes, until nobody has come for a while
+4 end       not ready, no new requests, running ones get `drain_s`, then a
             typed error; what they held is released before the process ends
 """
 
@@ -12,16 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import structlog
+from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from services.gateway.admission import Admission, FairQueue, capacity_of
 from services.gateway.errors import Unavailable
 from services.gateway.generation import BackgroundTasks, ClusterAccess, Pipeline, tracing
-from services.gateway.http import HttpServer, build_app
+from services.gateway.http import build_app
 from services.gateway.llm import LLM
 from services.gateway.llm_service import LLMService
 from services.gateway.metrics import Metrics
@@ -41,35 +43,46 @@ HEALTH_S = 0.25
 # Balancers that have seen a gateway turn unready send it nothing any more after so long.
 QUIET_S = 3.0
 IDLE_CHECK_S = 0.05
-# A request waits no longer for a silent Redis before it is routed by the last view.
-REGISTRY_WAIT_S = 0.5
-# How long the reservations of a gateway that died stay.
-RESERVATIONS_LEASE_S = 2.0
+
+
+class Door(Protocol):
+    """A server of one ASGI app."""
+
+    async def start(self) -> None:
+        """Return once connections are taken. Raises OSError."""
+
+    async def run(self) -> None:
+        """Until the server ends by itself, which it should not."""
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What a gateway reaches the world through. The gateway closes the registry when it ends."""
+
+    registry: Registry
+    connect: Callable[[str], aio.Channel]
+    serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[rpc.Server]]
+    serve_http: Callable[[Any, str, int], Door]  # an ASGI app, host and port
+    new_id: Callable[[], str]  # a name that nothing else has
+    seeds: random.Random  # for requests that bring none
+    wall: Callable[[], float]  # Unix seconds
 
 
 class Gateway:
-    """Everything that runs in the process. Use as an async context manager: inside, it serves.
+    """Use as an async context manager: inside, it serves.
 
     Args:
-        new_id: a name that nothing else has.
-        seeds: for requests that bring none.
-        wall: Unix seconds.
         make_router: another kind of Router, to be measured against this one.
     """
 
     def __init__(
-        self,
-        settings: GatewaySettings,
-        *,
-        new_id: Callable[[], str],
-        seeds: random.Random,
-        wall: Callable[[], float],
-        make_router: type[Router] = Router,
+        self, settings: GatewaySettings, model: ServedModel, ports: Ports, make_router: type[Router] = Router
     ) -> None:
         self.settings = settings
-        self._new_id = new_id
-        self._seeds = seeds
-        self._wall = wall
+        self._model = model
+        self._ports = ports
         self._make_router = make_router
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -78,8 +91,7 @@ class Gateway:
     async def __aenter__(self) -> Gateway:
         """
         Raises:
-            OSError: an address cannot be bound, or the model's files are not there.
-            ValueError: the model's files or the Redis URL are malformed.
+            OSError: an address cannot be bound.
         """
         try:
             await self._start()
@@ -118,14 +130,7 @@ class Gateway:
     # --- start ---
 
     async def _start(self) -> None:
-        settings = self.settings
-        model = ServedModel.load(settings.model_path, settings.model_name, int(self._wall()))
-        registry = Registry.connect(
-            settings.redis_url,
-            namespace=settings.namespace,
-            timeout=REGISTRY_WAIT_S,
-            client_lease_s=RESERVATIONS_LEASE_S,
-        )
+        settings, model, registry = self.settings, self._model, self._ports.registry
         self._stack.push_async_callback(registry.close)
         self._run(registry.hold_client_lease())
         view = ClusterView(registry)
@@ -134,8 +139,8 @@ class Gateway:
         except RegistryUnavailable as error:
             log.warning("registry unavailable: no workers known yet", error=str(error))
         self._run(view.run())
-        gateway_id = self._new_id()
-        pool = WorkerPool(view, model.name, gateway_id, rpc.channel)
+        gateway_id = self._ports.new_id()
+        pool = WorkerPool(view, model.name, gateway_id, self._ports.connect)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
         metrics = Metrics(CollectorRegistry(), model.name)
@@ -151,11 +156,11 @@ class Gateway:
             model=model,
             view=view,
             pool=pool,
-            pipeline=Pipeline(cluster, self.admission, metrics, lambda: self._new_id()[-8:]),
+            pipeline=Pipeline(cluster, self.admission, metrics, lambda: self._ports.new_id()[-8:]),
             metrics=metrics,
             spans=spans,
-            new_id=self._new_id,
-            seeds=self._seeds,
+            new_id=self._ports.new_id,
+            seeds=self._ports.seeds,
         )
         await self._serve()
 
@@ -174,11 +179,11 @@ class Gateway:
 
     async def _serve(self) -> None:
         settings = self.settings
-        self._grpc = await rpc.serve([LLMService(self.llm).servicer], settings.host, settings.grpc_port)
+        self._grpc = await self._ports.serve([LLMService(self.llm).servicer], settings.host, settings.grpc_port)
         self._stack.push_async_callback(self._grpc.stop, GRPC_GRACE_S)
         if settings.health_port is not None:
             await self._grpc.add_probes(settings.host, settings.health_port, DrainService(self.drain).servicer)
-        self._http = HttpServer(build_app(self.llm, self._wall), settings.host, settings.http_port)
+        self._http = self._ports.serve_http(build_app(self.llm, self._ports.wall), settings.host, settings.http_port)
         self._stack.push_async_callback(self._http.stop)
         await self._http.start()
         self._run(self._http.run())

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from services.gateway import Gateway, GatewaySettings
-from services.gateway.__main__ import make_gateway
-from services.gateway.server import RESERVATIONS_LEASE_S
+from services.gateway.__main__ import RESERVATIONS_LEASE_S, make_gateway
 from tests.gateway.conftest import TEXT, eventually
 from tests.gateway.peers import MODEL, Peers
 

@@ -48,7 +48,7 @@ class Server:
             RuntimeError: it is in use.
         """
         try:
-            bound = self.network.listen(self.process, address, self._accept)
+            bound = self.network.listen(self.process, address, self._accept, pings=True)
         except OSError as error:
             raise RuntimeError(str(error)) from None
         self._addresses.append(bound)

@@ -5,13 +5,13 @@
 
 What may happen to one:
 
-    reset        both ends learn of it at once                     a process died, a cable's other end said so
-    blackhole    nothing arrives any more, in one direction or     the missing answers to its keepalive pings tell
-                 both; each end learns of it NOTICE_S later        each end, as those of tandem/rpc.py do
-    hold         what is sent arrives later, in order              a slow network
+    reset        both ends learn of it at once: a process died, a router said so
+    blackhole    nothing arrives any more, in one direction or both
+    hold         what is sent arrives later, in order: a slow network
 
-A process that dies resets its connections. One that is paused answers no ping: the others give up on it, and it learns
-of that when it goes on.
+Where `pings` go over a connection, as tandem/rpc.py has them, each end learns of a blackhole within NOTICE_S; elsewhere
+it finds out by itself or never. A process that dies resets its connections. One that is paused answers no ping: the
+others give up on it, and it learns of that when it goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ Accept = Callable[["End"], None]
 class Listener:
     process: Process
     accept: Accept
+    pings: bool
 
 
 class Network:
@@ -45,7 +46,7 @@ class Network:
         self._ports = iter(range(20001, 60000))
         self._watched: set[Process] = set()
 
-    def listen(self, process: Process, address: str, accept: Accept) -> str:
+    def listen(self, process: Process, address: str, accept: Accept, *, pings: bool) -> str:
         """Take connections at host:port; port 0 chooses one. Returns the address.
 
         Raises:
@@ -57,7 +58,7 @@ class Network:
         if holder is not None and holder.process.alive:
             raise OSError(f"address in use: {address}")
         self._watch(process)
-        self._listeners[address] = Listener(process, accept)
+        self._listeners[address] = Listener(process, accept, pings)
         return address
 
     def unlisten(self, address: str) -> None:
@@ -95,7 +96,7 @@ class Network:
         if listener is None or not listener.process.alive:
             process.deliver(refused, f"connection refused: {address}")
             return
-        connection = Connection(self, process, listener.process)
+        connection = Connection(self, process, listener)
         self.connections.append(connection)
         if listener.process.paused:
             connection.blackhole()
@@ -118,9 +119,10 @@ class Network:
 class Connection:
     """Two ends. Made by the network."""
 
-    def __init__(self, network: Network, one: Process, other: Process) -> None:
+    def __init__(self, network: Network, dialler: Process, listener: Listener) -> None:
         self.network = network
-        self.ends = End(self, one), End(self, other)
+        self.ends = End(self, dialler), End(self, listener.process)
+        self._pings = listener.pings
         self.ends[0].peer, self.ends[1].peer = self.ends[1], self.ends[0]
 
     def reset(self, reason: str) -> None:
@@ -130,10 +132,11 @@ class Connection:
 
     def blackhole(self, towards: Process | None = None) -> None:
         """Nothing arrives any more, at that process or at both."""
-        notice = self.network.world.random.uniform(*NOTICE_S)
         for end in self.ends:
             end.deaf = end.deaf or towards in (None, end.process)
-            self.network.world.after(notice, self.reset, "no answer to a keepalive ping")
+        if self._pings:
+            notice_s = self.network.world.random.uniform(*NOTICE_S)
+            self.network.world.after(notice_s, self.reset, "no answer to a keepalive ping")
 
     def hold(self, seconds: float) -> None:
         """What is sent from now on arrives no sooner than after so many seconds."""
@@ -142,6 +145,8 @@ class Connection:
 
     def await_answer(self, process: Process) -> None:
         """The other end gives up on a process that is paused for long."""
+        if not self._pings:
+            return
 
         def check(pauses: int) -> None:
             if process.paused and process.pauses == pauses:

@@ -1,206 +1,361 @@
-"""Redis for a simulation: a real redis-server runs the registry's real scripts, at a time that the simulation says.
+"""The registry's Redis in a simulation: a real redis-server runs the real Lua, at simulated times.
 
-    call      latency, then the script, run at once on the loop's thread, then latency; an end of waiting between them
-              leaves a script not run, or run with its answer lost
-    read      what a stream has; where it has nothing, woken when a script adds to it
-    changes   woken when a script publishes
+    Store         the one real server, reached by a blocking socket; begins empty in every world
+    Redis         a process of the world that serves it: it can be killed, started again, paused, cut off and emptied
+    RedisClient   what a Registry asks of a connection, over the simulated network
 
-The scripts are as in production, behind a few lines that shadow `redis`: TIME says what is passed with each call, and
-nothing expires by the server's own clock (what is written with an expiry stays), so a run does not depend on how long
-it really takes. Waiting is for futures of whichever loop asks: all of them have to share one thread.
+A script runs when its message arrives, with the world's time in place of the server's own: `redis.call('TIME')` and the
+ids of stream entries come from there. Nothing expires by the server's clock: keys written with an expiry stay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from hashlib import sha1
+from itertools import count
+from typing import Any, TypeAlias
 
-from hiredis import Reader, pack_command
+import hiredis
 
 from tandem.registry import RegistryUnavailable
-from tandem.registry.address import RedisAddress
-from tandem.registry.connection import Changes, Entry, entries_of
+from tandem.registry.connection import Entry, entries_of
 from tandem.registry.scripts import key_prefix, load_scripts
-from tandem.registry.wire import Argument, ReplyError
+from tests.simulation.network import End, Network
+from tests.simulation.world import Occurrence, Process
 
-PRELUDE = """
-local redis = (function(server)
-  local prefix, time = KEYS[1], {KEYS[2], KEYS[3]}
-  local function call(name, ...)
-    if name == 'TIME' then return time end
-    if name == 'PEXPIRE' then return 1 end
-    if name == 'PUBLISH' then return server.call('INCR', prefix .. 'published') end
-    if name == 'SET' and select('#', ...) == 4 then return server.call('SET', (...), (select(2, ...))) end
-    if name == 'XADD' then server.call('INCR', prefix .. 'added') end
-    return server.call(name, ...)
+ADDRESS = "redis:6379"
+REPLY_WAIT_S = 10.0
+# Unix time of the world's beginning.
+EPOCH_S = 1_800_000_000.0
+XADD, PUBLISH = 1, 2
+# A script writes no more stream entries than this.
+MAX_ENTRIES = 1000
+# Around each script: its last arguments are the time and a number for stream entries; it says whether it wrote to a
+# stream or a channel.
+WRAPPED = """
+local number, now_us = tonumber(table.remove(ARGV)), tonumber(table.remove(ARGV))
+local seconds, rest = math.floor(now_us / 1000000), now_us % 1000000
+local real, wrote = redis, 0
+local redis = setmetatable({}, {__index = real})
+function redis.call(command, ...)
+  if command == 'TIME' then
+    return {tostring(seconds), tostring(rest)}
+  elseif command == 'PEXPIRE' then
+    return 1
+  elseif command == 'SET' and select('#', ...) == 4 then
+    return real.call('SET', (...), (select(2, ...)))
+  elseif command == 'PUBLISH' then
+    wrote = bit.bor(wrote, 2)
+    return 0
+  elseif command == 'XADD' then
+    wrote = bit.bor(wrote, 1)
+    local arguments = {...}
+    for i, argument in ipairs(arguments) do
+      if argument == '*' then
+        arguments[i] = string.format('%.0f-%.0f', math.floor(now_us / 1000), number)
+        number = number + 1
+        break
+      end
+    end
+    return real.call('XADD', unpack(arguments))
   end
-  return setmetatable({call = call}, {__index = server})
-end)(redis)
+  return real.call(command, ...)
+end
+local function script()
+SCRIPT
+end
+local reply = script()
+if reply == nil then reply = false end
+return {wrote, reply}
 """
-LIMIT_S = 10.0
+Argument: TypeAlias = str | bytes | int | float
 
 
-class SimulatedRedis:
-    """One registry on the server at `url`. Use as a context manager.
+class Store:
+    """A blocking client of a real redis-server. Use as a context manager."""
 
-    Args:
-        now: the simulation's time in seconds.
-    """
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=REPLY_WAIT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._shas: dict[str, str] = {}
+        self._numbers = count(1)
+        for name, script in load_scripts().items():
+            text = WRAPPED.replace("SCRIPT", script.text)
+            self._shas[name] = sha1(text.encode()).hexdigest()
+            self.ask("SCRIPT", "LOAD", text)
 
-    def __init__(self, url: str, namespace: str, now: Callable[[], float]) -> None:
-        self._address = RedisAddress.parse(url)
-        self._prefix = key_prefix(namespace)
-        self._now = now
-        self._scripts = load_scripts(PRELUDE)
-        self._loaded: set[str] = set()
-        self._waiting: list[asyncio.Future[None]] = []
-        self._seen: list[bytes | None] = [None, None]
-        self.num_published = 0
-        self.num_starts = 0
-        self.up = True
-
-    def __enter__(self) -> SimulatedRedis:
-        self._socket = socket.create_connection((self._address.host, self._address.port), timeout=LIMIT_S)
+    def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._forget()
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def stop(self) -> None:
-        """From now on nobody reaches it."""
-        self.up = False
-        self._wake()
+    def empty(self) -> None:
+        self.ask("FLUSHALL")
+        self._numbers = count(1)
 
-    def start(self, *, empty: bool = True) -> None:
-        """It is back, without its memory or with it."""
+    def run(
+        self, script: str, prefix: str, arguments: Sequence[Argument], now_us: int, binary: bool
+    ) -> tuple[int, Any]:
+        """What it wrote to (XADD, PUBLISH), and its reply."""
+        number = next(self._numbers) * MAX_ENTRIES
+        wrote, reply = self.ask("EVALSHA", self._shas[script], 1, prefix, *arguments, now_us, number, binary=binary)
+        return wrote, reply
+
+    def ask(self, *command: Argument, binary: bool = True) -> Any:
+        reader = hiredis.Reader(encoding=None if binary else "utf-8")
+        self._socket.sendall(hiredis.pack_command(tuple(command)))
+        while (reply := reader.gets()) is False:
+            data = self._socket.recv(1 << 16)
+            if not data:
+                raise ConnectionError("redis-server has closed the connection")
+            reader.feed(data)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+class Redis:
+    """Serves a store at ADDRESS. `start` after a kill is another process, with the memory it had or without."""
+
+    def __init__(self, network: Network, store: Store) -> None:
+        self.network = network
+        self.process: Process
+        # How long every command takes from now on.
+        self.slowness_s = 0.0
+        self._store = store
+        self._subscribed: list[End] = []
+        self._waiting: list[_Read] = []
+        self.start(empty=True)
+
+    def start(self, *, empty: bool) -> None:
         if empty:
-            self._forget()
-        self.num_starts += 1
-        self.up = True
+            self._store.empty()
+        self._subscribed, self._waiting = [], []
+        self.process = self.network.world.process("redis")
+        self.network.listen(self.process, ADDRESS, self._accept, pings=False)
 
-    def connection(self, client_id: str, latency_s: Callable[[], float]) -> SimulatedConnection:
-        """For one process. `latency_s` is called for each way of a call."""
-        return SimulatedConnection(self, client_id, latency_s)
+    def empty(self) -> None:
+        self._store.empty()
 
-    # --- for connections ---
+    def _accept(self, end: End) -> None:
+        end.received = lambda frame: self._received(end, *frame)
+        end.lost = lambda _: self._forget(end)
 
-    def run(self, name: str, arguments: tuple[Argument, ...], binary: bool) -> Any:
-        script, micros = self._scripts[name], round(self._now() * 1e6)
-        command = ("EVALSHA", script.sha) if name in self._loaded else ("EVAL", script.text)
-        keys = 3, self._prefix, micros // 1_000_000, micros % 1_000_000
-        counters = "MGET", f"{self._prefix}published", f"{self._prefix}added"
-        answer, seen = self._ask((*command, *keys, *arguments), counters, texts=not binary)
-        self._loaded.add(name)
-        if seen != self._seen:
-            self.num_published += seen[0] != self._seen[0]
-            self._seen = seen
-            self._wake()
-        return answer
+    def _forget(self, end: End) -> None:
+        self._subscribed = [other for other in self._subscribed if other is not end]
+        self._waiting = [read for read in self._waiting if read.end is not end]
 
-    def read(self, stream: str, cursor: str, count: int) -> list[Entry]:
-        (reply,) = self._ask(("XREAD", "COUNT", count, "STREAMS", self._prefix + stream, cursor), texts=False)
-        return entries_of(reply)
+    def _received(self, end: End, kind: str, number: int, *rest: Any) -> None:
+        if self.slowness_s:
+            self.process.call_later(self.slowness_s, self._answer, end, kind, number, *rest)
+        else:
+            self._answer(end, kind, number, *rest)
 
-    async def woken(self, seconds: float) -> None:
-        """When a script has added or published something, or the server stopped, or after so many seconds."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        await asyncio.wait({future}, timeout=seconds)
+    def _answer(self, end: End, kind: str, number: int, *rest: Any) -> None:
+        try:
+            if kind == "call":
+                end.send((number, self._call(*rest)))
+            elif kind == "read":
+                _Read(self, end, number, *rest).begin()
+            elif kind == "subscribe":
+                self._subscribed.append(end)
+                end.send((number, None))
+            elif kind == "ping":
+                end.send((number, None))
+        except hiredis.ReplyError as error:
+            end.send((number, error))
 
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+    def _call(self, script: str, prefix: str, arguments: Sequence[Argument], binary: bool) -> Any:
+        now_us = round((EPOCH_S + self.network.world.now) * 1e6)
+        wrote, reply = self._store.run(script, prefix, arguments, now_us, binary)
+        if wrote & PUBLISH:
+            for end in self._subscribed:
+                end.send((0, None))
+        if wrote & XADD:
+            for read in list(self._waiting):
+                read.look_again()
+        return reply
 
-    def _forget(self) -> None:
-        (keys,) = self._ask(("KEYS", self._prefix.replace("{", "[{]").replace("}", "[}]") + "*"))
-        if keys:
-            self._ask(("UNLINK", *keys))
-        self._seen = [None, None]
+    def xread(self, stream: str, cursor: str, count: int) -> list[Entry]:
+        return entries_of(self._store.ask("XREAD", "COUNT", count, "STREAMS", stream, cursor))
 
-    def _ask(self, *commands: tuple[Argument, ...], texts: bool = True) -> list[Any]:
-        self._socket.sendall(b"".join(pack_command(command) for command in commands))  # type: ignore[arg-type]
-        reader = Reader(encoding="utf-8", replyError=ReplyError, notEnoughData=self)
-        replies: list[Any] = []
-        while len(replies) < len(commands):
-            if (reply := reader.gets(texts)) is self:
-                reader.feed(self._socket.recv(1 << 20))
-            else:
-                replies.append(reply)
-        for reply in replies:
-            if isinstance(reply, ReplyError):
-                raise reply
-        return replies
+    def wait(self, read: _Read, seconds: float) -> Occurrence:
+        self._waiting.append(read)
+        return self.network.world.after(seconds, self.process.deliver, read.give_up)
+
+    def waits_no_longer(self, read: _Read) -> None:
+        if read in self._waiting:
+            self._waiting.remove(read)
 
 
-class SimulatedConnection:
-    """A tandem.registry Connection."""
+class _Read:
+    """An XREAD that may block."""
 
-    def __init__(self, redis: SimulatedRedis, client_id: str, latency_s: Callable[[], float]) -> None:
-        self.client_id = client_id
+    def __init__(self, redis: Redis, end: End, number: int, stream: str, cursor: str, count: int, wait: float) -> None:
+        self.end = end
         self._redis = redis
-        self._latency_s = latency_s
+        self._number = number
+        self._what = stream, cursor, count
+        self._wait = wait
+        self._timeout: Occurrence | None = None
+
+    def begin(self) -> None:
+        if not self.look_again():
+            if self._wait:
+                self._timeout = self._redis.wait(self, self._wait)
+            else:
+                self._answer([])
+
+    def look_again(self) -> bool:
+        entries = self._redis.xread(*self._what)
+        if entries:
+            self._answer(entries)
+        return bool(entries)
+
+    def give_up(self) -> None:
+        self._answer([])
+
+    def _answer(self, entries: list[Entry]) -> None:
+        if self._timeout:
+            self._timeout.cancel()
+        self._redis.waits_no_longer(self)
+        self.end.send((self._number, entries))
+
+
+class RedisClient:
+    """A process's connection: every call within `timeout` seconds; opened when first needed, and again when lost."""
+
+    def __init__(self, network: Network, process: Process, namespace: str, timeout: float, client_id: str) -> None:
+        self.client_id = client_id
+        self._network = network
+        self._process = process
+        self._prefix = key_prefix(namespace)
+        self._timeout = timeout
+        self._end: End | None = None
+        self._opening: asyncio.Future[End] | None = None
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._last = 0
+        self._pushed: set[Callable[[], None]] = set()
 
     async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
-        await self._travel()
-        answer = self._redis.run(name, arguments, binary)
-        await self._travel()
-        return answer
+        return await self._ask("call", name, self._prefix, arguments, binary)
 
     async def read(self, stream: str, cursor: str, count: int, wait: float) -> list[Entry]:
-        now = asyncio.get_running_loop().time
-        end = now() + wait
-        await self._travel()
-        while not (entries := self._redis.read(stream, cursor, count)) and (left := end - now()) > 0:
-            await self._redis.woken(left)
-            self._check()
-        await self._travel()
+        entries: list[Entry] = await self._ask(
+            "read", self._prefix + stream, cursor, count, min(wait, self._timeout / 2)
+        )
         return entries
 
     async def ping(self) -> None:
-        await self._travel()
+        await self._ask("ping")
 
     @asynccontextmanager
-    async def changes(self) -> AsyncIterator[Changes]:
-        await self._travel()
-        yield _Subscription(self._redis, self)
+    async def changes(self) -> AsyncIterator[_Subscription]:
+        subscription = _Subscription(self)
+        self._pushed.add(subscription.push)
+        try:
+            await self._ask("subscribe")
+            subscription.end = self._end
+            yield subscription
+        finally:
+            self._pushed.discard(subscription.push)
 
     async def close(self) -> None:
-        pass
+        if self._end:
+            self._end.close()
+            self._lost("closed")
 
-    async def _travel(self) -> None:
-        await asyncio.sleep(self._latency_s())
-        self._check()
+    def broke(self, end: End | None) -> bool:
+        return end is None or end is not self._end
 
-    def _check(self) -> None:
-        if not self._redis.up:
-            raise RegistryUnavailable("Redis of the simulation is stopped")
+    async def _ask(self, kind: str, *rest: Any) -> Any:
+        with _translated(self._timeout):
+            async with asyncio.timeout(self._timeout):
+                end = await self._open()
+                self._last += 1
+                number = self._last
+                future = self._asked[number] = self._process.create_future()
+                try:
+                    end.send((kind, number, *rest))
+                    return await future
+                finally:
+                    self._asked.pop(number, None)
+
+    async def _open(self) -> End:
+        if self._end is not None:
+            return self._end
+        if self._opening is None:
+            opening = self._opening = self._process.create_future()
+            opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+            def connected(end: End) -> None:
+                self._opening = None
+                if opening.done():
+                    end.close()
+                    return
+                self._end = end
+                end.received, end.lost = self._received, self._lost
+                opening.set_result(end)
+
+            def refused(reason: str) -> None:
+                self._opening = None
+                if not opening.done():
+                    opening.set_exception(ConnectionError(reason))
+
+            self._network.connect(self._process, ADDRESS, connected, refused)
+        try:
+            return await asyncio.shield(self._opening)
+        except asyncio.CancelledError:
+            self._opening = None  # it may never be answered
+            raise
+
+    def _received(self, frame: tuple[int, Any]) -> None:
+        number, reply = frame
+        if number == 0:
+            for push in list(self._pushed):
+                push()
+            return
+        future = self._asked.get(number)
+        if future is not None and not future.done():
+            future.set_exception(reply) if isinstance(reply, Exception) else future.set_result(reply)
+
+    def _lost(self, reason: str) -> None:
+        self._end = None
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(ConnectionError(reason))
+        for push in list(self._pushed):
+            push()
 
 
 class _Subscription:
-    def __init__(self, redis: SimulatedRedis, connection: SimulatedConnection) -> None:
-        self._redis = redis
-        self._connection = connection
-        self._start, self._seen = redis.num_starts, redis.num_published
+    def __init__(self, client: RedisClient) -> None:
+        self.end: End | None = None
+        self._client = client
+        self._news = asyncio.Event()
+
+    def push(self) -> None:
+        self._news.set()
 
     async def wait(self, timeout: float) -> bool:
-        now = asyncio.get_running_loop().time
-        end = now() + timeout
-        while self._redis.num_published == self._seen and (left := end - now()) > 0:
-            await self._redis.woken(left)
-            self._check()
-        await self._connection._travel()
-        self._check()
-        changed, self._seen = self._redis.num_published != self._seen, self._redis.num_published
-        return changed
+        try:
+            async with asyncio.timeout(timeout):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        self._news.clear()
+        if self._client.broke(self.end):
+            raise RegistryUnavailable("Redis: the subscription's connection was lost")
+        return True
 
-    def _check(self) -> None:
-        self._connection._check()
-        if self._redis.num_starts != self._start:
-            raise RegistryUnavailable("Redis of the simulation was started again")
+
+@contextmanager
+def _translated(timeout: float) -> Any:
+    try:
+        yield
+    except OSError as error:  # TimeoutError too
+        raise RegistryUnavailable(f"Redis: {str(error) or f'no answer in {timeout} s'}") from error

@@ -1,111 +1,188 @@
-"""The registry on virtual time: real scripts on a real redis-server, hours in a moment, the same each time."""
+"""The registry's real Lua on a real redis-server, at simulated times, over connections that break."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
-from tandem.local import RedisServer
 from tandem.registry import BlockReplica, ClusterView, Registry, RegistryUnavailable, Role
 from tests.registry.cluster import MODEL, register_pool, worker_info, worker_load
-from tests.simulation.redis import SimulatedRedis
+from tests.simulation.network import Network
+from tests.simulation.redis import Redis, RedisClient, Store
 from tests.simulation.world import Process, World
+
+TIMEOUT_S = 0.5
+
+
+class Setup:
+    """A Redis, a process, and the registry as that process sees it."""
+
+    def __init__(self, world: World, store: Store) -> None:
+        self.world = world
+        self.network = Network(world)
+        self.process = world.process("one")
+        self.redis = Redis(self.network, store)
+        self.registry = self.connect(self.process)
+
+    def connect(self, process: Process) -> Registry:
+        return Registry(RedisClient(self.network, process, "test", TIMEOUT_S, process.name))
+
+    def run(self, work: Any) -> Any:
+        result = self.world.run(self.process, work, limit_s=200)
+        assert self.world.errors == []
+        return result
+
+
+@pytest.fixture
+def setup(store: Store) -> Any:
+    with World(1) as world:
+        yield Setup(world, store)
+
+
+def test_leases_end_by_simulated_time(setup: Setup) -> None:
+    async def work() -> None:
+        await setup.registry.register(worker_info("d0", Role.DECODE), worker_load(), ttl=30.0)
+        await asyncio.sleep(29.9)
+        assert len(await setup.registry.workers()) == 1
+        await asyncio.sleep(0.2)
+        await setup.registry.sweep()
+        assert await setup.registry.workers() == []
+
+    setup.run(work())
+
+
+def test_views_and_replicas_follow(setup: Setup) -> None:
+    async def work() -> None:
+        view, replica = ClusterView(setup.registry), BlockReplica(setup.registry.block_feed)
+        tasks = [asyncio.create_task(view.run()), asyncio.create_task(replica.run())]
+        await asyncio.sleep(0.1)
+        await register_pool(setup.registry)
+        await setup.registry.publish_blocks("d0", "d0-first", [b"h" * 16], [])
+        await asyncio.sleep(0.05)  # neither has polled
+        assert [worker.info.worker_id for worker in view.workers] == ["d0", "p0"]
+        assert len(replica) == 1
+        for task in tasks:
+            task.cancel()
+
+    setup.run(work())
+
+
+FAULTS: dict[str, Callable[[Setup], None]] = {
+    "killed": lambda setup: setup.redis.process.kill(),
+    "paused": lambda setup: setup.redis.process.pause(),
+    "slow": lambda setup: setattr(setup.redis, "slowness_s", 1.0),
+    "cut off": lambda setup: setup.network.cut(setup.process, setup.redis.process),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_redis_that_does_not_answer_is_unavailable_in_time_and_comes_back(setup: Setup, fault: str) -> None:
+    async def work() -> None:
+        await register_pool(setup.registry)
+        FAULTS[fault](setup)
+        for _ in range(3):
+            began = setup.process.time()
+            with pytest.raises(RegistryUnavailable):
+                await setup.registry.workers()
+            assert setup.process.time() - began < TIMEOUT_S + 0.01
+        setup.redis.slowness_s = 0.0
+        setup.redis.process.kill()
+        setup.redis.start(empty=False)
+        await asyncio.sleep(0.1)
+        assert len(await setup.registry.workers()) == 2
+
+    setup.run(work())
+
+
+def test_an_emptied_redis_is_empty(setup: Setup) -> None:
+    async def work() -> None:
+        await register_pool(setup.registry)
+        setup.redis.empty()
+        assert await setup.registry.workers() == []
+
+    setup.run(work())
+
+
+def test_a_subscription_says_that_its_connection_was_lost(setup: Setup) -> None:
+    async def work() -> None:
+        async with setup.registry.changes() as changes:
+            await register_pool(setup.registry)
+            assert await changes.wait(1.0)
+            assert not await changes.wait(1.0)
+            setup.redis.process.kill()
+            with pytest.raises(RegistryUnavailable):
+                await changes.wait(1.0)
+
+    setup.run(work())
+
 
 HASHES = [bytes([i]) * 16 for i in range(8)]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer.start() as server:
-        yield server
-
-
-def registry_of(world: World, redis: SimulatedRedis, process: Process) -> Registry:
-    return Registry(redis.connection(process.name, lambda: world.random.uniform(0.0001, 0.001)))
-
-
-async def reserve(registry: Registry, ttl: float) -> str:
-    route = await registry.select_and_reserve(
-        request_id="r", model=MODEL, prompt_tokens=40, max_new_tokens=8, prefill="require", ttl=ttl
-    )
-    return route.reservation_id
-
-
-async def heartbeats(registry: Registry, worker: str, every: float) -> None:
-    while True:
-        with suppress(RegistryUnavailable):
-            await registry.heartbeat(worker_info(worker, Role.DECODE), worker_load(), 4 * every)
-        await asyncio.sleep(every)
-
-
-def test_leases_and_reservations_end_at_the_simulated_time(server: RedisServer) -> None:
-    with World(1) as world, SimulatedRedis(server.url, uuid4().hex, lambda: world.now) as redis:
-        registry = registry_of(world, redis, gateway := world.process("gateway"))
-
-        async def life() -> None:
-            await register_pool(registry, ttl=3600.0)
-            await reserve(registry, ttl=600.0)
-            await asyncio.sleep(599.0)
-            assert [w.reserved_tokens for w in await registry.workers()] == [0, 40]
-            await asyncio.sleep(1.0)
-            assert [w.reserved_tokens for w in await registry.workers()] == [0, 0]
-            await asyncio.sleep(2995.0)
-            assert len(await registry.workers()) == 2
-            await asyncio.sleep(5.0)
-            assert await registry.workers() == []
-            assert await registry.check_integrity() == []
-
-        world.run(gateway, life(), limit_s=4000.0)
-
-
-def run_of(server: RedisServer, seed: int) -> list[tuple[Any, ...]]:
-    """Two gateways, a worker, and a Redis that loses its memory."""
-    with World(seed) as world, SimulatedRedis(server.url, uuid4().hex, lambda: world.now) as redis:
-        worker, gateways = world.process("worker"), [world.process(f"gateway{i}") for i in range(2)]
-        views = []
-        for gateway in gateways:
-            registry = registry_of(world, redis, gateway)
+def events_of(store: Store, seed: int) -> list[tuple[Any, ...]]:
+    """Two gateways follow a worker, over a Redis that loses its memory."""
+    with World(seed) as world:
+        setup = Setup(world, store)
+        seen = []
+        for gateway in (world.process("gateway0"), world.process("gateway1")):
+            registry = setup.connect(gateway)
             view, replica = ClusterView(registry), BlockReplica(registry.block_feed)
-            views.append((view, replica))
+            seen.append((view, replica))
             gateway.spawn(view.run())
             gateway.spawn(replica.run())
 
-        async def life() -> None:
-            registry = registry_of(world, redis, worker)
-            worker.create_task(heartbeats(registry, "d0", 1.0))
-            await asyncio.sleep(1.0)
-            for number in range(8):
-                await registry.publish_blocks("d0", "d0-first", HASHES[number : number + 1], [])
-                await asyncio.sleep(world.random.uniform(0, 2))
-                for view, replica in views:
-                    found = [w.info.worker_id for w in view.workers], replica.holders(HASHES[: number + 1])
-                    world.log(number, *found)
-                    assert found[0] == ["d0"]
-                    assert found[1][0][0] == number + 1
-            first = {worker.generation for view, _ in views for worker in view.workers}
-            redis.stop()
-            await asyncio.sleep(5.0)
-            assert {worker.generation for view, _ in views for worker in view.workers} == first
-            redis.start()
-            await asyncio.sleep(5.0)
-            again = {worker.generation for view, _ in views for worker in view.workers}
-            assert len(again) == 1
-            assert again != first
-            world.log(again, [replica.holders(HASHES) for _, replica in views])
-            await asyncio.sleep(60.0)
+        async def heartbeats() -> None:
+            while True:
+                with suppress(RegistryUnavailable):
+                    await setup.registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), 4.0)
+                await asyncio.sleep(1.0)
 
-        world.run(worker, life())
-        assert world.errors == []
+        async def life() -> None:
+            beating = asyncio.create_task(heartbeats())
+            await asyncio.sleep(1.0)
+            for number in range(len(HASHES)):
+                await setup.registry.publish_blocks("d0", "d0-first", HASHES[number : number + 1], [])
+                await asyncio.sleep(world.random.uniform(0.01, 2))
+                for view, replica in seen:
+                    world.log([worker.info.worker_id for worker in view.workers], replica.holders(HASHES))
+                    assert replica.holders(HASHES[: number + 1])[0][0] == number + 1
+            generations = {worker.generation for view, _ in seen for worker in view.workers}
+            setup.redis.process.kill()
+            await asyncio.sleep(5.0)
+            assert {worker.generation for view, _ in seen for worker in view.workers} == generations
+            setup.redis.start(empty=True)
+            await asyncio.sleep(5.0)
+            again = {worker.generation for view, _ in seen for worker in view.workers}
+            assert len(again) == 1
+            assert again != generations
+            world.log(sorted(again))
+            beating.cancel()
+
+        setup.run(life())
         return world.events
 
 
-def test_a_run_is_a_function_of_its_seed(server: RedisServer) -> None:
-    one = run_of(server, 7)
-    assert run_of(server, 7) == one
-    assert run_of(server, 8) != one
-    assert len(one) == 17
+def test_a_run_is_a_function_of_its_seed(store: Store) -> None:
+    one = events_of(store, 7)
+    assert events_of(store, 7) == one
+    assert events_of(store, 8) != one
+    assert len(one) == 2 * len(HASHES) + 1
+
+
+def test_reservations_end_by_simulated_time(setup: Setup) -> None:
+    async def work() -> None:
+        await register_pool(setup.registry, ttl=3600.0)
+        await setup.registry.select_and_reserve(
+            request_id="r", model=MODEL, prompt_tokens=40, max_new_tokens=8, prefill="require", ttl=60.0
+        )
+        await asyncio.sleep(59.0)
+        assert [worker.reserved_tokens for worker in await setup.registry.workers()] == [0, 40]
+        await asyncio.sleep(1.0)
+        assert [worker.reserved_tokens for worker in await setup.registry.workers()] == [0, 0]
+        assert await setup.registry.check_integrity() == []
+
+    setup.run(work())
