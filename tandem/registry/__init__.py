@@ -2,12 +2,12 @@
 
 from tandem.registry.address import RedisAddress
 from tandem.registry.errors import (
+    IncompatibleLayout,
     NoWorkers,
     RegistryError,
     RegistryUnavailable,
     RequestTooLarge,
     StaleIncarnation,
-    StrangeLayout,
 )
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry, Snapshot, Swept
@@ -19,6 +19,7 @@ __all__ = [
     "BlockReplica",
     "ClusterView",
     "Fallback",
+    "IncompatibleLayout",
     "NoWorkers",
     "Place",
     "PrefillPolicy",
@@ -32,7 +33,6 @@ __all__ = [
     "Route",
     "Snapshot",
     "StaleIncarnation",
-    "StrangeLayout",
     "Swept",
     "Worker",
     "WorkerInfo",

@@ -1,4 +1,4 @@
-"""What Redis tells of prefix caches: a stream of numbered batches, and pages of what each worker holds.
+"""What Redis knows of prefix caches: a stream of numbered batches, and pages of what each worker holds.
 
 heads   the last event, and each live worker's last batch      what a reader that has all of it must have come to
 read    the events behind a cursor                             what changed
@@ -18,7 +18,7 @@ AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A lease's generation (each lease taken has a higher one), and how many batches were told of it."""
+    """A lease's generation (each lease taken has a higher one), and how many batches it has published."""
 
     generation: str
     number: int

@@ -20,7 +20,7 @@ class StaleIncarnation(RegistryError):
         self.incarnation = incarnation
 
 
-class StrangeLayout(RegistryError, ValueError):
+class IncompatibleLayout(RegistryError, ValueError):
     """No worker of the other role could pair with this one: its KV layout is none of theirs."""
 
 

@@ -1,6 +1,6 @@
 """How a prompt is looked up in prefix caches: who is known to hold how much of it, and by which marks more is expected.
 
-    held    (so many blocks from the first on, the generations that hold just so many), as a BlockReplica tells
+    held    (so many blocks from the first on, the generations that hold just so many), as a BlockReplica knows
     marks   blocks 1 2 … 16   18 20 … 32   36 40 … 64   72 …   and the last one
             every one         every 2nd    every 4th    every 8th
 

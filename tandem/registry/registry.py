@@ -1,4 +1,4 @@
-"""The cluster's shared truth, in Redis: who is alive, how loaded, what is promised to whom, who holds which KV block.
+"""The cluster's shared truth, in Redis: who is alive, how loaded, what is reserved for whom, who holds which KV block.
 
     register ── heartbeat … ── deregister          a worker's lease; it ends by itself `ttl` after the last heartbeat
     select_and_reserve ── release (tokens) ── release (blocks)        a request's hold on one pair of workers
@@ -22,22 +22,22 @@ from typing import Any, Literal, TypeAlias
 
 import structlog
 
+from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, Connection, RedisConnection
-from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation, StrangeLayout
+from tandem.registry.errors import IncompatibleLayout, NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
 from tandem.registry.prefix import PromptPrefix
-from tandem.registry.together import Together
 from tandem.registry.wire import Argument
 from tandem.registry.worker import Fallback, Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
 
 log = structlog.get_logger(__name__)
-# A reservation that cannot be given back for so long is left to expire.
-GIVE_BACK_S = 60.0
-GIVE_BACK_RETRY_S = 0.5
+# A reservation that cannot be released for so long is left to expire.
+RELEASE_LIMIT_S = 60.0
+RELEASE_RETRY_S = 0.5
 CLOSE_WAIT_S = 1.0
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
 # So many choices and releases in one call: more would keep other gateways waiting.
-MOST_TOGETHER = 24
+MAX_BATCH = 24
 Arguments: TypeAlias = tuple[Argument, ...]
 # What is asked, and its arguments.
 Asked: TypeAlias = tuple[Literal["select", "release"], Arguments]
@@ -65,7 +65,7 @@ class Registry:
     """A client of the registry. Safe for concurrent use within one event loop.
 
     Every call may raise RegistryUnavailable, within `timeout` seconds; whether it took effect is then unknown. What
-    such a call, or a cancelled one, should have given back is given back in the background once Redis answers.
+    such a call, or a cancelled one, should have released is released in the background once Redis answers.
     """
 
     def __init__(self, connection: Connection, client_lease_s: float | None = None) -> None:
@@ -75,8 +75,8 @@ class Registry:
         self.block_feed = BlockFeed(connection)
         self._connection = connection
         self._numbers = count()
-        self._giving_back: set[asyncio.Task[None]] = set()
-        self._together = Together[Asked](self._ask, MOST_TOGETHER)
+        self._releasing: set[asyncio.Task[None]] = set()
+        self._batcher = CallBatcher[Asked](self._ask, MAX_BATCH)
         self._infos: dict[str, WorkerInfo] = {}  # by generation
         self._reading_infos = asyncio.Lock()
 
@@ -84,7 +84,7 @@ class Registry:
     def connect(
         cls, url: str, *, namespace: str = "tandem", timeout: float = 2.0, client_lease_s: float | None = None
     ) -> Registry:
-        """A client of the Redis at `url`, which need not be up yet: `ping` tells.
+        """A client of the Redis at `url`, which need not be up yet: `ping` says.
 
         Raises:
             ValueError: the URL or the namespace is malformed.
@@ -105,13 +105,13 @@ class Registry:
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
         """Take the worker's lease for `ttl` seconds. Another incarnation of this worker loses everything at once.
 
-        A worker that could pair with nobody is refused: live workers of the other role serve its model and revision,
+        A worker that could pair with none is refused: live workers of the other role serve its model and revision,
         and all of them have another KV layout. Other weights are another revision, so they are rolled out side by
         side; for another layout of the same weights, a worker of each role has to come (or those of the other role to
         leave or drain): one that was refused gets in when it registers again within ten minutes.
 
         Raises:
-            StrangeLayout: names both layouts.
+            IncompatibleLayout: names both layouts.
             StaleIncarnation: a later registration has replaced this incarnation, or it has deregistered.
         """
         await self._lease("register", info, load, ttl)
@@ -126,7 +126,7 @@ class Registry:
         return await self._lease("heartbeat", info, load, ttl) == "new"
 
     async def deregister(self, worker_id: str, incarnation: str) -> None:
-        """Give the lease back, if this incarnation has it. It cannot come back."""
+        """End the lease, if this incarnation has it. It cannot come back."""
         await self._connection.call("deregister", worker_id, incarnation)
 
     async def workers(self) -> list[Worker]:
@@ -161,7 +161,7 @@ class Registry:
         takes what costs less by the rates that the workers have measured.
 
         Workers that hold the beginning of the prompt, by `prefix`, are preferred as far as load allows; from now on
-        the chosen ones are expected to hold all of it, until they have told of their blocks.
+        the chosen ones are expected to hold all of it, until they have reported their blocks.
 
         Raises:
             NoWorkers: nobody can take it now; the message says what is missing.
@@ -176,34 +176,34 @@ class Registry:
             prefix.block_size, prefix.marks, prefix.held,
         )  # fmt: skip
         try:
-            status, why, *chosen = await self._together.call(("select", arguments))
+            status, why, *chosen = await self._batcher.call(("select", arguments))
             if status == "ok":
                 fallback = Fallback(chosen[0]) if chosen[0] else None
                 places = [await self._place(*chosen[i : i + 3]) for i in range(1, len(chosen), 3)]
                 return Route.of(places[1] if len(places) == 2 else None, places[0], reservation, why, fallback)
         except BaseException:
-            self._give_back_later("abandon", reservation)
+            self._release_later("abandon", reservation)
             raise
         raise (RequestTooLarge if status == "too large" else NoWorkers)(why)
 
     async def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> bool:
-        """Give back a reservation, or only its prompt tokens. True if this call freed anything.
+        """Release a reservation, or only its prompt tokens. True if this call freed anything.
 
-        An empty id, as of a route chosen without Redis, is nothing to give back.
+        An empty id, as of a route chosen without Redis, holds nothing.
         """
         if not reservation_id:
             return False
         arguments = (reservation_id, "tokens" if prefill_done_only else "all")
         try:
-            return bool(await self._together.call(("release", arguments), patient=True) > 0)
+            return bool(await self._batcher.call(("release", arguments), patient=True) > 0)
         except (RegistryUnavailable, asyncio.CancelledError):
-            self._give_back_later("release", *arguments)
+            self._release_later("release", *arguments)
             raise
 
     async def publish_blocks(
         self, worker_id: str, incarnation: str, stored: Sequence[bytes], removed: Sequence[bytes]
     ) -> None:
-        """Tell which KV blocks the worker's prefix cache has gained and lost, net: no hash in both.
+        """Report which KV blocks the worker's prefix cache has gained and lost, net: no hash in both.
 
         Raises:
             StaleIncarnation: this incarnation holds no lease.
@@ -231,13 +231,13 @@ class Registry:
         return problems
 
     async def close(self) -> None:
-        """Try once more what is still to be given back, end the client's lease and all connections."""
-        if self._giving_back:
-            await asyncio.wait(self._giving_back, timeout=CLOSE_WAIT_S)
-        for task in self._giving_back:
+        """Try the releases that are still due once more, end the client's lease and all connections."""
+        if self._releasing:
+            await asyncio.wait(self._releasing, timeout=CLOSE_WAIT_S)
+        for task in self._releasing:
             task.cancel()
-        await asyncio.gather(*self._giving_back, return_exceptions=True)
-        await self._together.close()
+        await asyncio.gather(*self._releasing, return_exceptions=True)
+        await self._batcher.close()
         if self._client_ttl:
             with suppress(RegistryUnavailable):
                 await self._renew(0)
@@ -252,20 +252,20 @@ class Registry:
         status, *other = await self._connection.call("lease", *owner, _ms(ttl), kind, *fields)
         if status == "stale":
             raise StaleIncarnation(info.worker_id, info.incarnation)
-        if status == "stranger":
-            raise StrangeLayout(_strange(info, *other))
+        if status == "incompatible":
+            raise IncompatibleLayout(_incompatible(info, *other))
         return str(status)
 
     async def _ask(self, asked: Sequence[Asked]) -> Sequence[Any]:
-        """What is given back comes first, so choices see it."""
+        """Releases come first, so choices see them."""
         choices, releases = ([arguments for kind, arguments in asked if kind == one] for one in ("select", "release"))
-        given_back = list(chain.from_iterable(releases))
+        released = list(chain.from_iterable(releases))
         if choices:
             client = self._connection.client_id, self._client_ttl
             requests = chain.from_iterable(choices)
-            called = self._connection.call("select", *client, len(given_back), *given_back, *requests)
+            called = self._connection.call("select", *client, len(released), *released, *requests)
         else:
-            called = self._connection.call("release", *given_back)
+            called = self._connection.call("release", *released)
         answers = iter(await called)
         dropped = iter([next(answers) for _ in releases])
         return [next(answers if kind == "select" else dropped) for kind, _ in asked]
@@ -282,28 +282,28 @@ class Registry:
             if wanted not in self._infos:
                 self._infos = {worker.generation: worker.info for worker in await self.workers()}
 
-    def _give_back_later(self, script: str, *arguments: str) -> None:
-        task = asyncio.create_task(self._give_back(script, *arguments))
-        self._giving_back.add(task)
-        task.add_done_callback(self._gave_back)
+    def _release_later(self, script: str, *arguments: str) -> None:
+        task = asyncio.create_task(self._retry_release(script, *arguments))
+        self._releasing.add(task)
+        task.add_done_callback(self._release_ended)
 
-    async def _give_back(self, script: str, *arguments: str) -> None:
+    async def _retry_release(self, script: str, *arguments: str) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(GIVE_BACK_S):
+            async with asyncio.timeout(RELEASE_LIMIT_S):
                 while True:
                     try:
                         await self._connection.call(script, *arguments)
                         return
                     except RegistryUnavailable:
-                        await asyncio.sleep(GIVE_BACK_RETRY_S)
+                        await asyncio.sleep(RELEASE_RETRY_S)
 
-    def _gave_back(self, task: asyncio.Task[None]) -> None:
-        self._giving_back.discard(task)
+    def _release_ended(self, task: asyncio.Task[None]) -> None:
+        self._releasing.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            log.error("giving back a reservation failed", error=repr(error))
+            log.error("releasing a reservation failed", error=repr(error))
 
 
-def _strange(info: WorkerInfo, worker_id: str, layout_hash: str, role: str) -> str:
+def _incompatible(info: WorkerInfo, worker_id: str, layout_hash: str, role: str) -> str:
     return (
         f"layout_hash: {info.layout_hash} is the KV layout of {info.role} worker {info.worker_id}, and of no live "
         f"{role} worker of model {info.model}, revision {info.revision}: that of {worker_id} is {layout_hash}. "

@@ -2,7 +2,7 @@
 
     1 heads    where every live worker's cache stands now, and the stream's last event
     2 read     the stream up to there; batches come numbered, each changes one worker's slot of the index
-    3 page     whoever is not where its head is (new here, a batch missed, Redis emptied) is read anew, whole
+    3 page     a worker that is not where its head is (new here, a batch missed, Redis emptied) is read anew, whole
     4 follow   the stream as it grows, for `check_s`; then from 1 on again, at once if a batch was missed
 
 A worker read anew gets a new slot, which takes the old one's place when it is complete: so an old snapshot deletes
@@ -139,7 +139,7 @@ class BlockReplica:
             self.num_rereads += 1
 
     async def _fill(self, copy: Copy, worker_id: str) -> bool:
-        """False if the generation has ended meanwhile; the stream tells what came of it."""
+        """False if the generation has ended meanwhile; the stream says what came of it."""
         page = await self._feed.page(worker_id, copy.generation, "0")
         copy.number = page.number if page else 0
         while page:

@@ -2,7 +2,7 @@
 
     info   fixed for one incarnation: where it listens, what it serves
     load   changes with every heartbeat: room and queue
-    reserved_*   what gateways have promised to send it and not yet taken back
+    reserved_*   what gateways hold there for requests, until they release it
 
 In Redis a worker is one hash whose fields are these names; lists are JSON, everything else is plain text, so that Lua
 reads a number without parsing a document.
@@ -92,7 +92,7 @@ class Worker:
     info: WorkerInfo
     load: WorkerLoad
     reserved_tokens: int  # prompt tokens routed here and not yet computed
-    reserved_blocks: int  # blocks promised to sequences routed here
+    reserved_blocks: int  # blocks held for sequences routed here
     generation: str  # of its lease: each one taken has a higher one
 
 

@@ -44,7 +44,7 @@ class Lease:
 
         Raises:
             StaleIncarnation: another start of this worker took its place.
-            StrangeLayout: refused at its registration.
+            IncompatibleLayout: refused at its registration.
         """
         while True:
             try:

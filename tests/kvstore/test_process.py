@@ -157,7 +157,7 @@ def test_its_redis_is_started_again_when_it_dies(tmp_path: Path) -> None:
             assert client.ping()
 
 
-def test_health_tells_whether_redis_answers(tmp_path: Path, own_redis: RedisServer) -> None:
+def test_health_says_whether_redis_answers(tmp_path: Path, own_redis: RedisServer) -> None:
     with kvstore(tmp_path, f"--redis-url={own_redis.url}") as running, channel(running) as opened:
         eventually(lambda: serving(opened), "healthy")
         own_redis.kill()

@@ -1,4 +1,4 @@
-"""What is reserved is given back exactly: under concurrency, cancellation, expiry, death, in any order."""
+"""What is reserved is released exactly: under concurrency, cancellation, expiry, death, in any order."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ async def test_reservations_of_a_dead_client_end_with_its_lease(
 
     assert await eventually(released, 2.0, "released") > 0.2
     await reserve(dead)
-    assert await totals(registry) == (80, 6), "whoever comes back reserves anew"
+    assert await totals(registry) == (80, 6), "a client that comes back reserves anew"
     await dead.close()
     assert await totals(registry) == (40, 3), "a client that closes releases everything"
     await registry.release(other)
 
 
-async def test_sweeping_finds_what_nobody_asked_for(registry: Registry, redis: Redis, namespace: str) -> None:
+async def test_sweeping_finds_what_no_call_has_found(registry: Registry, redis: Redis, namespace: str) -> None:
     await register_pool(registry)
     await registry.publish_blocks("d0", "d0-first", [b"a" * 16, b"b" * 16], [])
     for _ in range(600):
@@ -139,7 +139,7 @@ async def test_a_cancelled_call_keeps_nothing(registry: Registry) -> None:
     async def back() -> bool:
         return await totals(registry) == (0, 0)
 
-    await eventually(back, 2.0, "given back")
+    await eventually(back, 2.0, "released")
 
 
 async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(

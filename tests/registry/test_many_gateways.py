@@ -1,4 +1,4 @@
-"""Eight gateways decide as one does: the same prefix hit rate, the same spread, and everything given back.
+"""Eight gateways decide as one does: the same prefix hit rate, the same spread, and everything released.
 
 Requests are truly concurrent: each wave is sent at once, so with one gateway they share calls and with eight they race.
 """
@@ -95,7 +95,7 @@ async def hit_rate_and_spread(redis: RedisServer, num_gateways: int) -> tuple[fl
             for place in (route.prefill, route.decode):
                 await caches[place.info.worker_id].keep(registry, hashes)
         await asyncio.gather(*(registry.release(route.reservation_id) for route in routes))
-        if number % 2:  # news come later than the requests that they tell of
+        if number % 2:  # reports come later than their requests
             await asyncio.gather(*(gateway.replica.refresh() for gateway in gateways))
     assert await registry.check_integrity() == []
     assert all(w.reserved_tokens == w.reserved_blocks == 0 for w in await registry.workers())

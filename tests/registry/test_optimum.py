@@ -107,8 +107,8 @@ class Costs:
 
     def alone(self, d: Worker, rate: float) -> float:
         rate, uncached = d.load.prefill_tokens_per_s or rate, max(self.uncached(d), 1)
-        halt, halted = (self.queue(d) + uncached) / rate, 1 + d.load.num_running + d.load.num_waiting
-        return (self.queue(d) + 16 * uncached) / rate + halted * halt**2 / (d.load.step_s or 1 / 64) + self.writing(d)
+        pause, paused = (self.queue(d) + uncached) / rate, 1 + d.load.num_running + d.load.num_waiting
+        return (self.queue(d) + 16 * uncached) / rate + paused * pause**2 / (d.load.step_s or 1 / 64) + self.writing(d)
 
     def best(self, workers: list[Worker]) -> float:
         """The cheapest allowed route's cost; infinite if there is none."""

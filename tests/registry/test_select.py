@@ -144,7 +144,7 @@ async def test_a_prompt_of_thousands_of_blocks_is_found_whole(registry: Registry
 
 
 async def test_the_next_request_with_a_prefix_follows_the_first_at_once(registry: Registry) -> None:
-    """Before any worker has told of blocks, and although the first request still waits there."""
+    """Before any worker has reported blocks, and although the first request still waits there."""
     await register_pool(registry, prefill=3, decode=3)
     first, second = [await select(registry, prefix=PREFIX) for _ in range(2)]
     assert first.reason.startswith("remote prefill: 0 prompt tokens cached there, 0 at decode")
@@ -406,7 +406,7 @@ FAST, SLOW = {"prefill_tokens_per_s": 10_000.0}, {"prefill_tokens_per_s": 250.0}
         ({}, SLOW, {}, "remote"),
     ],
     ids=[
-        "a cold prompt that halts", "a cold prompt shorter than a step", "sequences run at decode",
+        "a cold prompt that pauses", "a cold prompt shorter than a step", "sequences run at decode",
         "decode reads slowly", "prefill reads slowly",
         "a queue at prefill", "decode holds it", "decode holds it and is slow and busy", "prefill holds it",
         "both hold it", "decode has measured nothing",
@@ -433,7 +433,7 @@ async def test_auto_takes_what_costs_less(
         (3, {"prefill_tokens_per_s": 4000.0}, {"prefill_tokens_per_s": 2500.0}, "local"),
     ],
     ids=[
-        "3 of 4 blocks", "1 of 4", "none", "and reads another prompt", "which halts others too", "and a long one",
+        "3 of 4 blocks", "1 of 4", "none", "and reads another prompt", "which pauses others too", "and a long one",
         "as does prefill", "and reads half as fast", "a quarter", "and so does prefill, nearly",
     ],
 )  # fmt: skip

@@ -177,7 +177,7 @@ async def test_frozen_redis_bounds_every_call_and_keeps_nothing(own: Registry, o
     async def empty() -> bool:
         return all(w.reserved_tokens == w.reserved_blocks == 0 for w in await own.workers())
 
-    await eventually(empty, 2.0, "everything given back")
+    await eventually(empty, 2.0, "everything released")
     assert await own.check_integrity() == []
 
 

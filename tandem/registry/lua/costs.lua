@@ -3,13 +3,13 @@
 --   prefill p    queue + own reading                          work waiting there, and the prompt less p's hit
 --   move p -> d  what d lacks / p's rate of moving
 --   decode d     how full it is, in steps of its own length
---   alone on d   queue + own reading on d, and how it halts every sequence that runs there
+--   alone on d   queue + own reading on d, and how it pauses every sequence that runs there
 --
--- Reserved and reported tell of the same work, one sooner and one also after Redis lost its memory: the larger counts.
+-- Reserved and reported count the same work, one sooner and one also after Redis lost its memory: the larger counts.
 local NO_ROOM_NOW = 8
 -- A full worker writes each token of an answer later: counted for so many of them.
 local ANSWER_STEPS = 64
--- Work also delays whoever comes next, and a prefix read twice takes another one's room: a hit is worth some queueing.
+-- Work also delays the requests behind it, and a prefix read twice takes another one's room: a hit is worth a queue.
 -- On Mooncake's trace a larger weight finds hardly more hits and a smaller one makes first tokens no faster, with the
 -- readers a third busy or nearly full.
 local OWN_WORK = 16
@@ -57,7 +57,7 @@ local function survey(rows)
 end
 
 -- Sets rows.cost: of reading the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
--- hit counts alike wherever that is: else whoever once seemed a little slower would get hardly anything.
+-- hit counts alike wherever that is: else a worker that once seemed a little slower would get hardly anything.
 local function weigh_prefills(rows, request)
   local costs, able, values, hits = {}, false, rows.values, hits_on(rows, request)
   local prompt, block_size, others_s = request.prompt_tokens, request.block_size, (OWN_WORK - 1) * rows.usual
@@ -74,9 +74,10 @@ local function weigh_prefills(rows, request)
   return able
 end
 
--- Sets rows.cost: of writing the answer, whoever reads, infinite where that cannot be; rows.missing: tokens to be moved
--- there; rows.least: no row costs less than this with what it lacks, moved at `fastest` seconds a token. Returns whether
--- anyone can.
+-- Sets rows.cost: of writing the answer, wherever the prompt is read, infinite where that cannot be;
+-- rows.missing: tokens to be moved there;
+-- rows.least: no row costs less than this with what it lacks, moved at `fastest` seconds a token.
+-- Returns whether any row can take it.
 local function weigh_decodes(rows, request, fastest)
   local costs, missing, least, values, hits = {}, {}, huge, rows.values, hits_on(rows, request)
   local size, prompt, block_size = size_on('decode', request), request.prompt_tokens, request.block_size
@@ -97,12 +98,12 @@ local function weigh_decodes(rows, request, fastest)
 end
 
 -- What d's own reading adds to its cost. One that has read nothing yet is taken to read as fast as the prefill worker
--- that it is compared with. Reading halts each sequence that runs there, and this one when it does: a halt counts by how
--- long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
+-- that it is compared with. Reading pauses each sequence that runs there, and this one when it does: a pause counts by
+-- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
 local function reading_alone(rows, d, compared_token_s)
   local at, values = (d - 1) * WIDTH, rows.values
   local token_s = values[at + UNMEASURED] == 1 and compared_token_s or values[at + TOKEN_S]
   local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
-  local halt = (queue + tokens) * token_s
-  return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * halt * halt / values[at + STEP_S]
+  local pause = (queue + tokens) * token_s
+  return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * pause * pause / values[at + STEP_S]
 end

@@ -1,4 +1,4 @@
--- What is about to be cached: from the moment a request is routed until its workers tell of its blocks, its prompt is
+-- What is about to be cached: from the moment a request is routed until its workers report its blocks, its prompt is
 -- found here, so the next request with the same beginning follows at once, whichever gateway it comes through.
 --
 --   marks of a prompt    blocks 1 2 … 16   18 20 … 32   36 … 64   and its last; each as 4 bytes count, 8 bytes hash

@@ -14,7 +14,7 @@
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
 --   abandoned:<res>        its caller went away while asking for it
 --   fenced:<id> <inc>      an incarnation that may not come back
---   stranger:<role> <layout>  a worker of this role and KV layout was refused, for it could have paired with nobody
+--   refused:<role> <layout>  a worker of this role and KV layout was refused: none could have paired with it
 --   epoch                  when this Redis began to be filled; changes when it lost its memory
 --   generation             the latest one; each lease taken gets one of its own, higher than any before
 --   turn                   counts choices, so that equals take turns

@@ -1,6 +1,6 @@
 -- ARGV: worker id, incarnation, ttl (ms), 'register' or 'heartbeat', then field, value, … of the worker's hash
--- Returns {'new'}, {'renewed'}, {'stale'} or {'stranger', another's id, its layout, its role}. Only a registration
--- replaces another incarnation, or is refused as a stranger's; a heartbeat that finds no lease at all takes one, which is
+-- Returns {'new'}, {'renewed'}, {'stale'} or {'incompatible', another's id, its layout, its role}. Only a registration
+-- replaces another incarnation, or is refused as incompatible; a heartbeat that finds no lease at all takes one, which is
 -- how workers come back after Redis lost its memory.
 local worker_id, incarnation, ttl, kind = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local worker = key('worker', worker_id)
@@ -11,26 +11,26 @@ local new = {}
 for i = 5, #ARGV, 2 do new[ARGV[i]] = ARGV[i + 1] end
 
 -- A worker that none of the other role could pair with: all that live and serve its model and revision have another KV
--- layout. Returns what to answer. So that a cluster in service can still change its layout, a stranger is
+-- layout. Returns what to answer. So that a cluster in service can still change its layout, a refusal is
 -- remembered: the next of the other role with the same layout gets in, and then the first one does when it comes again.
-local STRANGER_MS = 600000
-local function stranger_to()
+local REFUSED_MS = 600000
+local function incompatible_with()
   local other = nil
   for _, id in ipairs(live_workers()) do
     local live = redis.call('HMGET', key('worker', id), 'role', 'layout_hash', 'model', 'revision', 'draining')
     if live[1] ~= new.role and live[3] == new.model and live[4] == new.revision and live[5] == '0' then
       if live[2] == new.layout_hash then return nil end
-      other = {'stranger', id, live[2], live[1]}
+      other = {'incompatible', id, live[2], live[1]}
     end
   end
-  if not other or redis.call('EXISTS', key('stranger', other[4] .. ' ' .. new.layout_hash)) == 1 then return nil end
-  redis.call('SET', key('stranger', new.role .. ' ' .. new.layout_hash), worker_id, 'PX', STRANGER_MS)
+  if not other or redis.call('EXISTS', key('refused', other[4] .. ' ' .. new.layout_hash)) == 1 then return nil end
+  redis.call('SET', key('refused', new.role .. ' ' .. new.layout_hash), worker_id, 'PX', REFUSED_MS)
   return other
 end
 
 local current = redis.call('HGET', worker, 'incarnation')
 if kind == 'register' and current ~= incarnation then
-  local other = stranger_to()
+  local other = incompatible_with()
   if other then return other end
 end
 if current and current ~= incarnation then

@@ -21,7 +21,7 @@ local function forget_if_empty(reservation)
   end
 end
 
--- Gives one part ('tokens' or 'blocks') of a reservation back to its worker. Returns 1 if there was one, else 0.
+-- Releases one part ('tokens' or 'blocks') of a reservation. Returns 1 if there was one, else 0.
 local function drop(reservation, part)
   local worker_id = redis.call('HGET', key('reservation', reservation), part)
   if not worker_id then return 0 end
@@ -35,7 +35,7 @@ local function drop(reservation, part)
   return 1
 end
 
--- Gives back what ARGV says from first to last: reservation, 'tokens' | 'all', and so on in pairs. Returns for each how
+-- Releases what ARGV says from first to last: reservation, 'tokens' | 'all', and so on in pairs. Returns for each how
 -- many parts that were.
 local function drop_each(first, last)
   local dropped = {}

@@ -1,8 +1,8 @@
 -- What choosing knows of workers: for each role and model one string of rows of equal size, row i - 1 for worker names[i].
 --
 --   lease taken ──> a row at the end          heartbeat ──> its numbers, in place
---   lease ended ──> the last row moves there  reserved, given back ──> its two counters, in place
---   choices     ──> read all workers with two commands and one struct.unpack each, for all that go together
+--   lease ended ──> the last row moves there  reserved, released ──> its two counters, in place
+--   choices     ──> read all workers with two commands and one struct.unpack each, for all of a batch
 --
 -- A row is two counters (integers, for BITFIELD) and then doubles:
 --

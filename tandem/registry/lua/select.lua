@@ -1,26 +1,26 @@
 -- Chooses where requests go and reserves room for them: all that came to a gateway while its call before was under way,
 -- one after the other, as one step. Everyone sees them all or none.
 --
---   1 undo      a request sent twice (its answer was lost) gives back what it holds
+--   1 undo      a request sent twice (its answer was lost) releases what it holds
 --   2 read      every worker of the model (rows.lua)
 --   then for each request, in order:
 --   3 hits      what the gateway's replica says, by generation, so nothing counts that has ended; and what is expected
 --   4 weigh     every worker that can take it (costs.lua)
 --   5 choose    the cheapest pair of equal KV layout and a proven link, or the decode worker alone
 --   6 reserve   prompt tokens on the worker that reads it, blocks on the one that decodes
---   7 expect    the prompt's blocks on both, until they tell of them
+--   7 expect    the prompt's blocks on both, until they report them
 --
 -- No worker is left out before it is weighed, so what is chosen is the best there is; the tests compare it with brute
 -- force. Only pairs are left out: once the prefill worker that reads for least has its decode worker, one that could not
 -- win with the cheapest decode worker is paired with none. Every scan starts at another row each time, so that equals take turns.
 --
--- What else is to be given back comes along and goes first, so that choosing sees it.
+-- Other releases come along and go first, so that choosing sees it.
 --
--- ARGV: client, ttl of its own lease (ms, 0: it has none); how many arguments of releases follow, and these (release.lua); then for each request: reservation, model,
---   prompt tokens, new tokens, 'require' | 'prefer' | 'auto' | 'never', ttl (ms), JSON list of excluded worker ids or
---   incarnations, the prompt's revision, block size, marks (expected.lua) and hits:
---   'blocks:generation,generation,… blocks:generation,…'
--- Returns for each release how many parts were given back; then for each request: {'ok', why, Fallback or '', decode
+-- ARGV: client, ttl of its own lease (ms, 0: it has none); how many arguments of releases follow, and these
+--   (release.lua); then for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' |
+--   'never', ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks
+--   (expected.lua) and hits: 'blocks:generation,generation,… blocks:generation,…'
+-- Returns for each release how many parts were released; then for each request: {'ok', why, Fallback or '', decode
 -- worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none', reason}
 -- or {'too large', reason}.
 local ARGUMENTS = 11
@@ -91,7 +91,7 @@ local function pair_with(p, prefills, decodes, best, turn, prove)
   return best
 end
 
--- The cheapest pair, by what reading costs on each prefill row. Whoever reads for least leaves few others to try.
+-- The cheapest pair, by what reading costs on each prefill row. The one that reads for least leaves few others to try.
 local function cheapest_pair(prefills, decodes, turn, prove)
   local reads, count, least, first = prefills.cost, prefills.count, decodes.least, turn % prefills.count + 1
   for i = turn, turn + count - 1 do

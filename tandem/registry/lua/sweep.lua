@@ -1,2 +1,2 @@
--- Forgets what is past its time even where nobody asks. Returns how many leases, reservations and block locations.
+-- Forgets what is past its time even where nothing else calls. Returns how many leases, reservations and block locations.
 return {num_leases_ended, num_reservations_ended, num_blocks_forgotten}

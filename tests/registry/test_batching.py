@@ -1,4 +1,4 @@
-"""Calls that go together: each is answered with its own, whatever it shares a line with."""
+"""Calls in batches: each is answered with its own, whatever shares its batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.registry.together import LINES, Together
+from tandem.registry.batching import CALLS_AT_ONCE, CallBatcher
 
 MOST = 4
 
@@ -19,24 +19,24 @@ async def test_every_call_is_answered_and_no_line_carries_too_many() -> None:
         nonlocal under_way
         under_way += 1
         carried.append(len(numbers))
-        assert under_way <= LINES
+        assert under_way <= CALLS_AT_ONCE
         await asyncio.sleep(0)
         under_way -= 1
         return [2 * number for number in numbers]
 
-    together = Together[int](double, MOST)
+    batcher = CallBatcher[int](double, MOST)
 
     async def caller(number: int) -> None:
         for _ in range(5):  # the next one comes in the moment when a line ends
-            assert await together.call(number) == 2 * number
+            assert await batcher.call(number) == 2 * number
 
     async with asyncio.timeout(5):
         await asyncio.gather(*(caller(number) for number in range(30)))
         for number in range(5):
-            assert await together.call(number) == 2 * number
+            assert await batcher.call(number) == 2 * number
     assert sum(carried) == 155
     assert max(carried) == MOST
-    await together.close()
+    await batcher.close()
 
 
 async def test_an_error_is_told_to_all_that_wait_and_ends_nothing_else() -> None:
@@ -48,15 +48,15 @@ async def test_an_error_is_told_to_all_that_wait_and_ends_nothing_else() -> None
             raise ConnectionError("gone")
         return numbers
 
-    together = Together[int](fail_once, MOST)
+    batcher = CallBatcher[int](fail_once, MOST)
     async with asyncio.timeout(5):
-        errors = await asyncio.gather(*(together.call(number) for number in range(30)), return_exceptions=True)
+        errors = await asyncio.gather(*(batcher.call(number) for number in range(30)), return_exceptions=True)
         assert {type(error) for error in errors} == {ConnectionError}
         broken = False
-        assert await together.call(7) == 7
-    waiting = asyncio.create_task(together.call(8))
+        assert await batcher.call(7) == 7
+    waiting = asyncio.create_task(batcher.call(8))
     await asyncio.sleep(0)
-    await together.close()
+    await batcher.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
@@ -69,17 +69,17 @@ async def test_a_patient_call_goes_with_the_next_one_or_after_a_moment_alone() -
         await asyncio.sleep(0)
         return numbers
 
-    together = Together[int](note, MOST, patience_s=60.0)
+    batcher = CallBatcher[int](note, MOST, patience_s=60.0)
     async with asyncio.timeout(5):
-        assert await together.call(1) == 1
-        patient = [asyncio.create_task(together.call(number, patient=True)) for number in (2, 3)]
+        assert await batcher.call(1) == 1
+        patient = [asyncio.create_task(batcher.call(number, patient=True)) for number in (2, 3)]
         for _ in range(10):
             await asyncio.sleep(0)
         assert carried == [[1]]
-        assert await together.call(4) == 4
+        assert await batcher.call(4) == 4
         assert await asyncio.gather(*patient) == [2, 3]
-    await together.close()
-    alone = Together[int](note, MOST, patience_s=0.001)
+    await batcher.close()
+    alone = CallBatcher[int](note, MOST, patience_s=0.001)
     async with asyncio.timeout(5):
         assert await alone.call(5, patient=True) == 5
     await alone.close()
