@@ -11,7 +11,7 @@ from typing import Any
 from opentelemetry.trace import Tracer
 
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
-from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_token_ids
+from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_prompt
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
@@ -97,9 +97,9 @@ class LLM:
         self.accepted += 1
         longest = self.max_model_len
         for prompt in request.prompts:
-            check_token_ids(prompt, self.model.tokenizer.vocab_size, param)
-            check_length(prompt, request.sampling.max_tokens, longest, param)
-        seed = request.sampling.seed
+            check_prompt(prompt, self.model.tokenizer.vocab_size, param)
+            check_length(prompt, request.given.get("max_tokens"), longest, param)
+        seed = request.given.get("seed")
         return Answer(
             request, self.pipeline, self.metrics, self.spans,
             max_model_len=longest, seed=self.seeds.getrandbits(63) if seed is None else seed,

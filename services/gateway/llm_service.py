@@ -13,10 +13,11 @@ from grpc import aio
 from opentelemetry import context as otel_context
 
 from services.gateway.errors import GatewayError, InvalidRequest
-from services.gateway.generation import RANGES, Answer, Delta, Generation, Sampling, check_sampling, with_defaults
+from services.gateway.generation import Answer, Delta, Generation, read_sampling
 from services.gateway.llm import LLM
 from services.gateway.priority import PriorityClass, tenant_of
 from tandem import rpc
+from tandem.sampling import given_in
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 PRIORITIES = {
@@ -69,8 +70,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             raise InvalidRequest("model is required", "model")
         model = llm.served(request.model)
         prompt, param = await self._prompt(request)
-        sampling = _sampling(request.sampling)
-        check_sampling(sampling, model.tokenizer.vocab_size)
+        given = given_in(request.sampling)
+        sampling = read_sampling(given, model)
         if request.priority not in PRIORITIES:
             raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
         generation = Generation(
@@ -79,7 +80,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             model=model,
             prompts=[prompt],
             n=1,
-            sampling=with_defaults(sampling, model),
+            given=given,
+            sampling=sampling,
             deadline=llm.deadline(context.time_remaining()),
             priority=PRIORITIES[request.priority].priority,
             tenant=tenant_of(_metadata(context), request.tenant, "tenant"),
@@ -125,17 +127,6 @@ def _messages(said: llm_pb2.ChatMessages) -> list[Any]:
                 f"messages[{i}].role must be one of system, user, assistant, got {message.role!r}", "messages"
             )
     return [{"role": message.role, "content": message.content} for message in said.messages]
-
-
-def _sampling(said: llm_pb2.SamplingParams) -> Sampling:
-    given = {name: getattr(said, name) for name in RANGES if said.HasField(name)}
-    return Sampling(
-        **given,
-        logit_bias=dict(said.logit_bias),
-        stop=tuple(said.stop),
-        stop_token_ids=tuple(said.stop_token_ids),
-        ignore_eos=said.ignore_eos,
-    )
 
 
 def _message(kind: Callable[..., Any], answer: Answer, delta: Delta, text: str | None = None) -> Any:

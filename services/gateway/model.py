@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services.gateway.text import ChatTemplate, Tokenizer
-
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+from tandem.sampling import OF_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class ServedModel:
             tokenizer=Tokenizer.load(folder),
             chat_template=ChatTemplate.load(folder),
             eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
-            defaults={key: generation[key] for key in DEFAULTS if generation.get(key) is not None},
+            defaults={key: generation[key] for key in OF_MODEL if generation.get(key) is not None},
             max_model_len=_context_length(config, folder),
             created=created,
         )

@@ -14,9 +14,9 @@ from tandem.engine.types import (
     Progress,
     Request,
     SampledToken,
-    SamplingParams,
     SequenceOutput,
 )
+from tandem.sampling import SamplingParams
 
 __all__ = [
     "BlockRemoved",

@@ -207,7 +207,8 @@ class Engine:
         if not 0 < length < longest:
             raise ValueError(f"token_ids: {length} tokens are not between 1 and max_model_len - 1 = {longest - 1}")
         self._check_token_ids("token_ids", request.token_ids)
-        request.sampling.check(self.model_config.vocab_size)
+        request.sampling.check()
+        request.sampling.check_vocabulary(self.model_config.vocab_size)
         needed, there_are = self._scheduler.blocks_for(total), self._pool.num_blocks
         if needed > there_are:
             raise ValueError(f"token_ids: with max_tokens they need {needed} KV blocks, there are {there_are}")

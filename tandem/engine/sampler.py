@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tandem.engine.sequence import Sequence
-from tandem.engine.types import SampledToken, SamplingParams
+from tandem.engine.types import SampledToken
+from tandem.sampling import SamplingParams
 
 _NARROW = 256
 _CHUNK = 64

@@ -9,12 +9,16 @@ reserve ──> RESERVED ──────────┘
 from __future__ import annotations
 
 import enum
+import struct
 from array import array
 from dataclasses import dataclass, field
 
 from tandem.block_hash import next_hash, root_hash
 from tandem.engine.layout import KVLayout
-from tandem.engine.types import FinishReason, KVSink, Request, SamplingParams
+from tandem.engine.types import FinishReason, KVSink, Request
+from tandem.sampling import SamplingParams
+
+_DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
 
 
 class Status(enum.Enum):
@@ -46,11 +50,15 @@ class Sequence:
     num_registered_blocks: int = 0
     num_cached_tokens: int | None = None
     error: str | None = None
-    draw: bytes = field(init=False)
-    adjusts: bool = field(init=False)
+    draw: bytes = field(init=False)  # what a draw depends on, as the kernels read it
+    adjusts: bool = field(init=False)  # whether logits change before every choice
 
     def __post_init__(self) -> None:
-        self.draw, self.adjusts = self.sampling.draw(), self.sampling.adjusts()
+        sampling = self.sampling
+        top_k = min(sampling.top_k, 2**31)
+        self.draw = _DRAW.pack(sampling.temperature, sampling.top_p, sampling.min_p, top_k, sampling.seed % 2**64)
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        self.adjusts = penalties != (1.0, 0.0, 0.0) or bool(sampling.logit_bias)
 
     @property
     def num_tokens(self) -> int:

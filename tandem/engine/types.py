@@ -8,76 +8,21 @@ Request ── add / reserve ──> Engine ── step ──> SequenceOutput (
 from __future__ import annotations
 
 import enum
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from tandem.engine.step_time import StepTime
-
-_DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
+from tandem.sampling import SamplingParams
 
 
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen. Every default is resolved: `stop_token_ids` includes the end-of-text ids.
-
-    `temperature` 0 is greedy; `top_k` 0 and `logprobs` None are off. `logprobs` n reports the chosen token and the n
-    most likely ones, from the model's own distribution. The draw for token t depends only on (`seed`, t).
-    """
-
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop_token_ids: frozenset[int] = frozenset()
-    logprobs: int | None = None
-    seed: int = 0
-
-    def adjusts(self) -> bool:
-        """Whether logits change before every choice."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
-
-    def draw(self) -> bytes:
-        """What a draw depends on, as the kernels read it."""
-        return _DRAW.pack(self.temperature, self.top_p, self.min_p, min(self.top_k, 2**31), self.seed % 2**64)
-
-    def check(self, vocab_size: int) -> None:
-        """Raises ValueError naming the first field that no model of `vocab_size` tokens can serve."""
-        for name, (ok, allowed) in self._checks(vocab_size):
-            if not ok:
-                raise ValueError(f"{name}: {getattr(self, name)} is not {allowed}")
-
-    def _checks(self, vocab_size: int) -> Iterator[tuple[str, tuple[bool, str]]]:
-        top = self.logprobs
-        yield "max_tokens", (self.max_tokens >= 1, "at least 1")
-        yield "min_tokens", (0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
-        yield "temperature", (0.0 <= self.temperature < float("inf"), "a finite number from 0 up")
-        yield "top_k", (self.top_k >= 0, "0 (off) or more")
-        yield "top_p", (0.0 < self.top_p <= 1.0, "above 0 and at most 1")
-        yield "min_p", (0.0 <= self.min_p <= 1.0, "between 0 and 1")
-        yield "repetition_penalty", (0.0 < self.repetition_penalty < float("inf"), "a finite number above 0")
-        yield "presence_penalty", (abs(self.presence_penalty) < float("inf"), "finite")
-        yield "frequency_penalty", (abs(self.frequency_penalty) < float("inf"), "finite")
-        yield "logit_bias", (all(0 <= t < vocab_size for t in self.logit_bias), f"over ids below {vocab_size}")
-        yield "logit_bias", (all(abs(v) < float("inf") for v in self.logit_bias.values()), "finite")
-        yield "logprobs", (top is None or 0 <= top <= vocab_size, f"between 0 and {vocab_size}")
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.engine import FinishReason, Request, SampledToken, SamplingParams, SequenceOutput
+from tandem.engine import FinishReason, Request, SampledToken, SequenceOutput
+from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2, worker_pb2
 
 FINISH_REASONS = {
@@ -14,26 +15,10 @@ FINISH_REASONS = {
 
 
 def request_of(spec: worker_pb2.SequenceSpec) -> Request:
-    s = spec.sampling
-    sampling = SamplingParams(
-        max_tokens=s.max_tokens,
-        min_tokens=s.min_tokens,
-        temperature=s.temperature if s.HasField("temperature") else 1.0,
-        top_k=s.top_k,
-        top_p=s.top_p if s.HasField("top_p") else 1.0,
-        min_p=s.min_p,
-        repetition_penalty=s.repetition_penalty if s.HasField("repetition_penalty") else 1.0,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        logit_bias=dict(s.logit_bias),
-        stop_token_ids=frozenset(s.stop_token_ids),
-        logprobs=s.logprobs if s.HasField("logprobs") else None,
-        seed=s.seed,
-    )
     return Request(
         request_id=spec.request_id,
         token_ids=list(spec.token_ids),
-        sampling=sampling,
+        sampling=SamplingParams.from_proto(spec.sampling),
         priority=spec.priority,
         cache_salt=spec.cache_salt,
     )

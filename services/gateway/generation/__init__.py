@@ -10,18 +10,14 @@ from services.gateway.generation.background import BackgroundTasks
 from services.gateway.generation.choice import Delta
 from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.request import (
-    RANGES,
     Generation,
-    Sampling,
     check_length,
-    check_sampling,
-    check_token_ids,
-    with_defaults,
+    check_prompt,
+    read_sampling,
 )
 
 __all__ = [
     "CLIENT_LEFT",
-    "RANGES",
     "REASONS",
     "WORKER_LOST",
     "Answer",
@@ -31,10 +27,8 @@ __all__ = [
     "Generation",
     "Outcome",
     "Pipeline",
-    "Sampling",
     "check_length",
-    "check_sampling",
-    "check_token_ids",
+    "check_prompt",
+    "read_sampling",
     "tracing",
-    "with_defaults",
 ]

@@ -21,6 +21,8 @@ from services.gateway.errors import GatewayError
 from services.gateway.generation.request import Generation
 
 PROVIDER = "tandem"
+# Those of the GenAI semantic conventions.
+SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty"}
 
 
 def tracer() -> Tracer:
@@ -40,13 +42,11 @@ def metadata(context: Context) -> list[tuple[str, str]]:
 
 
 def start_root(spans: Tracer, request: Generation) -> Span:
-    model, sampling = request.model.name, request.sampling
+    model = request.model.name
     span = spans.start_span(f"{request.operation} {model}", context=request.parent, kind=SpanKind.SERVER)
     if not span.is_recording():
         return span
-    asked = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
-    asked |= {name: getattr(sampling, name) for name in ("frequency_penalty", "presence_penalty")}
-    span.set_attributes({f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None})
+    span.set_attributes({f"gen_ai.request.{name}": value for name, value in request.given.items() if name in SAMPLING})
     span.set_attributes(
         {
             "gen_ai.operation.name": request.operation,
@@ -59,8 +59,8 @@ def start_root(spans: Tracer, request: Generation) -> Span:
             "gen_ai.request.n": request.n,
         }
     )
-    if sampling.stop:
-        span.set_attribute("gen_ai.request.stop_sequences", list(sampling.stop))
+    if request.sampling.stop:
+        span.set_attribute("gen_ai.request.stop_sequences", list(request.sampling.stop))
     return span
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, Sampling
+from services.gateway.generation import Delta, read_sampling
 from services.gateway.http import schema
-from services.gateway.http.format import Format, ParsedBody, logprob_entries, read_sampling
+from services.gateway.http.format import Format, ParsedBody, logprob_entries
 from services.gateway.llm import LLM
 from services.gateway.text import Tokenizer
 
@@ -20,19 +20,21 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
     Raises:
         GatewayError
     """
-    found = schema.read(schema.ChatBody, body)
+    found, given = schema.read(schema.ChatBody, body)
     llm.served(found.model)
     if not found.messages:
         raise InvalidRequest("messages must not be empty", "messages")
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(found.messages)]
     names = {"logprobs": "top_logprobs"}
-    sampling = Sampling(logprobs=_logprobs(found))
+    if (logprobs := _logprobs(found)) is not None:
+        given["logprobs"] = logprobs
     if found.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-        found.max_tokens = found.max_completion_tokens
+        given["max_tokens"] = found.max_completion_tokens
     return ParsedBody(
         body=found,
-        sampling=read_sampling(found, sampling, llm.model, names),
+        given=given,
+        sampling=read_sampling(given, llm.model, names),
         prompts=[await llm.encode_chat(messages)],
         param="messages",
         operation="chat",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, Sampling
+from services.gateway.generation import Delta, read_sampling
 from services.gateway.http import schema
-from services.gateway.http.format import Format, ParsedBody, read_sampling, token_text
+from services.gateway.http.format import Format, ParsedBody, token_text
 from services.gateway.llm import LLM
 from services.gateway.text import Tokenizer
 from tandem.v1 import llm_pb2
@@ -19,17 +19,18 @@ async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
     Raises:
         GatewayError
     """
-    found = schema.read(schema.CompletionBody, body)
+    found, given = schema.read(schema.CompletionBody, body)
     llm.served(found.model)
-    if found.echo and found.logprobs is not None:
+    if found.echo and "logprobs" in given:
         raise InvalidRequest("echo: logprobs of the prompt are not supported by this server", "echo")
-    sampling = read_sampling(found, Sampling(logprobs=found.logprobs), llm.model, {})
+    sampling = read_sampling(given, llm.model)
     said = _prompts(found.prompt)
     prompts = [await llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in said]
     tokenizer = llm.model.tokenizer
     echoes = [_text(prompt, tokenizer) for prompt in said] if found.echo else []
     return ParsedBody(
         body=found,
+        given=given,
         sampling=sampling,
         prompts=prompts,
         param="prompt",

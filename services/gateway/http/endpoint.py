@@ -80,6 +80,7 @@ class GenerateEndpoint:
             model=self._llm.model,
             prompts=found.prompts,
             n=body.n or 1,
+            given=found.given,
             sampling=found.sampling,
             deadline=deadline,
             priority=priority_of(body.service_tier, body.priority),

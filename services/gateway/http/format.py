@@ -1,4 +1,4 @@
-"""What the two generation endpoints share: reading sampling fields, and the shape of answers.
+"""What the two generation endpoints share: the shape of answers.
 
 whole answer    {"id", "object", "created", "model", "choices": [...], "usage"}
 stream          the same envelope around each delta; a last one with usage where asked for
@@ -7,20 +7,16 @@ stream          the same envelope around each delta; a last one with usage where
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.gateway.errors import InvalidRequest
-from services.gateway.generation import RANGES, REASONS, Answer, Delta, Outcome, Sampling, check_sampling, with_defaults
+from services.gateway.generation import REASONS, Answer, Delta, Outcome
 from services.gateway.http.schema import GenerationBody
 from services.gateway.metrics import PATHS
-from services.gateway.model import ServedModel
 from services.gateway.text import Tokenizer
 from services.gateway.workers import Tokens
+from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
-
-# The endpoints differ in how they ask for logprobs: they are in `start`.
-SAME = RANGES.keys() - {"logprobs"}
 
 
 class Format(Protocol):
@@ -40,7 +36,8 @@ class ParsedBody:
     """A body that was read and checked, except for the length of its prompts."""
 
     body: GenerationBody
-    sampling: Sampling
+    given: Mapping[str, Any]
+    sampling: SamplingParams
     prompts: Sequence[Sequence[int]]
     param: str
     operation: str
@@ -109,26 +106,6 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     return Delta(deltas[-1].choice, text, tokens, offsets, deltas[-1].finish_reason)
 
 
-def read_sampling(body: GenerationBody, start: Sampling, model: ServedModel, names: Mapping[str, str]) -> Sampling:
-    """The body's sampling fields on top of `start`, checked, with the model's defaults.
-
-    Raises:
-        InvalidRequest
-    """
-    if body.n is not None and body.n < 1:
-        raise InvalidRequest(f"n must be at least 1, got {body.n}", "n")
-    sampling = replace(
-        start,
-        **{name: getattr(body, name) for name in SAME},
-        logit_bias={_token_id(key): bias for key, bias in (body.logit_bias or {}).items()},
-        stop=tuple(body.stop or ()),
-        stop_token_ids=body.stop_token_ids or (),
-        ignore_eos=bool(body.ignore_eos),
-    )
-    check_sampling(sampling, model.tokenizer.vocab_size, names)
-    return with_defaults(sampling, model)
-
-
 def logprob_entries(tokenizer: Tokenizer, logprobs: Sequence[llm_pb2.TokenLogprobs]) -> list[dict[str, Any]]:
     """As chat completions word them."""
     return [
@@ -147,10 +124,3 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token_id)
     return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
-
-
-def _token_id(key: str) -> int:
-    try:
-        return int(key)
-    except ValueError:
-        raise InvalidRequest(f"logit_bias: {key!r} is not a token id", "logit_bias") from None

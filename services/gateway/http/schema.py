@@ -1,16 +1,18 @@
 """The bodies of OpenAI's two generation endpoints, and vLLM's extensions of them.
 
-Types only: ranges are checked where both doors meet (`request.py`). A field that this server knows and does not do
-is refused by name unless it asks for what happens anyway; so is a field that nobody knows. null means unsaid.
+Types only: ranges are checked where both doors meet (`tandem/sampling.py`). A field that this server knows and does
+not do is refused by name unless it asks for what happens anyway; so is a field that nobody knows. null means unsaid.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
 
 from services.gateway.errors import InvalidRequest
+from tandem.sampling import TYPES
 
 HARMLESS = frozenset(
     ("metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -67,11 +69,11 @@ AS_IS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-Strings = Annotated[list[str], BeforeValidator(_as_list)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 
 
 class Body(BaseModel):
@@ -89,20 +91,6 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: Strings | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
     service_tier: str | None = None
     priority: int | None = None
     user: str | None = None
@@ -112,7 +100,6 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     prompt: Any
     echo: bool | None = None
-    logprobs: int | None = None
 
 
 class Message(Body):
@@ -129,23 +116,38 @@ class ChatBody(GenerationBody):
 
 
 B = TypeVar("B", bound=GenerationBody)
+# What OpenAI types more loosely than SamplingParams does.
+LOOSE = {"stop": Strings}
 
 
-def read(schema: type[B], body: bytes) -> B:
-    """
+@cache
+def _with_sampling(schema: type[B]) -> type[B]:
+    """A field more for each sampling parameter that the schema does not have in a form of its own."""
+    types = {name: LOOSE.get(name, kind) for name, kind in TYPES.items() if name not in schema.model_fields}
+    fields: dict[str, Any] = {name: (kind | None, None) for name, kind in types.items()}
+    return create_model(schema.__name__, __base__=schema, **fields)
+
+
+def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
+    """The body, and the sampling parameters that it gives.
+
     Raises:
         InvalidRequest: naming the first field that is wrong.
     """
+    full = _with_sampling(schema)
     try:
-        found = schema.model_validate_json(body)
+        found = full.model_validate_json(body)
     except ValidationError as error:
         raise _complaint(error) from None
     _refuse_extras(found, "")
+    if found.n is not None and found.n < 1:
+        raise InvalidRequest(f"n must be at least 1, got {found.n}", "n")
     if found.stream_options is not None:
         if not found.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         _refuse_extras(found.stream_options, "stream_options.")
-    return found
+    given = {name: getattr(found, name) for name in full.model_fields.keys() - schema.model_fields.keys()}
+    return found, {name: value for name, value in given.items() if value is not None}
 
 
 def refuse_message_extras(message: Message, param: str) -> None:
@@ -182,6 +184,8 @@ def _complaint(error: ValidationError) -> InvalidRequest:
 
 def _param(location: tuple[int | str, ...]) -> str:
     text = ""
+    if location[-1:] == ("[key]",):  # of a mapping: what is wrong is its key
+        location = location[:-2]
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
     return text.removeprefix(".")

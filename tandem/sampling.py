@@ -1,0 +1,155 @@
+"""How the tokens of an answer are chosen: every sampling parameter with its type, range and default.
+
+    HTTP body | llm.proto  ->  what the client gave  ->  SamplingParams  ->  llm.proto  ->  worker  ->  sampler
+                               model's generation_config where it gave nothing
+
+Names are those of llm.proto and of the HTTP bodies. A new parameter is a field there, a field here, and what the
+sampler does with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, get_type_hints
+
+MAX_LOGPROBS = 20  # for clients
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+MAX_BIAS = 100.0
+
+
+class InvalidParameter(ValueError):
+    """A parameter that cannot be served; `problem` says what would be right."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name = name
+        self.problem = problem
+
+
+def _number(default: float | None, low: float, high: float, of_model: bool = False) -> Any:
+    """`of_model`: the model's generation_config may have a default of its own."""
+    return field(default=default, metadata={"range": (low, high), "of_model": of_model})
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Every default resolved. `temperature` 0 is greedy; `top_k` 0 and `logprobs` None are off.
+
+    `logprobs` n reports the chosen token and the n most likely ones, from the model's own distribution. The draw for
+    token t depends only on (`seed`, t). For workers `stop` is empty, for they know no text, and `stop_token_ids` has
+    the model's end-of-text ids unless `ignore_eos`.
+    """
+
+    max_tokens: int = _number(2**31 - 1, 1, 2**31 - 1)  # the model's context ends an answer, too
+    min_tokens: int = _number(0, 0, 2**31 - 1)
+    temperature: float = _number(1.0, 0.0, 2.0, of_model=True)
+    top_k: int = _number(0, 0, 2**31 - 1, of_model=True)
+    top_p: float = _number(1.0, 0.0, 1.0, of_model=True)
+    min_p: float = _number(0.0, 0.0, 1.0, of_model=True)
+    repetition_penalty: float = _number(1.0, 0.01, 10.0, of_model=True)
+    presence_penalty: float = _number(0.0, -2.0, 2.0)
+    frequency_penalty: float = _number(0.0, -2.0, 2.0)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = field(default_factory=tuple)
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    logprobs: int | None = _number(None, 0, 2**31 - 1)
+    seed: int = _number(0, -(2**63), 2**64 - 1)
+    ignore_eos: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """What a client gave, by name, checked. -1 is another word for `top_k` 0.
+
+        Raises:
+            InvalidParameter
+        """
+        made = cls(**given)
+        if made.top_k == -1:
+            made = dataclasses.replace(made, top_k=0)
+        made.check()
+        if (made.logprobs or 0) > MAX_LOGPROBS:
+            raise InvalidParameter("logprobs", f"must be between 0 and {MAX_LOGPROBS}, got {made.logprobs}")
+        return dataclasses.replace(made, seed=made.seed % 2**64)
+
+    @classmethod
+    def from_proto(cls, message: Any) -> Self:
+        """`message`: tandem.v1.SamplingParams. Not checked."""
+        return cls(**given_in(message))
+
+    def to_proto(self, message: Any) -> None:
+        """Into an empty tandem.v1.SamplingParams."""
+        for name in NAMES:
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                getattr(message, name).update(value)
+            elif isinstance(value, tuple | frozenset):
+                getattr(message, name).extend(sorted(value) if isinstance(value, frozenset) else value)
+            elif value is not None:
+                setattr(message, name, value)
+
+    def check(self) -> None:
+        """
+        Raises:
+            InvalidParameter: the first one that no model can serve.
+        """
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InvalidParameter(name, f"must be between {low} and {high}, got {value}")
+        if self.top_p == 0:
+            raise InvalidParameter("top_p", "must be above 0")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                "min_tokens", f"must not be above max_tokens, got {self.min_tokens} and {self.max_tokens}"
+            )
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidParameter("stop", f"must have at most {MAX_STOPS} strings, got {len(self.stop)}")
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise InvalidParameter("stop", f"strings must have 1 to {MAX_STOP_LENGTH} characters, got {len(text)}")
+        for token, bias in self.logit_bias.items():
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise InvalidParameter(
+                    "logit_bias", f"must be between -{MAX_BIAS} and {MAX_BIAS}, got {bias} for token {token}"
+                )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """
+        Raises:
+            InvalidParameter: what a model of `vocab_size` tokens cannot serve.
+        """
+        check_token_ids("logit_bias", self.logit_bias, vocab_size)
+        if (self.logprobs or 0) > vocab_size:
+            raise InvalidParameter("logprobs", f"must be at most {vocab_size}, the size of the vocabulary")
+
+
+def check_token_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    """
+    Raises:
+        InvalidParameter: naming the first one that is not among `vocab_size` tokens.
+    """
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidParameter(name, f"has token id {wrong}, which is not in the vocabulary of {vocab_size}")
+
+
+def given_in(message: Any) -> dict[str, Any]:
+    """The fields that are set in a tandem.v1.SamplingParams, as SamplingParams takes them."""
+    return {found.name: CONTAINERS.get(found.name, _same)(value) for found, value in message.ListFields()}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_FIELDS = dataclasses.fields(SamplingParams)
+NAMES = tuple(one.name for one in _FIELDS)
+TYPES: dict[str, Any] = get_type_hints(SamplingParams)
+RANGES: dict[str, tuple[float, float]] = {one.name: one.metadata["range"] for one in _FIELDS if "range" in one.metadata}
+OF_MODEL = tuple(one.name for one in _FIELDS if one.metadata.get("of_model"))
+CONTAINERS: dict[str, Any] = {
+    one.name: one.default_factory for one in _FIELDS if one.default_factory is not dataclasses.MISSING
+}
