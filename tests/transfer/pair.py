@@ -38,19 +38,19 @@ class Outcome:
     """How one expected transfer ended: ("commit", payload, bytes) or ("abort", code, reason)."""
 
     def __init__(self) -> None:
-        self._told: queue.Queue[tuple[object, ...]] = queue.Queue()
+        self._ended: queue.Queue[tuple[object, ...]] = queue.Queue()
 
     def on_commit(self, payload: bytes, num_bytes: int) -> None:
-        self._told.put(("commit", payload, num_bytes))
+        self._ended.put(("commit", payload, num_bytes))
 
     def on_abort(self, code: str, reason: str) -> None:
-        self._told.put(("abort", code, reason))
+        self._ended.put(("abort", code, reason))
 
     def get(self, timeout: float = SOON) -> tuple[object, ...]:
-        return self._told.get(timeout=timeout)
+        return self._ended.get(timeout=timeout)
 
     def silent(self) -> bool:
-        return self._told.empty()
+        return self._ended.empty()
 
 
 @dataclass

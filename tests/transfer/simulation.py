@@ -1,10 +1,10 @@
-"""The protocol's real code in a simulated world: one link, a clock that is a number, a network that loses and lies.
+"""The protocol's real code in a simulated world: one link, a clock that is a number, a network that loses and damages.
 
     sender protocol --encoded messages--> wire --> receiver protocol --> cache
                     <-------------------- wire <--
 
 Every message is encoded and parsed again, as on a socket. The wire may drop, double, reorder and damage messages, or
-deliver one as another incarnation would have sent it; in shm mode the arena itself may be scribbled on.
+deliver one as another incarnation would have sent it; in shm mode the arena itself may be overwritten.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Chances:
     swap: float = 0.0
     damage: float = 0.0
     stale: float = 0.0
-    scribble: float = 0.0
+    overwrite: float = 0.0
     cancel: float = 0.0
     abort: float = 0.0
 
@@ -107,9 +107,16 @@ class World:
         ]
         transfer = Transfer(name, there, first_block, source.reshape(NUM_LAYERS, num_blocks, BLOCK_BYTES), todo)
         ids = np.array(there, np.int64)
-        told = transfer.endings
+        endings = transfer.endings
         self.table.expect(
-            Landing(name, ids, first_block, DEADLINE, lambda *_: told.append("commit"), lambda *_: told.append("abort"))
+            Landing(
+                name,
+                ids,
+                first_block,
+                DEADLINE,
+                lambda *_: endings.append("commit"),
+                lambda *_: endings.append("abort"),
+            )
         )
         self.transfers.append(transfer)
         if not self.lost:
@@ -141,13 +148,13 @@ class World:
             self.now += 0.5
 
     def exchange(self, *, faults: bool) -> None:
-        """Both sides tick, what they say travels, and what arrives is taken in, until nothing moves."""
+        """Both sides tick, what they say travels, and what arrives is received, until nothing moves."""
         for _ in range(50):
             self._tick()
             if not self.lost:
                 self._collect(self.sender.outbox, self.there)
                 self._collect(self.receiver.outbox, self.back)
-            self._take_back()
+            self._collect_slots()
             self._report()
             if not self.there and not self.back:
                 return
@@ -162,7 +169,7 @@ class World:
                 self.sender.commit(transfer.outgoing, transfer.name.encode())
         except TransferError:
             transfer.outgoing = None  # it has failed or is committed: nothing more to do
-        self._take_back()
+        self._collect_slots()
 
     def _push(self, transfer: Transfer, outgoing: Outgoing, layer: int, block: int, count: int) -> None:
         slot = self.free.pop()
@@ -171,7 +178,7 @@ class World:
         payload[:] = transfer.source[layer, start : start + count].reshape(-1)
         body = None if isinstance(self.side, SharedSide) else payload.data
         self.sender.frame(outgoing, layer, block, count, Payload(slot, len(payload), checksum(payload.data), body))
-        if self._chance("scribble"):
+        if self._chance("overwrite"):
             payload[self.random.randrange(len(payload))] ^= 1
 
     def _cancel(self, transfer: Transfer) -> None:
@@ -253,7 +260,7 @@ class World:
             else:
                 self.receiver.sent([message], self.now)
 
-    def _take_back(self) -> None:
+    def _collect_slots(self) -> None:
         self._release(message for message in self.receiver.read if message.offset != INLINE)
         self.receiver.read.clear()
         self.free += self.sender.credits

@@ -182,13 +182,13 @@ def test_the_sender_may_abort_at_each_step(pair: Pair, step: str) -> None:
     committed = push.commit(b"") if step == "committed" else None
     push.abort("the client left")
     push.abort("the client left")
-    told = outcome.get()
+    ended = outcome.get()
     if committed is None:
-        assert told == ("abort", "ABORTED", "the client left")
+        assert ended == ("abort", "ABORTED", "the client left")
         with pytest.raises(TransferError, match="ABORTED"):
             push.push(0, 0, [4, 5], pair.source[0])
     else:  # the commit may have been faster, which is no less right
-        assert told[0] == "commit" or told[1] == "ABORTED"
+        assert ended[0] == "commit" or ended[1] == "ABORTED"
         assert committed.done()
     pair.moves("next", [1, 2], [6, 7])
     assert outcome.silent()

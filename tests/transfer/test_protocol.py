@@ -17,7 +17,7 @@ from tests.transfer.simulation import ARENA_SLOTS, DEADLINE, NUM_BLOCKS, Chances
 
 chance = st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.3])
 every_chance = st.builds(
-    Chances, drop=chance, double=chance, swap=chance, damage=chance, stale=chance, scribble=chance, cancel=chance,
+    Chances, drop=chance, double=chance, swap=chance, damage=chance, stale=chance, overwrite=chance, cancel=chance,
     abort=chance,
 )  # fmt: skip
 

@@ -1,10 +1,10 @@
-// Rows of a KV cache to one contiguous payload and back, each with the payload's xxh3_64 (as the xxhash library's).
+// Copies rows of a KV cache to one contiguous payload and back, and returns its xxh3_64 (the xxhash library's).
 //
-//   gather    row -> payload, through the caches or past them by way of memory: whichever is faster now (store_policy.py)
-//   scatter   payload -> row, past the caches: nobody reads the rows soon, and no line is fetched to be written
+//   gather    row -> payload, stored through the caches or past them: whichever is faster now (store_policy.py)
+//   scatter   payload -> row, stored past the caches: the rows are not read soon, and no line is fetched to be written
 //
-// A stripe of 64 bytes is read once, stored and summed, so the sum vouches for what was stored. Meanwhile the stripe
-// a row further is asked for: rows lie scattered, and the CPU's own foresight ends with each.
+// Each stripe of 64 bytes is read once, stored and summed, so the sum is of what was stored. The stripe one row further
+// is prefetched: rows lie scattered, and the CPU's own prefetching ends with each.
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -86,7 +86,7 @@ static inline Pair scrambled(Pair lanes)
     return (Pair){scrambled_half(lanes.low, key.low), scrambled_half(lanes.high, key.high)};
 }
 
-// A sum under way: `left` stripes are still to come, `next` says how many of this block have come.
+// A sum in progress: `left` stripes are still to come; `next` is how many of this block have come.
 typedef struct {
     Pair lanes;
     int64_t left;

@@ -4,8 +4,8 @@
     at any time: cancel (silent), or a bad frame, ABORT, loss of the link, deadline -> aborted
     a transfer expected of one sender alone does not wait for its BEGIN once that sender's link is lost
 
-A transfer is reported as ended, or fenced, only when no write to its blocks is under way: its owner may give them to
-another sequence at once.
+A transfer is reported as ended, or fenced, only when no write to its blocks is under way: its owner may assign them
+to another sequence at once.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
            -> written: the payload may be overwritten, and the sum decides
 
 Blocks in the wrong place are impossible, for only this side knows physical ids; bytes that fail their sum stay
-invisible, for their transfer aborts. The sum is taken after the copy, so a sender that scribbles over its arena between
-the two is found out.
+invisible, for their transfer aborts. The sum is taken of what was copied, so a sender that overwrites a payload too
+early is found out.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ReceiverProtocol:
         landing.writing = False
         if landing.cancelled:
             self.landings.settle(landing)
-        elif landing.error:  # it ended meanwhile, and only now may its owner know
+        elif landing.error:  # it ended during the write, and only now may its owner know
             self.landings.report(landing)
         elif seen_sum != message.payload_sum:
             self._fail_transfer(message, "DATA_LOSS", f"checksum of layer {message.layer}, block {message.first_block}")

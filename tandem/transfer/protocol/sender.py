@@ -141,7 +141,7 @@ class SenderProtocol:
         outgoing.state = State.COMMITTING
 
     def abort(self, outgoing: Outgoing, error: TransferError) -> None:
-        """Fails the transfer for this reason and tells the receiver; nothing to do where it has ended."""
+        """Fails the transfer for this reason, here and at the receiver; does nothing once it has ended."""
         if outgoing.handle in self._live:
             self._end(outgoing, error)
             self._send(Kind.ABORT, outgoing.handle, Failure(code=error.code, message=error.message).packed())

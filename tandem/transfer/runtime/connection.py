@@ -3,7 +3,7 @@
     each step  read a few messages and hand them over -> write what the end has to say -> tick, now and then
                -> idle once nothing has moved for as long as the end is patient: until the stream is ready, somebody
                   wakes it, or something falls due
-    the end    of the stream, of the peer's life, by a bad message or by `close`: the end hears of it exactly once
+    the end    of the stream, of the peer's life, by a bad message or by `close`: `closed` is called exactly once
 
 Messages are read and written in bursts: on a busy link a thread switch costs more than the message. For the same reason
 a thread that queues a small message writes it too, one thread at a time.
@@ -58,7 +58,7 @@ class End(Protocol):
 
 @runtime_checkable
 class Watched(Protocol):
-    """A stream or a listener that tells an event loop when it may be ready."""
+    """A stream or a listener that notifies an event loop when it may be ready."""
 
     def watch(self, ready: Callable[[], None]) -> None: ...
 
@@ -86,7 +86,7 @@ class Connection:
         self._parts: deque[memoryview] = deque()
         self._tick_at = self._moved_at = 0.0
         self._asleep = False
-        self._writer = threading.Lock()  # whoever holds it writes
+        self._writer = threading.Lock()  # its holder writes
         self._over = False
 
     def start(self) -> None:

@@ -29,7 +29,7 @@ class Running(Protocol):
     @property
     def alive(self) -> bool: ...
     def join(self) -> None:
-        """Waits, for a bounded time, until a task that has been told to end has ended."""
+        """After the task was asked to end: waits, for a bounded time, until it has."""
 
 
 class Driver(Protocol):

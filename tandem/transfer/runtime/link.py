@@ -19,7 +19,7 @@ from tandem.transfer.runtime.sending_end import SendingEnd
 
 
 class Push:
-    """One sequence's KV blocks on their way. One thread pushes; any thread may abort."""
+    """One sequence's KV blocks being sent. One thread pushes; any thread may abort."""
 
     def __init__(self, end: SendingEnd, connection: Connection, outgoing: Outgoing) -> None:
         self._end, self._connection, self._outgoing = end, connection, outgoing

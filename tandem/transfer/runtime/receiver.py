@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Thread-safe. Callbacks run on its threads and must be short: a link reads nothing meanwhile and soon seems dead.
+    """Thread-safe. Callbacks run on its threads and must be short: a link reads nothing while one runs.
 
     kv_cache: one contiguous tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) a layer.
     max_frame_bytes: the largest frame a sender may send, and so the memory each tcp link may take.

@@ -61,7 +61,7 @@ class ReceivingEnd:
         self._landings.report(self._protocol.ended)
 
     def _write(self, write: Write) -> None:
-        """Copies and sums the payload, or a probe's only sums; what the sum vouches for is what was copied."""
+        """Copies and sums the payload, or only sums a probe's; the sum is of what was copied."""
         seen, side, message = -1, self._protocol.side, write.message
         assert side is not None
         try:

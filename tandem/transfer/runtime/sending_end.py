@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class Probe:
-    """Bytes on their way there; the future's result is the seconds until the receiver has said that it saw them."""
+    """Bytes being sent; resolves to the seconds until the receiver has confirmed that it saw them."""
 
     left: int
     start: float

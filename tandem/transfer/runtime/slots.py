@@ -1,7 +1,7 @@
 """A link's outgoing memory, cut into slots.
 
 slot    free -> taken (gather, checksum) -> lent (queued, being read) -> free
-        in shared memory first in, first out, for what another core has just read is dear to write again
+        in shared memory first in, first out, because a line that another core has just read is slow to write again
         inline last in, first out: the working set stays small enough for the CPU's caches
 """
 

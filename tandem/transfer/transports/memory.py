@@ -168,7 +168,7 @@ class MemoryNetwork:
         with self._lock:
             listener = self._listeners.get(address)
         if listener is None:
-            raise ConnectionRefusedError(f"nobody listens at {address}")
+            raise ConnectionRefusedError(f"nothing listens at {address}")
         return listener.connect()
 
     def forget(self, address: str) -> None:

@@ -104,7 +104,7 @@ class ShmReceiveSide(HostReceiveSide):
         for message in messages:
             count = self._ring[0]
             self._ring[1 + count % RING] = message.offset
-            self._ring[0] = count + 1  # after the slot: whoever sees the count finds it
+            self._ring[0] = count + 1  # after the slot: a sender that sees the count finds it
 
 
 class ShmTransport(Transport):
