@@ -43,9 +43,9 @@ class Admission:
         finally:
             self._line.remove(turn)
             heapq.heapify(self._line)
-            self.room()
+            self.look_again()
 
-    def room(self) -> None:
+    def look_again(self) -> None:
         """Blocks may have become free: let the first in line look again."""
         if self._line:
             self._line[0][2].set()

@@ -139,8 +139,7 @@ class Gateway:
         except RegistryUnavailable as error:
             log.warning("registry unavailable: no workers known yet", error=str(error))
         self._run(view.run())
-        gateway_id = self._ports.new_id()
-        pool = WorkerPool(view, model.name, gateway_id, self._ports.connect)
+        pool = WorkerPool(view, model.name, self._ports.connect, self._ports.new_id)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
         metrics = Metrics(CollectorRegistry(), model.name)
@@ -150,7 +149,7 @@ class Gateway:
         router = self._make_router(registry, view, replica, model.name, settings.disaggregation)
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
-        cluster = ClusterAccess(gateway_id, router, pool, spans, self._background)
+        cluster = ClusterAccess(router, pool, spans, self._background)
         self.llm = LLM(
             settings=settings,
             model=model,

@@ -62,7 +62,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     def num_running(self) -> int:
         return len(self._waiting)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._sender.close()
 
     def on_outputs(self, outputs: list[SequenceOutput]) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/worker.proto\"\x9f\x01\n\x0eReserveRequest\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x15\n\rlocal_prefill\x18\x04 \x01(\x08\x12\x1b\n\x13prefill_incarnation\x18\x05 \x01(\t\";\n\x0fReserveResponse\x12(\n\x06ticket\x18\x01 \x01(\x0b\x32\x18.tandem.v1.LandingTicket\")\n\x13StreamTokensRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"W\n\x14StreamTokensResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12*\n\x07outputs\x18\x02 \x03(\x0b\x32\x19.tandem.v1.SequenceOutput\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse2\xe0\x01\n\rDecodeService\x12@\n\x07Reserve\x12\x19.tandem.v1.ReserveRequest\x1a\x1a.tandem.v1.ReserveResponse\x12Q\n\x0cStreamTokens\x12\x1e.tandem.v1.StreamTokensRequest\x1a\x1f.tandem.v1.StreamTokensResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/worker.proto\"\x9e\x01\n\x0eReserveRequest\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12\x11\n\tstream_id\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x15\n\rlocal_prefill\x18\x04 \x01(\x08\x12\x1b\n\x13prefill_incarnation\x18\x05 \x01(\t\";\n\x0fReserveResponse\x12(\n\x06ticket\x18\x01 \x01(\x0b\x32\x18.tandem.v1.LandingTicket\"(\n\x13StreamTokensRequest\x12\x11\n\tstream_id\x18\x01 \x01(\t\"W\n\x14StreamTokensResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12*\n\x07outputs\x18\x02 \x03(\x0b\x32\x19.tandem.v1.SequenceOutput\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse2\xe0\x01\n\rDecodeService\x12@\n\x07Reserve\x12\x19.tandem.v1.ReserveRequest\x1a\x1a.tandem.v1.ReserveResponse\x12Q\n\x0cStreamTokens\x12\x1e.tandem.v1.StreamTokensRequest\x1a\x1f.tandem.v1.StreamTokensResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.decode_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESERVEREQUEST']._serialized_start=62
-  _globals['_RESERVEREQUEST']._serialized_end=221
-  _globals['_RESERVERESPONSE']._serialized_start=223
-  _globals['_RESERVERESPONSE']._serialized_end=282
-  _globals['_STREAMTOKENSREQUEST']._serialized_start=284
-  _globals['_STREAMTOKENSREQUEST']._serialized_end=325
-  _globals['_STREAMTOKENSRESPONSE']._serialized_start=327
-  _globals['_STREAMTOKENSRESPONSE']._serialized_end=414
-  _globals['_ABORTREQUEST']._serialized_start=416
-  _globals['_ABORTREQUEST']._serialized_end=451
-  _globals['_ABORTRESPONSE']._serialized_start=453
-  _globals['_ABORTRESPONSE']._serialized_end=468
-  _globals['_DECODESERVICE']._serialized_start=471
-  _globals['_DECODESERVICE']._serialized_end=695
+  _globals['_RESERVEREQUEST']._serialized_end=220
+  _globals['_RESERVERESPONSE']._serialized_start=222
+  _globals['_RESERVERESPONSE']._serialized_end=281
+  _globals['_STREAMTOKENSREQUEST']._serialized_start=283
+  _globals['_STREAMTOKENSREQUEST']._serialized_end=323
+  _globals['_STREAMTOKENSRESPONSE']._serialized_start=325
+  _globals['_STREAMTOKENSRESPONSE']._serialized_end=412
+  _globals['_ABORTREQUEST']._serialized_start=414
+  _globals['_ABORTREQUEST']._serialized_end=449
+  _globals['_ABORTRESPONSE']._serialized_start=451
+  _globals['_ABORTRESPONSE']._serialized_end=466
+  _globals['_DECODESERVICE']._serialized_start=469
+  _globals['_DECODESERVICE']._serialized_end=693
 # @@protoc_insertion_point(module_scope)

@@ -8,18 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("sequence", "gateway_id", "decode_incarnation", "local_prefill", "prefill_incarnation")
+    __slots__ = ("sequence", "stream_id", "decode_incarnation", "local_prefill", "prefill_incarnation")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     sequence: _worker_pb2.SequenceSpec
-    gateway_id: str
+    stream_id: str
     decode_incarnation: str
     local_prefill: bool
     prefill_incarnation: str
-    def __init__(self, sequence: _Optional[_Union[_worker_pb2.SequenceSpec, _Mapping]] = ..., gateway_id: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., local_prefill: _Optional[bool] = ..., prefill_incarnation: _Optional[str] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[_Union[_worker_pb2.SequenceSpec, _Mapping]] = ..., stream_id: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., local_prefill: _Optional[bool] = ..., prefill_incarnation: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("ticket",)
@@ -28,10 +28,10 @@ class ReserveResponse(_message.Message):
     def __init__(self, ticket: _Optional[_Union[_worker_pb2.LandingTicket, _Mapping]] = ...) -> None: ...
 
 class StreamTokensRequest(_message.Message):
-    __slots__ = ("gateway_id",)
-    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
-    gateway_id: str
-    def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
+    __slots__ = ("stream_id",)
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    stream_id: str
+    def __init__(self, stream_id: _Optional[str] = ...) -> None: ...
 
 class StreamTokensResponse(_message.Message):
     __slots__ = ("incarnation", "outputs")

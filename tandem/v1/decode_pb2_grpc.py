@@ -63,7 +63,7 @@ class DecodeServiceServicer:
 
     def StreamTokens(self, request, context):
         """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
-        such stream open; when it breaks, its sequences are aborted.
+        such stream open; when it breaks, its sequences are aborted. A stream that is opened again has another stream_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class DecodeServiceStub:
     """Holds blocks for the prompt and every token that may follow, waiting for room until the sequence's deadline."""
     StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
     """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
-    such stream open; when it breaks, its sequences are aborted.
+    such stream open; when it breaks, its sequences are aborted. A stream that is opened again has another stream_id.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
     """Ends sequences in any state and frees all they hold. Unknown ids are not an error."""
@@ -47,7 +47,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Holds blocks for the prompt and every token that may follow, waiting for room until the sequence's deadline."""
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
-    such stream open; when it breaks, its sequences are aborted.
+    such stream open; when it breaks, its sequences are aborted. A stream that is opened again has another stream_id.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends sequences in any state and frees all they hold. Unknown ids are not an error."""
@@ -68,7 +68,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.StreamTokensResponse], _abc.AsyncIterator[_decode_pb2.StreamTokensResponse]]:
         """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
-        such stream open; when it breaks, its sequences are aborted.
+        such stream open; when it breaks, its sequences are aborted. A stream that is opened again has another stream_id.
         """
 
     @_abc_1.abstractmethod

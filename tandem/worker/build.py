@@ -87,7 +87,7 @@ class WorkerService(Protocol):
     def num_running(self) -> int:
         """Requests that still run here."""
 
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 class Worker:
@@ -128,7 +128,7 @@ class Worker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            service.close()
+            await service.close()
             ports.engine.close()
             await ports.registry.close()
         stats = ports.engine.stats

@@ -30,7 +30,7 @@ def request(name: str, blocks: int, priority: int = 0) -> Request:
 
 async def free(thread: EngineThread, admission: Admission, name: str) -> None:
     assert await thread.call(lambda engine: engine.abort(name))
-    admission.room()
+    admission.look_again()
 
 
 async def still_waits(task: asyncio.Task[object]) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from services.decode.streams import Streams
 from services.gateway.errors import GatewayError
 from services.gateway.workers import Mailbox
+from tandem import rpc
 from tandem.engine import FinishReason, SampledToken, SequenceOutput
 from tandem.v1 import decode_pb2, llm_pb2
 
@@ -103,33 +104,41 @@ async def test_steps_leave_in_order_and_merge_for_a_slow_reader() -> None:
     streams.close()
 
 
-async def test_a_gateway_that_stays_away_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.decode.streams.GRACE_S", 0.05)
-    lost: list[str] = []
-    streams = Streams("inc", lost.append)
-    stream = streams.stream("g")
-    await anext(stream)
-    await stream.aclose()
-    assert streams.connected("g")
-    await asyncio.sleep(0.1)
-    assert lost == ["g"]
-    assert not streams.connected("g")
-
-
-async def test_a_gateway_that_comes_back_in_time_is_not_lost_and_misses_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("services.decode.streams.GRACE_S", 0.05)
-    lost: list[str] = []
-    streams = Streams("inc", lost.append)
-    first = streams.stream("g")
+async def test_the_end_of_a_stream_is_reported_once_and_at_once() -> None:
+    ended: list[str] = []
+    streams = Streams("inc", ended.append)
+    first, second = streams.stream("first"), streams.stream("second")
     await anext(first)
-    await first.aclose()
-    streams.send("g", output("a", 7))
-    second = streams.stream("g")
     await anext(second)
-    await asyncio.sleep(0.1)
-    assert lost == []
-    assert list((await anext(second)).outputs[0].token_ids) == [7]
-    await second.aclose()
+    await first.aclose()
+    assert ended == ["first"]
+    assert not streams.is_open("first")
+    assert streams.is_open("second")
+    streams.close()
+
+
+async def test_a_call_cancelled_while_it_writes_has_ended_too() -> None:
+    """Nobody closes its generator then."""
+    ended: list[str] = []
+    streams = Streams("inc", ended.append)
+    kept = []
+
+    async def call() -> None:
+        kept.append(stream := streams.stream("g"))
+        async for _ in stream:
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    assert streams.is_open("g")
+    task.cancel()
+    await asyncio.wait([task])
+    assert ended == ["g"]
+
+
+async def test_a_stream_id_is_used_once() -> None:
+    streams = Streams("inc", print)
+    await opened(streams)
+    with pytest.raises(rpc.Refused, match="stream_id"):
+        await opened(streams)
     streams.close()

@@ -36,7 +36,7 @@ class Sequence:
     """What a decode worker holds."""
 
     spec: worker_pb2.SequenceSpec
-    gateway_id: str
+    stream_id: str
     task: asyncio.Task[None] | None = None
 
 
@@ -80,12 +80,12 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
         if self.refuse is not None:
             raise rpc.Refused(self.refuse, "refused for the test")
         assert request.decode_incarnation == self.incarnation
-        assert request.gateway_id in self._streams, "the stream must be open before reserving"
+        assert request.stream_id in self._streams, "the stream must be open before reserving"
         spec = request.sequence
         self.seen.append(spec)
         self.senders.append(request.prefill_incarnation)
         self.metadata.append(dict(context.invocation_metadata()))
-        self.held[spec.request_id] = sequence = Sequence(spec, request.gateway_id)
+        self.held[spec.request_id] = sequence = Sequence(spec, request.stream_id)
         if request.local_prefill:
             sequence.task = asyncio.create_task(self._decode(sequence, 0))
             return decode_pb2.ReserveResponse()
@@ -98,7 +98,7 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
     async def StreamTokens(
         self, request: decode_pb2.StreamTokensRequest, context: Any
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        queue = self._streams[request.gateway_id] = asyncio.Queue()
+        queue = self._streams[request.stream_id] = asyncio.Queue()
         yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation)
         while (output := await queue.get()) is not None:
             yield decode_pb2.StreamTokensResponse(outputs=[output])
@@ -154,7 +154,7 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
             self.held.pop(spec.request_id, None)
 
     def _send(self, sequence: Sequence, output: worker_pb2.SequenceOutput) -> None:
-        self._streams[sequence.gateway_id].put_nowait(output)
+        self._streams[sequence.stream_id].put_nowait(output)
 
     def _free(self, request_id: str) -> None:
         sequence = self.held.pop(request_id, None)

@@ -39,7 +39,6 @@ WORKER_LOST = "worker_lost"
 class ClusterAccess:
     """What an attempt reaches the cluster with. `in_background` runs a coroutine to its end, apart from the request."""
 
-    gateway_id: str
     router: Router
     pool: WorkerPool
     spans: Tracer
@@ -161,7 +160,7 @@ class Attempt:
             self._timer = asyncio.get_running_loop().call_at(self._deadline, mailbox.fail, late)
             request = decode_pb2.ReserveRequest(
                 sequence=self._timed(),
-                gateway_id=self._cluster.gateway_id,
+                stream_id=decode.stream.stream_id,
                 decode_incarnation=decode.info.incarnation,
                 local_prefill=prefill is None,
                 prefill_incarnation=prefill.incarnation if prefill else "",

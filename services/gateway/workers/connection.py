@@ -7,7 +7,7 @@ process shows at once, a frozen one by its missing keepalives, both sooner than 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpc import ChannelConnectivity, aio
@@ -21,12 +21,12 @@ from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 class WorkerConnection:
     """Owned by the pool, which closes it. `running` counts the attempts that use it."""
 
-    def __init__(self, info: WorkerInfo, channel: aio.Channel, gateway_id: str) -> None:
+    def __init__(self, info: WorkerInfo, channel: aio.Channel, new_id: Callable[[], str]) -> None:
         self.info = info
         self.running = 0
         self.prefill: Any = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.decode: Any = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.stream = TokenStream(info, self.decode, gateway_id)
+        self.stream = TokenStream(info, self.decode, new_id)
         self._channel = channel
         self._channel_ready = False
         self._met = False

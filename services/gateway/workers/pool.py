@@ -33,12 +33,12 @@ class WorkerPool:
         self,
         view: ClusterView,
         model: str,
-        gateway_id: str,
         connect: Callable[[str], aio.Channel],
+        new_id: Callable[[], str],
     ) -> None:
         self._view = view
         self._model = model
-        self._gateway_id = gateway_id
+        self._new_id = new_id
         self._connect = connect
         self._connections: dict[str, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -64,7 +64,7 @@ class WorkerPool:
         if known is not None:
             self._replaced.append(known.info.incarnation)
             self._retire(known, f"it was restarted: incarnation {info.incarnation} took its place")
-        made = WorkerConnection(info, self._connect(info.grpc_address), self._gateway_id)
+        made = WorkerConnection(info, self._connect(info.grpc_address), self._new_id)
         self._connections[info.worker_id] = made
         return made
 

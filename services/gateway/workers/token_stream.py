@@ -9,6 +9,7 @@ the same address ends the stream for good.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -27,11 +28,12 @@ CONNECT_WAIT_S = 1.5
 class TokenStream:
     """`run` is a task of the pool that made this."""
 
-    def __init__(self, worker: WorkerInfo, stub: Any, gateway_id: str) -> None:
+    def __init__(self, worker: WorkerInfo, stub: Any, new_id: Callable[[], str]) -> None:
         self.open = asyncio.Event()
+        self.stream_id = ""
         self._worker = worker
         self._stub = stub
-        self._gateway_id = gateway_id
+        self._new_id = new_id
         self._mailboxes: dict[str, Mailbox] = {}
         self._closed_because = ""
         self._stopped: GatewayError | None = None
@@ -106,7 +108,8 @@ class TokenStream:
 
     async def _read(self) -> str:
         """One call, until it breaks; returns why."""
-        call = self._stub.StreamTokens(decode_pb2.StreamTokensRequest(gateway_id=self._gateway_id))
+        self.stream_id = self._new_id()
+        call = self._stub.StreamTokens(decode_pb2.StreamTokensRequest(stream_id=self.stream_id))
         try:
             async for message in call:
                 if message.incarnation:

@@ -1,0 +1,227 @@
+"""What a decode worker holds is released, whatever ends a sequence and whenever: a real engine, receiver and sender."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.decode.sequences import FENCE_TRIES, SequenceFailed, Sequences
+from services.decode.streams import Streams
+from tandem.engine import EngineConfig, Request, SampledToken, SamplingParams, StepTime
+from tandem.transfer import Endpoint, Push, Receiver, Sender, TransferError
+from tandem.v1 import worker_pb2
+from tandem.worker import InlineEngine
+
+BLOCKS, BLOCK, WHOLE = 8, 16, 8 * 16 - 8
+INCARNATION = "p-1"
+
+
+@dataclass
+class Decode:
+    engine: InlineEngine
+    receiver: Receiver
+    sequences: Sequences
+    streams: Streams
+    readers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    outputs: list[worker_pb2.SequenceOutput] = field(default_factory=list)
+    fence: Callable[[str], Awaitable[None]] | None = None
+
+    async def connect(self, stream_id: str) -> None:
+        async def read() -> None:
+            async for message in self.streams.stream(stream_id):
+                self.outputs.extend(message.outputs)
+
+        self.readers[stream_id] = asyncio.create_task(read())
+        while not self.streams.is_open(stream_id):
+            await asyncio.sleep(0)
+
+    async def disconnect(self, stream_id: str) -> None:
+        self.readers[stream_id].cancel()
+        await asyncio.wait([self.readers[stream_id]])
+
+    async def reserve(self, name: str, prompt: int = WHOLE, stream: str = "g", timeout_s: float = 20.0) -> str:
+        request = Request(name, [len(name)] * prompt, SamplingParams(max_tokens=8, temperature=0))
+        return (await self.sequences.reserve(request, stream, timeout_s, INCARNATION)).transfer_id
+
+    async def released(self, within_s: float = 5.0) -> None:
+        """Until every block is free and nothing is held."""
+        async with asyncio.timeout(within_s):
+            while len(self.sequences) or self.engine.stats.free_blocks < BLOCKS:
+                await asyncio.sleep(0.01)
+        await self.engine.call(lambda engine: engine.check_integrity())
+
+    async def failure(self) -> tuple[str, str]:
+        async with asyncio.timeout(5):
+            while not self.outputs:
+                await asyncio.sleep(0.01)
+        return self.outputs[-1].failure.code, self.outputs[-1].failure.message
+
+
+@pytest.fixture
+async def decode(demo_model: Path) -> AsyncIterator[Decode]:
+    engine = InlineEngine(EngineConfig(demo_model, "demo", block_size=BLOCK, num_blocks=BLOCKS, null=StepTime()))
+    local = Endpoint("decode-0", "d-1", engine.engine.layout.hash)
+    receiver = Receiver(local, engine.engine.kv_cache, host="127.0.0.1")
+    numbers = count()
+
+    async def fence(transfer_id: str) -> None:
+        if made.fence is not None:
+            await made.fence(transfer_id)
+        await asyncio.to_thread(receiver.cancel, transfer_id)
+
+    streams = Streams("d-1", lambda stream_id: made.sequences.stream_ended(stream_id))
+    sequences = Sequences(
+        engine, receiver, streams, fence=fence, first_token=lambda payload: SampledToken(int(payload)),
+        new_id=lambda: f"t{next(numbers)}", worker_id="decode-0",
+    )  # fmt: skip
+    made = Decode(engine, receiver, sequences, streams)
+    engine.start(sequences.on_outputs, lambda error: None)
+    await made.connect("g")
+    yield made
+    await sequences.close()
+    for stream_id in made.readers:
+        await made.disconnect(stream_id)
+    streams.close()
+    receiver.close()
+    engine.close()
+
+
+@pytest.fixture
+def sender(decode: Decode) -> AsyncIterator[Sender]:
+    sender = Sender(Endpoint("prefill-0", INCARNATION, decode.engine.engine.layout.hash))
+    yield sender  # type: ignore[misc]
+    sender.close()
+
+
+async def begin(sender: Sender, decode: Decode, transfer_id: str) -> Push:
+    link = await asyncio.to_thread(sender.open_link, decode.receiver.local, decode.receiver.address, timeout=5.0)
+    deadline = asyncio.get_running_loop().time() + 20
+    return link.begin(transfer_id, first_block=0, num_blocks=BLOCKS, num_layers=2, deadline=deadline)
+
+
+async def test_the_deadline_passes_while_it_waits_for_blocks(decode: Decode) -> None:
+    await decode.reserve("a")
+    with pytest.raises(SequenceFailed, match="deadline") as failed:
+        await decode.reserve("b", timeout_s=0.1)
+    assert failed.value.code == "DEADLINE_EXCEEDED"
+    await decode.sequences.abort("a")
+    await decode.released()
+
+
+async def test_waiting_for_blocks_does_not_put_the_deadline_off(decode: Decode) -> None:
+    await decode.reserve("a")
+    start = asyncio.get_running_loop().time()
+    waiting = asyncio.create_task(decode.reserve("b", timeout_s=1.0))
+    await asyncio.sleep(0.7)
+    await decode.sequences.abort("a")
+    await waiting
+    assert (await decode.failure())[0] == "DEADLINE_EXCEEDED"
+    assert asyncio.get_running_loop().time() - start < 1.5
+    await decode.released()
+
+
+async def test_a_disconnect_during_a_transfer_stops_it_and_releases_its_blocks(decode: Decode, sender: Sender) -> None:
+    push = await begin(sender, decode, await decode.reserve("a"))
+    kv = torch.zeros_like(decode.engine.engine.kv_cache[0])
+    await asyncio.to_thread(push.push, 0, 0, range(4), kv)
+    await decode.disconnect("g")
+    await decode.released()
+    await asyncio.sleep(0.2)
+    with pytest.raises(TransferError, match="ABORTED"):
+        push.push(1, 0, range(4), kv)
+
+
+async def test_a_lost_gateway_leaves_nothing_waiting_landing_or_running(decode: Decode) -> None:
+    await decode.sequences.add(Request("runs", [1] * 40, SamplingParams(max_tokens=8)), "g", 20.0)
+    await decode.reserve("lands", prompt=16)
+    waiting = asyncio.create_task(decode.reserve("waits"))
+    await asyncio.sleep(0.02)
+    await decode.disconnect("g")
+    with pytest.raises(SequenceFailed, match="stream broke"):
+        await waiting
+    await decode.released()
+
+
+async def test_a_gateway_that_is_back_at_once_keeps_nothing_of_its_broken_stream(decode: Decode) -> None:
+    await decode.reserve("a")
+    await decode.disconnect("g")
+    await decode.connect("again")
+    await decode.released()
+    await decode.reserve("b", stream="again")
+    with pytest.raises(SequenceFailed, match="stream_id"):
+        await decode.reserve("late", stream="g")
+    await decode.sequences.abort("b")
+    await decode.released()
+
+
+async def test_aborted_while_it_waits_for_blocks(decode: Decode) -> None:
+    await decode.reserve("a")
+    waiting = asyncio.create_task(decode.reserve("b"))
+    await asyncio.sleep(0.01)
+    await decode.sequences.abort("b")
+    with pytest.raises(SequenceFailed, match="aborted"):
+        await waiting
+    await decode.sequences.abort("a")
+    await decode.released()
+
+
+async def test_a_caller_that_leaves_while_it_waits_leaves_nothing(decode: Decode) -> None:
+    await decode.reserve("a")
+    waiting = asyncio.create_task(decode.reserve("b"))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await decode.sequences.abort("a")
+    await decode.released()
+
+
+async def test_a_fence_that_times_out_holds_the_blocks_until_it_holds(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.sequences.FENCE_RETRY_S", 0.02)
+    times = count(1)
+
+    async def late(transfer_id: str) -> None:
+        if next(times) < 4:
+            assert decode.engine.stats.free_blocks == 0
+            raise TransferError("DEADLINE_EXCEEDED", "a write is still running")
+
+    await decode.reserve("a")
+    decode.fence = late
+    await decode.sequences.abort("a")
+    await decode.released()
+    assert next(times) == 5
+    assert not decode.sequences.stuck.done()
+
+
+async def test_a_transfer_that_can_never_be_fenced_is_the_workers_end(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.sequences.FENCE_RETRY_S", 0.01)
+
+    async def never(transfer_id: str) -> None:
+        raise TransferError("DEADLINE_EXCEEDED", "a write is still running")
+
+    transfer_id = await decode.reserve("a")
+    decode.fence = never
+    async with asyncio.timeout(FENCE_TRIES):
+        await decode.sequences.abort("a")
+        assert transfer_id in await decode.sequences.stuck
+    assert decode.engine.stats.free_blocks == 0
+
+
+async def test_a_first_token_that_cannot_be_is_a_failure_at_once(decode: Decode, sender: Sender) -> None:
+    push = await begin(sender, decode, await decode.reserve("a"))
+    for layer in range(2):
+        await asyncio.to_thread(push.push, layer, 0, range(BLOCKS), decode.engine.engine.kv_cache[layer])
+    push.commit(b"99999999")
+    code, message = await decode.failure()
+    assert code == "INTERNAL"
+    assert "first_token" in message
+    await decode.released()
