@@ -25,21 +25,13 @@ from services.decode.admission import Admission
 from services.decode.streams import Streams
 from tandem.engine import FinishReason, Request, SampledToken, SequenceOutput
 from tandem.transfer import TransferError
-from tandem.worker import EnginePort
+from tandem.worker import EnginePort, SequenceFailed
 
 T = TypeVar("T")
 # A transfer that cannot be fenced keeps its blocks: the worker then ends, and is started again.
 FENCE_WAIT_S = 10.0
 log = structlog.get_logger(__name__)
 tracer = trace.get_tracer("tandem.decode")
-
-
-class SequenceFailed(Exception):
-    """A sequence has ended, or cannot begin. `code`: a gRPC status name."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class KVReceiver(Protocol):
@@ -77,8 +69,7 @@ class Held:
 
 
 class Sequences:
-    """`first_token` reads a commit's payload. `stuck` is set, with the reason, when a transfer cannot be fenced.
-    """
+    """`first_token` reads a commit's payload. `stuck` is set, with the reason, when a transfer cannot be fenced."""
 
     def __init__(
         self,

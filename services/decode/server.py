@@ -9,14 +9,14 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from services.decode.sequences import SequenceFailed, Sequences
+from services.decode.sequences import Sequences
 from services.decode.streams import Streams
 from tandem import rpc
 from tandem.engine import SampledToken, SequenceOutput
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
-from tandem.worker import WorkerContext, wire
+from tandem.worker import SequenceFailed, WorkerContext, wire
 
 RECEIVER_CHECK_S = 0.5
 
@@ -30,7 +30,8 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         self._endpoint = Endpoint(context.worker_id, context.incarnation, engine.layout.hash)
         self._receiver = Receiver(
             self._endpoint, engine.kv_cache, host=settings.host, port=settings.transfer_port,
-            transports=settings.transports, network=context.ports.network,
+            transports=settings.transports, network=context.ports.network, driver=context.ports.driver,
+            nonce=context.ports.new_nonce,
         )  # fmt: skip
         port = self._receiver.address.rpartition(":")[2]
         self.transfer_address = rpc.address(settings.reachable_host(context.ports.hostname), int(port))

@@ -1,4 +1,4 @@
-"""One sequence's KV on its way out, seen by the trace: the engine's sink around a transfer's Push.
+"""One sequence's KV being sent, seen by the trace: the engine's sink around a transfer's Push.
 
     kv.transfer span   |-- push, push, push, … --|            |-- commit -> ack --|
     the engine         |== layer by layer =========== sample ==|
@@ -21,7 +21,6 @@ Each push is an event `layer` of it, with `layer`, `first_block` and `blocks`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -37,11 +36,15 @@ tracer = trace.get_tracer("tandem.prefill")
 class TracedPush:
     """A KVSink that records a `kv.transfer` span from the first layer pushed to the receiver's ack.
 
-    `moved` is told how many tokens' KV it moved, and the seconds that took: in pushes, and from the commit to the ack.
+    `moved` is called with how many tokens' KV it moved, and the seconds that took: in pushes, and from the commit to
+    the ack.
     """
 
-    def __init__(self, push: Push, link: Link, parent: Span, moved: Callable[[int, float], None]) -> None:
+    def __init__(
+        self, push: Push, link: Link, parent: Span, moved: Callable[[int, float], None], now: Callable[[], float]
+    ) -> None:
         self._push = push
+        self._now = now
         self._link = link
         self._parent = parent
         self._moved = moved
@@ -60,7 +63,7 @@ class TracedPush:
         return self._push.bytes_sent
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
-        start = time.monotonic()
+        start = self._now()
         span = self._span or self._start(start)
         if layer == 0:
             self._blocks += len(block_ids)
@@ -74,11 +77,11 @@ class TracedPush:
         except TransferError as error:
             self.failure = error
             raise
-        self._last_push_at = time.monotonic()
+        self._last_push_at = self._now()
         self._push_s += self._last_push_at - start
 
     def commit(self, payload: bytes) -> Future[None]:
-        self._committed_at = time.monotonic()
+        self._committed_at = self._now()
         committed = self._push.commit(payload)
         committed.add_done_callback(self._ended)
         return committed
@@ -95,7 +98,7 @@ class TracedPush:
     def _ended(self, committed: Future[None]) -> None:
         error = None if committed.cancelled() else committed.exception()
         if error is None and self._tokens and self._committed_at:
-            self._moved(self._tokens, self._push_s + time.monotonic() - self._committed_at)
+            self._moved(self._tokens, self._push_s + self._now() - self._committed_at)
         self._end(str(error) if error else "")
 
     def _end(self, error: str) -> None:
@@ -111,7 +114,7 @@ class TracedPush:
                 "kv.transfer.peer": self._link.remote.worker_id,
                 "kv.transfer.peer_incarnation": self._link.remote.incarnation,
                 "kv.transfer.push_s": self._push_s,
-                **self._exposed(time.monotonic()),
+                **self._exposed(self._now()),
             }
         )
         if error:

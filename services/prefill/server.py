@@ -1,38 +1,26 @@
-"""The prefill service. One request:
-
-1 link      to the ticket's decode worker, open already or opened now
-2 queue     until the engine's scheduler takes the prompt up
-3 compute   in chunks; each layer of each chunk is pushed as it is computed
-4 first     token sampled: the reply goes to the gateway, the commit frame to the decode worker
-"""
+"""The prefill service: protobuf in, protobuf out. What happens in between is in sequences.py."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Coroutine
 from typing import Any
 
 import grpc
-import structlog
 from grpc import aio
-from opentelemetry import trace
-from opentelemetry.trace import Span
 
 from services.prefill.links import LinkKeeper
-from services.prefill.push import TracedPush
+from services.prefill.sequences import Sequences, Ticket
 from tandem import rpc
 from tandem.engine import Engine, SequenceOutput
 from tandem.registry import Role
-from tandem.transfer import Endpoint, Link, Sender, TransferError
-from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from tandem.worker import WorkerContext, wire
+from tandem.transfer import Endpoint, Sender, TransferError
+from tandem.v1 import prefill_pb2, prefill_pb2_grpc
+from tandem.worker import SequenceFailed, WorkerContext, wire
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0
 MIN_ARENA_BYTES, MAX_ARENA_BYTES = 1 << 20, 8 << 20
-log = structlog.get_logger(__name__)
-tracer = trace.get_tracer("tandem.prefill")
 
 
 class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
@@ -40,15 +28,19 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     transfer_address = ""
 
     def __init__(self, context: WorkerContext) -> None:
-        self._context = context
-        self._engine = context.ports.engine
         local = Endpoint(context.worker_id, context.incarnation, context.engine.layout.hash)
         self._sender = Sender(
             local, transports=context.settings.transports, network=context.ports.network,
-            arena_bytes=_arena_bytes(context.engine),
+            driver=context.ports.driver, nonce=context.ports.new_nonce, arena_bytes=_arena_bytes(context.engine),
         )  # fmt: skip
         self._links = LinkKeeper(self._sender, context.ports.registry, local.layout_hash, context.renew_lease)
-        self._waiting: dict[str, asyncio.Future[SequenceOutput]] = {}
+        self._sequences = Sequences(
+            context.ports.engine,
+            self._links.link_to,
+            payload=lambda output: wire.output_to_proto(output).SerializeToString(),
+            now=context.ports.driver.now,
+            worker_id=context.worker_id,
+        )
         self.servicer = rpc.Servicer(
             "tandem.v1.PrefillService", self, prefill_pb2_grpc.add_PrefillServiceServicer_to_server
         )
@@ -60,32 +52,36 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         return self._links.linked()
 
     def num_running(self) -> int:
-        return len(self._waiting)
+        return len(self._sequences)
+
+    def on_outputs(self, outputs: list[SequenceOutput]) -> None:
+        self._sequences.on_outputs(outputs)
 
     async def close(self) -> None:
         self._sender.close()
 
-    def on_outputs(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            future = self._waiting.get(output.request_id)
-            if future is not None and not future.done():
-                future.set_result(output)
-
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PrefillResponse:
-        sequence, ticket = request.sequence, request.ticket
-        with tracer.start_as_current_span("prefill") as span:
-            span.set_attributes({"tandem.worker": self._context.worker_id, "prefill.tokens": len(sequence.token_ids)})
-            try:
-                async with asyncio.timeout(sequence.timeout_ms / 1000):
-                    return await self._prefill(sequence, ticket, span)
-            except TimeoutError:
-                raise rpc.Refused(
-                    grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline passed in prefill"
-                ) from None
-            except TransferError as error:
-                raise rpc.Refused(getattr(grpc.StatusCode, error.code), f"KV transfer: {error}") from None
+        ticket = Ticket(
+            request.ticket.transfer_id,
+            Endpoint(request.ticket.decode_worker, request.ticket.decode_incarnation, request.ticket.kv_layout_hash),
+            request.ticket.transfer_address,
+            request.ticket.num_cached_blocks,
+            request.ticket.num_prompt_blocks,
+        )
+        timeout_s = request.sequence.timeout_ms / 1000
+        try:
+            done = await self._sequences.prefill(wire.request_of(request.sequence), ticket, timeout_s)
+        except SequenceFailed as error:
+            raise rpc.Refused(getattr(grpc.StatusCode, error.code), str(error)) from None
+        return prefill_pb2.PrefillResponse(
+            output=wire.output_to_proto(done.output),
+            transfer_bytes=done.transfer_bytes,
+            transport=done.transport,
+            queue_ms=int(done.queue_s * 1000),
+            compute_ms=int(done.compute_s * 1000),
+        )
 
     async def ProbeLink(
         self, request: prefill_pb2.ProbeLinkRequest, context: aio.ServicerContext[Any, Any]
@@ -101,72 +97,8 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             raise rpc.Refused(getattr(grpc.StatusCode, error.code), str(error)) from None
         return prefill_pb2.ProbeLinkResponse(bytes=PROBE_BYTES, elapsed_us=int(elapsed * 1e6), transport=link.transport)
 
-    async def _prefill(
-        self, sequence: worker_pb2.SequenceSpec, ticket: worker_pb2.LandingTicket, span: Span
-    ) -> prefill_pb2.PrefillResponse:
-        started = time.monotonic()
-        remote = Endpoint(ticket.decode_worker, ticket.decode_incarnation, ticket.kv_layout_hash)
-        link = await self._links.link_to(remote, ticket.transfer_address)
-        push = self._begin(link, sequence, ticket, span)
-        try:
-            output = await self._compute(sequence, ticket, push)
-        except BaseException as error:
-            push.abort(f"prefill ended: {type(error).__name__}")
-            raise
-        first = wire.output_to_proto(output)
-        push.commit(first.SerializeToString())
-        computing = push.first_push_at or time.monotonic()
-        span.set_attributes({"prefill.cached_tokens": output.num_cached_tokens, "prefill.queue_s": computing - started})
-        return prefill_pb2.PrefillResponse(
-            output=first,
-            transfer_bytes=push.bytes_sent,
-            transport=link.transport,
-            queue_ms=int((computing - started) * 1000),
-            compute_ms=int((time.monotonic() - computing) * 1000),
-        )
-
-    def _begin(
-        self, link: Link, sequence: worker_pb2.SequenceSpec, ticket: worker_pb2.LandingTicket, span: Span
-    ) -> TracedPush:
-        push = link.begin(
-            ticket.transfer_id,
-            first_block=ticket.num_cached_blocks,
-            num_blocks=ticket.num_prompt_blocks - ticket.num_cached_blocks,
-            num_layers=self._context.engine.layout.num_layers,
-            timeout_s=sequence.timeout_ms / 1000,
-        )
-        return TracedPush(push, link, span, self._engine.rates.moved)
-
-    async def _compute(
-        self, sequence: worker_pb2.SequenceSpec, ticket: worker_pb2.LandingTicket, push: TracedPush
-    ) -> SequenceOutput:
-        """Run the prompt through the engine; whatever ends this call early also frees the sequence."""
-        request_id = sequence.request_id
-        request = wire.request_of(sequence)
-        future: asyncio.Future[SequenceOutput] = asyncio.get_running_loop().create_future()
-        if request_id in self._waiting:
-            raise rpc.Refused(grpc.StatusCode.ALREADY_EXISTS, f"request_id: {request_id!r} is being prefilled")
-        self._waiting[request_id] = future
-        try:
-            await self._engine.call(
-                lambda engine: engine.add(request, sink=push, first_block=ticket.num_cached_blocks, prefill_only=True)
-            )
-            output = await future
-        except ValueError as error:
-            raise rpc.Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
-        except BaseException:
-            self._engine.submit(lambda engine: engine.abort(request_id))
-            raise
-        finally:
-            del self._waiting[request_id]
-        if push.failure is not None:
-            raise push.failure
-        if output.error:
-            raise rpc.Refused(grpc.StatusCode.INTERNAL, output.error)
-        return output
-
 
 def _arena_bytes(engine: Engine) -> int:
-    """What a link may hold on its way: never more than the cache that it comes from."""
+    """What a link may hold of KV under way: never more than the cache that it comes from."""
     cache = sum(layer.nbytes for layer in engine.kv_cache)
     return min(max(cache, MIN_ARENA_BYTES), MAX_ARENA_BYTES)

@@ -7,14 +7,17 @@ Frames name logical blocks; only the receiver knows where they lie. Nothing beco
 """
 
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.link import Link, Push
 from tandem.transfer.runtime.receiver import Receiver
-from tandem.transfer.runtime.sender import Sender
+from tandem.transfer.runtime.sender import Sender, new_nonce
+from tandem.transfer.runtime.threads import Threads
 from tandem.transfer.transports.base import Network
 from tandem.transfer.transports.memory import MemoryNetwork
 from tandem.transfer.transports.tcp import SocketNetwork
 
 __all__ = [
+    "Driver",
     "Endpoint",
     "Link",
     "MemoryNetwork",
@@ -23,5 +26,7 @@ __all__ = [
     "Receiver",
     "Sender",
     "SocketNetwork",
+    "Threads",
     "TransferError",
+    "new_nonce",
 ]

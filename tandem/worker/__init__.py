@@ -4,6 +4,7 @@ from tandem.worker.build import Ports, Server, Worker, WorkerContext, WorkerServ
 from tandem.worker.engine_inline import InlineEngine
 from tandem.worker.engine_port import EngineDied, EnginePort
 from tandem.worker.engine_thread import EngineThread
+from tandem.worker.errors import SequenceFailed
 from tandem.worker.process import process_ports, run_worker
 from tandem.worker.settings import WorkerSettings
 
@@ -13,6 +14,7 @@ __all__ = [
     "EngineThread",
     "InlineEngine",
     "Ports",
+    "SequenceFailed",
     "Server",
     "Worker",
     "WorkerContext",

@@ -20,7 +20,7 @@ from tandem import rpc
 from tandem.engine import Engine, SequenceOutput
 from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
 from tandem.registry import Worker as Registered
-from tandem.transfer import Network
+from tandem.transfer import Driver, Network
 from tandem.worker.block_publisher import BlockPublisher
 from tandem.worker.engine_port import EnginePort
 from tandem.worker.lease import Lease
@@ -49,6 +49,8 @@ class Ports:
     registry: Registry
     serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[Server]]
     network: Network  # that carries KV
+    driver: Driver  # of KV links
+    new_nonce: Callable[[], int]
     new_id: Callable[[], str]
     hostname: str
 

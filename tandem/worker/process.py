@@ -20,7 +20,7 @@ from tandem import rpc, telemetry
 from tandem.drain import DrainService
 from tandem.engine import Engine
 from tandem.registry import Registry, Role
-from tandem.transfer import SocketNetwork
+from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
 from tandem.worker.engine_thread import EngineThread
 from tandem.worker.settings import WorkerSettings
@@ -41,7 +41,7 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
         traces.close()
 
 
-async def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
+def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
     """A thread for the engine, sockets for everything else. For any process, an actor's too."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
     return Ports(
@@ -49,6 +49,8 @@ async def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
         registry=registry,
         serve=rpc.serve,
         network=SocketNetwork(),
+        driver=Threads(),
+        new_nonce=new_nonce,
         new_id=lambda: uuid4().hex,
         hostname=socket.gethostname(),
     )
@@ -63,7 +65,7 @@ async def _run(
             await server.add_probes(host, settings.health_port, DrainService(worker.drain).servicer)
         return server
 
-    worker = Worker(settings, worker_id, build, replace(await process_ports(settings, engine), serve=serve))
+    worker = Worker(settings, worker_id, build, replace(process_ports(settings, engine), serve=serve))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     # What a worker is made of stays until it ends: looking for garbage there would stop every answer for 0.1 s.

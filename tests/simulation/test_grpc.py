@@ -48,9 +48,9 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
         for i in range(MANY):
             yield decode_pb2.StreamTokensResponse(incarnation=str(i))
-        if request.gateway_id == "wait":
+        if request.stream_id == "wait":
             await self._wait()
-        if request.gateway_id == "refuse":
+        if request.stream_id == "refuse":
             raise rpc.Refused(grpc.StatusCode.ABORTED, "enough")
 
     async def _wait(self) -> None:
@@ -109,8 +109,8 @@ class Peers:
         sequence = worker_pb2.SequenceSpec(request_id=request_id)
         return self.stub.Reserve(decode_pb2.ReserveRequest(sequence=sequence), **options)
 
-    def stream(self, gateway_id: str) -> Any:
-        return self.stub.StreamTokens(decode_pb2.StreamTokensRequest(gateway_id=gateway_id))
+    def stream(self, stream_id: str) -> Any:
+        return self.stub.StreamTokens(decode_pb2.StreamTokensRequest(stream_id=stream_id))
 
     async def cancelled(self) -> None:
         async with asyncio.timeout(5):

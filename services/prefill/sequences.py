@@ -1,0 +1,137 @@
+"""The sequences of a prefill worker. One of them:
+
+1 link      to the ticket's decode worker, open already or opened now
+2 queue     until the engine's scheduler takes the prompt up
+3 compute   in chunks; each layer of each chunk is pushed as it is computed
+4 commit    the first token is sampled: it goes to the decode worker behind the KV, and to the caller
+
+Whatever ends it earlier aborts the push, which releases the landing, and takes the sequence out of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from services.prefill.push import TracedPush
+from tandem.engine import Request, SequenceOutput
+from tandem.transfer import Endpoint, Link, TransferError
+from tandem.worker import EnginePort, SequenceFailed
+
+tracer = trace.get_tracer("tandem.prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Where a prompt's KV may land."""
+
+    transfer_id: str
+    decode: Endpoint
+    address: str
+    num_cached_blocks: int
+    num_prompt_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A first token, and what it took."""
+
+    output: SequenceOutput
+    transfer_bytes: int
+    transport: str
+    queue_s: float
+    compute_s: float
+
+
+class Sequences:
+    """`link_to` opens links; `payload` is what the decode worker gets of the first token; `now` works on any thread."""
+
+    def __init__(
+        self,
+        engine: EnginePort,
+        link_to: Callable[[Endpoint, str], Awaitable[Link]],
+        *,
+        payload: Callable[[SequenceOutput], bytes],
+        now: Callable[[], float],
+        worker_id: str,
+    ) -> None:
+        self._engine, self._link_to = engine, link_to
+        self._payload, self._now, self._worker_id = payload, now, worker_id
+        self._computing: dict[str, asyncio.Future[SequenceOutput]] = {}
+
+    def __len__(self) -> int:
+        return len(self._computing)
+
+    async def prefill(self, request: Request, ticket: Ticket, timeout_s: float) -> Prefilled:
+        """
+        Raises:
+            SequenceFailed
+        """
+        with tracer.start_as_current_span("prefill") as span:
+            span.set_attributes({"tandem.worker": self._worker_id, "prefill.tokens": len(request.token_ids)})
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._prefill(request, ticket, timeout_s, span)
+            except TimeoutError:
+                raise SequenceFailed("DEADLINE_EXCEEDED", "the request's deadline passed in prefill") from None
+            except TransferError as error:
+                raise SequenceFailed(error.code, f"KV transfer: {error}") from None
+
+    def on_outputs(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            computed = self._computing.get(output.request_id)
+            if computed is not None and not computed.done():
+                computed.set_result(output)
+
+    async def _prefill(self, request: Request, ticket: Ticket, timeout_s: float, span: Span) -> Prefilled:
+        start = self._now()
+        link = await self._link_to(ticket.decode, ticket.address)
+        push = self._begin(link, ticket, timeout_s, span)
+        try:
+            output = await self._compute(request, ticket, push)
+        except BaseException as error:
+            push.abort(f"prefill ended: {type(error).__name__}")
+            raise
+        push.commit(self._payload(output))
+        end = self._now()
+        computing = push.first_push_at or end
+        span.set_attributes({"prefill.cached_tokens": output.num_cached_tokens, "prefill.queue_s": computing - start})
+        return Prefilled(output, push.bytes_sent, link.transport, computing - start, end - computing)
+
+    def _begin(self, link: Link, ticket: Ticket, timeout_s: float, span: Span) -> TracedPush:
+        push = link.begin(
+            ticket.transfer_id,
+            first_block=ticket.num_cached_blocks,
+            num_blocks=ticket.num_prompt_blocks - ticket.num_cached_blocks,
+            num_layers=self._engine.engine.layout.num_layers,
+            timeout_s=timeout_s,
+        )
+        return TracedPush(push, link, span, self._engine.rates.moved, self._now)
+
+    async def _compute(self, request: Request, ticket: Ticket, push: TracedPush) -> SequenceOutput:
+        request_id = request.request_id
+        if request_id in self._computing:
+            raise SequenceFailed("ALREADY_EXISTS", f"request_id: {request_id!r} is being prefilled")
+        computed: asyncio.Future[SequenceOutput] = asyncio.get_running_loop().create_future()
+        self._computing[request_id] = computed
+        try:
+            await self._engine.call(
+                lambda engine: engine.add(request, sink=push, first_block=ticket.num_cached_blocks, prefill_only=True)
+            )
+            output = await computed
+        except ValueError as error:
+            raise SequenceFailed("INVALID_ARGUMENT", str(error)) from None
+        except BaseException:
+            self._engine.submit(lambda engine: engine.abort(request_id))
+            raise
+        finally:
+            del self._computing[request_id]
+        if push.failure is not None:
+            raise push.failure
+        if output.error:
+            raise SequenceFailed("INTERNAL", output.error)
+        return output

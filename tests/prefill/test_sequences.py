@@ -1,0 +1,130 @@
+"""What a prefill worker holds for a prompt is released, whatever ends it: a real engine, sender and receiver."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.prefill.sequences import Prefilled, Sequences, Ticket
+from tandem.engine import EngineConfig, Request, SamplingParams, StepTime
+from tandem.transfer import Endpoint, Link, Receiver, Sender, TransferError
+from tandem.worker import InlineEngine, SequenceFailed
+
+BLOCKS, BLOCK, PROMPT = 16, 16, 8 * 16
+# A chunk of 32 tokens takes a tenth of a second.
+SLOW = StepTime(prefill_tokens_per_s=320)
+
+
+@dataclass
+class Prefill:
+    engine: InlineEngine
+    sequences: Sequences
+    receiver: Receiver
+    ends: list[str] = field(default_factory=list)
+    reachable: bool = True
+
+    def expect(self, transfer_id: str) -> None:
+        self.receiver.expect(
+            transfer_id, block_ids=range(8), first_block=0, timeout_s=60,
+            on_commit=lambda payload, num_bytes: self.ends.append(f"{transfer_id}: {payload.decode()}, {num_bytes}"),
+            on_abort=lambda code, reason: self.ends.append(f"{transfer_id}: {code}"),
+        )  # fmt: skip
+
+    async def run(self, name: str, timeout_s: float = 20.0) -> Prefilled:
+        ticket = Ticket(f"t-{name}", self.receiver.local, self.receiver.address, 0, PROMPT // BLOCK)
+        request = Request(name, [len(name)] * PROMPT, SamplingParams(max_tokens=8, temperature=0))
+        return await self.sequences.prefill(request, ticket, timeout_s)
+
+    async def released(self, *ends: str) -> None:
+        """Until every block is free, nothing runs, and the receiver has seen these ends."""
+        async with asyncio.timeout(5):
+            while len(self.sequences) or self.engine.stats.free_blocks < BLOCKS or self.ends != list(ends):
+                await asyncio.sleep(0.01)
+        await self.engine.call(lambda engine: engine.check_integrity())
+
+
+@pytest.fixture
+async def prefill(demo_model: Path) -> AsyncIterator[Prefill]:
+    config = EngineConfig(demo_model, "demo", block_size=BLOCK, num_blocks=BLOCKS, max_num_batched_tokens=32, null=SLOW)
+    engine = InlineEngine(config)
+    layout = engine.engine.layout.hash
+    receiver = Receiver(
+        Endpoint("decode-0", "d-1", layout), [torch.zeros_like(kv) for kv in engine.engine.kv_cache], host="127.0.0.1"
+    )
+    sender = Sender(Endpoint("prefill-0", "p-1", layout))
+
+    async def link_to(remote: Endpoint, address: str) -> Link:
+        if not made.reachable:
+            raise TransferError("UNAVAILABLE", "nobody answers")
+        return await asyncio.wrap_future(sender.open_link(remote, address, timeout_s=5))
+
+    loop = asyncio.get_running_loop()
+    sequences = Sequences(engine, link_to, payload=lambda output: b"first", now=loop.time, worker_id="prefill-0")
+    made = Prefill(engine, sequences, receiver)
+    engine.start(sequences.on_outputs, lambda error: None)
+    yield made
+    sender.close()
+    receiver.close()
+    engine.close()
+
+
+async def test_the_whole_prompt_lands_with_its_first_token(prefill: Prefill) -> None:
+    prefill.expect("t-a")
+    done = await prefill.run("a")
+    assert len(done.output.tokens) == 1
+    assert done.transfer_bytes == PROMPT * 32
+    await prefill.released(f"t-a: first, {PROMPT * 32}")
+
+
+async def test_a_caller_that_leaves_during_the_transfer_ends_it_on_both_sides(prefill: Prefill) -> None:
+    prefill.expect("t-a")
+    running = asyncio.create_task(prefill.run("a"))
+    await asyncio.sleep(0.25)
+    assert prefill.engine.stats.free_blocks < BLOCKS
+    running.cancel()
+    await asyncio.wait([running])
+    await prefill.released("t-a: ABORTED")
+
+
+async def test_the_deadline_passes_while_it_computes(prefill: Prefill) -> None:
+    prefill.expect("t-a")
+    with pytest.raises(SequenceFailed, match="deadline") as failed:
+        await prefill.run("a", timeout_s=0.25)
+    assert failed.value.code == "DEADLINE_EXCEEDED"
+    await asyncio.sleep(0)
+    assert [end.partition(":")[0] for end in prefill.ends] in ([], ["t-a"])
+    await prefill.released(*prefill.ends or ["t-a: ABORTED"])
+
+
+async def test_a_decode_worker_that_dies_during_the_transfer_ends_it(prefill: Prefill) -> None:
+    prefill.expect("t-a")
+    running = asyncio.create_task(prefill.run("a"))
+    await asyncio.sleep(0.25)
+    await asyncio.to_thread(prefill.receiver.close)
+    with pytest.raises(SequenceFailed, match="KV transfer") as failed:
+        await running
+    assert failed.value.code == "UNAVAILABLE"
+    await prefill.released("t-a: UNAVAILABLE")
+
+
+async def test_no_link_is_a_failure_that_holds_nothing(prefill: Prefill) -> None:
+    prefill.reachable = False
+    with pytest.raises(SequenceFailed, match="nobody answers"):
+        await prefill.run("a")
+    await prefill.released()
+
+
+async def test_a_request_id_runs_once(prefill: Prefill) -> None:
+    prefill.expect("t-a")
+    first = asyncio.create_task(prefill.run("a"))
+    await asyncio.sleep(0.15)
+    with pytest.raises(SequenceFailed, match=r"request_id|transfer"):
+        await prefill.run("a")
+    first.cancel()
+    await asyncio.wait([first])
+    await prefill.released(*prefill.ends or ["t-a: ABORTED"])
