@@ -1,4 +1,4 @@
-"""What a prefill worker can be told."""
+"""The settings of a prefill worker."""
 
 from __future__ import annotations
 

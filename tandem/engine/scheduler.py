@@ -1,7 +1,7 @@
 """Which tokens are computed next: one token budget a step, shared by decode and chunked prefill.
 
     1 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
-                preempted: it gives its blocks back and waits to compute everything again
+                preempted: it releases its blocks and waits to compute everything again
     2 prefill   running sequences with more tokens left get what remains of the budget, in order; beside a decode, it
                 is cut to max_prefill_beside_decode, so that no decode waits for a long chunk
     3 admit     waiting sequences take blocks for all their tokens and join the running ones, in order; one whose prefix

@@ -79,10 +79,10 @@ async def test_a_failure_does_not_swallow_the_tokens_before_it(by: str) -> None:
         streams.send("g", output("s1", at=3, error="broken"))
     else:
         streams.fail("g", "s1", "INTERNAL", "broken")
-    told = list((await anext(stream)).outputs)
+    sent = list((await anext(stream)).outputs)
     mailbox = Mailbox("s1", "decode-0")
     mailbox.next_index = 2
-    for one in told:
+    for one in sent:
         mailbox.put(one)
     assert (await mailbox.get()).ids == [2]
     with pytest.raises(GatewayError, match="broken"):

@@ -1,0 +1,74 @@
+"""A worker built inside this process, on a thread that is not the main one: real Redis, gRPC and KV sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.decode.server import DecodeWorker
+from services.decode.settings import DecodeSettings
+from services.prefill.server import PrefillWorker
+from services.prefill.settings import PrefillSettings
+from tandem.engine import Engine
+from tandem.local import RedisServer
+from tandem.registry import Registry
+from tandem.worker import Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
+from tests.registry.cluster import eventually
+
+Build = Callable[[WorkerContext], WorkerService]
+
+
+@asynccontextmanager
+async def running(settings: WorkerSettings, build: Build) -> AsyncIterator[Worker]:
+    """Runs it on a loop of its own, on a thread of its own; stops it in the end and raises what it ended with."""
+    made = asyncio.get_running_loop().create_future()
+    here = asyncio.get_running_loop()
+
+    async def live() -> None:
+        ports = process_ports(settings, Engine(settings.engine_config()))
+        worker = Worker(settings, settings.worker_id, build, ports)
+        here.call_soon_threadsafe(made.set_result, (worker, asyncio.get_running_loop()))
+        await worker.run()
+
+    def run() -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        asyncio.run(live())
+
+    ended = asyncio.create_task(asyncio.to_thread(run))
+    try:
+        async with asyncio.timeout(20):
+            await asyncio.wait({made, ended}, return_when=asyncio.FIRST_COMPLETED)
+        worker, loop = made.result()
+        yield worker
+        loop.call_soon_threadsafe(worker.stop)
+    finally:
+        async with asyncio.timeout(20):
+            await ended
+
+
+@pytest.mark.parametrize(
+    ("settings", "build"), [(DecodeSettings, DecodeWorker), (PrefillSettings, PrefillWorker)], ids=["decode", "prefill"]
+)
+async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
+    demo_model: Path, settings: type[WorkerSettings], build: Build
+) -> None:
+    with RedisServer.start() as redis:
+        ours, others = Registry.connect(redis.url, namespace="ours"), Registry.connect(redis.url)
+        chosen = settings(
+            model_path=demo_model, redis_url=redis.url, namespace="ours", worker_id="w0", engine="null", num_blocks=16
+        )
+
+        async def registered() -> bool:
+            return [worker.info.worker_id for worker in await ours.workers()] == ["w0"]
+
+        async with running(chosen, build):
+            await eventually(registered, 10.0, "it is in its namespace")
+            assert not await others.workers()
+        assert not await ours.workers()
+        await ours.close()
+        await others.close()
