@@ -14,27 +14,19 @@ import time
 from collections.abc import Callable
 from itertools import chain
 
-import structlog
 import torch
-from torch import Tensor
 
-from tandem import native
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.forward import TorchForward
-from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
-from tandem.engine.layout import KVLayout, torch_dtype
-from tandem.engine.loader import load_weights, weights_revision
-from tandem.engine.models import Decoder, ModelConfig, read_model_config
-from tandem.engine.null_runner import NullRunner, null_layout
-from tandem.engine.runner import Runner
-from tandem.engine.sampler import choose
+from tandem.engine.build import build, max_prefill_beside_decode
 from tandem.engine.scheduler import Scheduled, Scheduler
 from tandem.engine.sequence import Sequence, Status, new_sequence
+from tandem.engine.speculation import Speculator
 from tandem.engine.types import (
     BlockRemoved,
     BlockStored,
     EngineConfig,
     EngineStats,
+    FinishReason,
     KVSink,
     Progress,
     Request,
@@ -42,11 +34,7 @@ from tandem.engine.types import (
     SequenceOutput,
 )
 from tandem.local import Cores
-
-log = structlog.get_logger(__name__)
-# For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or
-# 600 G with AMX. Fewer rows would wait for the weights.
-CPU_MULTIPLICATIONS, AMX_MULTIPLICATIONS, CPU_ROWS = 25 * 10**9, 50 * 10**9, 32
+from tandem.speculative import OFF, Speculative
 
 
 class Engine:
@@ -54,7 +42,7 @@ class Engine:
 
     `layout` names the KV bytes, `kv_cache[layer]` holds them, `model_config` describes the model. Raises ValueError
     naming what in the config or the checkpoint is wrong. `on_progress` is called while weights load; `sleep` is how a
-    null engine spends its steps' time.
+    null engine spends its steps' time, and `now` how any engine measures them.
     """
 
     def __init__(
@@ -63,23 +51,25 @@ class Engine:
         *,
         on_progress: Progress | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._cores = Cores(torch.get_num_threads(), config.shared_cores)
-        self.model_config = read_model_config(config.model_path, config.max_model_len)
-        self.layout = null_layout(config) if config.null else _layout(config, self.model_config)
-        self.kv_cache = _kv_cache(config, self.layout)
-        self._runner = self._make_runner(config, on_progress, sleep)
+        parts = build(config, self._cores, on_progress, sleep)
+        self.model_config, self.layout, self.kv_cache, self._runner = parts[:4]
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._scheduler = Scheduler(
             self._pool,
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_beside_decode=_max_prefill_beside_decode(config, self.model_config),
+            max_prefill_beside_decode=max_prefill_beside_decode(config, self.model_config),
             max_num_seqs=config.max_num_seqs,
             prefix_caching=config.enable_prefix_caching,
         )
+        self._speculator = Speculator(parts.proposers, self._scheduler, self.model_config.max_model_len, now)
+        config.speculative.check(self._speculator.methods)
+        self._speculative, self._now = config.speculative, now
         self._live: dict[str, Sequence] = {}
         self._num_arrived = self._num_computed = self._num_written = 0
         self._ended_at_join: dict[str, SequenceOutput] = {}
@@ -94,7 +84,7 @@ class Engine:
         with its first token.
         """
         total = len(request.token_ids) if prefill_only else self._max_tokens(request)
-        seq = self._new_sequence(request, total)
+        seq = self._new_sequence(request, total, OFF if prefill_only else request.speculative)
         seq.sink, seq.num_pushed_blocks, seq.prefill_only = sink, first_block, prefill_only
         self._scheduler.add(seq)
         self._live[seq.request_id] = seq
@@ -106,7 +96,7 @@ class Engine:
         already. ValueError names the field that can never be served.
         """
         total = self._max_tokens(request)
-        seq = self._new_sequence(request, total)
+        seq = self._new_sequence(request, total, request.speculative)
         if not self._scheduler.reserve(seq, total):
             return None
         self._live[seq.request_id] = seq
@@ -147,7 +137,10 @@ class Engine:
         self._cores.work()
         batch = self._scheduler.schedule()
         self._copy_blocks(self._scheduler.copies)
+        batch = self._speculator.propose(batch)
+        started = self._now()
         tokens = self._runner.execute(batch)
+        self._speculator.passed(batch, self._now() - started)
         outputs = self._update(batch, tokens)
         self._rest_when_idle()
         return outputs
@@ -169,6 +162,8 @@ class Engine:
             queued_tokens=sum(tokens for tokens in unread if tokens > 0),
             num_read_tokens=self._num_computed - self._num_written,
             num_written_tokens=self._num_written,
+            num_proposed_tokens=self._speculator.num_proposed,
+            num_accepted_tokens=self._speculator.num_accepted,
         )
 
     def check_integrity(self) -> None:
@@ -190,17 +185,8 @@ class Engine:
         if not self.has_work():
             self._cores.rest()
 
-    def _make_runner(
-        self, config: EngineConfig, on_progress: Progress | None, sleep: Callable[[float], None]
-    ) -> Runner | NullRunner:
-        if config.null:
-            return NullRunner(config.null, self.kv_cache, self.model_config.vocab_size, sleep)
-        model = Decoder(self.model_config, self.layout.torch_dtype, config.device)
-        load_weights(model, config.model_path, on_progress)
-        return _runner(config, model, self.kv_cache, self._cores)
-
-    def _new_sequence(self, request: Request, total: int) -> Sequence:
-        """`total`: how many tokens the sequence may come to hold KV for."""
+    def _new_sequence(self, request: Request, total: int, speculative: Speculative | None) -> Sequence:
+        """`total`: how many tokens the sequence may come to hold KV for. `speculative` None: the config's."""
         if request.request_id in self._live or request.request_id in self._ended_at_join:
             raise ValueError(f"request_id: {request.request_id!r} is in the engine already")
         length, longest = len(request.token_ids), self.model_config.max_model_len
@@ -209,11 +195,13 @@ class Engine:
         self._check_token_ids("token_ids", request.token_ids)
         request.sampling.check()
         request.sampling.check_vocabulary(self.model_config.vocab_size)
+        speculative = speculative or self._speculative
+        speculative.check(self._speculator.methods)
         needed, there_are = self._scheduler.blocks_for(total), self._pool.num_blocks
         if needed > there_are:
             raise ValueError(f"token_ids: with max_tokens they need {needed} KV blocks, there are {there_are}")
         self._num_arrived += 1
-        return new_sequence(request, self._num_arrived, self.layout)
+        return new_sequence(request, self._num_arrived, self.layout, speculative)
 
     def _check_token_ids(self, field: str, token_ids: list[int]) -> None:
         vocab_size = self.model_config.vocab_size
@@ -231,80 +219,51 @@ class Engine:
             raise ValueError(f"request_id: {request_id!r} holds no reservation")
         return seq
 
-    def _update(self, batch: list[Scheduled], tokens: dict[str, SampledToken]) -> list[SequenceOutput]:
+    def _update(self, batch: list[Scheduled], tokens: dict[str, list[SampledToken]]) -> list[SequenceOutput]:
         outputs = list(self._ended_at_join.values())
         self._ended_at_join = {}
         for item in batch:
-            output = self._advance(item.seq, item.num_tokens, tokens.get(item.seq.request_id))
+            output = self._advance(item.seq, item.num_tokens, tokens.get(item.seq.request_id, []))
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _advance(self, seq: Sequence, num_tokens: int, token: SampledToken | None) -> SequenceOutput | None:
+    def _advance(self, seq: Sequence, num_tokens: int, tokens: list[SampledToken]) -> SequenceOutput | None:
         index, cached = seq.num_output_tokens, seq.num_cached_tokens or 0
-        self._num_computed += num_tokens
-        self._num_written += num_tokens == 1 and index > 0
+        known = num_tokens - len(seq.proposed)
+        self._num_computed += known
         if seq.error is not None:
             output = SequenceOutput(seq.request_id, index, [], None, cached, seq.error, finished=True)
         else:
-            seq.num_computed_tokens += num_tokens
+            reason = self._append(seq, tokens)
+            new = seq.num_output_tokens - index
+            seq.num_computed_tokens += known + max(0, new - 1)
             self._scheduler.register_blocks(seq)
-            if token is None:
+            if not tokens:
                 return None
             if index == 0:
                 self._scheduler.register_tail(seq)
-            seq.token_ids.append(token.token_id)
-            reason = seq.check_stop(self.model_config.max_model_len)
+            else:
+                self._num_computed += new - 1
+                self._num_written += new if known == 1 else 0
+            self._speculator.verified(seq, new)
+            self._scheduler.release_ahead(seq)
             finished = reason is not None or seq.prefill_only
-            output = SequenceOutput(seq.request_id, index, [token], reason, cached, finished=finished)
+            output = SequenceOutput(seq.request_id, index, tokens[:new], reason, cached, finished=finished)
+            output.num_proposed_tokens, output.num_accepted_tokens = seq.num_proposed_tokens, seq.num_accepted_tokens
         if output.finished:
             self._remove(seq)
         return output
 
+    def _append(self, seq: Sequence, tokens: list[SampledToken]) -> FinishReason | None:
+        """Up to the first token that ends the sequence; returns how."""
+        for token in tokens:
+            seq.token_ids.append(token.token_id)
+            reason = seq.check_stop(self.model_config.max_model_len)
+            if reason is not None:
+                return reason
+        return None
+
     def _remove(self, seq: Sequence) -> None:
         self._scheduler.remove(seq)
         del self._live[seq.request_id]
-
-
-def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
-    dtype = model.dtype if config.dtype == "auto" else config.dtype
-    torch_dtype(dtype)
-    return KVLayout(
-        model=config.model_name,
-        revision=config.revision or weights_revision(config.model_path),
-        dtype=dtype,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        block_size=config.block_size,
-    )
-
-
-def _max_prefill_beside_decode(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_prefill_beside_decode is None and config.device == "cpu" and not config.null:
-        most = AMX_MULTIPLICATIONS if native.cpu_instructions().issuperset(AMX) else CPU_MULTIPLICATIONS
-        return max(CPU_ROWS, most // model.multiplications)
-    return config.max_prefill_beside_decode or config.max_num_batched_tokens
-
-
-def _runner(config: EngineConfig, model: Decoder, kv_cache: list[Tensor], cores: Cores) -> Runner:
-    if config.cpu_kernels and config.device == "cpu" and kv_cache[0].dtype == torch.bfloat16:
-        if not CpuForward.fits(model.config):
-            log.warning(
-                "CPU kernels are off, torch computes everything", reason="the model's sizes are no multiples of 32"
-            )
-        elif (library := load_library()) is not None:
-            forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
-            return Runner(forward, kv_cache, CpuChoose(library, cores.threads))
-    return Runner(TorchForward(model, kv_cache), kv_cache, choose)
-
-
-def _kv_cache(config: EngineConfig, layout: KVLayout) -> list[Tensor]:
-    """All blocks at once, zeroed: what was never written must be a number, for a masked one still is multiplied."""
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        num_blocks = (config.kv_budget_bytes or 0) // (layout.block_bytes * layout.num_layers)
-    if num_blocks < 1:
-        raise ValueError(f"kv_budget_bytes: {config.kv_budget_bytes} bytes do not hold one block")
-    shape = layout.block_shape(num_blocks)
-    return [torch.zeros(shape, dtype=layout.torch_dtype, device=config.device) for _ in range(layout.num_layers)]

@@ -9,15 +9,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from tandem.engine.attention import FirstChunk, Group, make_group, paged_attention, write_kv
 from tandem.engine.models import Decoder
+from tandem.engine.sequence import Sequence as TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,37 @@ class StepInput:
     counts: Sequence[int]
     lengths: array[int]
     tables: Sequence[Sequence[int]]
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` … `end` of a sequence, proposed ones included."""
+
+    seq: TokenSequence
+    start: int
+    end: int
+
+
+def step_input(chunks: Iterable[Chunk], size: int) -> StepInput:
+    """A step that computes `chunks`, in blocks of `size` tokens."""
+    ids, positions, slots, lengths = (array("q") for _ in range(4))
+    counts, tables = list[int](), list[list[int]]()
+    for seq, start, end in chunks:
+        ids += seq.tokens_between(start, end)
+        if end - start == 1:
+            positions.append(start)
+            slots.append(seq.block_table[start // size] * size + start % size)
+        else:
+            positions.extend(range(start, end))
+            slots.extend(seq.block_table[p // size] * size + p % size for p in range(start, end))
+        counts.append(end - start)
+        lengths.append(end)
+        tables.append(seq.block_table[: -(-end // size)])
+    return StepInput(_tensor(ids), _tensor(positions), _tensor(slots), counts, lengths, tables)
+
+
+def _tensor(values: array[int]) -> Tensor:
+    """The same memory as an int64 tensor."""
+    return torch.frombuffer(values, dtype=torch.int64)
 
 
 class Forward(Protocol):

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from tandem.engine.layout import KVLayout
 from tandem.engine.push import push_of
+from tandem.engine.runner import accepted
 from tandem.engine.scheduler import Scheduled
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Ahead, Row, Sequence
 from tandem.engine.step_time import StepTime
 from tandem.engine.types import EngineConfig, SampledToken
 
@@ -50,7 +51,7 @@ class NullRunner:
         self._block_size = kv_cache[0].shape[3]
         self._cells = [_cells(kv) for kv in kv_cache]
 
-    def execute(self, batch: list[Scheduled]) -> dict[str, SampledToken]:
+    def execute(self, batch: list[Scheduled]) -> dict[str, list[SampledToken]]:
         """Spend the time that computing `batch` takes; returns and sets errors as the model's runner does."""
         if not batch:
             return {}
@@ -58,7 +59,7 @@ class NullRunner:
             self._attend(item.seq)
         batch = [item for item in batch if item.seq.error is None]
         self._run_layers(batch, [self._next_digests(item) for item in batch])
-        return {item.seq.request_id: self._sample(item) for item in batch if item.samples}
+        return {item.seq.request_id: self._sample(item.seq) for item in batch if item.samples}
 
     def _run_layers(self, batch: list[Scheduled], digests: list[Digests]) -> None:
         pushes = [push for item in batch if (push := push_of(item, self._block_size))]
@@ -91,11 +92,15 @@ class NullRunner:
         digests = np.cumsum(_mix(seq, start, start + item.num_tokens))
         return digests + self._cells[0][self._slots(seq, start - 1, 1)][:, 0] if start else digests
 
-    def _sample(self, item: Scheduled) -> SampledToken:
-        seq, sampling = item.seq, item.seq.sampling
-        digest = self._cells[0][self._slots(seq, seq.num_tokens - 1, 1)][0, 0]
+    def _sample(self, seq: Sequence) -> list[SampledToken]:
+        rows: list[Row] = [seq, *(Ahead(seq, count) for count in range(1, len(seq.proposed) + 1))]
+        return accepted(seq.proposed, [(self._draw(seq, row), row) for row in rows])
+
+    def _draw(self, seq: Sequence, row: Row) -> SampledToken:
+        sampling, last = row.sampling, row.num_prompt_tokens + row.num_output_tokens - 1
+        digest = self._cells[0][self._slots(seq, last, 1)][0, 0]
         seed = sampling.seed % 2**64 if sampling.temperature > 0 else 0
-        key = digest.tobytes() + seed.to_bytes(8, "little") + seq.num_output_tokens.to_bytes(8, "little")
+        key = digest.tobytes() + seed.to_bytes(8, "little") + row.num_output_tokens.to_bytes(8, "little")
         first = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
         drawn = ((first + i) % self._vocab_size for i in range(self._vocab_size))
         token_id = next((t for t in drawn if t not in sampling.stop_token_ids), first % self._vocab_size)
@@ -124,7 +129,7 @@ def _as_kv(digests: Digests, layer: int) -> Digests:
 
 def _mix(seq: Sequence, start: int, end: int) -> Digests:
     """A number for each token and its position, by splitmix64's mixing."""
-    x = np.array(seq.token_ids[start:end], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = np.array(seq.tokens_between(start, end), np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x += np.arange(start, end, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)

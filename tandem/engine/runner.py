@@ -3,21 +3,22 @@
 1 order    sequences with one token first, alike lengths together; then the longer chunks
 2 forward  all tokens lie in one row; when a layer's K and V are in the cache, blocks that became complete are pushed to
            the sinks of their sequences
-3 sample   logits only for the sequences whose last token was computed
+3 sample   logits only for the sequences whose last token was computed: of that token, and of proposed ones behind it
 """
 
 from __future__ import annotations
 
-from array import array
-from itertools import accumulate
+from collections.abc import Iterable
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
-from tandem.engine.forward import Forward, StepInput
+from tandem.engine.forward import Chunk, Forward, StepInput, step_input
 from tandem.engine.push import push_of
 from tandem.engine.sampler import Choose, sample
 from tandem.engine.scheduler import Scheduled
+from tandem.engine.sequence import Ahead, Row
 from tandem.engine.types import SampledToken
 
 
@@ -32,8 +33,8 @@ class Runner:
         self._block_size = kv_cache[0].shape[3]
 
     @torch.inference_mode()
-    def execute(self, batch: list[Scheduled]) -> dict[str, SampledToken]:
-        """Compute `batch`; returns the next token of every sequence that has nothing left to compute, by request id.
+    def execute(self, batch: list[Scheduled]) -> dict[str, list[SampledToken]]:
+        """Compute `batch`; returns the next tokens of every sequence that has nothing left to compute, by request id.
 
         A sequence that fails alone gets its `error` set.
         """
@@ -51,33 +52,26 @@ class Runner:
             push.done()
         return self._sample(batch, hidden)
 
-    def _sample(self, batch: list[Scheduled], hidden: Tensor) -> dict[str, SampledToken]:
+    def _sample(self, batch: list[Scheduled], hidden: Tensor) -> dict[str, list[SampledToken]]:
+        rows, drawn = list[int](), list[Row]()
         ends = accumulate(item.num_tokens for item in batch)
-        rows = [end - 1 for item, end in zip(batch, ends, strict=True) if item.samples]
-        seqs = [item.seq for item in batch if item.samples]
-        if not seqs:
+        for (seq, _, samples), end in zip(batch, ends, strict=True):
+            if samples:
+                rows.extend(range(end - 1 - len(seq.proposed), end))
+                drawn.append(seq)
+                drawn.extend(Ahead(seq, count) for count in range(1, len(seq.proposed) + 1))
+        if not rows:
             return {}
-        tokens = sample(self._forward.logits(hidden, rows), seqs, self._choose)
-        return {seq.request_id: token for seq, token in zip(seqs, tokens, strict=True)}
+        tokens = iter(zip(sample(self._forward.logits(hidden, rows), drawn, self._choose), drawn, strict=True))
+        return {
+            item.seq.request_id: accepted(item.seq.proposed, list(islice(tokens, 1 + len(item.seq.proposed))))
+            for item in batch
+            if item.samples
+        }
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
-        ids, positions, slots, lengths = (array("q") for _ in range(4))
-        size, tables = self._block_size, []
-        for item in batch:
-            seq, start = item.seq, item.seq.num_computed_tokens
-            end = start + item.num_tokens
-            if item.num_tokens == 1:
-                ids.append(seq.token_ids[start])
-                positions.append(start)
-                slots.append(seq.block_table[start // size] * size + start % size)
-            else:
-                ids += seq.token_ids[start:end]
-                positions.extend(range(start, end))
-                slots.extend(seq.block_table[p // size] * size + p % size for p in range(start, end))
-            lengths.append(end)
-            tables.append(seq.block_table[: -(-end // size)])
-        counts = [item.num_tokens for item in batch]
-        return StepInput(_tensor(ids), _tensor(positions), _tensor(slots), counts, lengths, tables)
+        starts = ((item, item.seq.num_computed_tokens) for item in batch)
+        return step_input((Chunk(item.seq, start, start + item.num_tokens) for item, start in starts), self._block_size)
 
     def _order(self, item: Scheduled) -> tuple[int, ...]:
         """Single tokens first, ones with contexts of about equal length side by side."""
@@ -86,6 +80,11 @@ class Runner:
         return 0, (item.seq.num_computed_tokens // self._block_size).bit_length()
 
 
-def _tensor(values: array[int]) -> Tensor:
-    """The same memory as an int64 tensor."""
-    return torch.frombuffer(values, dtype=torch.int64)
+def accepted(proposed: Iterable[int], drawn: list[tuple[SampledToken, Row]]) -> list[SampledToken]:
+    """The token after the known ones, and each one behind it that was drawn from what turned out right."""
+    tokens = [drawn[0][0]]
+    for guess, (token, row) in zip(proposed, drawn[1:], strict=True):
+        if guess != tokens[-1].token_id or row.error is not None:
+            break
+        tokens.append(token)
+    return tokens

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Row
 from tandem.engine.types import SampledToken
 from tandem.sampling import SamplingParams
 
@@ -33,22 +33,27 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Choose(Protocol):
     """How a token comes out of each row: `choose`, or the kernels' way to the same."""
 
-    def __call__(self, logits: Tensor, seqs: Rows[Sequence]) -> list[int]:
+    def __call__(self, logits: Tensor, seqs: Rows[Row]) -> list[int]:
         """A token id for each row of `logits` (rows, vocab_size) float32; -1 where its best is no finite number."""
 
 
-def sample(logits: Tensor, seqs: Rows[Sequence], choose: Choose) -> list[SampledToken]:
+def sample(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[SampledToken]:
     """One token for each row of `logits` (rows, vocab_size) float32, the row of the sequence in `seqs`.
 
-    A sequence whose row has no finite best gets its `error` set.
+    A row that has no finite best gets its `error` set.
     """
-    adjusted = logits if all(seq.takes_logits_as_they_are for seq in seqs) else _adjust(logits.clone(), seqs)
-    token_ids = choose(adjusted, seqs)
+    token_ids = draw(logits, seqs, choose)
     if -1 in token_ids:
         for seq, token_id in zip(seqs, token_ids, strict=True):
             if token_id == -1:
                 seq.error = "the model's logits are not finite numbers"
     return _report(logits, seqs, token_ids)
+
+
+def draw(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[int]:
+    """The token ids of `sample`, -1 where there is none."""
+    adjusted = logits if all(seq.takes_logits_as_they_are for seq in seqs) else _adjust(logits.clone(), seqs)
+    return choose(adjusted, seqs)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -64,7 +69,7 @@ def _mix(z: int) -> int:
     return z ^ z >> 31
 
 
-def _adjust(logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
+def _adjust(logits: Tensor, seqs: Rows[Row]) -> Tensor:
     _add_bias(logits, seqs)
     _penalize_repetition(logits, seqs)
     _penalize_counts(logits, seqs)
@@ -72,14 +77,14 @@ def _adjust(logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
     return logits
 
 
-def _add_bias(logits: Tensor, seqs: Rows[Sequence]) -> None:
+def _add_bias(logits: Tensor, seqs: Rows[Row]) -> None:
     entries = [(row, *item) for row, seq in enumerate(seqs) for item in seq.sampling.logit_bias.items()]
     if entries:
         rows, ids, values = zip(*entries, strict=True)
         logits[list(rows), list(ids)] += logits.new_tensor(values)
 
 
-def _penalize_repetition(logits: Tensor, seqs: Rows[Sequence]) -> None:
+def _penalize_repetition(logits: Tensor, seqs: Rows[Row]) -> None:
     """Divide positive scores, multiply negative ones, of every token in the prompt or the answer."""
     penalized = [row for row, seq in enumerate(seqs) if seq.sampling.repetition_penalty != 1.0]
     if not penalized:
@@ -90,7 +95,7 @@ def _penalize_repetition(logits: Tensor, seqs: Rows[Sequence]) -> None:
     logits[rows, ids] = torch.where(scores > 0, scores / penalty, scores * penalty)
 
 
-def _penalize_counts(logits: Tensor, seqs: Rows[Sequence]) -> None:
+def _penalize_counts(logits: Tensor, seqs: Rows[Row]) -> None:
     """Subtract presence_penalty once and frequency_penalty per occurrence for every token in the answer."""
     penalized = [
         row for row, seq in enumerate(seqs)
@@ -106,14 +111,14 @@ def _penalize_counts(logits: Tensor, seqs: Rows[Sequence]) -> None:
     logits.view(-1)[cells] -= presence + frequency * counts
 
 
-def _mask_stop_tokens(logits: Tensor, seqs: Rows[Sequence]) -> None:
+def _mask_stop_tokens(logits: Tensor, seqs: Rows[Row]) -> None:
     for row, seq in enumerate(seqs):
         if seq.num_output_tokens < seq.sampling.min_tokens:
             # An id beyond the vocabulary can never be sampled.
             logits[row, [t for t in seq.sampling.stop_token_ids if 0 <= t < logits.shape[1]]] = -math.inf
 
 
-def _ids(seq: Sequence, start: int) -> Tensor:
+def _ids(seq: Row, start: int) -> Tensor:
     """The sequence's tokens from `start` on, without a copy: let go of it before the sequence grows."""
     return torch.frombuffer(seq.token_ids, dtype=torch.int64, offset=start * seq.token_ids.itemsize)
 
@@ -124,11 +129,11 @@ def _seen(rows: list[int], ids: list[Tensor], device: torch.device) -> tuple[Ten
     return torch.tensor(rows).repeat_interleave(lengths).to(device), torch.cat(ids).to(device)
 
 
-def _per_row(logits: Tensor, seqs: Rows[Sequence], read: Callable[[SamplingParams], float]) -> Tensor:
+def _per_row(logits: Tensor, seqs: Rows[Row], read: Callable[[SamplingParams], float]) -> Tensor:
     return logits.new_tensor([read(seq.sampling) for seq in seqs])
 
 
-def choose(logits: Tensor, seqs: Rows[Sequence]) -> list[int]:
+def choose(logits: Tensor, seqs: Rows[Row]) -> list[int]:
     """`Choose` in torch, on any device."""
     best = logits.max(dim=-1)
     token_ids: list[int] = best.indices.masked_fill(~best.values.isfinite(), -1).tolist()
@@ -228,7 +233,7 @@ def _needed(best: Tensor, total: Tensor, top_p: list[float]) -> Tensor:
     return probs.cumsum(dim=-1) - probs < limit[:, None]
 
 
-def _report(logits: Tensor, seqs: Rows[Sequence], token_ids: list[int]) -> list[SampledToken]:
+def _report(logits: Tensor, seqs: Rows[Row], token_ids: list[int]) -> list[SampledToken]:
     """Tokens with log-probabilities for the rows that want them."""
     tokens = list(map(SampledToken, token_ids))
     wanted = {row: seq.sampling.logprobs for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None}

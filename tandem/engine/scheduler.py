@@ -80,7 +80,7 @@ class Scheduler:
         prefix_caching: bool,
     ) -> None:
         self._pool, self._block_size, self._prefix_caching = pool, block_size, prefix_caching
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_beside_decode = max_prefill_beside_decode
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
         self.copies: list[tuple[int, int]] = []  # of blocks, (from, to), in order, before the scheduled tokens
@@ -111,7 +111,7 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         self.copies = []
-        batch = Batch(self._max_num_batched_tokens)
+        batch = Batch(self.max_num_batched_tokens)
         longer = self._schedule_decodes(batch)
         if batch.scheduled:
             batch.budget = min(batch.budget, self._max_prefill_beside_decode)
@@ -120,6 +120,21 @@ class Scheduler:
                 batch.add(seq)
         self._admit(batch)
         return batch.scheduled
+
+    def extend(self, seq: Sequence, num_ahead: int) -> int:
+        """Make room for so many proposed tokens where nobody has to leave for it; returns how many fit."""
+        room = len(seq.block_table) * self._block_size - seq.num_tokens
+        while room < num_ahead and (new := self._pool.take(1)) is not None:
+            seq.block_table += new
+            room += self._block_size
+        return min(room, num_ahead)
+
+    def release_ahead(self, seq: Sequence) -> None:
+        """The blocks that only refused tokens needed go back."""
+        needed = self.blocks_for(seq.num_tokens)
+        if needed < len(seq.block_table) and not seq.holds_all_blocks:
+            self._pool.release(seq.block_table[needed:])
+            del seq.block_table[needed:]
 
     def register_blocks(self, seq: Sequence) -> None:
         """Make the blocks that the sequence has filled findable."""
@@ -240,7 +255,7 @@ class Scheduler:
 
     def _release_blocks(self, seq: Sequence) -> None:
         self._pool.release(seq.block_table)
-        seq.block_table, seq.num_registered_blocks = [], 0
+        seq.block_table, seq.num_registered_blocks, seq.num_drafted_tokens = [], 0, 0
 
     def _enter(self, seq: Sequence, status: Status) -> None:
         seq.status = status
@@ -259,4 +274,6 @@ class Scheduler:
                 assert seq.status is status, f"{seq.request_id}: {seq.status.value} among the {status.value}"
                 room = len(seq.block_table) * self._block_size
                 assert seq.num_computed_tokens <= room, f"{seq.request_id}: KV for more tokens than it has blocks"
+                idle = room - seq.num_tokens >= self._block_size and not seq.holds_all_blocks
+                assert not idle, f"{seq.request_id}: more blocks than its tokens need"
         self._pool.check_integrity(seq.block_table for queue in self._queues.values() for seq in queue)

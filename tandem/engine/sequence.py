@@ -12,11 +12,13 @@ import enum
 import struct
 from array import array
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tandem.block_hash import next_hash, root_hash
 from tandem.engine.layout import KVLayout
 from tandem.engine.types import FinishReason, KVSink, Request
 from tandem.sampling import SamplingParams
+from tandem.speculative import OFF, Speculative
 
 _DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
 
@@ -32,6 +34,8 @@ class Sequence:
     """A request's tokens, how many of them have KV, and where that KV lies.
 
     The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
+    `proposed` are the tokens that a step tries ahead; `chance` is how often such were right of late, and the draft
+    model has KV for `num_drafted_tokens` of `token_ids`.
     """
 
     request_id: str
@@ -50,6 +54,12 @@ class Sequence:
     num_registered_blocks: int = 0
     num_cached_tokens: int | None = None
     error: str | None = None
+    speculative: Speculative = OFF
+    proposed: array[int] = field(default_factory=lambda: array("q"))
+    chance: float | None = None
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_drafted_tokens: int = 0
     draw: bytes = field(init=False)  # what a draw depends on, as the kernels read it
     adjusts: bool = field(init=False)  # whether logits change before every choice
 
@@ -76,6 +86,16 @@ class Sequence:
     def takes_logits_as_they_are(self) -> bool:
         return not self.adjusts and self.num_output_tokens >= self.sampling.min_tokens
 
+    def tokens_between(self, start: int, end: int) -> array[int]:
+        """Tokens `start` … `end`, of which the last may be proposed ones."""
+        known = len(self.token_ids)
+        if end <= known:
+            return self.token_ids[start:end]
+        return self.token_ids[start:] + self.proposed[max(0, start - known) : end - known]
+
+    def num_tokens_to_come(self, max_model_len: int) -> int:
+        return min(self.sampling.max_tokens - self.num_output_tokens, max_model_len - self.num_tokens)
+
     def check_stop(self, max_model_len: int) -> FinishReason | None:
         """What the last token means: STOP or LENGTH ends the sequence. Below min_tokens no stop token is sampled."""
         sampling, num_tokens = self.sampling, len(self.token_ids)
@@ -84,6 +104,58 @@ class Sequence:
         if num_tokens - self.num_prompt_tokens >= sampling.max_tokens or num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
+
+
+class Row(Protocol):
+    """What the sampler asks of the sequence that a row of logits belongs to. `error` is set where no token comes."""
+
+    error: str | None
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def draw(self) -> bytes: ...
+    @property
+    def token_ids(self) -> array[int]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def takes_logits_as_they_are(self) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Ahead:
+    """A sequence as a `Row`, as it will be if its first `count` proposed tokens are the ones drawn."""
+
+    seq: Sequence
+    count: int
+    error: str | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.seq.sampling
+
+    @property
+    def draw(self) -> bytes:
+        return self.seq.draw
+
+    @property
+    def token_ids(self) -> array[int]:
+        return self.seq.token_ids + self.seq.proposed[: self.count]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.seq.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.seq.num_output_tokens + self.count
+
+    @property
+    def takes_logits_as_they_are(self) -> bool:
+        return not self.seq.adjusts and self.num_output_tokens >= self.sampling.min_tokens
 
 
 class BlockHashes:
@@ -114,7 +186,7 @@ class BlockHashes:
             self._chain.append(next_hash(self._chain[-1], token_ids[block * size : (block + 1) * size]))
 
 
-def new_sequence(request: Request, arrival: int, layout: KVLayout) -> Sequence:
+def new_sequence(request: Request, arrival: int, layout: KVLayout, speculative: Speculative = OFF) -> Sequence:
     """A sequence that waits for its turn; `arrival` counts up with every request."""
     root = root_hash(layout.model, layout.revision, "", request.cache_salt)
     return Sequence(
@@ -124,4 +196,5 @@ def new_sequence(request: Request, arrival: int, layout: KVLayout) -> Sequence:
         token_ids=array("q", request.token_ids),
         num_prompt_tokens=len(request.token_ids),
         hashes=BlockHashes(root, layout.block_size),
+        speculative=speculative,
     )

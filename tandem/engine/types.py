@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.engine.step_time import StepTime
 from tandem.sampling import SamplingParams
+from tandem.speculative import OFF, Speculative
 
 
 class FinishReason(enum.Enum):
@@ -27,13 +28,17 @@ class FinishReason(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt to continue. Lower `priority` goes first; equal ones go in order of arrival."""
+    """A prompt to continue. Lower `priority` goes first; equal ones go in order of arrival.
+
+    `speculative` None takes the engine's own.
+    """
 
     request_id: str
     token_ids: list[int]
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    speculative: Speculative | None = None
 
 
 class SampledToken(NamedTuple):
@@ -49,7 +54,7 @@ class SequenceOutput:
     """What one step did for one sequence. `tokens[0]` is token `first_index` of its answer, counted from 0.
 
     `finished`: the sequence left the engine: with a finish reason, with an `error`, or (prefill only) with neither when
-    decode should go on.
+    decode should go on. Of `num_proposed_tokens` proposed so far `num_accepted_tokens` were right, each a step saved.
     """
 
     request_id: str
@@ -59,6 +64,8 @@ class SequenceOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     finished: bool = False
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class KVSink(Protocol):
@@ -91,7 +98,8 @@ class BlockRemoved:
 class EngineStats:
     """A moment's load. `free_blocks`: referenced by no live sequence. `queued_tokens`: prompt tokens yet to compute.
 
-    `num_read_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since the engine began.
+    `num_read_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since the engine began; of the
+    decoded ones `num_accepted_tokens` were proposed, as were others that were refused.
     """
 
     num_waiting: int
@@ -102,6 +110,8 @@ class EngineStats:
     queued_tokens: int
     num_read_tokens: int
     num_written_tokens: int
+    num_proposed_tokens: int
+    num_accepted_tokens: int
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,9 @@ class EngineConfig:
     of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used. Through the folder
     `shared_cores` engines on one machine lend each other idle cores, beyond their own `num_threads`. `null` makes it a
     null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
+
+    `speculative` is how tokens are proposed where a request does not say; `draft` needs the `speculative_model`, a
+    folder of a model with the same vocabulary.
     """
 
     model_path: Path
@@ -135,6 +148,8 @@ class EngineConfig:
     revision: str = ""
     cpu_kernels: bool = True
     null: StepTime | None = None
+    speculative: Speculative = OFF
+    speculative_model: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
@@ -146,6 +161,8 @@ class EngineConfig:
                 raise ValueError(f"{name}: {value} is not at least 1")
         if self.num_blocks is None and self.kv_budget_bytes is None:
             raise ValueError("kv_budget_bytes: set it or num_blocks")
+        if self.null and self.speculative_model:
+            raise ValueError("speculative_model: the null engine has no model to draft for")
 
 
 # (what is being loaded, bytes done, bytes in all)

@@ -23,7 +23,7 @@ class InlineEngine(EnginePort):
 
     def __init__(self, config: EngineConfig) -> None:
         self._slept_s = 0.0
-        super().__init__(Engine(config, sleep=self._sleep))
+        super().__init__(Engine(config, sleep=self._sleep, now=lambda: self._slept_s))
         self._inbox: deque[Submission[Any]] = deque()
         self._next: asyncio.Handle | None = None
         self._closed = False

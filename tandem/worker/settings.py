@@ -9,6 +9,7 @@ from pydantic import ByteSize, Field
 
 from tandem.engine import EngineConfig, StepTime
 from tandem.settings import Settings
+from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 
 
 class WorkerSettings(Settings):
@@ -50,6 +51,13 @@ class WorkerSettings(Settings):
     )
     max_num_seqs: int = Field(256, ge=1, description="sequences in one engine step")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer (default: the model's)")
+    speculative_method: Literal["none", "ngram", "draft"] = Field(
+        "none", description="what proposes tokens ahead: what followed earlier in the text, or a draft model"
+    )
+    speculative_num_tokens: int = Field(
+        OFF.num_tokens, ge=0, le=MAX_NUM_TOKENS, description="most tokens proposed in a step"
+    )
+    speculative_model: Path | None = Field(None, description="folder of a draft model with the same vocabulary")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine (default: torch's choice)")
     shared_cores: Path | None = Field(None, description="folder where one machine's workers lend out idle cores")
     lease_ttl_s: float = Field(2.0, gt=0.2, description="a worker silent for so long is taken for dead")
@@ -77,6 +85,8 @@ class WorkerSettings(Settings):
             max_prefill_beside_decode=self.max_prefill_beside_decode,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
+            speculative=Speculative(self.speculative_method, self.speculative_num_tokens),
+            speculative_model=self.speculative_model,
             num_threads=self.threads,
             shared_cores=self.shared_cores,
             null=self._step_time() if self.engine == "null" else None,

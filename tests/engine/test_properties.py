@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine import Engine, Request, SampledToken, SamplingParams
-from tests.engine.tiny import assert_idle, generate, make_engine, prompt_of, run, sampled
+from tandem.speculative import Speculative
+from tests.engine.tiny import Families, assert_idle, generate, make_engine, prompt_of, run, sampled
 
 LONGEST_ANSWER = 14
 KINDS = ("add", "add", "reserve", "abort", "step", "step")
@@ -143,10 +144,14 @@ class Session:
         raise AssertionError(f"{self.live} never ended: {self.engine.stats()}")
 
 
-@pytest.fixture(scope="module")
-def engines(llama: Path) -> tuple[Engine, Engine, Oracle]:
-    """The engine under test has 9 blocks of 4: one long sequence, or two or three short ones."""
-    tiny = make_engine(llama, num_blocks=9, max_num_batched_tokens=7, max_num_seqs=4)
+@pytest.fixture(scope="module", params=["none", "ngram", "draft"])
+def engines(llama: Path, family: Families, request: pytest.FixtureRequest) -> tuple[Engine, Engine, Oracle]:
+    """The engine under test has 9 blocks of 4: one long sequence, or two or three short ones.
+
+    Where it speculates, by a clock that stands still every proposal pays.
+    """
+    speculation = {"speculative": Speculative(request.param, 3), "speculative_model": family("llama2")[1]}
+    tiny = make_engine(llama, num_blocks=9, max_num_batched_tokens=7, max_num_seqs=4, now=lambda: 0.0, **speculation)
     return tiny, make_engine(llama, max_num_batched_tokens=5), Oracle(llama)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,9 @@ def make(family: str) -> PreTrainedModel:
     return model
 
 
-def make_engine(path: Path, **config: Any) -> Engine:
+def make_engine(path: Path, now: Callable[[], float] = time.monotonic, **config: Any) -> Engine:
     settings = {"dtype": "float32", "num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 8}
-    return Engine(EngineConfig(model_path=path, model_name="tiny", **{**settings, **config}))
+    return Engine(EngineConfig(model_path=path, model_name="tiny", **{**settings, **config}), now=now)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

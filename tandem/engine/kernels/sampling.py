@@ -9,7 +9,7 @@ from collections.abc import Sequence as Rows
 
 from torch import Tensor
 
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Row
 
 _LOGITS_A_THREAD = 2**20  # half a millisecond: to wake another thread takes a tenth
 
@@ -20,7 +20,7 @@ class CpuChoose:
     def __init__(self, library: ctypes.CDLL, num_threads: Callable[[], int]) -> None:
         self._library, self._num_threads = library, num_threads
 
-    def __call__(self, logits: Tensor, seqs: Rows[Sequence]) -> list[int]:
+    def __call__(self, logits: Tensor, seqs: Rows[Row]) -> list[int]:
         logits = logits.contiguous()
         draws = b"".join([seq.draw for seq in seqs])
         indices, token_ids = array("q", [seq.num_output_tokens for seq in seqs]), array("q", bytes(8 * len(seqs)))

@@ -1,0 +1,131 @@
+"""What an engine is made of: models read and loaded, KV caches within one budget, and what runs a step.
+
+config ── the model ──> layout, KV cache, Forward, Choose ──> Runner
+       └─ the draft model, if any ──> the same, over as many blocks ──> DraftProposer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+import torch
+from torch import Tensor
+
+from tandem import native
+from tandem.engine.forward import Forward, TorchForward
+from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
+from tandem.engine.layout import KVLayout, torch_dtype
+from tandem.engine.loader import load_weights, weights_revision
+from tandem.engine.models import Decoder, ModelConfig, read_model_config
+from tandem.engine.null_runner import NullRunner, null_layout
+from tandem.engine.runner import Runner
+from tandem.engine.sampler import Choose, choose
+from tandem.engine.speculation import DraftProposer, NgramProposer, Proposer
+from tandem.engine.types import EngineConfig, Progress
+from tandem.local import Cores
+
+log = structlog.get_logger(__name__)
+# For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or
+# 600 G with AMX. Fewer rows would wait for the weights.
+CPU_MULTIPLICATIONS, AMX_MULTIPLICATIONS, CPU_ROWS = 25 * 10**9, 50 * 10**9, 32
+
+
+class Parts(NamedTuple):
+    """`layout` names the bytes of `kv_cache`, `runner` computes steps over it; `proposers` by their method."""
+
+    model_config: ModelConfig
+    layout: KVLayout
+    kv_cache: list[Tensor]
+    runner: Runner | NullRunner
+    proposers: Mapping[str, Proposer]
+
+
+def build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
+    """ValueError names what in the config or a checkpoint is wrong."""
+    model = read_model_config(config.model_path, config.max_model_len)
+    if config.null:
+        layout = null_layout(config)
+        kv_cache = _kv_cache(layout, config.device, _num_blocks(config, layout))
+        runner = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
+        return Parts(model, layout, kv_cache, runner, {"ngram": NgramProposer()})
+    layout = _layout(config, model, config.revision or weights_revision(config.model_path))
+    draft = _read_draft(config, model)
+    num_blocks = _num_blocks(config, *(layout, _layout(config, draft, "draft")) if draft else (layout,))
+    kv_cache = _kv_cache(layout, config.device, num_blocks)
+    loaded = Runner(*_load(config, config.model_path, model, kv_cache, cores, on_progress))
+    proposers: dict[str, Proposer] = {"ngram": NgramProposer()}
+    if draft and config.speculative_model:
+        draft_cache = _kv_cache(_layout(config, draft, "draft"), config.device, num_blocks)
+        proposers["draft"] = DraftProposer(
+            *_load(config, config.speculative_model, draft, draft_cache, cores, on_progress),
+            max_prefill_beside_decode(config, draft),
+        )
+    return Parts(model, layout, kv_cache, loaded, proposers)
+
+
+def max_prefill_beside_decode(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_prefill_beside_decode is None and config.device == "cpu" and not config.null:
+        most = AMX_MULTIPLICATIONS if native.cpu_instructions().issuperset(AMX) else CPU_MULTIPLICATIONS
+        return max(CPU_ROWS, most // model.multiplications)
+    return config.max_prefill_beside_decode or config.max_num_batched_tokens
+
+
+def _read_draft(config: EngineConfig, model: ModelConfig) -> ModelConfig | None:
+    if config.speculative_model is None:
+        return None
+    try:
+        draft = read_model_config(config.speculative_model, config.max_model_len or model.max_model_len)
+    except ValueError as error:
+        raise ValueError(f"speculative_model: {error}") from None
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(f"speculative_model: its vocabulary has {draft.vocab_size} tokens, not {model.vocab_size}")
+    return draft
+
+
+def _layout(config: EngineConfig, model: ModelConfig, revision: str) -> KVLayout:
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    torch_dtype(dtype)
+    return KVLayout(
+        model=config.model_name,
+        revision=revision,
+        dtype=dtype,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+    )
+
+
+def _num_blocks(config: EngineConfig, *layouts: KVLayout) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    num_blocks = (config.kv_budget_bytes or 0) // sum(layout.block_bytes * layout.num_layers for layout in layouts)
+    if num_blocks < 1:
+        raise ValueError(f"kv_budget_bytes: {config.kv_budget_bytes} bytes do not hold one block")
+    return num_blocks
+
+
+def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
+    """All blocks at once, zeroed: what was never written must be a number, for a masked one still is multiplied."""
+    shape = layout.block_shape(num_blocks)
+    return [torch.zeros(shape, dtype=layout.torch_dtype, device=device) for _ in range(layout.num_layers)]
+
+
+def _load(
+    config: EngineConfig, path: Path, model_config: ModelConfig, kv_cache: list[Tensor], cores: Cores,
+    on_progress: Progress | None,
+) -> tuple[Forward, list[Tensor], Choose]:  # fmt: skip
+    model = Decoder(model_config, kv_cache[0].dtype, config.device)
+    load_weights(model, path, on_progress)
+    if config.cpu_kernels and config.device == "cpu" and kv_cache[0].dtype == torch.bfloat16:
+        if not CpuForward.fits(model_config):
+            log.warning(
+                "CPU kernels are off, torch computes everything", reason="the model's sizes are no multiples of 32"
+            )
+        elif (library := load_library()) is not None:
+            forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
+            return forward, kv_cache, CpuChoose(library, cores.threads)
+    return TorchForward(model, kv_cache), kv_cache, choose

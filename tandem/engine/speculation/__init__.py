@@ -1,0 +1,14 @@
+"""Speculative decoding: tokens proposed ahead, computed in one step, and kept as far as they are the ones drawn.
+
+    plan: how many each ──> proposer: which ──> Runner: k + 1 rows, a token drawn from each ──> accepted, plan.measure
+
+A draw depends on (seed, index) alone, so a proposed token is accepted if and only if it is the token that plain
+decoding would have drawn there: the answer is the same, in fewer steps.
+"""
+
+from tandem.engine.speculation.draft import DraftProposer
+from tandem.engine.speculation.plan import Plan
+from tandem.engine.speculation.proposer import NgramProposer, Proposer
+from tandem.engine.speculation.speculator import Speculator
+
+__all__ = ["DraftProposer", "NgramProposer", "Plan", "Proposer", "Speculator"]

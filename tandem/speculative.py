@@ -1,0 +1,27 @@
+"""Speculative decoding, as deployments and requests ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+MAX_NUM_TOKENS = 16
+METHODS = ("none", "ngram", "draft")
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """How tokens are proposed ahead of what is known, `num_tokens` of them at most in a step; `method` none is off."""
+
+    method: str = "none"
+    num_tokens: int = 8
+
+    def check(self, methods: Collection[str] = METHODS) -> None:
+        """Raises ValueError naming the field that whoever has these methods cannot serve."""
+        if self.method not in methods:
+            raise ValueError(f"speculative.method: {self.method!r} is not one of {', '.join(methods)}")
+        if not 0 <= self.num_tokens <= MAX_NUM_TOKENS:
+            raise ValueError(f"speculative.num_tokens: {self.num_tokens} is not between 0 and {MAX_NUM_TOKENS}")
+
+
+OFF = Speculative()
