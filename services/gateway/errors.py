@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 
 from grpc import StatusCode
 
+MAX_MESSAGE_LENGTH = 2000
+
 
 class GatewayError(Exception):
     """A typed answer "no". `param` names the field at fault, where there is one."""
@@ -33,14 +35,19 @@ class GatewayError(Exception):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _shortened(message)
+        self.param = None if param is None else _shortened(param)
         self.code = code
 
     def body(self) -> dict[str, Any]:
         """As OpenAI words it."""
         code = self.code or self.status
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": code}}
+
+
+def _shortened(text: str) -> str:
+    """A client's own words in it may be of any length."""
+    return text if len(text) <= MAX_MESSAGE_LENGTH else f"{text[:MAX_MESSAGE_LENGTH]}…"
 
 
 class InvalidRequest(GatewayError):

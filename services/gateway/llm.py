@@ -64,14 +64,20 @@ class LLM:
             raise InvalidRequest(f"{param} must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds", param)
         return asyncio.get_running_loop().time() + (self.settings.timeout_s if seconds is None else seconds)
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, param: str) -> list[int]:
+        """
+        Raises:
+            InvalidRequest: it is longer than any text of so many tokens as the model takes.
+        """
+        self._check_characters(len(text), param)
         return await self.model.tokenizer.encode(text, add_special_tokens=True)
 
     async def encode_chat(self, messages: list[Mapping[str, Any]]) -> list[int]:
         """
         Raises:
-            InvalidRequest: the model has no chat template, or its template refuses these messages.
+            InvalidRequest: the model has no chat template, its template refuses these messages, or they are too long.
         """
+        self._check_characters(sum(len(message["content"]) for message in messages), "messages")
         if self.model.chat_template is None:
             raise InvalidRequest(f"model {self.model.name!r} has no chat template", "messages")
         try:
@@ -80,6 +86,14 @@ class LLM:
             raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
         return await self.model.tokenizer.encode(text, add_special_tokens=False)
 
+    def check_choices(self, prompts: int, n: int) -> None:
+        """
+        Raises:
+            InvalidRequest: more answers in one request than the gateway allows.
+        """
+        if prompts * n > self.settings.max_choices:
+            raise InvalidRequest(f"n: at most {self.settings.max_choices} choices, got {prompts * n}", "n")
+
     def answer(self, request: Generation, param: str) -> Answer:
         """Nothing is sent to a worker before the answer's deltas are asked for.
 
@@ -87,18 +101,16 @@ class LLM:
             param: the field that the prompts came in.
 
         Raises:
-            InvalidRequest: too many choices, or a prompt that is empty, too long or not in the vocabulary.
+            InvalidRequest: a prompt is empty, too long or not in the vocabulary.
             Unavailable: the gateway is stopping.
         """
         if self.stopping:
             raise Unavailable("the gateway is stopping", code="stopping")
-        if request.num_choices > self.settings.max_choices:
-            raise InvalidRequest(f"n: at most {self.settings.max_choices} choices, got {request.num_choices}", "n")
         self.accepted += 1
         longest = self.max_model_len
         for prompt in request.prompts:
-            check_prompt(prompt, self.model.tokenizer.vocab_size, param)
             check_length(prompt, request.given.get("max_tokens"), longest, param)
+            check_prompt(prompt, self.model.tokenizer.vocab_size, param)
         seed = request.given.get("seed")
         return Answer(
             request, self.pipeline, self.metrics, self.spans,
@@ -120,11 +132,24 @@ class LLM:
         missing = []
         if self.leaving or self.stopping:
             missing.append("the gateway is stopping")
-        if self.view.stale:
-            missing.append("redis: not reached for some seconds")
         if not connected:
             missing.append("decode: no worker with an open token stream")
         if not pairs and self.settings.disaggregation is Disaggregation.REQUIRE:
             missing.append("prefill: no worker with a proven link to a connected decode worker")
-        found = {"prefill_workers": len(prefills), "decode_workers": len(decodes), "linked_pairs": pairs}
-        return not missing, {"ready": not missing, "missing": missing, **found}
+        return not missing, {
+            "ready": not missing,
+            "missing": missing,
+            "prefill_workers": len(prefills),
+            "decode_workers": len(decodes),
+            "linked_pairs": pairs,
+            "registry_reached": not self.view.stale,
+        }
+
+    def _check_characters(self, length: int, param: str) -> None:
+        """Before it is tokenized: that takes a second for each half a million characters."""
+        most = self.max_model_len * self.model.tokenizer.longest_token
+        if length > most:
+            raise InvalidRequest(
+                f"this model's maximum context length is {self.max_model_len} tokens, at most {most} characters, "
+                f"but {param} has {length}", param, "context_length_exceeded",
+            )  # fmt: skip

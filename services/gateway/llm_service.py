@@ -13,7 +13,7 @@ from grpc import aio
 from opentelemetry import context as otel_context
 
 from services.gateway.errors import GatewayError, InvalidRequest
-from services.gateway.generation import Answer, Delta, Generation, read_sampling
+from services.gateway.generation import Answer, Delta, Generation, check_salt, read_sampling
 from services.gateway.llm import LLM
 from services.gateway.priority import PriorityClass, tenant_of
 from tandem import rpc
@@ -85,7 +85,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             deadline=llm.deadline(context.time_remaining()),
             priority=PRIORITIES[request.priority].priority,
             tenant=tenant_of(_metadata(context), request.tenant, "tenant"),
-            cache_salt=request.cache_salt,
+            cache_salt=check_salt(request.cache_salt),
             parent=otel_context.get_current(),
         )
         return generation, param
@@ -93,7 +93,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
     async def _prompt(self, request: llm_pb2.GenerateRequest) -> tuple[list[int], str]:
         match request.WhichOneof("input"):
             case "prompt":
-                return await self._llm.encode(request.prompt), "prompt"
+                return await self._llm.encode(request.prompt, "prompt"), "prompt"
             case "token_ids":
                 return list(request.token_ids.ids), "token_ids"
             case "messages":

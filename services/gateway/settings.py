@@ -23,7 +23,7 @@ class GatewaySettings(Settings):
     model_name: str = Field("", description="name that clients and workers use; the folder's name when empty")
     redis_url: str = "redis://127.0.0.1:6379/0"
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
-    host: str = "0.0.0.0"
+    host: str = Field("127.0.0.1", description="address to listen on; beware, no client is authenticated")
     http_port: int = Field(8000, ge=1, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 chooses a free one")
     health_port: int | None = Field(

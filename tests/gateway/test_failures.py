@@ -276,18 +276,21 @@ async def test_a_restarted_decode_worker_serves_at_once(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:
     """R1: the old incarnation's requests fail, the first request to the new one succeeds."""
-    peers.decode.step_s = 0.01
-    request = asyncio.create_task(post(http, LONG))
-    await eventually(lambda: bool(peers.decode.held))
+    peers.decode.step_s = 0.02
     old = peers.workers["d"]
-    old.heartbeat.cancel()
-    new = await peers.add_decode()
-    assert new.info.incarnation != old.info.incarnation
-    assert (await request).status_code in (200, 503)
+    async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+        events = read_events(answer)
+        await anext(events)
+        old.heartbeat.cancel()
+        new = await peers.add_decode()
+        *_, last = [event async for event in events]
+    error = json.loads(last)["error"]
+    assert error["code"] == "worker_lost"
+    assert new.info.incarnation in error["message"]
     await eventually(lambda: gateway.llm.pool.connected(new.info))
-    answer = await post(http, SHORT)
-    assert answer.status_code == 200, answer.text
-    assert peers.decode.seen
+    after = await post(http, SHORT)
+    assert after.status_code == 200, after.text
+    assert [spec.token_ids for spec in peers.decode.seen] == [peers.prefill.seen[-1].token_ids]
     await old.server.stop(0)
 
 
@@ -304,11 +307,14 @@ async def test_redis_frozen_fails_no_request(model_folder: Path, settings: Gatew
             own.pause()
             try:
                 answer = await http.post("/v1/completions", json=SHORT, timeout=10)
+                await eventually(lambda: gateway.llm.view.stale, 10.0)
+                ready = await http.get("/health/ready")
             finally:
                 own.resume()
             assert answer.status_code == 200, answer.text
             assert "registry unavailable" in answer.json()["usage"]["tandem"][0]["reason"]
             assert answer.headers["x-tandem-path"] == "remote"
+            assert (ready.status_code, ready.json()["registry_reached"]) == (200, False)
             counted = 'tandem_fallbacks_total{path="remote",reason="registry_unavailable"} 1.0'
             assert counted in (await http.get("/metrics")).text
 

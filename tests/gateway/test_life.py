@@ -42,6 +42,7 @@ async def test_readiness_counts_what_is_there(http: httpx.AsyncClient) -> None:
     assert answer.status_code == 200
     assert answer.json() == {
         "ready": True, "missing": [], "prefill_workers": 1, "decode_workers": 1, "linked_pairs": 1,
+        "registry_reached": True,
     }  # fmt: skip
 
 

@@ -102,6 +102,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"user": "u" * 300}, "user"),
     ({"user": "a\nb"}, "user"),
     ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "s" * 257}, "cache_salt"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -253,6 +254,7 @@ async def test_not_ready_says_what_is_missing(client: httpx.AsyncClient) -> None
     assert answer.json() == {
         "ready": False, "missing": ["decode: no worker with an open token stream"],
         "prefill_workers": 0, "decode_workers": 0, "linked_pairs": 0,
+        "registry_reached": True,
     }  # fmt: skip
 
 
@@ -273,6 +275,9 @@ GRPC: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "sampling": Sampling(stop=[""])}, "stop"),
     ({"prompt": "x", "priority": 77}, "priority"),
     ({"prompt": "x", "tenant": "t" * 300}, "tenant"),
+    ({"prompt": "x", "cache_salt": "s" * 257}, "cache_salt"),
+    ({"prompt": "x" * 12_000_000}, "context length"),
+    ({"messages": llm_pb2.ChatMessages(messages=[{"role": "user", "content": "x" * 12_000_000}])}, "context length"),
 ]
 
 

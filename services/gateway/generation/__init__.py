@@ -13,6 +13,7 @@ from services.gateway.generation.request import (
     Generation,
     check_length,
     check_prompt,
+    check_salt,
     read_sampling,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "Pipeline",
     "check_length",
     "check_prompt",
+    "check_salt",
     "read_sampling",
     "tracing",
 ]

@@ -18,6 +18,8 @@ from services.gateway.model import ServedModel
 from tandem.sampling import InvalidParameter, SamplingParams, check_token_ids
 from tandem.v1 import worker_pb2
 
+MAX_SALT_LENGTH = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -89,6 +91,18 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, param: str) -> None:
         check_token_ids(param, prompt, vocab_size)
     except InvalidParameter as error:
         raise InvalidRequest(str(error), param) from None
+
+
+def check_salt(salt: str) -> str:
+    """
+    Raises:
+        InvalidRequest: it is too long: block hashes remember salts.
+    """
+    if len(salt) > MAX_SALT_LENGTH:
+        raise InvalidRequest(
+            f"cache_salt must have at most {MAX_SALT_LENGTH} characters, got {len(salt)}", "cache_salt"
+        )
+    return salt
 
 
 def check_length(prompt: Sequence[int], max_tokens: int | None, max_model_len: int, param: str) -> None:

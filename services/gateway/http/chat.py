@@ -24,6 +24,7 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
     llm.served(found.model)
     if not found.messages:
         raise InvalidRequest("messages must not be empty", "messages")
+    llm.check_choices(1, found.n or 1)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(found.messages)]
     names = {"logprobs": "top_logprobs"}
     if (logprobs := _logprobs(found)) is not None:

@@ -25,7 +25,8 @@ async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
         raise InvalidRequest("echo: logprobs of the prompt are not supported by this server", "echo")
     sampling = read_sampling(given, llm.model)
     said = _prompts(found.prompt)
-    prompts = [await llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in said]
+    llm.check_choices(len(said), found.n or 1)
+    prompts = [await llm.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in said]
     tokenizer = llm.model.tokenizer
     echoes = [_text(prompt, tokenizer) for prompt in said] if found.echo else []
     return ParsedBody(
@@ -83,7 +84,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(part) is int for part in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _text(prompt: str | list[int], tokenizer: Tokenizer) -> str:

@@ -18,7 +18,7 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import GatewayError, Internal, TimedOut
-from services.gateway.generation import CLIENT_LEFT, Answer, Delta, Generation, tracing
+from services.gateway.generation import CLIENT_LEFT, Answer, Delta, Generation, check_salt, tracing
 from services.gateway.http.exchange import ClientLeft, Exchange, deadline_of
 from services.gateway.http.format import Envelope, ParsedBody, joined
 from services.gateway.llm import LLM
@@ -85,7 +85,7 @@ class GenerateEndpoint:
             deadline=deadline,
             priority=priority_of(body.service_tier, body.priority),
             tenant=tenant_of(exchange.headers, body.user or "", "user"),
-            cache_salt=body.cache_salt or "",
+            cache_salt=check_salt(body.cache_salt or ""),
             streamed=bool(body.stream),
             parent=tracing.incoming(exchange.headers),
         )

@@ -13,7 +13,7 @@ from tokenizers import decoders
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 # Longer texts are tokenized on a thread: the event loop serves other requests meanwhile.
-LONG_TEXT = 16_384
+LONG_TEXT = 4096
 
 
 class Tokenizer:
@@ -38,6 +38,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """In characters. A text has at least its length divided by this in tokens."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG_TEXT:
             return self._encode(text, add_special_tokens)
@@ -59,7 +64,8 @@ class Tokenizer:
         return known
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.
+        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _text_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._special else self.token_bytes(token_id)

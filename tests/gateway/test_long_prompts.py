@@ -1,0 +1,77 @@
+"""A long prompt delays no other: refused by its characters where it cannot fit, else tokenized on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.gateway.__main__ import make_gateway
+from services.gateway.text import Tokenizer
+from tandem.local import RedisServer
+from tests.gateway.conftest import make_settings
+from tests.gateway.peers import MODEL
+
+CHARACTERS = 12_000_000  # half a minute to tokenize
+CONTEXT = 512  # of the tiny model
+
+
+@pytest.fixture
+async def client(model_folder: Path, redis: RedisServer) -> AsyncIterator[httpx.AsyncClient]:
+    """Without any worker: nothing is refused for what a worker says."""
+    async with make_gateway(make_settings(model_folder, redis)) as gateway:
+        base = f"http://127.0.0.1:{gateway.settings.http_port}"
+        async with httpx.AsyncClient(base_url=base, timeout=10) as client:
+            yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "x" * CHARACTERS}),
+        ("completions", {"prompt": ["x", "x" * CHARACTERS]}),
+        ("completions", {"prompt": [5] * 2_000_000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * CHARACTERS}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 10_000}] * 1000}),
+    ],
+)
+async def test_one_that_cannot_fit_is_refused_unread(client: httpx.AsyncClient, path: str, body: object) -> None:
+    assert isinstance(body, dict)
+    answer = await client.post(f"/v1/{path}", json={"model": MODEL, **body})
+    assert answer.status_code == 400, answer.text[:200]
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_the_bound_lets_every_prompt_in_that_fits(client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    """As many of the longest token as the context has room for."""
+    ids = range(tokenizer.vocab_size)
+    longest = max((tokenizer.token_bytes(i).decode("latin-1") for i in ids), key=len)
+    assert len(longest) == tokenizer.longest_token
+    for count, status in ((CONTEXT - 1, 503), (CONTEXT + 1, 400)):  # 503: there is no worker
+        answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": longest * count, "max_tokens": 1})
+        assert answer.status_code == status, answer.text[:200]
+
+
+async def test_prompts_that_are_too_many_are_refused_unread(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": ["x"] * 1_000_000})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "n"
+
+
+async def test_an_error_does_not_repeat_a_long_text(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/completions", json={"model": "x" * 1_000_000, "prompt": "x"})
+    assert answer.status_code == 404
+    assert len(answer.content) < 5000
+
+
+async def test_the_event_loop_goes_on_while_a_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    encoding = asyncio.create_task(tokenizer.encode("the quick brown fox " * 50_000, add_special_tokens=False))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert len(await encoding) > 50_000
+    assert turns > 10
