@@ -177,6 +177,7 @@ class End:
         network, peer = self.connection.network, self.peer
         if not self.open or not self.process.alive:
             return
+        network.world.log("frame", self.process.name, peer.process.name, frame)
         peer.arrives_at = max(peer.arrives_at, network.world.now + network.latency())
         network.world.after(peer.arrives_at - network.world.now, peer.arrive, frame)
 

@@ -16,12 +16,14 @@ import asyncio
 import heapq
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, MutableMapping
 from contextvars import Context
 from itertools import count
 from random import Random
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+import structlog
 
 T = TypeVar("T")
 # So many turns without time moving on: something runs in circles.
@@ -61,6 +63,7 @@ class World:
         self.random = Random(seed)
         self.now = 0.0
         self.processes: list[Process] = []
+        # When, what, and more: every message sent, every line logged.
         self.events: list[tuple[Any, ...]] = []
         # Exceptions that nobody handled, with the process they happened in.
         self.errors: list[str] = []
@@ -71,12 +74,15 @@ class World:
         self._turns_at_once = 0
 
     def __enter__(self) -> World:
+        self._logging = structlog.get_config()
+        structlog.configure(processors=[self._log_line], cache_logger_on_first_use=False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.closing = True
         for process in self.processes:
             process.end()
+        structlog.configure(**self._logging)
 
     def process(self, name: str) -> Process:
         """A new process. Its clock shows another time than everybody else's."""
@@ -85,7 +91,8 @@ class World:
         return process
 
     def log(self, *event: Any) -> None:
-        self.events.append((round(self.now, 7), *event))
+        if not self.closing:
+            self.events.append((round(self.now, 7), *event))
 
     def after(self, seconds: float, callback: Callable[..., object], *args: Any) -> Occurrence:
         """Something that happens outside of all processes, such as a message's arrival."""
@@ -125,6 +132,12 @@ class World:
         at = int(self.random.random() * len(runnable)) if len(runnable) > 1 else 0
         runnable[at], runnable[-1] = runnable[-1], runnable[at]
         runnable.pop().turn()
+
+    def _log_line(self, logger: object, level: str, line: MutableMapping[str, Any]) -> NoReturn:
+        """What the code under test logs is an event too."""
+        process = asyncio._get_running_loop()
+        self.log("log", process.name if isinstance(process, Process) else "", level, dict(line))
+        raise structlog.DropEvent
 
     def _advance(self) -> None:
         timers = self._timers
@@ -204,7 +217,7 @@ class Process(asyncio.AbstractEventLoop):
     def end(self) -> None:
         """Cancel every task and let it end, the dead process's too: a test leaves nothing behind."""
         self.paused = False
-        tasks = sorted(self._remains | self.tasks(), key=lambda task: task.get_name())
+        tasks = sorted(self._remains | self.tasks(), key=_age)
         self.alive, self._remains = True, set()
         for _ in range(MAX_CANCELS):
             tasks = [task for task in tasks if not task.done()]
@@ -319,3 +332,8 @@ class Process(asyncio.AbstractEventLoop):
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.call_exception_handler(context)
+
+
+def _age(task: asyncio.Task[Any]) -> tuple[int, str]:
+    """Orders tasks as they were made: their names count up."""
+    return len(task.get_name()), task.get_name()

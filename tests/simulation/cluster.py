@@ -1,0 +1,290 @@
+"""A whole cluster in one world: the real gateways, workers and registry, each a process of its own.
+
+    client ── gRPC ──> g0 ── gRPC ──> p0, p1 … ── KV ──> d0, d1 …
+                        └── redis ───────┴───────────────┘
+
+Every name keeps its addresses, so a worker that is started again is found where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from services.decode.server import DecodeWorker
+from services.decode.settings import DecodeSettings
+from services.gateway.__main__ import REGISTRY_WAIT_S, RESERVATIONS_LEASE_S
+from services.gateway.model import ServedModel
+from services.gateway.server import Gateway, Ports
+from services.gateway.settings import Disaggregation, GatewaySettings
+from services.prefill.server import PrefillWorker
+from services.prefill.settings import PrefillSettings
+from tandem import rpc
+from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams
+from tandem.registry import Registry
+from tandem.transfer.runtime.loop import LoopDriver
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tandem.worker import InlineEngine, Worker
+from tandem.worker import Ports as WorkerPorts
+from tests.simulation.grpc_client import Channel
+from tests.simulation.grpc_server import Server
+from tests.simulation.kv import KVNetwork, Spoil
+from tests.simulation.network import Network
+from tests.simulation.redis import EPOCH_S, Redis, RedisClient, Store
+from tests.simulation.world import Process, World
+
+GRPC_PORT, TRANSFER_PORT = 9000, 9100
+WORKER_TIMEOUT_S = 2.0
+READY_S = 30.0
+MODEL = "demo"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a cluster is."""
+
+    gateways: int = 1
+    prefills: int = 1
+    decodes: int = 1
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_batched_tokens: int = 32
+    max_num_seqs: int = 16
+    disaggregation: Disaggregation = Disaggregation.PREFER
+    timeout_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a client asks."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    timeout_s: float = 10.0
+    cache_salt: str = ""
+    priority: llm_pb2.Priority = llm_pb2.PRIORITY_INTERACTIVE
+
+    def to_proto(self) -> llm_pb2.GenerateRequest:
+        return llm_pb2.GenerateRequest(
+            model=MODEL,
+            token_ids=llm_pb2.TokenIds(ids=self.token_ids),
+            sampling=llm_pb2.SamplingParams(
+                max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, ignore_eos=True
+            ),
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+        )
+
+
+@dataclass
+class Reply:
+    """What came of it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    code: grpc.StatusCode | None = None  # None: it has not ended
+    details: str = ""
+    finish_reason: int = 0
+    path: llm_pb2.Path | None = None
+    began_at: float = 0.0
+    ended_at: float = 0.0
+
+
+class Cluster:
+    def __init__(self, world: World, store: Store, model: ServedModel, settings: ClusterSettings) -> None:
+        self.world = world
+        self.shape = settings.shape
+        self.network = Network(world)
+        self.client = world.process("client")
+        self.redis = Redis(self.network, store)
+        self.processes: dict[str, Process] = {}
+        self.workers: dict[str, Worker] = {}
+        self.gateways: dict[str, Gateway] = {}
+        # What becomes of each KV message that a prefill worker sends.
+        self.spoil: Spoil | None = None
+        self._settings = settings
+        self._model = model
+        self._ids = Random(world.random.getrandbits(64))
+        for i in range(self.shape.gateways):
+            self.start(f"g{i}")
+        for i in range(self.shape.prefills):
+            self.start(f"p{i}")
+        for i in range(self.shape.decodes):
+            self.start(f"d{i}")
+
+    def start(self, name: str) -> Process:
+        """A new process of this name, where no other of it lives."""
+        process = self.processes[name] = self.world.process(name)
+        process.spawn(self._gateway(name, process) if name[0] == "g" else self._worker(name, process))
+        return process
+
+    async def ready(self) -> None:
+        """Until a request would be served by every worker. Run it in the client."""
+        async with asyncio.timeout(READY_S):
+            while not self.is_ready():
+                await asyncio.sleep(0.05)
+
+    def is_ready(self) -> bool:
+        """Whether every gateway sees every pair of workers linked."""
+        num_pairs = self.shape.prefills * self.shape.decodes
+        served = self.gateways.values()
+        return len(served) == self.shape.gateways and all(
+            gateway.llm.readiness()[1]["linked_pairs"] == num_pairs for gateway in served
+        )
+
+    async def ask(self, gateway: str, prompt: Prompt, read_pause_s: float = 0.0) -> Reply:
+        """Run it in the client. Returns however the request ends."""
+        reply = Reply(began_at=self.world.now)
+        channel: Any = Channel(self.network, self.client, f"{gateway}:{GRPC_PORT}")
+        stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
+        try:
+            async for message in stub.Generate(prompt.to_proto(), timeout=prompt.timeout_s):
+                reply.token_ids += message.token_ids
+                reply.finish_reason = message.finish_reason
+                if message.HasField("path"):
+                    reply.path = message.path
+                if read_pause_s:
+                    await asyncio.sleep(read_pause_s)
+            reply.code = grpc.StatusCode.OK
+        except aio.AioRpcError as error:
+            reply.code, reply.details = error.code(), error.details() or ""
+        finally:
+            reply.ended_at = self.world.now
+            await channel.close()
+        return reply
+
+    # --- its processes ---
+
+    def _new_id(self) -> str:
+        return f"{self._ids.getrandbits(128):032x}"
+
+    def _registry(self, process: Process, timeout: float, client_lease_s: float | None = None) -> Registry:
+        client = RedisClient(self.network, process, "tandem", timeout, self._new_id()[:12])
+        return Registry(client, client_lease_s)
+
+    def _serve(self, process: Process) -> Callable[..., Any]:
+        def make_server(options: object, interceptors: Sequence[Any]) -> Any:
+            return Server(self.network, process, interceptors)
+
+        return partial(rpc.serve, make_server=make_server)
+
+    async def _worker(self, name: str, process: Process) -> None:
+        settings, service = self._settings.worker(name), PrefillWorker if name[0] == "p" else DecodeWorker
+        ports = WorkerPorts(
+            engine=InlineEngine(settings.engine_config()),
+            registry=self._registry(process, WORKER_TIMEOUT_S),
+            serve=self._serve(process),
+            network=KVNetwork(self.network, process, self._spoiled if name[0] == "p" else None),
+            driver=LoopDriver(process),
+            new_nonce=lambda: self._ids.getrandbits(63),
+            new_id=self._new_id,
+            hostname=name,
+        )
+        worker = self.workers[name] = Worker(settings, name, service, ports)
+        try:
+            await worker.run()
+        finally:
+            self.world.log("process ended", name)
+            process.deliver(process.kill)
+
+    async def _gateway(self, name: str, process: Process) -> None:
+        ports = Ports(
+            registry=self._registry(process, REGISTRY_WAIT_S, RESERVATIONS_LEASE_S),
+            connect=partial(Channel, self.network, process),  # type: ignore[arg-type]
+            serve=self._serve(process),
+            serve_http=NoHttp,
+            new_id=self._new_id,
+            seeds=Random(self._ids.getrandbits(64)),
+            wall=lambda: EPOCH_S + self.world.now,
+        )
+        gateway = Gateway(self._settings.gateway(name), self._model, ports)
+        async with gateway:
+            self.gateways[name] = gateway
+            await gateway.failed()
+
+    def _spoiled(self, message: bytes) -> list[tuple[float, bytes]]:
+        return self.spoil(message) if self.spoil else [(0.0, message)]
+
+
+class ClusterSettings:
+    """Settings of every process, made once for many worlds."""
+
+    def __init__(self, model_path: Any, shape: Shape) -> None:
+        self.shape = shape
+        self._model_path = model_path
+        self._made: dict[str, Any] = {}
+
+    def worker(self, name: str) -> Any:
+        return self._of(name, PrefillSettings if name[0] == "p" else DecodeSettings)
+
+    def gateway(self, name: str) -> GatewaySettings:
+        settings: GatewaySettings = self._of(name, GatewaySettings)
+        return settings
+
+    def _of(self, name: str, kind: Any) -> Any:
+        if name not in self._made:
+            own = self._gateway(name) if kind is GatewaySettings else self._worker(name)
+            self._made[name] = kind(
+                model_path=self._model_path, model_name=MODEL, host=name, grpc_port=GRPC_PORT, drain_s=5.0, **own
+            )
+        return self._made[name]
+
+    def _gateway(self, name: str) -> dict[str, Any]:
+        return {"disaggregation": self.shape.disaggregation, "timeout_s": self.shape.timeout_s}
+
+    def _worker(self, name: str) -> dict[str, Any]:
+        shape = self.shape
+        return {
+            "worker_id": name, "transfer_port": TRANSFER_PORT, "transports": ("memory",), "engine": "null",
+            "num_blocks": shape.num_blocks, "block_size": shape.block_size, "max_num_seqs": shape.max_num_seqs,
+            "max_num_batched_tokens": shape.max_num_batched_tokens,
+        }  # fmt: skip
+
+
+class NoHttp:
+    """The door that simulated clients do not use."""
+
+    def __init__(self, app: Any, host: str, port: int) -> None:
+        self.app = app
+
+    async def start(self) -> None:
+        pass
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        pass
+
+
+class Reference:
+    """The tokens that one undisturbed engine writes."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._known: dict[tuple[Any, ...], list[int]] = {}
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        key = prompt.token_ids, prompt.temperature > 0 and prompt.seed
+        if len(self._known.get(key, ())) < prompt.max_tokens:
+            self._known[key] = self._write(prompt)
+        return self._known[key][: prompt.max_tokens]
+
+    def _write(self, prompt: Prompt) -> list[int]:
+        engine = Engine(self._config, sleep=lambda _: None)
+        sampling = SamplingParams(max_tokens=prompt.max_tokens, temperature=prompt.temperature, seed=prompt.seed)
+        engine.add(Request("reference", list(prompt.token_ids), sampling))
+        written: list[int] = []
+        while engine.has_work():
+            for output in engine.step():
+                written += [token.token_id for token in output.tokens]
+                assert output.finish_reason in (None, FinishReason.LENGTH), output
+        return written
