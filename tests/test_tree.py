@@ -81,3 +81,52 @@ def test_stubs_are_generated_from_the_protos(tmp_path: Path) -> None:
     )  # fmt: skip
     for made in (tmp_path / "tandem" / "v1").iterdir():
         assert made.read_text() == (ROOT / "tandem" / "v1" / made.name).read_text(), f"run `make protos`: {made.name}"
+
+
+# Time, chance, threads and sockets: a simulation replaces what these do, so they are used in these places only.
+SHELLS = (
+    "tandem/transfer/runtime/", "tandem/transfer/transports/", "tandem/worker/engine_thread.py",
+    "tandem/worker/process.py", "tandem/local/", "tandem/commands/", "tandem/rpc.py", "tandem/registry/connection.py",
+    "tandem/engine/cores.py", "tandem/engine/kernels/", "tandem/native.py", "services/gateway/http/server.py",
+)  # fmt: skip
+SHELL_MODULES = {"time", "random", "secrets", "uuid", "socket", "threading", "multiprocessing", "subprocess", "queue"}
+# Of those, what everybody may use: types, and what says nothing by itself.
+HARMLESS = {"random.Random", "threading.Lock", "threading.Condition"}
+ALSO_SHELLS_ONLY = {"concurrent.futures.ThreadPoolExecutor", "os.urandom"}
+# What an engine measures with, and what a null one does with its steps' time, unless it is given something else.
+EXCEPTIONS = {"tandem/engine/engine.py": {"time.sleep", "time.monotonic"}}
+
+
+def uses_of(path: Path) -> set[str]:
+    """Dotted names of modules' members that a file uses, as they are called where they were defined."""
+    tree = ast.parse(path.read_text())
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    used = set(known.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            first, _, rest = dotted.partition(".")
+            if first in known:
+                used.add(f"{known[first]}.{rest}")
+    return used
+
+
+def forbidden_in(path: Path) -> set[str]:
+    used = uses_of(path)
+    members = {name for name in used if name.partition(".")[0] in SHELL_MODULES and "." in name}
+    return (members | used & ALSO_SHELLS_ONLY) - HARMLESS
+
+
+def test_time_chance_threads_and_sockets_are_used_in_shells_only() -> None:
+    offenders = {}
+    for top in ("tandem", "services"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            if not name.startswith(SHELLS) and path.name != "__main__.py":
+                offenders[name] = forbidden_in(path) - EXCEPTIONS.get(name, set())
+    assert {name: found for name, found in offenders.items() if found} == {}
