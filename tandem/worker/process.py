@@ -23,6 +23,7 @@ from tandem.registry import Registry, Role
 from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
 from tandem.worker.engine_thread import EngineThread
+from tandem.worker.metrics import metrics_served
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -65,13 +66,15 @@ async def _run(
             await server.add_probes(host, settings.health_port, DrainService(worker.drain).servicer)
         return server
 
-    worker = Worker(settings, worker_id, build, replace(process_ports(settings, engine), serve=serve))
+    ports = replace(process_ports(settings, engine), serve=serve)
+    worker = Worker(settings, worker_id, build, ports)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     # What a worker is made of stays until it ends: looking for garbage there would stop every answer for 0.1 s.
     gc.collect()
     gc.freeze()
-    await worker.run()
+    with metrics_served(lambda: ports.engine.stats, settings.host, settings.metrics_port):
+        await worker.run()
 
 
 class _Progress:

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tandem.engine import EngineStats
+from tandem.worker.metrics import metrics_served
+from tests.e2e.cluster import free_ports
+
+
+def stats(**changes: int) -> EngineStats:
+    known = {
+        "num_waiting": 2, "num_running": 3, "num_reserved": 0, "free_blocks": 6, "num_blocks": 8, "queued_tokens": 77,
+        "num_read_tokens": 1000, "num_written_tokens": 500,
+    }  # fmt: skip
+    return EngineStats(**(known | changes))
+
+
+def read(host: str, port: int) -> dict[str, float]:
+    text = httpx.get(f"http://{host}:{port}/metrics").text
+    return {k: float(v) for k, v in (line.split() for line in text.splitlines() if not line.startswith("#"))}
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None:
+    now = [stats()]
+    [port] = free_ports(1)
+    with metrics_served(lambda: now[0], host, port):
+        assert read(url, port) == {
+            "tandem_queued_tokens": 77, "tandem_running_sequences": 5, "tandem_kv_blocks": 8, "tandem_kv_usage": 0.25,
+            "tandem_read_tokens_total": 1000, "tandem_written_tokens_total": 500,
+        }  # fmt: skip
+        now[0] = stats(free_blocks=0, queued_tokens=0)
+        assert read(url, port)["tandem_kv_usage"] == 1
+        assert read(url, port)["tandem_queued_tokens"] == 0
+    with pytest.raises(httpx.ConnectError):
+        read(url, port)
