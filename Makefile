@@ -8,10 +8,10 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint protos bench chart clean
+.PHONY: help run test lint protos bench plot docs chart-lint clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/run.stamp ## serve the demo model: Redis, gateway, a prefill and a decode worker, on CPU
 	@$(BIN)/tandem up --sample "import " $(ARGS)
@@ -32,8 +32,14 @@ protos: $(VENV)/dev.stamp ## regenerate tandem/v1 from protos/
 bench: $(VENV)/dev.stamp ## run the benchmarks whose figures the README quotes
 	@$(BIN)/python -m benchmarks.serving $(ARGS)
 
-chart: $(VENV)/dev.stamp ## draw the benchmarks' last results as PNG
+plot: $(VENV)/dev.stamp ## draw the benchmarks' last results as PNG
 	@$(BIN)/python -m benchmarks.chart
+
+docs: $(VENV)/dev.stamp ## regenerate docs/settings.md, the values table and the chart's settings schema
+	@$(BIN)/python -m deploy.generate
+
+chart-lint: $(VENV)/dev.stamp ## the Helm chart alone: render, validate, check, and run its pods
+	@$(BIN)/python -m pytest -q tests/helm $(ARGS)
 
 clean: ## remove what the other commands made
 	@rm -rf $(VENV) .run build benchmarks/out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

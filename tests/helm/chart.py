@@ -30,16 +30,20 @@ def loaded() -> Any:
     return Chart.load(CHART)
 
 
+def texts(values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
+    """Each template's text. Raises helm_python.HelmError with what Helm would print."""
+    found: dict[str, str] = loaded().render(values, name=release, namespace=namespace)
+    return found
+
+
 def render(values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
-    """Every object, tests included. Raises helm_python.HelmError with what Helm would print."""
-    texts = loaded().render(values, name=release, namespace=namespace)
-    manifests = [text for name, text in sorted(texts.items()) if not name.endswith("NOTES.txt")]
-    return [found for text in manifests for found in yaml.safe_load_all(text) if found]
+    """Every object, tests included."""
+    manifests = [t for name, t in sorted(texts(values, release, namespace).items()) if not name.endswith("NOTES.txt")]
+    return [found for text in manifests for found in yaml.load_all(text, yaml.CSafeLoader) if found]
 
 
 def notes(values: Values) -> str:
-    texts = loaded().render(values, name=RELEASE, namespace=NAMESPACE)
-    return next(text for name, text in texts.items() if name.endswith("NOTES.txt"))
+    return next(text for name, text in texts(values).items() if name.endswith("NOTES.txt"))
 
 
 @cache

@@ -1,0 +1,189 @@
+"""`python -m deploy.generate`: what is written once and shown twice.
+
+settings classes ──> docs/settings.md; `settings` in values.schema.json        values.yaml ──> the table in docs/helm.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.decode.settings import DecodeSettings
+from services.gateway.settings import GatewaySettings
+from services.kvstore.settings import KVStoreSettings
+from services.prefill.settings import PrefillSettings
+from tandem.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "deploy" / "helm"
+SERVICES: dict[str, type[Settings]] = {
+    "gateway": GatewaySettings, "prefill": PrefillSettings, "decode": DecodeSettings, "kvstore": KVStoreSettings,
+}  # fmt: skip
+# What the chart itself sets, from other values or from the pod.
+SET_BY_CHART = {
+    "redis_url", "redis_port", "redis_memory_mb", "namespace", "host", "http_port", "grpc_port", "transfer_port",
+    "health_port", "metrics_port", "model_path", "model_name", "advertise_host", "worker_id", "ready_when",
+    "shared_cores",
+}  # fmt: skip
+BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
+Schema = dict[str, Any]
+
+
+def main() -> None:
+    for path, text in documents().items():
+        path.write_text(text)
+
+
+def documents() -> dict[Path, str]:
+    """Each file that is generated, wholly or in part, as it should be."""
+    guide = ROOT / "docs" / "helm.md"
+    schema = CHART / "values.schema.json"
+    return {
+        ROOT / "docs" / "settings.md": settings_page(),
+        guide: _between(guide.read_text(), values_table((CHART / "values.yaml").read_text())),
+        schema: with_settings(json.loads(schema.read_text())),
+    }
+
+
+# --- settings ---
+
+
+def settings_page() -> str:
+    lines = ["# Settings", "", "<!-- Written by `make docs`. -->", ""]
+    lines += [
+        "Each service reads its settings from defaults, then the environment (`TANDEM_KV_MEMORY=4GiB`), then the",
+        "command line (`--kv-memory=4GiB`). Lists and maps are JSON in the environment. A bad value ends the process",
+        "with status 2 and a line that names the variable or the option. In the Helm chart they are `settings` of a",
+        "workload, by name.",
+    ]
+    for service, settings in SERVICES.items():
+        lines += ["", f"## {service}", "", f"`python -m services.{service}`", ""]
+        lines += ["| setting | type | default | |", "| --- | --- | --- | --- |"]
+        lines += [_row(*row) for row in _settings_rows(settings)]
+    return "\n".join(lines) + "\n"
+
+
+def _settings_rows(settings: type[Settings]) -> Iterator[tuple[str, str, str, str]]:
+    schema = settings.model_json_schema()
+    for name, field in _fields(settings).items():
+        required = name in schema.get("required", ())
+        default = "required" if required else _code(schema["properties"][name].get("default"))
+        yield _code(name), type_of(field), default, schema["properties"][name].get("description", "")
+
+
+def _fields(settings: type[Settings]) -> dict[str, Schema]:
+    """The JSON schema of each field, references resolved."""
+    schema = settings.model_json_schema()
+    return {name: _resolved(field, schema.get("$defs", {})) for name, field in schema["properties"].items()}
+
+
+def _resolved(schema: Any, named: Schema) -> Any:
+    if isinstance(schema, list):
+        return [_resolved(item, named) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        schema = named[schema["$ref"].rpartition("/")[2]] | {k: v for k, v in schema.items() if k != "$ref"}
+    return {
+        key: _resolved(value, named)
+        for key, value in schema.items()
+        if key not in ("title", "description", "default", "format")
+    }
+
+
+def type_of(schema: Schema) -> str:
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(type_of, schema["anyOf"])))
+    if "enum" in schema:
+        return ", ".join(_code(choice) for choice in schema["enum"])
+    kind = schema.get("type", "")
+    if kind == "array":
+        return f"list of {type_of(schema['items'])}"
+    if kind == "object":
+        return f"map to {type_of(schema.get('additionalProperties', {}))}"
+    words = {"string": "text", "null": "nothing", "boolean": "true or false"}
+    bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+    return " ".join([words.get(kind, kind), *(f"{sign} {schema[key]:g}" for key, sign in bounds if key in schema)])
+
+
+def with_settings(schema: Schema) -> str:
+    """The chart's schema, in which a workload's settings are those of its service."""
+    for service in ("gateway", "worker", "kvstore"):
+        settings = SERVICES["prefill" if service == "worker" else service]
+        fields = {name: field for name, field in _fields(settings).items() if name not in SET_BY_CHART}
+        known = {"type": "object", "additionalProperties": False, "properties": fields}
+        schema["$defs"][f"{service}Settings"] = known
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+# --- values ---
+
+KEY = re.compile(r"^(?P<indent> *)(?P<item>- )?(?P<key>\w+):(?P<rest>.*)$")
+
+
+def values_table(text: str) -> str:
+    """A row for each value that has a comment, on its line or above it."""
+    values, described = yaml.safe_load(text), dict(commented(text))
+    lines = ["| value | default | |", "| --- | --- | --- |"]
+    for path, comment in described.items():
+        if comment:
+            has_parts = any(other[: len(path)] == path != other and described[other] for other in described)
+            default = "" if has_parts else _code(_at(values, path))
+            lines.append(_row(_code(".".join(path).replace(".[]", "[]")), default, comment))
+    return "\n".join(lines)
+
+
+def commented(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Path and comment of each key, in order. An item of a list is [] in its path; only first items count."""
+    above: list[str] = []
+    stack: list[tuple[int, tuple[str, ...]]] = []
+    seen: set[tuple[str, ...]] = set()
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            above.append(line.strip(" #"))
+            continue
+        if found := KEY.match(line):
+            indent = len(found["indent"]) + (2 if found["item"] else 0)
+            while stack and stack[-1][0] >= (indent if not found["item"] else indent - 1):
+                stack.pop()
+            parent = stack[-1][1] if stack else ()
+            if found["item"]:
+                parent = (*parent, "[]")
+                stack.append((indent - 1, parent))
+            path = (*parent, found["key"])
+            stack.append((indent, path))
+            if path not in seen:
+                seen.add(path)
+                yield path, " ".join([*above, found["rest"].partition(" # ")[2]]).strip()
+        above = []
+
+
+def _at(values: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        values = values[0] if part == "[]" else values[part]
+    return values
+
+
+# --- text ---
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _code(value: Any) -> str:
+    return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"
+
+
+def _between(text: str, table: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    main()
