@@ -130,13 +130,9 @@ def changes(value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, int | float):
         return [value + 1, value / 2]
-    return (
-        LISTS
-        if isinstance(value, list)
-        else [{"changed": "changed"}, {"log_level": "debug"}]
-        if isinstance(value, dict)
-        else WORDS
-    )
+    if isinstance(value, dict):
+        return [{"changed": "changed"}, {"log_level": "debug"}]
+    return LISTS if isinstance(value, list) else WORDS
 
 
 def at(values: Any, path: Path) -> Any:
@@ -187,7 +183,8 @@ def matters(path: Path) -> bool:
     """Whether some change of this value changes what is rendered."""
     from helm_python import HelmError
 
-    for context, values in CONTEXTS.items():
+    # What is special comes last, and is mostly about models.
+    for context, values in reversed(CONTEXTS.items()) if path[0] == "models" else CONTEXTS.items():
         for change in changes(at(values, path)):
             try:
                 if texts(put(values, path, change)) != unchanged(context):
