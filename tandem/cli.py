@@ -11,6 +11,7 @@ commands:
   up         start a whole cluster on this machine and serve until Ctrl-C
   generate   send a prompt to a running cluster and stream the answer
   drain      have the service on this machine finish what it has, before it is stopped
+  keys       add, list or revoke the API keys of a gateway
   doctor     check a running cluster: Redis, workers, and a block over every prefill-decode pair
 
 `tandem <command> --help` lists a command's options."""
@@ -42,6 +43,10 @@ def _command(name: str) -> Callable[[list[str]], None] | None:
         from tandem.commands.drain import main as drain
 
         return drain
+    if name == "keys":
+        from tandem.commands.keys import main as keys
+
+        return keys
     if name == "doctor":
         from tandem.commands.doctor import main as doctor
 

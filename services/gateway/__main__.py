@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import uvloop
 
+from services.gateway.access import Access
 from services.gateway.http import HttpServer
 from services.gateway.model import ServedModel
 from services.gateway.routing import Router
@@ -77,6 +78,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         new_id=lambda: uuid4().hex,
         seeds=random.SystemRandom(),
         wall=time.time,
+        access=Access(settings.api_keys, settings.share_prefixes),
     )
     return Gateway(settings, model, ports, make_router)
 

@@ -2,6 +2,7 @@
 
     class              HTTP   error.type                gRPC
     InvalidRequest     400    invalid_request_error     INVALID_ARGUMENT
+    Unauthorized       401    authentication_error      UNAUTHENTICATED
     ModelNotFound      404    not_found_error           NOT_FOUND
     BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
     Overloaded         429    overloaded_error          RESOURCE_EXHAUSTED
@@ -52,6 +53,11 @@ def _shortened(text: str) -> str:
 
 class InvalidRequest(GatewayError):
     status, type, grpc = 400, "invalid_request_error", StatusCode.INVALID_ARGUMENT
+
+
+class Unauthorized(GatewayError):
+    status, type, grpc = 401, "authentication_error", StatusCode.UNAUTHENTICATED
+    headers: ClassVar[Mapping[str, str]] = {"www-authenticate": "Bearer"}
 
 
 class ModelNotFound(GatewayError):

@@ -10,6 +10,7 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
+from services.gateway.access import Access
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_prompt
 from services.gateway.metrics import Metrics
@@ -30,6 +31,7 @@ class LLM:
     pool: WorkerPool
     pipeline: Pipeline
     metrics: Metrics
+    access: Access
     new_id: Callable[[], str]
     spans: Tracer
     seeds: random.Random

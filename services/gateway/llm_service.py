@@ -15,7 +15,7 @@ from opentelemetry import context as otel_context
 from services.gateway.errors import GatewayError, InvalidRequest
 from services.gateway.generation import Answer, Delta, Generation, check_salt, read_sampling
 from services.gateway.llm import LLM
-from services.gateway.priority import PriorityClass, tenant_of
+from services.gateway.priority import PriorityClass
 from tandem import rpc
 from tandem.sampling import given_in
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -52,6 +52,10 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         return whole
 
     async def ListModels(self, request: llm_pb2.ListModelsRequest, context: Context) -> llm_pb2.ListModelsResponse:
+        try:
+            self._llm.access.authenticate(_metadata(context))
+        except GatewayError as error:
+            raise rpc.Refused(error.grpc, error.message) from None
         model = llm_pb2.Model(id=self._llm.model.name, max_model_len=self._llm.max_model_len)
         return llm_pb2.ListModelsResponse(models=[model])
 
@@ -65,7 +69,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             raise rpc.Refused(error.grpc, error.message) from None
 
     async def _read(self, request: llm_pb2.GenerateRequest, context: Context) -> tuple[Generation, str]:
-        llm = self._llm
+        llm, metadata = self._llm, _metadata(context)
+        client = llm.access.authenticate(metadata)
         if not request.model:
             raise InvalidRequest("model is required", "model")
         model = llm.served(request.model)
@@ -74,6 +79,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         sampling = read_sampling(given, model)
         if request.priority not in PRIORITIES:
             raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
+        tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
         generation = Generation(
             operation="chat" if param == "messages" else "text_completion",
             request_id=request.request_id[:128] or llm.new_id(),
@@ -84,8 +90,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             sampling=sampling,
             deadline=llm.deadline(context.time_remaining()),
             priority=PRIORITIES[request.priority].priority,
-            tenant=tenant_of(_metadata(context), request.tenant, "tenant"),
-            cache_salt=check_salt(request.cache_salt),
+            tenant=tenant,
+            cache_salt=llm.access.cache_salt(tenant, check_salt(request.cache_salt)),
             parent=otel_context.get_current(),
         )
         return generation, param

@@ -5,7 +5,8 @@
     interactive     unspecified too  auto, default          0
     batch           BATCH            flex                   above 0
 
-    tenant          x-llm-d-inference-fairness-id; else OpenAI's `user`, gRPC's `tenant`; else the API key; else ""
+    tenant          that of the API key (access/); where none is asked for, the header x-llm-d-inference-fairness-id,
+                    else OpenAI's `user`, gRPC's `tenant`, else the key that was sent, else ""
 
 Inside the gateway a priority is vLLM's number, lower first. Its sign is the class; workers order by the number itself.
 """

@@ -13,13 +13,14 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
+from services.gateway.access import Access
 from services.gateway.admission import Admission, FairQueue, capacity_of
 from services.gateway.errors import Unavailable
 from services.gateway.generation import BackgroundTasks, ClusterAccess, Pipeline, tracing
@@ -68,6 +69,7 @@ class Ports:
     new_id: Callable[[], str]  # a name that nothing else has
     seeds: random.Random  # for requests that bring none
     wall: Callable[[], float]  # Unix seconds
+    access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))
 
 
 class Gateway:
@@ -139,6 +141,7 @@ class Gateway:
         except RegistryUnavailable as error:
             log.warning("registry unavailable: no workers known yet", error=str(error))
         self._run(view.run())
+        self._run(self._ports.access.run())
         pool = WorkerPool(view, model.name, self._ports.connect, self._ports.new_id)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
@@ -157,6 +160,7 @@ class Gateway:
             pool=pool,
             pipeline=Pipeline(cluster, self.admission, metrics, lambda: self._ports.new_id()[-8:]),
             metrics=metrics,
+            access=self._ports.access,
             spans=spans,
             new_id=self._ports.new_id,
             seeds=self._ports.seeds,

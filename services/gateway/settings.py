@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
+from tandem.api_keys import check_exposed
 from tandem.settings import Settings
 
 
@@ -23,7 +24,12 @@ class GatewaySettings(Settings):
     model_name: str = Field("", description="name that clients and workers use; the folder's name when empty")
     redis_url: str = "redis://127.0.0.1:6379/0"
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
-    host: str = Field("127.0.0.1", description="address to listen on; beware, no client is authenticated")
+    host: str = Field("127.0.0.1", description="address to listen on; others than loopback need api-keys or insecure")
+    api_keys: Path | None = Field(
+        None, description="file of API keys, as `tandem keys` writes it; none: anyone may ask"
+    )
+    insecure: bool = Field(False, description="serve anyone who reaches the gateway, without API keys")
+    share_prefixes: bool = Field(False, description="with API keys: let tenants find each other's prefixes cached")
     http_port: int = Field(8000, ge=1, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 chooses a free one")
     health_port: int | None = Field(
@@ -49,3 +55,8 @@ class GatewaySettings(Settings):
         2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"
     )
     log_level: str = "info"
+
+    @model_validator(mode="after")
+    def _closed(self) -> GatewaySettings:
+        check_exposed(self.host, self.api_keys, self.insecure)
+        return self

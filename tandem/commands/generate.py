@@ -19,6 +19,7 @@ class GenerateSettings(Settings):
 
     prompt: CliPositionalArg[str] = Field(description="text to continue")
     address: str = Field("127.0.0.1:50051", description="the gateway's gRPC address")
+    api_key: str = Field("", description="as `tandem keys add` printed it, where the gateway asks for one")
     model: str = Field("", description="default: the first model the gateway serves")
     max_tokens: int = Field(128, ge=1)
     temperature: float | None = Field(None, ge=0)
@@ -38,7 +39,8 @@ async def run(arguments: list[str]) -> None:
     settings = load(GenerateSettings, arguments, "tandem generate")
     async with rpc.channel(settings.address) as channel:
         service = llm_pb2_grpc.LLMServiceStub(channel)
-        model = settings.model or await _first_model(service)
+        metadata = [("authorization", f"Bearer {settings.api_key}")] if settings.api_key else []
+        model = settings.model or await _first_model(service, metadata)
         sampling = llm_pb2.SamplingParams(max_tokens=settings.max_tokens)
         if settings.temperature is not None:
             sampling.temperature = settings.temperature
@@ -46,14 +48,14 @@ async def run(arguments: list[str]) -> None:
             sampling.seed = settings.seed
         request = llm_pb2.GenerateRequest(model=model, prompt=settings.prompt, sampling=sampling)
         print(settings.prompt, end="", flush=True)
-        async for response in service.Generate(request, timeout=settings.timeout_s):
+        async for response in service.Generate(request, timeout=settings.timeout_s, metadata=metadata):
             print(response.text, end="", flush=True)
         print()
         print(describe(response), file=sys.stderr)
 
 
-async def _first_model(service: llm_pb2_grpc.LLMServiceAsyncStub) -> str:
-    models = (await service.ListModels(llm_pb2.ListModelsRequest(), timeout=5.0)).models
+async def _first_model(service: llm_pb2_grpc.LLMServiceAsyncStub, metadata: list[tuple[str, str]]) -> str:
+    models = (await service.ListModels(llm_pb2.ListModelsRequest(), timeout=5.0, metadata=metadata)).models
     if not models:
         raise SystemExit("the gateway serves no model yet: no worker is registered")
     return models[0].id

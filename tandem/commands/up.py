@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from tandem.api_keys import check_exposed
 from tandem.local import Launcher, LocalLauncher, Service, ServiceFailed, check_free, unless_failed
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.settings import Settings, load
@@ -38,6 +39,10 @@ class UpSettings(Settings):
     prefill: int = Field(1, ge=0, description="number of prefill workers")
     decode: int = Field(1, ge=1, description="number of decode workers")
     host: str = Field("127.0.0.1", description="address that the gateway listens on")
+    api_keys: Path | None = Field(
+        None, description="file of API keys, as `tandem keys` writes it; none: anyone may ask"
+    )
+    insecure: bool = Field(False, description="serve anyone who reaches the gateway, without API keys")
     http_port: int = Field(8000, ge=1, le=65535, description="port of the OpenAI-compatible HTTP API")
     grpc_port: int = Field(50051, ge=1, le=65535, description="port of the gRPC API")
     redis_port: int = Field(6380, ge=1, le=65535, description="port of the redis-server started here")
@@ -82,6 +87,7 @@ def main(arguments: list[str]) -> None:
     if not (settings.model_path / "config.json").is_file():
         raise SystemExit(f"--model-path: {settings.model_path} is no Hugging Face folder: it has no config.json")
     try:
+        check_exposed(settings.host, settings.api_keys, settings.insecure)
         check_free(_addresses(settings))
         asyncio.run(_up(settings))
     except (ServiceFailed, TimeoutError, ValueError) as error:
@@ -100,7 +106,9 @@ def kvstore(settings: UpSettings) -> Service:
 
 
 def gateway(settings: UpSettings) -> Service:
-    own = settings.model_dump(include={"host", "http_port", "grpc_port", "disaggregation"})
+    own = settings.model_dump(
+        include={"host", "http_port", "grpc_port", "disaggregation", "api_keys", "insecure"}, exclude_none=True
+    )
     return Service("gateway", "services.gateway", {**_shared(settings), **own})
 
 
@@ -163,7 +171,7 @@ async def _serve(settings: UpSettings, launcher: Launcher, console: Console) -> 
     await launcher.start([gateway(settings)])
     await unless_failed(launcher, _wait_until_ready(settings, launcher, console))
     console.print(_status(settings, now() - started))
-    if settings.sample:
+    if settings.sample and not settings.api_keys:
         await _stream_sample(settings, console)
     console.print(_lines_to_try(settings), soft_wrap=True)
     await launcher.watch(restart=True)
@@ -245,14 +253,17 @@ async def _stream_sample(settings: UpSettings, console: Console) -> None:
 
 def _lines_to_try(settings: UpSettings) -> str:
     http, name = f"http://{settings.host}:{settings.http_port}/v1", settings.served_name
+    key = (
+        ("-H 'authorization: Bearer tk-...' ", "tk-...", " --api-key tk-...") if settings.api_keys else ("", "none", "")
+    )
     return escape(f"""Try it from another terminal:
 
-  curl {http}/completions -H 'content-type: application/json' \
+  curl {http}/completions -H 'content-type: application/json' {key[0]}\
     -d '{{"model": "{name}", "prompt": "import ", "max_tokens": 32}}'
 
-  python -c "from openai import OpenAI; c = OpenAI(base_url='{http}', api_key='none'); \\
+  python -c "from openai import OpenAI; c = OpenAI(base_url='{http}', api_key='{key[1]}'); \\
 print(c.completions.create(model='{name}', prompt='def ', max_tokens=32).choices[0].text)"
 
-  tandem generate "class " --address {settings.host}:{settings.grpc_port}     (gRPC)
+  tandem generate "class " --address {settings.host}:{settings.grpc_port}{key[2]}     (gRPC)
 
 Ctrl-C stops everything.""")

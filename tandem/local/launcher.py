@@ -183,10 +183,16 @@ class _Process:
 
 
 def _options(service: Service) -> list[str]:
-    return [f"--{name.replace('_', '-')}={value}" for name, value in service.settings.items()]
+    return [_option(name.replace("_", "-"), value) for name, value in service.settings.items()]
 
 
 def _environment(threads: int) -> dict[str, str]:
     """This process's, without anybody's settings. Idle threads sleep: another service may need their core."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_URL"))}
     return inherited | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def _option(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"

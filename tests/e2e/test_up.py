@@ -19,7 +19,13 @@ BOUND_S = 60.0
 def null_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """Started in an environment that would mislead every service that read it."""
     (port,) = free_ports(1)
-    env = {"TANDEM_HOST": "0.0.0.0", "TANDEM_GRPC_PORT": str(port), "TANDEM_WORKER_ID": "same", "REDIS_URL": "nowhere"}
+    env = {
+        "TANDEM_HOST": "0.0.0.0",
+        "TANDEM_INSECURE": "true",
+        "TANDEM_GRPC_PORT": str(port),
+        "TANDEM_WORKER_ID": "same",
+        "REDIS_URL": "nowhere",
+    }
     with running_cluster(tmp_path_factory.mktemp("up"), "--engine=null", env=env) as cluster:
         yield cluster
 

@@ -7,6 +7,6 @@ import time
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(sys.argv[1:], [name for name in os.environ if name.startswith("TANDEM_")], flush=True)
-if "--stay=True" in sys.argv:
+if "--stay" in sys.argv:
     time.sleep(600)
 raise SystemExit(3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -42,12 +42,15 @@ def _add_models(app: FastAPI, llm: LLM) -> None:
             "max_model_len": llm.max_model_len,
         }  # fmt: skip
 
-    @app.get("/v1/models")
+    def authenticated(request: Request) -> None:
+        llm.access.authenticate(request.headers)
+
+    @app.get("/v1/models", dependencies=[Depends(authenticated)])
     async def models() -> dict[str, Any]:
         """The models served here."""
         return {"object": "list", "data": [card()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", dependencies=[Depends(authenticated)])
     async def model(name: str) -> dict[str, Any]:
         """One model."""
         llm.served(name)

@@ -17,12 +17,13 @@ from contextlib import aclosing
 import structlog
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.access import Client
 from services.gateway.errors import GatewayError, Internal, TimedOut
 from services.gateway.generation import CLIENT_LEFT, Answer, Delta, Generation, check_salt, tracing
 from services.gateway.http.exchange import ClientLeft, Exchange, deadline_of
 from services.gateway.http.format import Envelope, ParsedBody, joined
 from services.gateway.llm import LLM
-from services.gateway.priority import priority_of, tenant_of
+from services.gateway.priority import priority_of
 
 log = structlog.get_logger(__name__)
 # A client that does not read may not keep its request alive.
@@ -56,11 +57,12 @@ class GenerateEndpoint:
 
     async def _serve(self, exchange: Exchange) -> None:
         try:
+            client = self._llm.access.authenticate(exchange.headers)
             deadline = deadline_of(exchange.headers, self._llm)
             async with asyncio.timeout_at(deadline):
                 body = await exchange.body(self._llm.settings.max_body_bytes)
                 found = await self._read(self._llm, body)
-            answer = self._llm.answer(self._generation(exchange, found, deadline), found.param)
+            answer = self._llm.answer(self._generation(exchange, client, found, deadline), found.param)
         except TimeoutError:
             self._llm.metrics.request("none", TimedOut.status)
             raise TimedOut("the request's deadline passed while its body was read") from None
@@ -72,8 +74,9 @@ class GenerateEndpoint:
         except GatewayError as error:
             await exchange.fail(error, answer.path_headers())
 
-    def _generation(self, exchange: Exchange, found: ParsedBody, deadline: float) -> Generation:
-        body = found.body
+    def _generation(self, exchange: Exchange, client: Client, found: ParsedBody, deadline: float) -> Generation:
+        body, access = found.body, self._llm.access
+        tenant = access.tenant(client, exchange.headers, body.user or "", "user")
         return Generation(
             operation=found.operation,
             request_id=exchange.request_id,
@@ -84,8 +87,8 @@ class GenerateEndpoint:
             sampling=found.sampling,
             deadline=deadline,
             priority=priority_of(body.service_tier, body.priority),
-            tenant=tenant_of(exchange.headers, body.user or "", "user"),
-            cache_salt=check_salt(body.cache_salt or ""),
+            tenant=tenant,
+            cache_salt=access.cache_salt(tenant, check_salt(body.cache_salt or "")),
             streamed=bool(body.stream),
             parent=tracing.incoming(exchange.headers),
         )

@@ -1,0 +1,112 @@
+"""Who asks: the API key that a request brings, and what follows from it.
+
+    no key file     anyone may ask; the tenant is whoever the request says it is for
+    a key file      `Authorization: Bearer tk-…` on every request, HTTP or gRPC; the tenant is the key's, whatever the
+                    request says, unless the key may name others; prefix caches are apart for each tenant
+
+The file is followed: a key added or revoked counts within FOLLOW_S. A file that turns bad changes nothing, loudly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from services.gateway.errors import Unauthorized
+from services.gateway.priority import FAIRNESS_ID, tenant_of
+from tandem.api_keys import Keys, Tier, read_keys
+
+log = structlog.get_logger(__name__)
+FOLLOW_S = 0.5
+SCHEME = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Whose request it is, as far as its key says."""
+
+    tenant: str
+    tier: Tier
+    names_tenants: bool
+
+
+ANYONE = Client("", Tier(), names_tenants=True)
+
+
+class Access:
+    """Run `run` as a task: it follows the file."""
+
+    def __init__(self, path: Path | None, share_prefixes: bool) -> None:
+        """
+        Raises:
+            OSError, ValueError: the file is not there, or malformed.
+        """
+        self._path = path
+        self._share_prefixes = share_prefixes
+        self._stamp = _stamp_of(path) if path else None
+        self._keys = read_keys(path) if path else Keys()
+
+    def authenticate(self, headers: Mapping[str, str]) -> Client:
+        """
+        Args:
+            headers: of HTTP, or gRPC metadata.
+
+        Raises:
+            Unauthorized
+        """
+        if self._path is None:
+            return ANYONE
+        said = headers.get("authorization", "")
+        if not said:
+            raise Unauthorized("an API key is required, as `Authorization: Bearer tk-…`", code="missing_api_key")
+        key = self._keys.find(said[len(SCHEME) :].strip()) if said[: len(SCHEME)].lower() == SCHEME else None
+        if key is None:
+            raise Unauthorized("the API key is not valid", code="invalid_api_key")
+        return Client(key.tenant, self._keys.tiers[key.tier], key.names_tenants)
+
+    def tenant(self, client: Client, headers: Mapping[str, str], said: str, param: str) -> str:
+        """Whom the request counts for, where its own field `param` names `said`.
+
+        Raises:
+            InvalidRequest: the name is malformed.
+        """
+        if client is ANYONE:
+            return tenant_of(headers, said, param)
+        named = tenant_of(headers, "", param) if client.names_tenants and FAIRNESS_ID in headers else ""
+        return named or client.tenant
+
+    def cache_salt(self, tenant: str, said: str) -> str:
+        """Under which a prompt's blocks are named: equal prompts of two tenants have no block in common."""
+        return said if self._path is None or self._share_prefixes else f"{tenant}\0{said}"
+
+    async def run(self) -> None:
+        """Follow the file until cancelled."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            if self._path:
+                self._follow(self._path)
+
+    def _follow(self, path: Path) -> None:
+        stamp = _stamp_of(path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = read_keys(path)
+            log.info("API keys read", path=str(path), keys=len(self._keys.keys))
+        except (OSError, ValueError) as error:
+            log.error("API keys cannot be read: those known before stay valid", error=str(error))
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Changes whenever the file does; None where there is none."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino

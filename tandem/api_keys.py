@@ -1,0 +1,132 @@
+"""API keys and what they allow: one JSON file, which the gateway follows and `tandem keys` writes.
+
+    {"tiers": {"default": {"requests_per_minute": 60, "tokens_per_minute": 100000, "concurrent_requests": 8}},
+     "keys":  [{"id": "3f9c01a2", "sha256": "…", "tenant": "acme", "tier": "default", "created": "2026-01-31"}]}
+
+A key is `tk-<id>-<secret>`. The secret has 256 random bits, so its SHA-256 tells nothing of it and no slow hash is
+needed; the file holds only that. A limit that a tier does not name does not exist.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import sha256
+from ipaddress import ip_address
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PREFIX = "tk"
+DEFAULT_TIER = "default"
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Tier(Part):
+    """What each tenant of a tier may use. Prices are for a million tokens, in the unit of the budget."""
+
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    concurrent_requests: int | None = Field(default=None, ge=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    daily_budget: float | None = Field(default=None, gt=0)
+    prompt_price: float = Field(default=0.0, ge=0)
+    completion_price: float = Field(default=0.0, ge=0)
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
+
+
+class ApiKey(Part):
+    id: str = Field(pattern="^[0-9a-f]{8}$")
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    tenant: str = Field(min_length=1, max_length=256)
+    tier: str = DEFAULT_TIER
+    created: str = ""
+    # Its requests may name other tenants, as those of a proxy do that has authenticated its clients itself.
+    names_tenants: bool = False
+
+
+class Keys(Part):
+    tiers: dict[str, Tier] = {DEFAULT_TIER: Tier()}
+    keys: tuple[ApiKey, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Keys:
+        for key in self.keys:
+            if key.tier not in self.tiers:
+                raise ValueError(f"key {key.id} is of tier {key.tier!r}, which tiers does not name")
+        if len({key.id for key in self.keys}) < len(self.keys):
+            raise ValueError("two keys have the same id")
+        return self
+
+    def find(self, text: str) -> ApiKey | None:
+        """The key that this is, if it is one of these. Takes as long whatever part of the secret is wrong."""
+        prefix, _, rest = text.partition("-")
+        name, _, secret = rest.partition("-")
+        digest = sha256(secret.encode()).hexdigest()
+        for key in self.keys:
+            if key.id == name:
+                return key if prefix == PREFIX and hmac.compare_digest(key.sha256, digest) else None
+        return None
+
+    def add(self, id: str, secret: str, tenant: str, tier: str, created: str, names_tenants: bool) -> Keys:
+        """
+        Raises:
+            ValueError: the tenant or the tier is none.
+        """
+        digest = sha256(secret.encode()).hexdigest()
+        key = ApiKey(id=id, sha256=digest, tenant=tenant, tier=tier, created=created, names_tenants=names_tenants)
+        return Keys(tiers=self.tiers, keys=(*self.keys, key))
+
+    def without(self, id: str) -> Keys:
+        return Keys(tiers=self.tiers, keys=tuple(key for key in self.keys if key.id != id))
+
+
+def read_keys(path: Path) -> Keys:
+    """
+    Raises:
+        OSError: it cannot be read.
+        ValueError: what is wrong in it, in one line.
+    """
+    try:
+        return Keys.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path}: {'; '.join(_problems(error))}") from None
+
+
+def write_keys(path: Path, keys: Keys) -> None:
+    """As one step, and for its owner only. Raises OSError."""
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        file.write(keys.model_dump_json(indent=2, exclude_defaults=True).encode() + b"\n")
+    os.replace(file.name, path)
+
+
+def check_exposed(host: str, keys: Path | None, insecure: bool) -> None:
+    """
+    Raises:
+        ValueError: others could reach a gateway at `host`, and it would serve any of them.
+    """
+    if keys or insecure or host == "localhost":
+        return
+    with suppress(ValueError):
+        if ip_address(host).is_loopback:
+            return
+    raise ValueError(f"host {host or 'any'} can be reached by others: give --api-keys, or --insecure to serve anyone")
+
+
+def text_of(id: str, secret: str) -> str:
+    """As a client says it."""
+    return f"{PREFIX}-{id}-{secret}"
+
+
+def _problems(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors(include_input=False):
+        yield ": ".join(filter(None, (".".join(map(str, problem["loc"])), problem["msg"])))

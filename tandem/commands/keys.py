@@ -1,0 +1,60 @@
+"""`tandem keys`: who may use a gateway. Gateways that follow the file see a change within a second."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tandem.api_keys import DEFAULT_TIER, Keys, read_keys, text_of, write_keys
+
+FILE = Path(".run/keys.json")
+
+
+def main(arguments: list[str]) -> None:
+    said = _parser().parse_args(arguments)
+    try:
+        {"add": _add, "list": _list, "revoke": _revoke}[said.action](said)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"tandem keys: {error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tandem keys", description="Who may use a gateway: API keys in a file.")
+    actions = parser.add_subparsers(dest="action", required=True)
+    add = actions.add_parser("add", help="make a key and print it, once: the file holds only its hash")
+    add.add_argument("--tenant", required=True, help="whose requests these are: shares and limits are for a tenant")
+    add.add_argument("--tier", default=DEFAULT_TIER, help="what it may use, as the file's tiers say")
+    add.add_argument("--names-tenants", action="store_true", help="a proxy's key: its requests may name other tenants")
+    listing = actions.add_parser("list", help="show the keys, without their secrets")
+    revoke = actions.add_parser("revoke", help="end a key")
+    revoke.add_argument("id", help="as `tandem keys list` shows it")
+    for action in (add, listing, revoke):
+        action.add_argument("--file", type=Path, default=FILE, help="the gateway's --api-keys (default: %(default)s)")
+    return parser
+
+
+def _add(said: argparse.Namespace) -> None:
+    keys = read_keys(said.file) if said.file.exists() else Keys()
+    if said.tier not in keys.tiers:
+        raise ValueError(f"--tier: {said.file} has no tier {said.tier!r}; it has {', '.join(keys.tiers)}")
+    name, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
+    today = datetime.now(UTC).date().isoformat()
+    said.file.parent.mkdir(parents=True, exist_ok=True)
+    write_keys(said.file, keys.add(name, secret, said.tenant, said.tier, today, said.names_tenants))
+    print(text_of(name, secret))
+
+
+def _list(said: argparse.Namespace) -> None:
+    print(f"{'id':<10}{'tenant':<24}{'tier':<16}created")
+    for key in read_keys(said.file).keys:
+        print(f"{key.id:<10}{key.tenant:<24}{key.tier:<16}{key.created}")
+
+
+def _revoke(said: argparse.Namespace) -> None:
+    keys = read_keys(said.file)
+    if said.id not in {key.id for key in keys.keys}:
+        raise ValueError(f"{said.file} has no key {said.id!r}")
+    write_keys(said.file, keys.without(said.id))
+    print(f"key {said.id} is revoked")
