@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import httpx
 import pytest
 
@@ -9,10 +11,9 @@ from tests.e2e.cluster import free_ports
 
 
 def stats(**changes: int) -> EngineStats:
-    known = {
-        "num_waiting": 2, "num_running": 3, "num_reserved": 0, "free_blocks": 6, "num_blocks": 8, "queued_tokens": 77,
-        "num_read_tokens": 1000, "num_written_tokens": 500,
-    }  # fmt: skip
+    known = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
+    known |= {"num_waiting": 2, "num_running": 3, "free_blocks": 6, "num_blocks": 8, "queued_tokens": 77}
+    known |= {"num_read_tokens": 1000, "num_written_tokens": 500}
     return EngineStats(**(known | changes))
 
 
