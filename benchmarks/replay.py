@@ -1,8 +1,9 @@
-"""`python -m benchmarks.replay`: Mooncake's trace through gateways to 8 + 8 null engines, by routing policy.
+"""`python -m benchmarks.replay`: Mooncake's trace, or another shape, through gateways to 8 + 8 null engines.
 
 1 simulate   a router with perfect knowledge of the workers' caches, and all caches as one
 2 replay     for each policy, on a fresh fleet: the whole trace at its arrival times, scaled
-3 compare    prefix hit rate, tokens prefilled, TTFT; benchmarks/out/replay.json keeps the last run of each policy
+3 compare    prefix hit rate, tokens prefilled, TTFT, and the spread: the largest / mean of the tokens that workers of a
+             role read, and wrote; benchmarks/out/replay.json keeps the last run of each policy
 """
 
 from __future__ import annotations
@@ -18,23 +19,28 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet import MODEL, Fleet, running, tokens_read
+from benchmarks.fleet import MODEL, Fleet, running, tokens_read, worker_tokens
 from benchmarks.grpc_load import Replayed, replay
 from benchmarks.models import OUT
 from benchmarks.mooncake import SCALE, Request, read_trace, tokens_of
 from benchmarks.perfect import perfect_hit_rate, pooled_hit_rate
 from benchmarks.results import earlier, percentile
 from benchmarks.routing import POLICIES
+from benchmarks.shapes import SHAPES, shaped
 
 RESULTS = OUT / "replay.json"
 SPEEDUP = 24.0
+SHAPE_REQUESTS = 300
 
 
 def main() -> None:
     options = _options()
-    requests = read_trace(options.speedup, limit=options.requests)
+    requests = _requests(options)
     fleet = Fleet(gateways=(("tandem", "require"),) * options.gateways)
-    setting = {"requests": len(requests), "scale": SCALE, "speedup": options.speedup, "fleet": asdict(fleet)}
+    setting = {
+        "shape": options.shape, "requests": len(requests), "scale": SCALE, "speedup": options.speedup,
+        "per_second": options.per_second, "fleet": asdict(fleet),
+    }  # fmt: skip
     bounds = {
         "perfect": perfect_hit_rate(
             requests, fleet.prefill, fleet.prefill_blocks, fleet.step_time.prefill_tokens_per_s
@@ -48,10 +54,24 @@ def main() -> None:
     _print(requests, setting, bounds, runs)
 
 
+def _requests(options: argparse.Namespace) -> list[Request]:
+    if options.shape == "mooncake":
+        return read_trace(options.speedup, limit=options.requests)
+    return shaped(options.shape, options.requests or SHAPE_REQUESTS, options.per_second)
+
+
 async def _run(requests: Sequence[Request], fleet: Fleet) -> dict[str, Any]:
     async with running(fleet) as addresses:
         replayed = await replay(requests, addresses, MODEL)
-    return figures(replayed, tokens_read("prefill"))
+    return figures(replayed, tokens_read("prefill")) | {
+        "spread_read": spread(worker_tokens("prefill", "read")),
+        "spread_written": spread(worker_tokens("decode", "written")),
+    }  # fmt: skip
+
+
+def spread(tokens: Sequence[int]) -> float:
+    """The largest share beside the mean: 1 where all are equal."""
+    return max(tokens) * len(tokens) / max(sum(tokens), 1)
 
 
 def figures(replayed: Sequence[Replayed], prefilled_tokens: int) -> dict[str, Any]:
@@ -74,8 +94,10 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__.splitlines()[0])
     compared = ["tandem", "round-robin", "random"]
     parser.add_argument("--policies", type=lambda text: text.split(","), default=compared, help=", ".join(POLICIES))
-    parser.add_argument("--speedup", type=float, default=SPEEDUP, help="arrival times are divided by this")
-    parser.add_argument("--requests", type=int, help="only the trace's first so many")
+    parser.add_argument("--shape", default="mooncake", choices=["mooncake", *SHAPES])
+    parser.add_argument("--speedup", type=float, default=SPEEDUP, help="the trace's arrival times are divided by this")
+    parser.add_argument("--per-second", type=float, default=3.75, help="requests a second of other shapes")
+    parser.add_argument("--requests", type=int, help=f"only the first so many (other shapes: {SHAPE_REQUESTS})")
     parser.add_argument("--gateways", type=int, default=1)
     return parser.parse_args()
 
@@ -83,25 +105,37 @@ def _options() -> argparse.Namespace:
 def _print(
     requests: Sequence[Request], setting: dict[str, Any], bounds: dict[str, float], runs: dict[str, dict[str, Any]]
 ) -> None:
-    title = f"{len(requests):,} requests, {tokens_of(requests):,} prompt tokens (lengths / {SCALE}), "
+    title = f"{setting['shape']}: {len(requests):,} requests, {tokens_of(requests):,} prompt tokens, "
     table = Table(
-        "routing", "prefix hits", "of perfect", "tokens prefilled", "x Tandem's", "TTFT p50, p99 ms", "answered"
+        "routing",
+        "prefix hits",
+        "of perfect",
+        "tokens prefilled",
+        "x Tandem's",
+        "spread read, written",
+        "TTFT p50, p99 ms",
+        "answered",
     )
     for name, rate in bounds.items():
-        table.add_row(f"{name} (simulated)", f"{100 * rate:.1f} %", f"{rate / bounds['perfect']:.3f}")
+        table.add_row(f"{name} (simulated)", f"{100 * rate:.1f} %", _of(rate, bounds["perfect"]))
     for name, run in runs.items():
         own = runs.get("tandem", run)["prefilled_tokens"]
         table.add_row(
-            name, f"{100 * run['hit_rate']:.1f} %", f"{run['hit_rate'] / bounds['perfect']:.3f}",
+            name, f"{100 * run['hit_rate']:.1f} %", _of(run["hit_rate"], bounds["perfect"]),
             f"{run['prefilled_tokens']:,}", f"{run['prefilled_tokens'] / own:.2f}",
+            f"{run['spread_read']:.2f}, {run['spread_written']:.2f}",
             f"{run['ttft_p50_ms']:.0f}, {run['ttft_p99_ms']:.0f}", f"{run['answered']:,}",
         )  # fmt: skip
     console = Console(width=120)
-    console.print(f"{title}{setting['speedup']:g} times as fast")
+    console.print(f"{title}{len(requests) / max(requests[-1].at, 1e-9):.1f} a second")
     console.print(table)
     for name, run in runs.items():
         for error, count in run["errors"].items():
             console.print(f"{name}: {count} x {error}", markup=False)
+
+
+def _of(rate: float, perfect: float) -> str:
+    return f"{rate / perfect:.3f}" if perfect > 0 else "-"
 
 
 if __name__ == "__main__":

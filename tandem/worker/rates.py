@@ -25,6 +25,8 @@ LEAST_SHARE = 0.1
 LEAST_SLOPE = 0.125
 # Amounts that differ less than this, squared and relative, say nothing about a slope.
 LEAST_SPREAD = 0.01
+# A rate of fewer observations is noise: nothing is said of it.
+LEAST_SEEN = 8
 
 
 class Line:
@@ -33,11 +35,13 @@ class Line:
     def __init__(self, forget_s: float = FORGET_S) -> None:
         self._forget_s = forget_s
         self._lock = threading.Lock()
+        self._seen = 0
         self._count = self._amount = self._seconds = self._amount_squared = self._product = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
         keep = 0.5 ** (seconds / self._forget_s)
         with self._lock:
+            self._seen += 1
             self._count = self._count * keep + 1
             self._amount = self._amount * keep + amount
             self._seconds = self._seconds * keep + seconds
@@ -52,9 +56,9 @@ class Line:
 
     @property
     def per_second(self) -> float:
-        """Amount per second, what each observation costs by itself left out; 0 before the first."""
+        """Amount per second, what each observation costs by itself left out; 0 before LEAST_SEEN of them."""
         with self._lock:
-            return 1 / self._slope() if self._seconds > 0 else 0.0
+            return 1 / self._slope() if self._seen >= LEAST_SEEN and self._seconds > 0 else 0.0
 
     def _slope(self) -> float:
         whole = self._seconds / self._amount

@@ -448,3 +448,33 @@ async def test_a_prefix_at_decode_is_weighed_against_reading_it_again_at_prefill
 async def test_auto_says_what_both_ways_cost(registry: Registry) -> None:
     reason = await auto(registry, {"d0": 4}, SLOW, {**FAST, "num_running": 1})
     assert reason == "local prefill: cheapest: 205 ms, remote 4301; 64 prompt tokens cached at decode"
+
+
+async def test_workers_that_differ_by_noise_alone_take_turns_when_nothing_waits(registry: Registry) -> None:
+    """Else the one that once measured a hair faster would read every prompt, and its cache overflow."""
+    incarnations = tuple(f"d{i}-first" for i in range(4))
+    for i in range(4):
+        load = worker_load(step_s=0.020 + 0.001 * i)
+        await registry.register(worker_info(f"d{i}", Role.DECODE), load, TTL)
+    for i in range(4):
+        rates = {"prefill_tokens_per_s": 8000.0 + 300 * i, "transfer_tokens_per_s": 30000.0 - 500 * i}
+        await registry.register(worker_info(f"p{i}", Role.PREFILL), worker_load(linked=incarnations, **rates), TTL)
+    readers, writers = Counter[str | None](), Counter[str]()
+    for i in range(40):
+        route = await select(registry, request_id=f"r{i}")
+        await registry.release(route.reservation_id)
+        reader, writer = names(route)
+        readers[reader] += 1
+        writers[writer] += 1
+    assert set(readers.values()) == set(writers.values()) == {10}
+
+
+async def test_a_worker_that_is_really_faster_reads_more(registry: Registry) -> None:
+    await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    for name, rate in (("p0", 8000.0), ("p1", 2000.0)):
+        load = worker_load(linked=("d0-first",), prefill_tokens_per_s=rate)
+        await registry.register(worker_info(name, Role.PREFILL), load, TTL)
+    for i in range(4):
+        route = await select(registry, request_id=f"r{i}")
+        assert names(route) == ("p0", "d0")
+        await registry.release(route.reservation_id)

@@ -13,6 +13,15 @@ local ANSWER_STEPS = 64
 -- On Mooncake's trace a larger weight finds hardly more hits and a smaller one makes first tokens no faster, with the
 -- readers a third busy or nearly full.
 local OWN_WORK = 16
+-- Measured rates this close to their mean are equal: what differs is noise, and the fastest by a hair would get all.
+local NOISE = 0.25
+-- Of a pool in which no worker has measured itself yet.
+local NOMINAL_TOKEN_S = 1 / 8192
+-- Also the room that a second copy of the token takes from other prefixes.
+local NOMINAL_TRANSFER_S = 1 / 32768
+local NOMINAL_STEP_S = 1 / 64
+-- Costs that differ by less than a hit of so many blocks are equal, too.
+local NOISE_BLOCKS = 0.5
 -- Two workers to call instead of one.
 local TWO_CALLS_S = 0.002
 local max, ceil, huge = math.max, math.ceil, math.huge
@@ -45,15 +54,32 @@ local function hits_on(rows, request)
   return hits
 end
 
--- Sets rows.fastest: the least of transfer_s; rows.usual: the mean of token_s.
-local function survey(rows)
-  local fastest, sum, values = huge, 0, rows.values
-  for at = 0, (rows.count - 1) * WIDTH, WIDTH do
-    local transfer_s = values[at + TRANSFER_S]
-    if transfer_s < fastest then fastest = transfer_s end
-    sum = sum + values[at + TOKEN_S]
+-- Sets a rate that is within noise of the measured rows' mean, or not measured yet, to that mean (`nominal` where none
+-- is). Returns the mean and the least.
+local function level(rows, rate, nominal)
+  local sum, measured, least, values, last = 0, 0, huge, rows.values, (rows.count - 1) * WIDTH
+  for at = 0, last, WIDTH do
+    if values[at + rate] > 0 then sum, measured = sum + values[at + rate], measured + 1 end
   end
-  rows.fastest, rows.usual = rows.count > 0 and fastest or 0, sum / max(rows.count, 1)
+  local mean = measured > 0 and sum / measured or nominal
+  for at = 0, last, WIDTH do
+    local own = values[at + rate]
+    if own == 0 or math.abs(own - mean) <= NOISE * mean then values[at + rate] = mean end
+    least = math.min(least, values[at + rate])
+  end
+  return mean, least
+end
+
+-- Sets rows.usual: the mean of token_s; rows.fastest: the least of transfer_s.
+local function survey_prefills(rows)
+  rows.usual = level(rows, TOKEN_S, NOMINAL_TOKEN_S)
+  local _, fastest = level(rows, TRANSFER_S, NOMINAL_TRANSFER_S)
+  rows.fastest = rows.count > 0 and fastest or 0
+end
+
+-- What costs may differ by and still be equal.
+local function tolerance(prefills, request)
+  return NOISE_BLOCKS * request.block_size * OWN_WORK * prefills.usual
 end
 
 -- Sets rows.cost: of reading the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
@@ -102,7 +128,7 @@ end
 -- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
 local function reading_alone(rows, d, compared_token_s)
   local at, values = (d - 1) * WIDTH, rows.values
-  local token_s = values[at + UNMEASURED] == 1 and compared_token_s or values[at + TOKEN_S]
+  local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or compared_token_s or NOMINAL_TOKEN_S
   local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
   local pause = (queue + tokens) * token_s
   return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * pause * pause / values[at + STEP_S]

@@ -4,35 +4,30 @@
 --   lease ended ──> the last row moves there  reserved, released ──> its two counters, in place
 --   choices     ──> read all workers with two commands and one struct.unpack each, for all of a batch
 --
--- A row is two counters (integers, for BITFIELD) and then doubles:
+-- A row is three counters (integers, for BITFIELD) and then doubles:
 --
 --   tokens, blocks        reserved by gateways
+--   chosen                number of the choice that last took this worker: of equals, the one unchosen for longest is next
 --   takes                 tokens of the longest sequence it would take now: `capacity`, or 0 while it drains
 --   layout                digest of its KV layout
 --   kind                  digest of its revision and block size: a prompt's hashes mean something to equals only
 --   generation            of its lease
 --   queued                tokens it says wait for it
---   token_s, transfer_s   seconds to read a token, to move one
+--   token_s, transfer_s   seconds to read a token, to move one; 0: not measured yet
 --   used, num_blocks      blocks it says are in use, of all
 --   block_size, max_num_seqs
---   step_s, sequences     seconds of a step; sequences that run or wait there
---   unmeasured            1 if it has read nothing yet: token_s is nominal
+--   step_s, sequences     seconds of a step, 0: not measured yet; sequences that run or wait there
 --   capacity              tokens of the longest sequence it could ever hold
 local ROW_BYTES = 136
-local COUNTERS_BYTES = 16
-local NUMBERS = '>ddddddddddddddd'
+local COUNTERS_BYTES = 24
+local NUMBERS = '>dddddddddddddd'
 -- A row unpacked: where its values are, and how many.
-local ROW = 'i8i8ddddddddddddddd'
-local TOKENS, BLOCKS, TAKES, LAYOUT, KIND, GENERATION, QUEUED, TOKEN_S, TRANSFER_S = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local USED, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, STEP_S, SEQUENCES, UNMEASURED, CAPACITY = 10, 11, 12, 13, 14, 15, 16, 17
+local ROW = 'i8i8i8dddddddddddddd'
+local TOKENS, BLOCKS, CHOSEN, TAKES, LAYOUT, KIND, GENERATION, QUEUED, TOKEN_S, TRANSFER_S = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+local USED, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, STEP_S, SEQUENCES, CAPACITY = 11, 12, 13, 14, 15, 16, 17
 local WIDTH = 17
 -- What one call can return is bounded.
 local ROWS_AT_ONCE = 256
-
-local NOMINAL_TOKEN_S = 1 / 8192
--- Also the room that a second copy of the token takes from other prefixes.
-local NOMINAL_TRANSFER_S = 1 / 32768
-local NOMINAL_STEP_S = 1 / 64
 
 local function digest(text)
   return tonumber(redis.sha1hex(text):sub(1, 12), 16)
@@ -53,9 +48,9 @@ local function pack_numbers(worker, generation)
   local capacity = math.min(number.max_model_len, number.num_blocks * number.block_size)
   return struct.pack(NUMBERS, number.draining == 0 and capacity or 0, digest(worker.layout_hash),
     kind_of(worker.revision, worker.block_size), generation, number.queued_tokens,
-    rate > 0 and 1 / rate or NOMINAL_TOKEN_S, moved > 0 and 1 / moved or NOMINAL_TRANSFER_S,
+    rate > 0 and 1 / rate or 0, moved > 0 and 1 / moved or 0,
     number.num_blocks - number.free_blocks, number.num_blocks, number.block_size, number.max_num_seqs,
-    step_s > 0 and step_s or NOMINAL_STEP_S, number.num_running + number.num_waiting, rate > 0 and 0 or 1, capacity)
+    step_s, number.num_running + number.num_waiting, capacity)
 end
 
 -- Returns '<role>:<model>' and the row (from 0) of a worker; nothing if it has none.
@@ -88,8 +83,10 @@ local function take_row(worker_id)
   if left == 0 then redis.call('DEL', rows) else redis.call('SET', rows, redis.call('GETRANGE', rows, 0, left - 1)) end
 end
 
+local COUNTER = {tokens = 0, blocks = 1, chosen = 2}
+
 local function counter(row, part)
-  return '#' .. row * ROW_BYTES / 8 + (part == 'tokens' and 0 or 1)
+  return '#' .. row * ROW_BYTES / 8 + COUNTER[part]
 end
 
 local function add_reserved(of, row, part, amount)

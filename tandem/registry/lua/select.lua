@@ -12,7 +12,7 @@
 --
 -- No worker is left out before it is weighed, so what is chosen is the best there is; the tests compare it with brute
 -- force. Only pairs are left out: once the prefill worker that reads for least has its decode worker, one that could not
--- win with the cheapest decode worker is paired with none. Every scan starts at another row each time, so that equals take turns.
+-- win with the cheapest decode worker is paired with none. Of equals the one that was unchosen for longest is taken.
 --
 -- Other releases come along and go first, so that choosing sees it.
 --
@@ -74,43 +74,56 @@ local function linked(prefills, p, decodes, d)
   return redis.call('SISMEMBER', key('links', reader), incarnation) == 1
 end
 
--- The cheapest decode row for prefill row p, if that makes a pair cheaper than `best`; else `best`. Tests links if
--- `prove`.
-local function pair_with(p, prefills, decodes, best, turn, prove)
-  local read_s, at, values = prefills.cost[p], (p - 1) * WIDTH, prefills.values
-  local layout, transfer_s = values[at + LAYOUT], values[at + TRANSFER_S]
-  local writing, missing, others, count = decodes.cost, decodes.missing, decodes.values, decodes.count
-  for i = turn, turn + count - 1 do
-    local d = i % count + 1
-    local cost = read_s + (writing[d] + missing[d] * transfer_s)
-    if cost < best.cost and layout == others[(d - 1) * WIDTH + LAYOUT]
-      and not (prove and not linked(prefills, p, decodes, d)) then
-      best = {prefill = p, decode = d, cost = cost, token_s = values[at + TOKEN_S]}
+-- The cheapest decode row for prefill row p: of equals the one unchosen for longest. Tests links if `prove`.
+local function decode_for(p, prefills, decodes, prove)
+  local at, values, others = (p - 1) * WIDTH, prefills.values, decodes.values
+  local layout, transfer_s, writing, missing = values[at + LAYOUT], values[at + TRANSFER_S], decodes.cost, decodes.missing
+  local least, longest, found = huge, huge, nil
+  for d = 1, decodes.count do
+    local cost, there = writing[d] + missing[d] * transfer_s, (d - 1) * WIDTH
+    if (cost < least or cost == least and cost < huge and others[there + CHOSEN] < longest)
+      and layout == others[there + LAYOUT] and not (prove and not linked(prefills, p, decodes, d)) then
+      least, longest, found = cost, others[there + CHOSEN], d
     end
+  end
+  return found and {prefill = p, decode = found, cost = prefills.cost[p] + least, token_s = values[at + TOKEN_S]}
+end
+
+-- Of prefill rows that read for the least, within `slack`, the one unchosen for longest; and the least that any reads for.
+local function longest_unchosen(prefills, slack)
+  local reads, least, longest, found = prefills.cost, huge, huge, nil
+  for p = 1, prefills.count do least = math.min(least, reads[p]) end
+  for p = 1, prefills.count do
+    local chosen = prefills.values[(p - 1) * WIDTH + CHOSEN]
+    if reads[p] <= least + slack and chosen < longest then longest, found = chosen, p end
+  end
+  return found, least
+end
+
+-- The cheapest pair; of prefill workers that make it equally cheap, within `slack`, the one unchosen for longest.
+local function cheapest_pair(prefills, decodes, slack, prove)
+  local next_p, least_read = longest_unchosen(prefills, slack)
+  local pair = decode_for(next_p, prefills, decodes, prove)
+  if pair and pair.cost <= least_read + decodes.least + slack then return pair end  -- none can cost much less
+  local least, pairs_found = huge, {}
+  for p = 1, prefills.count do
+    local read_s = prefills.cost[p]
+    pair = read_s < huge and read_s + decodes.least <= least + slack and decode_for(p, prefills, decodes, prove)
+    if pair then pairs_found[#pairs_found + 1], least = pair, math.min(least, pair.cost) end
+  end
+  local best, longest = nil, huge
+  for _, found in ipairs(pairs_found) do
+    local chosen = prefills.values[(found.prefill - 1) * WIDTH + CHOSEN]
+    if found.cost <= least + slack and chosen < longest then best, longest = found, chosen end
   end
   return best
 end
 
--- The cheapest pair, by what reading costs on each prefill row. The one that reads for least leaves few others to try.
-local function cheapest_pair(prefills, decodes, turn, prove)
-  local reads, count, least, first = prefills.cost, prefills.count, decodes.least, turn % prefills.count + 1
-  for i = turn, turn + count - 1 do
-    local p = i % count + 1
-    if reads[p] < reads[first] then first = p end
-  end
-  local best = pair_with(first, prefills, decodes, {cost = huge}, turn, prove)
-  for i = turn, turn + count - 1 do
-    local p = i % count + 1
-    if reads[p] + least < best.cost then best = pair_with(p, prefills, decodes, best, turn, prove) end
-  end
-  return best.decode and best
-end
-
 -- Nearly always all are linked: what is cheapest without a look at links and has one is cheapest.
-local function best_pair(prefills, decodes, turn)
-  local best = cheapest_pair(prefills, decodes, turn, false)
+local function best_pair(prefills, decodes, slack)
+  local best = cheapest_pair(prefills, decodes, slack, false)
   if best and not linked(prefills, best.prefill, decodes, best.decode) then
-    best = cheapest_pair(prefills, decodes, turn, true)
+    best = cheapest_pair(prefills, decodes, slack, true)
   end
   return best
 end
@@ -128,16 +141,20 @@ local function why_no_pair(prefills, decodes, request)
   return 'no prefill worker has the KV layout of a decode worker of model ' .. request.model, 'kv_layout'
 end
 
-local function best_alone(decodes, turn, compared_token_s)
-  local best, count, writing = {cost = huge}, decodes.count, decodes.cost
-  for i = turn, turn + count - 1 do
-    local d = i % count + 1
-    if writing[d] < best.cost then
-      local cost = writing[d] + reading_alone(decodes, d, compared_token_s)
-      if cost < best.cost then best = {decode = d, cost = cost} end
+local function best_alone(decodes, slack, compared_token_s)
+  local costs, least, best = {}, huge, nil
+  for d = 1, decodes.count do
+    local writing = decodes.cost[d]
+    costs[d] = writing < least + slack and writing + reading_alone(decodes, d, compared_token_s) or huge
+    least = math.min(least, costs[d])
+  end
+  for d = 1, decodes.count do
+    local chosen = decodes.values[(d - 1) * WIDTH + CHOSEN]
+    if costs[d] < huge and costs[d] <= least + slack and not (best and chosen >= best.chosen) then
+      best = {decode = d, cost = costs[d], chosen = chosen}
     end
   end
-  return best
+  return best or {cost = huge}
 end
 
 local function cheaper(chosen, other)
@@ -146,21 +163,22 @@ local function cheaper(chosen, other)
 end
 
 -- Returns the best route under the policy or nothing, why, and where it is not what it should be the Fallback.
-local function choose(prefills, decodes, request, turn)
+local function choose(prefills, decodes, request)
   if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
   if not weigh_decodes(decodes, request, prefills.fastest) then return nil, why_none(decodes, 'decode', request) end
-  if request.policy == 'never' then return best_alone(decodes, turn), 'asked for' end
+  local slack = tolerance(prefills, request)
+  if request.policy == 'never' then return best_alone(decodes, slack), 'asked for' end
   local can_read = weigh_prefills(prefills, request)
-  local pair = can_read and best_pair(prefills, decodes, turn)
+  local pair = can_read and best_pair(prefills, decodes, slack)
   if not pair then
     local why, fallback
     if can_read then why, fallback = why_no_pair(prefills, decodes, request)
     else why, fallback = why_none(prefills, 'prefill', request) end
-    return request.policy ~= 'require' and best_alone(decodes, turn), why, fallback
+    return request.policy ~= 'require' and best_alone(decodes, slack), why, fallback
   end
   if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
   pair.cost = pair.cost + TWO_CALLS_S
-  local alone = best_alone(decodes, turn, pair.token_s)
+  local alone = best_alone(decodes, slack, pair.token_s)
   if alone.cost < pair.cost then return alone, cheaper(alone, pair) end
   return pair, cheaper(pair, alone)
 end
@@ -182,6 +200,12 @@ local function hold(request, part, worker, amount)
   rows.values[counted] = rows.values[counted] + amount
 end
 
+-- Of equals, others come first the next time.
+local function note_chosen(worker, turn)
+  redis.call('BITFIELD', key('rows', worker.rows.of), 'SET', 'i64', counter(worker.at / WIDTH, 'chosen'), turn)
+  worker.rows.values[worker.at + CHOSEN] = turn
+end
+
 local function reserve(request, reader, decode)
   hold(request, 'tokens', reader, max(request.prompt_tokens - reader.hit, 1))
   hold(request, 'blocks', decode, ceil(size_on('decode', request) / decode.block_size))
@@ -192,9 +216,9 @@ end
 local read = {}
 local function pools(model)
   if not read[model] then
-    local prefills = read_rows('prefill', model)
-    survey(prefills)
-    read[model] = {prefills, read_rows('decode', model)}
+    read[model] = {read_rows('prefill', model), read_rows('decode', model)}
+    survey_prefills(read[model][1])
+    level(read[model][2], STEP_S, NOMINAL_STEP_S)
   end
   return unpack(read[model])
 end
@@ -202,11 +226,13 @@ end
 local function route(request, turn)
   local prefills, decodes = pools(request.model)
   add_expected(prefills, decodes, request)
-  local best, why, fallback = choose(prefills, decodes, request, turn)
+  local best, why, fallback = choose(prefills, decodes, request)
   if not best then return {fallback == 'too_large' and 'too large' or 'none', why} end
   local decode = place(decodes, best.decode, request)
   local prefill = best.prefill and place(prefills, best.prefill, request)
   reserve(request, prefill or decode, decode)
+  note_chosen(decode, turn)
+  if prefill then note_chosen(prefill, turn) end
   expect(request, (prefill or decode).generation, decode.generation)
   local answer = {'ok', why, fallback or '', decode.id, decode.generation, decode.hit}
   if prefill then answer[7], answer[8], answer[9] = prefill.id, prefill.generation, prefill.hit end
@@ -224,7 +250,7 @@ for start = released + 1, #ARGV, ARGUMENTS do
   end
   requests[#requests + 1] = request
 end
-local turn = redis.call('INCRBY', key('turn'), #requests) - #requests
+local turn = redis.call('INCRBY', key('turn'), #requests) - #requests + 1
 for i, request in ipairs(requests) do
   if redis.call('EXISTS', key('abandoned', request.reservation)) == 1 then
     answers[#answers + 1] = {'none', 'the reservation was given up'}
