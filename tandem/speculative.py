@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, Self
 
 MAX_NUM_TOKENS = 16
 METHODS = ("none", "ngram", "draft")
@@ -15,6 +16,11 @@ class Speculative:
 
     method: str = "none"
     num_tokens: int = 8
+
+    @classmethod
+    def from_proto(cls, message: Any) -> Self:
+        """`message`: tandem.v1.Speculative. Not checked."""
+        return cls(message.method, message.num_tokens if message.HasField("num_tokens") else cls.num_tokens)
 
     def check(self, methods: Collection[str] = METHODS) -> None:
         """Raises ValueError naming the field that whoever has these methods cannot serve."""

@@ -64,6 +64,8 @@ class Held:
     span: Span
     transfer_id: str = ""
     num_tokens: int = 0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
     entering: asyncio.Task[Any] | None = None
     ended: SequenceFailed | None = field(default=None)
 
@@ -181,6 +183,7 @@ class Sequences:
             if held is None:
                 continue
             held.num_tokens += len(output.tokens)
+            held.num_proposed_tokens, held.num_accepted_tokens = output.num_proposed_tokens, output.num_accepted_tokens
             self._streams.send(held.stream_id, output)
             if output.finished:
                 self._leave(output.request_id, output.finish_reason, output.error or "")
@@ -225,6 +228,8 @@ class Sequences:
         held.timer.cancel()
         held.ended = SequenceFailed("ABORTED", error or "the sequence was aborted")
         held.span.set_attribute("decode.tokens", held.num_tokens)
+        held.span.set_attribute("decode.proposed_tokens", held.num_proposed_tokens)
+        held.span.set_attribute("decode.accepted_tokens", held.num_accepted_tokens)
         if reason is not None:
             held.span.set_attribute("decode.finish_reason", reason.value)
         if error:

@@ -43,6 +43,7 @@ class Outbox:
         if held is not output:
             held.tokens += output.tokens
             held.finish_reason, held.error = output.finish_reason, output.error
+            held.num_proposed_tokens, held.num_accepted_tokens = output.num_proposed_tokens, output.num_accepted_tokens
         if output.first_index == 0 or output.finished:
             self._send(output.request_id)
             self.changed.set()

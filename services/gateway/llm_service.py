@@ -13,11 +13,12 @@ from grpc import aio
 from opentelemetry import context as otel_context
 
 from services.gateway.errors import GatewayError, InvalidRequest
-from services.gateway.generation import Answer, Delta, Generation, check_salt, read_sampling
+from services.gateway.generation import Answer, Delta, Generation, check_salt, read_sampling, read_speculative
 from services.gateway.llm import LLM
 from services.gateway.priority import PriorityClass
 from tandem import rpc
 from tandem.sampling import given_in
+from tandem.speculative import Speculative
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 PRIORITIES = {
@@ -92,6 +93,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             priority=PRIORITIES[request.priority].priority,
             tenant=tenant,
             cache_salt=llm.access.cache_salt(tenant, check_salt(request.cache_salt)),
+            speculative=_speculative(request.speculative) if request.HasField("speculative") else None,
             parent=otel_context.get_current(),
         )
         return generation, param
@@ -105,6 +107,10 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             case "messages":
                 return await self._llm.encode_chat(_messages(request.messages)), "messages"
         raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
+
+
+def _speculative(said: llm_pb2.Speculative) -> Speculative:
+    return read_speculative(said.method, said.num_tokens if said.HasField("num_tokens") else None)
 
 
 @asynccontextmanager

@@ -48,6 +48,8 @@ class Metrics:
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", E2E)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered choices.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens written.")
+        self.proposed_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed ahead.")
+        self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens that were right.")
         self._success = Counter(
             "vllm:request_success", "Choices that ended well.", (*LABELS, "finished_reason"), registry=registry
         )

@@ -64,6 +64,11 @@ class UpSettings(Settings):
     )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer; if not given, the model's")
     max_num_seqs: int = Field(256, ge=1, description="sequences in one step of a worker")
+    speculative_method: Literal["none", "ngram", "draft"] = Field(
+        "none", description="what proposes tokens ahead: what followed earlier in the text, or a draft model"
+    )
+    speculative_num_tokens: int | None = Field(None, ge=0, description="most tokens proposed in a step")
+    speculative_model: Path | None = Field(None, description="folder of a draft model with the same vocabulary")
     threads: int | None = Field(None, ge=1, description="CPU threads per worker; if not given, cores / workers")
     logs: Path = Field(Path(".run/logs"), description="folder for the processes' logs")
     ready_timeout_s: float = Field(120.0, gt=0, description="how long the cluster may take to become ready")
@@ -123,9 +128,11 @@ def workers(settings: UpSettings) -> list[Service]:
         "prefill": (settings.prefill, settings.prefill_kv_memory),
         "decode": (settings.decode, settings.decode_kv_memory),
     }
+    speculative = {"speculative_method", "speculative_num_tokens", "speculative_model"}
+    only = {"prefill": {}, "decode": settings.model_dump(include=speculative, exclude_none=True)}
 
     def worker(role: str, number: int, memory: ByteSize) -> Service:
-        own = {"worker_id": f"{role}-{number}", "kv_memory": int(memory)}
+        own = {"worker_id": f"{role}-{number}", "kv_memory": int(memory), **only[role]}
         return Service(f"{role}-{number}", f"services.{role}", same | own, threads)
 
     return [

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant")
+    __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant", "speculative")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class SequenceSpec(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _llm_pb2.SamplingParams
@@ -23,7 +24,8 @@ class SequenceSpec(_message.Message):
     cache_salt: str
     timeout_ms: int
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    speculative: _llm_pb2.Speculative
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., speculative: _Optional[_Union[_llm_pb2.Speculative, _Mapping]] = ...) -> None: ...
 
 class LandingTicket(_message.Message):
     __slots__ = ("transfer_id", "decode_worker", "decode_incarnation", "transfer_address", "kv_layout_hash", "num_cached_blocks", "num_prompt_blocks")
@@ -44,7 +46,7 @@ class LandingTicket(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., transfer_address: _Optional[str] = ..., kv_layout_hash: _Optional[str] = ..., num_cached_blocks: _Optional[int] = ..., num_prompt_blocks: _Optional[int] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "first_index", "token_ids", "finish_reason", "num_cached_tokens", "failure", "logprobs")
+    __slots__ = ("request_id", "first_index", "token_ids", "finish_reason", "num_cached_tokens", "failure", "logprobs", "num_proposed_tokens", "num_accepted_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +54,8 @@ class SequenceOutput(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -59,7 +63,9 @@ class SequenceOutput(_message.Message):
     num_cached_tokens: int
     failure: Failure
     logprobs: _containers.RepeatedCompositeFieldContainer[_llm_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_llm_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_llm_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    num_proposed_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_llm_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_llm_pb2.TokenLogprobs, _Mapping]]] = ..., num_proposed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message")

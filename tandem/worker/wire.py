@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tandem.engine import FinishReason, Request, SampledToken, SequenceOutput
 from tandem.sampling import SamplingParams
+from tandem.speculative import Speculative
 from tandem.v1 import llm_pb2, worker_pb2
 
 FINISH_REASONS = {
@@ -21,6 +22,7 @@ def request_of(spec: worker_pb2.SequenceSpec) -> Request:
         sampling=SamplingParams.from_proto(spec.sampling),
         priority=spec.priority,
         cache_salt=spec.cache_salt,
+        speculative=Speculative.from_proto(spec.speculative) if spec.HasField("speculative") else None,
     )
 
 
@@ -40,6 +42,8 @@ def output_to_proto(output: SequenceOutput) -> worker_pb2.SequenceOutput:
         finish_reason=FINISH_REASONS[output.finish_reason],
         num_cached_tokens=output.num_cached_tokens,
         logprobs=[_logprobs(token) for token in output.tokens if token.logprob is not None],
+        num_proposed_tokens=output.num_proposed_tokens,
+        num_accepted_tokens=output.num_accepted_tokens,
     )
     if output.error:
         proto.failure.CopyFrom(worker_pb2.Failure(code="INTERNAL", message=output.error))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.commands.up import DEMO_MODEL
 from tandem.engine import Engine, EngineConfig
 from tandem.registry import Registry
 from tests.e2e.cluster import RunningCluster, running_cluster
@@ -20,9 +21,10 @@ def shm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningClu
 
 @pytest.fixture(scope="session")
 def tcp_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """float32, KV over TCP."""
-    folder = tmp_path_factory.mktemp("tcp")
-    with running_cluster(folder, "--dtype=float32", "--transports=tcp", "--disaggregation=require") as cluster:
+    """float32, KV over TCP, tokens proposed ahead."""
+    folder, draft = tmp_path_factory.mktemp("tcp"), DEMO_MODEL.parent / "draft"
+    ahead = ("--speculative-method=ngram", f"--speculative-model={draft}")
+    with running_cluster(folder, "--dtype=float32", "--transports=tcp", "--disaggregation=require", *ahead) as cluster:
         yield cluster
 
 

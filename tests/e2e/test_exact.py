@@ -90,6 +90,31 @@ def test_the_models_own_defaults_are_those_of_its_generation_config(
     assert [token for part in service.Generate(request, timeout=60) for token in part.token_ids] == expected
 
 
+@pytest.mark.parametrize("method", ["none", "ngram", "draft"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_proposed_ahead(
+    tcp_cluster: RunningCluster, one_process_engine: Engine, method: str, temperature: float
+) -> None:
+    """The draft model reads the prompt itself: only the KV of the other one came with it."""
+    prompt, draw = prompt_of(60, seed=5) * 2, {"temperature": temperature, "seed": 3}
+    expected, _ = oracle(one_process_engine, prompt, SamplingParams(max_tokens=60, **draw))
+    request = llm_pb2.GenerateRequest(
+        model="tandem-demo",
+        token_ids=llm_pb2.TokenIds(ids=prompt),
+        sampling=llm_pb2.SamplingParams(
+            max_tokens=60, repetition_penalty=1.0, top_p=1.0, ignore_eos=True, temperature=temperature, seed=3
+        ),
+        speculative=llm_pb2.Speculative(method=method),
+    )
+    with grpc.insecure_channel(tcp_cluster.grpc) as channel:
+        parts = list(llm_pb2_grpc.LLMServiceStub(channel).Generate(request, timeout=60))
+    assert [token for part in parts for token in part.token_ids] == expected
+    usage = parts[-1].usage
+    assert usage.accepted_tokens <= usage.proposed_tokens
+    if (method, temperature) != ("ngram", 0.7):
+        assert (usage.proposed_tokens > 0) == (method != "none")
+
+
 def test_kv_bytes_really_move(
     service: llm_pb2_grpc.LLMServiceStub, cluster: RunningCluster, one_process_engine: Engine
 ) -> None:

@@ -45,11 +45,15 @@ class Generator:
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
 
     def output(self, spec: worker_pb2.SequenceSpec, index: int) -> worker_pb2.SequenceOutput:
         tokens = [*self.reply(spec), 0]
         token = tokens[index]
-        output = worker_pb2.SequenceOutput(request_id=spec.request_id, first_index=index, token_ids=[token])
+        output = worker_pb2.SequenceOutput(
+            request_id=spec.request_id, first_index=index, token_ids=[token],
+            num_proposed_tokens=self.num_proposed_tokens, num_accepted_tokens=self.num_accepted_tokens,
+        )  # fmt: skip
         if spec.sampling.HasField("logprobs"):
             top = [llm_pb2.TopLogprob(token_id=token + i, logprob=-0.5 - i) for i in range(spec.sampling.logprobs)]
             output.logprobs.append(llm_pb2.TokenLogprobs(token_id=token, logprob=-0.5, top=top))

@@ -49,6 +49,20 @@ async def test_a_whole_completion(http: httpx.AsyncClient, peers: Peers) -> None
     assert answer.headers["x-tandem-transfer-bytes"] == "4096"
 
 
+async def test_speculation_is_asked_for_and_reported(http: httpx.AsyncClient, peers: Peers) -> None:
+    peers.generator.num_proposed_tokens, peers.generator.num_accepted_tokens = 7, 5
+    for said in ({"method": "draft", "num_tokens": 3}, {"method": "ngram"}, None):
+        answer = await http.post("/v1/completions", json={**TEXTUAL, "speculative": said})
+        way = answer.json()["usage"]["tandem"][0]
+        assert (way["proposed_tokens"], way["accepted_tokens"]) == (7, 5)
+    specs = [peers.decode.seen[i] for i in range(3)]
+    assert [(s.speculative.method, s.speculative.num_tokens) for s in specs[:2]] == [("draft", 3), ("ngram", 8)]
+    assert not specs[2].HasField("speculative")
+    exposition = (await http.get("/metrics")).text
+    assert 'vllm:spec_decode_num_draft_tokens_total{model_name="tiny"} 21.0' in exposition
+    assert 'vllm:spec_decode_num_accepted_tokens_total{model_name="tiny"} 15.0' in exposition
+
+
 async def test_a_streamed_completion_says_the_same(http: httpx.AsyncClient) -> None:
     whole = (await http.post("/v1/completions", json=TEXTUAL)).json()
     parts = await events(http, "/v1/completions", {**TEXTUAL, "stream_options": {"include_usage": True}})

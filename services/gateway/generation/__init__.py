@@ -15,6 +15,7 @@ from services.gateway.generation.request import (
     check_prompt,
     check_salt,
     read_sampling,
+    read_speculative,
 )
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "check_prompt",
     "check_salt",
     "read_sampling",
+    "read_speculative",
     "tracing",
 ]

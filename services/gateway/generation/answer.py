@@ -57,6 +57,8 @@ class Answer:
             prompt_tokens=sum(len(prompt) for prompt in self.request.prompts),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=sum(outcome.num_cached_tokens for outcome in self.outcomes[:: self.request.n]),
+            proposed_tokens=sum(outcome.num_proposed_tokens for outcome in self.outcomes),
+            accepted_tokens=sum(outcome.num_accepted_tokens for outcome in self.outcomes),
         )
 
     @property
@@ -128,7 +130,7 @@ class Answer:
 
     def _end(self, span: Span, status: int) -> None:
         usage, metrics = self.usage, self._metrics
-        tracing.set_usage(span, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        tracing.set_usage(span, usage)
         reasons = [REASONS.get(choice.finish_reason, "error") for choice in self._choices]
         path, kind = self.path, PATHS.get(self.path.kind, "none")
         span.set_attributes(
@@ -142,6 +144,8 @@ class Answer:
         )
         span.end()
         metrics.request(kind, status)
+        metrics.proposed_tokens.inc(usage.proposed_tokens)
+        metrics.accepted_tokens.inc(usage.accepted_tokens)
         for outcome in self.outcomes:
             metrics.path(outcome.path, outcome.fallback)
 

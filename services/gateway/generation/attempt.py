@@ -51,6 +51,8 @@ class Outcome:
 
     path: llm_pb2.Path = field(default_factory=llm_pb2.Path)
     num_cached_tokens: int = 0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
     finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
     queued_s: float = 0.0
     lost: str = ""  # why the first try came to nothing
@@ -241,6 +243,8 @@ class Attempt:
 
     def _note_progress(self, route: Route, mailbox: Mailbox, num_new: int) -> None:
         self._outcome.num_cached_tokens = mailbox.num_cached_tokens
+        self._outcome.num_proposed_tokens = mailbox.num_proposed_tokens
+        self._outcome.num_accepted_tokens = mailbox.num_accepted_tokens
         self._outcome.finish_reason = mailbox.finish_reason
         if mailbox.next_index == num_new:
             self._cluster.in_background(self._cluster.router.release_prefill(route))

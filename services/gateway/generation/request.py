@@ -16,6 +16,7 @@ from opentelemetry.context import Context
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import ServedModel
 from tandem.sampling import InvalidParameter, SamplingParams, check_token_ids
+from tandem.speculative import Speculative
 from tandem.v1 import worker_pb2
 
 MAX_SALT_LENGTH = 256
@@ -36,6 +37,7 @@ class Generation:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    speculative: Speculative | None = None
     streamed: bool = False
     parent: Context | None = None
 
@@ -49,6 +51,8 @@ class Generation:
         spec = worker_pb2.SequenceSpec(
             token_ids=prompt, priority=self.priority, cache_salt=self.cache_salt, tenant=self.tenant
         )
+        if self.speculative is not None:
+            spec.speculative.method, spec.speculative.num_tokens = self.speculative.method, self.speculative.num_tokens
         ends = () if sampling.ignore_eos else self.model.eos_token_ids
         replace(
             sampling,
@@ -80,6 +84,19 @@ def read_sampling(
         name = (names or {}).get(error.name, error.name)
         raise InvalidRequest(f"{name} {error.problem}", name) from None
     return sampling
+
+
+def read_speculative(method: str, num_tokens: int | None) -> Speculative:
+    """
+    Raises:
+        InvalidRequest
+    """
+    speculative = Speculative(method, Speculative.num_tokens if num_tokens is None else num_tokens)
+    try:
+        speculative.check()
+    except ValueError as error:
+        raise InvalidRequest(str(error), str(error).partition(":")[0]) from None
+    return speculative
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int, param: str) -> None:

@@ -19,6 +19,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
 from services.gateway.errors import GatewayError
 from services.gateway.generation.request import Generation
+from tandem.v1 import llm_pb2
 
 PROVIDER = "tandem"
 # Those of the GenAI semantic conventions.
@@ -64,14 +65,16 @@ def start_root(spans: Tracer, request: Generation) -> Span:
     return span
 
 
-def set_usage(span: Span, prompt_tokens: int, output_tokens: int, cached_tokens: int) -> None:
+def set_usage(span: Span, usage: llm_pb2.Usage) -> None:
     span.set_attributes(
         {
-            "gen_ai.usage.input_tokens": prompt_tokens,
-            "gen_ai.usage.output_tokens": output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": cached_tokens,
-            "gen_ai.usage.prompt_tokens": prompt_tokens,
-            "gen_ai.usage.completion_tokens": output_tokens,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.usage.prompt_tokens": usage.prompt_tokens,
+            "gen_ai.usage.completion_tokens": usage.completion_tokens,
+            "tandem.speculative.proposed_tokens": usage.proposed_tokens,
+            "tandem.speculative.accepted_tokens": usage.accepted_tokens,
         }
     )
 

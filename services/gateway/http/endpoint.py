@@ -19,7 +19,15 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.access import Client
 from services.gateway.errors import GatewayError, Internal, TimedOut
-from services.gateway.generation import CLIENT_LEFT, Answer, Delta, Generation, check_salt, tracing
+from services.gateway.generation import (
+    CLIENT_LEFT,
+    Answer,
+    Delta,
+    Generation,
+    check_salt,
+    read_speculative,
+    tracing,
+)
 from services.gateway.http.exchange import ClientLeft, Exchange, deadline_of
 from services.gateway.http.format import Envelope, ParsedBody, joined
 from services.gateway.llm import LLM
@@ -89,6 +97,7 @@ class GenerateEndpoint:
             priority=priority_of(body.service_tier, body.priority),
             tenant=tenant,
             cache_salt=access.cache_salt(tenant, check_salt(body.cache_salt or "")),
+            speculative=read_speculative(said.method, said.num_tokens) if (said := body.speculative) else None,
             streamed=bool(body.stream),
             parent=tracing.incoming(exchange.headers),
         )

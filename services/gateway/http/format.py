@@ -89,6 +89,8 @@ def _path(outcome: Outcome) -> dict[str, Any]:
         "prefill_worker": path.prefill_worker or None,
         "decode_worker": path.decode_worker,
         "cached_tokens": outcome.num_cached_tokens,
+        "proposed_tokens": outcome.num_proposed_tokens,
+        "accepted_tokens": outcome.num_accepted_tokens,
         "transfer_bytes": path.transfer_bytes,
         "transport": path.transport or None,
         "reason": path.reason,

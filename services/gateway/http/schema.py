@@ -84,6 +84,11 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class SpeculativeBody(Body):
+    method: str
+    num_tokens: int | None = None
+
+
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
@@ -95,6 +100,7 @@ class GenerationBody(Body):
     priority: int | None = None
     user: str | None = None
     cache_salt: str | None = None
+    speculative: SpeculativeBody | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -146,6 +152,8 @@ def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
         if not found.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         _refuse_extras(found.stream_options, "stream_options.")
+    if found.speculative is not None:
+        _refuse_extras(found.speculative, "speculative.")
     given = {name: getattr(found, name) for name in full.model_fields.keys() - schema.model_fields.keys()}
     return found, {name: value for name, value in given.items() if value is not None}
 

@@ -29,7 +29,7 @@ class Mailbox:
     def __init__(self, request_id: str, worker_id: str) -> None:
         self.request_id = request_id
         self.next_index = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_proposed_tokens = self.num_accepted_tokens = 0
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
         # Done, with the error, once the sequence has failed.
         self.failed: asyncio.Future[GatewayError] = asyncio.get_running_loop().create_future()
@@ -86,6 +86,8 @@ class Mailbox:
                 f"worker {self._worker_id} sent token {output.first_index} of an answer before token {self.next_index}"
             )
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.num_proposed_tokens = max(self.num_proposed_tokens, output.num_proposed_tokens)
+        self.num_accepted_tokens = max(self.num_accepted_tokens, output.num_accepted_tokens)
         self.finish_reason = output.finish_reason or self.finish_reason
         seen = self.next_index - output.first_index
         new = Tokens(list(output.token_ids[seen:]), list(output.logprobs[seen:]))
