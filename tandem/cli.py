@@ -1,9 +1,10 @@
-"""The `tandem` command: `up` a cluster, `generate` with one, have the `doctor` look at one."""
+"""The `tandem` command: its subcommands, each in a module of `tandem.commands`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 
 USAGE = """usage: tandem <command> [options]
 
@@ -12,13 +13,16 @@ commands:
   generate   send a prompt to a running cluster and stream the answer
   drain      have the service on this machine finish what it has, before it is stopped
   keys       add, list or revoke the API keys of a gateway
-  doctor     check a running cluster: Redis, workers, and a block over every prefill-decode pair
+  doctor     check a running cluster: Redis, workers, a block over every prefill-decode pair, the gateway
 
-`tandem <command> --help` lists a command's options."""
+`tandem <command> --help` lists a command's options, `tandem --version` says which Tandem this is."""
 
 
 def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command == "--version":
+        print(f"tandem {version('tandem')}")
+        return
     run = _command(command)
     if run is None:
         print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
@@ -30,7 +34,7 @@ def main() -> None:
 
 
 def _command(name: str) -> Callable[[list[str]], None] | None:
-    """Imported only when asked for, so that each command starts fast."""
+    """Imported only when requested, so that each command starts fast."""
     if name == "up":
         from tandem.commands.up import main as up
 

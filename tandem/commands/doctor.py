@@ -16,17 +16,30 @@ from rich.markup import escape
 from tandem import rpc
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
 from tandem.settings import Settings, load
-from tandem.v1 import prefill_pb2, prefill_pb2_grpc
+from tandem.v1 import llm_pb2, llm_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+UP_ADDRESSES = {
+    "redis_url": "redis://127.0.0.1:6380",
+    "gateway_url": "http://127.0.0.1:8000",
+    "grpc_address": "127.0.0.1:50051",
+}
 
 
 class DoctorSettings(Settings):
-    """Check a running cluster and name what is broken."""
+    """Check a running cluster, or only the parts whose addresses are given, and name what is broken."""
 
-    redis_url: str = Field("redis://127.0.0.1:6380", description="the cluster's registry")
+    redis_url: str = Field("", description="the registry: checks it, the workers, and every prefill-decode pair")
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
-    model: str = Field("", description="check only the workers of this model (default: all)")
-    gateway_url: str = Field("http://127.0.0.1:8000", description="the gateway's HTTP address")
+    model: str = Field("", description="check only the workers of this model; if not given, all")
+    gateway_url: str = Field("", description="the gateway's HTTP address: checks whether it is ready")
+    grpc_address: str = Field("", description="the gateway's gRPC address: checks whether it serves a model")
     timeout_s: float = Field(5.0, gt=0, description="bound of each check")
+
+    def addressed(self) -> DoctorSettings:
+        """With the addresses of `tandem up` where none is given."""
+        if self.redis_url or self.gateway_url or self.grpc_address:
+            return self
+        return self.model_copy(update=UP_ADDRESSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +51,7 @@ class Finding:
 
 def main(arguments: list[str]) -> None:
     settings = load(DoctorSettings, arguments, "tandem doctor")
-    findings = asyncio.run(examine(settings))
+    findings = asyncio.run(examine(settings.addressed()))
     console, width = Console(), max(len(finding.what) for finding in findings)
     for finding in findings:
         mark = "[green]ok    [/]" if finding.good else "[red]BROKEN[/]"
@@ -50,12 +63,23 @@ def main(arguments: list[str]) -> None:
 
 async def examine(settings: DoctorSettings) -> list[Finding]:
     """Every check, whatever the others find."""
+    findings = await _registry(settings) if settings.redis_url else []
+    if settings.gateway_url:
+        findings.append(await _http(settings))
+    if settings.grpc_address:
+        findings.append(await _grpc(settings))
+    return findings
+
+
+async def _registry(settings: DoctorSettings) -> list[Finding]:
     try:
         registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
-        workers = [w for w in await registry.workers() if settings.model in ("", w.info.model)]
-        await registry.close()
+        try:
+            workers = [w for w in await registry.workers() if settings.model in ("", w.info.model)]
+        finally:
+            await registry.close()
     except RegistryUnavailable as error:
-        return [Finding("redis", False, str(error)), await _gateway(settings)]
+        return [Finding("redis", False, str(error))]
     redis = RedisAddress.parse(settings.redis_url)
     by_role = {role: [w for w in workers if w.info.role is role] for role in Role}
     findings = [Finding("redis", True, f"{redis}: {len(workers)} workers registered")]
@@ -67,7 +91,7 @@ async def examine(settings: DoctorSettings) -> list[Finding]:
     if all(by_role.values()) and not meant:
         findings.append(Finding("pairs", False, "no prefill and decode worker serve the same weights"))
     checks += [_pair(p, d, settings) for p, d in meant]
-    return [*findings, *await asyncio.gather(*checks), await _gateway(settings)]
+    return [*findings, *await asyncio.gather(*checks)]
 
 
 def _same_weights(prefill: Worker, decode: Worker) -> bool:
@@ -105,11 +129,26 @@ async def _pair(prefill: Worker, decode: Worker, settings: DoctorSettings) -> Fi
     return Finding(what, True, f"{moved} ({rate:.1f} GB/s)")
 
 
-async def _gateway(settings: DoctorSettings) -> Finding:
+async def _http(settings: DoctorSettings) -> Finding:
     url = f"{settings.gateway_url}/health/ready"
     try:
         async with httpx.AsyncClient(timeout=settings.timeout_s) as client:
             answer = await client.get(url)
-    except httpx.TransportError as error:
-        return Finding("gateway", False, f"{url}: {error or type(error).__name__}")
-    return Finding("gateway", answer.status_code == 200, f"{url}: {answer.text}")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Finding("gateway, HTTP", False, f"{url}: {error or type(error).__name__}")
+    return Finding("gateway, HTTP", answer.status_code == 200, f"{url}: {answer.text}")
+
+
+async def _grpc(settings: DoctorSettings) -> Finding:
+    what, address = "gateway, gRPC", settings.grpc_address
+    try:
+        async with rpc.channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=settings.timeout_s)
+            service = llm_pb2_grpc.LLMServiceStub(channel)
+            listed = await service.ListModels(llm_pb2.ListModelsRequest(), timeout=settings.timeout_s)
+    except aio.AioRpcError as error:
+        return Finding(what, False, f"{address}: {error.code().name}: {error.details()}")
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    models = ", ".join(model.id for model in listed.models) or "no model"
+    return Finding(what, serving and bool(listed.models), f"{address}: {'' if serving else 'not '}serving {models}")

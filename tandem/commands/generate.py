@@ -17,14 +17,28 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 class GenerateSettings(Settings):
     """Stream an answer from a running cluster to the terminal."""
 
-    prompt: CliPositionalArg[str] = Field(description="text to continue")
+    prompt: CliPositionalArg[str] = Field(description="text to continue, or with --chat what to say")
     address: str = Field("127.0.0.1:50051", description="the gateway's gRPC address")
     api_key: str = Field("", description="as `tandem keys add` printed it, where the gateway asks for one")
-    model: str = Field("", description="default: the first model the gateway serves")
-    max_tokens: int = Field(128, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    seed: int | None = Field(None, ge=0)
-    timeout_s: float = Field(120.0, gt=0)
+    model: str = Field("", description="if not given, the first model that the gateway serves")
+    chat: bool = Field(False, description="send the prompt as a user's message, in the model's chat template")
+    max_tokens: int = Field(128, ge=1, description="most tokens of the answer")
+    temperature: float | None = Field(None, ge=0, description="0 is greedy; if not given, the model's own")
+    top_p: float | None = Field(None, gt=0, le=1, description="sample from the likeliest tokens of this mass")
+    stop: tuple[str, ...] = Field((), description="end before this text; may be given several times")
+    seed: int | None = Field(None, ge=0, description="equal seeds give equal answers")
+    timeout_s: float = Field(120.0, gt=0, description="bound of the whole answer")
+
+    def request(self, model: str) -> llm_pb2.GenerateRequest:
+        sampling = llm_pb2.SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, stop=self.stop, seed=self.seed
+        )
+        request = llm_pb2.GenerateRequest(model=model, sampling=sampling)
+        if self.chat:
+            request.messages.messages.add(role="user", content=self.prompt)
+        else:
+            request.prompt = self.prompt
+        return request
 
 
 def main(arguments: list[str]) -> None:
@@ -40,17 +54,15 @@ async def run(arguments: list[str]) -> None:
     async with rpc.channel(settings.address) as channel:
         service = llm_pb2_grpc.LLMServiceStub(channel)
         metadata = [("authorization", f"Bearer {settings.api_key}")] if settings.api_key else []
-        model = settings.model or await _first_model(service, metadata)
-        sampling = llm_pb2.SamplingParams(max_tokens=settings.max_tokens)
-        if settings.temperature is not None:
-            sampling.temperature = settings.temperature
-        if settings.seed is not None:
-            sampling.seed = settings.seed
-        request = llm_pb2.GenerateRequest(model=model, prompt=settings.prompt, sampling=sampling)
-        print(settings.prompt, end="", flush=True)
-        async for response in service.Generate(request, timeout=settings.timeout_s, metadata=metadata):
-            print(response.text, end="", flush=True)
-        print()
+        request = settings.request(settings.model or await _first_model(service, metadata))
+        before = request.prompt
+        try:
+            async for response in service.Generate(request, timeout=settings.timeout_s, metadata=metadata):
+                print(before + response.text, end="", flush=True)
+                before = ""
+        finally:
+            if before != request.prompt or settings.chat:
+                print()
         print(describe(response), file=sys.stderr)
 
 
@@ -62,10 +74,10 @@ async def _first_model(service: llm_pb2_grpc.LLMServiceAsyncStub, metadata: list
 
 
 def describe(last: llm_pb2.GenerateResponse) -> str:
-    """One line: what the answer cost and which way it went."""
+    """One line: what the answer cost and which path it took."""
     usage, path = last.usage, last.path
-    way = f"{path.prefill_worker} -> {path.decode_worker}" if path.prefill_worker else path.decode_worker
+    workers = f"{path.prefill_worker} -> {path.decode_worker}" if path.prefill_worker else path.decode_worker
     return (
         f"[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached, {usage.completion_tokens} new; "
-        f"{way}; {path.transfer_bytes:,} KV bytes moved{' over ' + path.transport if path.transport else ''}]"
+        f"{workers}; {path.transfer_bytes:,} KV bytes moved{' over ' + path.transport if path.transport else ''}]"
     )

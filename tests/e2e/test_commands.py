@@ -7,11 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tandem.commands.doctor import DoctorSettings
+from tandem.commands.generate import GenerateSettings
+from tandem.commands.up import UpSettings
+from tandem.settings import Settings
 from tests.e2e.cluster import RunningCluster, eventually, free_ports, running_cluster
 
 
@@ -28,16 +33,36 @@ def test_generate_streams_an_answer(shm_cluster: RunningCluster) -> None:
 
 
 def test_generate_says_what_is_wrong() -> None:
-    result = tandem("generate", "x", "--address=127.0.0.1:1", "--timeout-s=2")
+    result = tandem("generate", "x", "--model=any", "--address=127.0.0.1:1", "--timeout-s=2")
     assert result.returncode == 1
+    assert result.stdout == ""
     assert "UNAVAILABLE" in result.stderr or "DEADLINE_EXCEEDED" in result.stderr
 
 
+def test_generate_chats_and_stops(shm_cluster: RunningCluster) -> None:
+    options = ["--address", shm_cluster.grpc, "--chat", "--max-tokens=40", "--top-p=0.9", "--seed=1"]
+    whole = tandem("generate", "import os", *options)
+    assert whole.returncode == 0, whole.stderr
+    assert not whole.stdout.startswith("import os")
+    stop = whole.stdout.strip()[3:6]
+    result = tandem("generate", "import os", *options, f"--stop={stop}", "--stop=never written")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.rstrip("\n") == whole.stdout.partition(stop)[0]
+
+
 def test_doctor_finds_a_whole_cluster_whole(shm_cluster: RunningCluster) -> None:
-    result = tandem("doctor", f"--redis-url={shm_cluster.redis_url}", f"--gateway-url={shm_cluster.http}")
+    addresses = [f"--gateway-url={shm_cluster.http}", f"--grpc-address={shm_cluster.grpc}"]
+    result = tandem("doctor", f"--redis-url={shm_cluster.redis_url}", *addresses)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "prefill-0 -> decode-0" in result.stdout
+    for what in ("prefill-0 -> decode-0", "gateway, HTTP", f"{shm_cluster.grpc}: serving tandem-demo"):
+        assert what in result.stdout
     assert "BROKEN" not in result.stdout
+
+
+def test_doctor_checks_only_what_it_is_given(shm_cluster: RunningCluster) -> None:
+    result = tandem("doctor", f"--grpc-address={shm_cluster.grpc}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(result.stdout.splitlines()) == 1
 
 
 def test_doctor_names_a_frozen_worker(tmp_path: Path) -> None:
@@ -67,9 +92,10 @@ def test_a_worker_of_another_kv_layout_ends_with_the_reason(shm_cluster: Running
 
 
 def test_doctor_without_a_cluster() -> None:
-    result = tandem("doctor", "--redis-url=redis://127.0.0.1:1", "--gateway-url=http://127.0.0.1:1")
+    addresses = ["--redis-url=redis://127.0.0.1:1", "--gateway-url=http://127.0.0.1:1", "--grpc-address=127.0.0.1:1"]
+    result = tandem("doctor", *addresses, "--timeout-s=1")
     assert result.returncode == 1
-    assert "redis" in result.stderr
+    assert "broken: redis, gateway, HTTP, gateway, gRPC" in result.stderr
 
 
 def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -133,3 +159,12 @@ def test_unknown_command_shows_the_commands() -> None:
     result = tandem("fly")
     assert result.returncode == 2
     assert "doctor" in result.stderr
+
+
+def test_version_is_the_packages() -> None:
+    assert tandem("--version").stdout == f"tandem {version('tandem')}\n"
+
+
+@pytest.mark.parametrize("settings", [UpSettings, GenerateSettings, DoctorSettings])
+def test_every_option_is_described(settings: type[Settings]) -> None:
+    assert [name for name, field in settings.model_fields.items() if not field.description] == []
