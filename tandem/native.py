@@ -38,8 +38,8 @@ def compiled(
         found = cpu_instructions()
         if missing := sorted(set(instructions) - found):
             raise NotCompiled(f"this CPU lacks {', '.join(missing)}")
-        machine = [_flag(name) for name in (*instructions, *(also if found.issuperset(also) else ()))]
-        return _found_or_made(source, [*_FLAGS, *flags, *machine], cache or _cache())
+        machine = [machine_flag(name) for name in (*instructions, *(also if found.issuperset(also) else ()))]
+        return _found_or_made(source, [*flags, *machine], cache or _cache())
     except (OSError, subprocess.SubprocessError) as error:
         raise NotCompiled(str(error)) from error
 
@@ -52,7 +52,7 @@ def cpu_instructions() -> frozenset[str]:
         return frozenset()
 
 
-def _flag(instruction: str) -> str:
+def machine_flag(instruction: str) -> str:
     """A compiler's: -mavx512bf16, but -mamx-bf16."""
     return "-m" + instruction.replace("_", "-" if instruction.startswith("amx") else "")
 
@@ -69,15 +69,15 @@ def _found_or_made(source: Path, flags: Sequence[str], cache: Path) -> Path:
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            _compile(source, flags, Path(folder) / target.name).rename(target)
+            compile_library(source, flags, Path(folder) / target.name).rename(target)
     return target
 
 
-def _compile(source: Path, flags: Sequence[str], output: Path) -> Path:
+def compile_library(source: Path, flags: Sequence[str], output: Path) -> Path:
     """Tries each compiler in turn; NotCompiled says what the last one complained of."""
     problem = "no C compiler found: install the ziglang wheel, gcc or clang"
     for compiler in compilers():
-        command = [*compiler, *flags, str(source), "-o", str(output), "-lm"]
+        command = [*compiler, *_FLAGS, *flags, str(source), "-o", str(output), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode == 0:
             return output

@@ -121,10 +121,8 @@ def _load(
     model = Decoder(model_config, kv_cache[0].dtype, config.device)
     load_weights(model, path, on_progress)
     if config.cpu_kernels and config.device == "cpu" and kv_cache[0].dtype == torch.bfloat16:
-        if not CpuForward.fits(model_config):
-            log.warning(
-                "CPU kernels are off, torch computes everything", reason="the model's sizes are no multiples of 32"
-            )
+        if misfit := CpuForward.misfit(model_config):
+            log.warning("CPU kernels are off, torch computes everything", reason=misfit)
         elif (library := load_library()) is not None:
             forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
             return forward, kv_cache, CpuChoose(library, cores.threads)

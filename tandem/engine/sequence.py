@@ -20,7 +20,7 @@ from tandem.engine.types import FinishReason, KVSink, Request
 from tandem.sampling import SamplingParams
 from tandem.speculative import OFF, Speculative
 
-_DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
+DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
 
 
 class Status(enum.Enum):
@@ -66,7 +66,7 @@ class Sequence:
     def __post_init__(self) -> None:
         sampling = self.sampling
         top_k = min(sampling.top_k, 2**31)
-        self.draw = _DRAW.pack(sampling.temperature, sampling.top_p, sampling.min_p, top_k, sampling.seed % 2**64)
+        self.draw = DRAW.pack(sampling.temperature, sampling.top_p, sampling.min_p, top_k, sampling.seed % 2**64)
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         self.adjusts = penalties != (1.0, 0.0, 0.0) or bool(sampling.logit_bias)
 

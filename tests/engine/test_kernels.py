@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import random
+import shutil
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
 
 from tandem import native
 from tandem.engine import Request, SamplingParams
-from tandem.engine.forward import Forward, StepInput, TorchForward
-from tandem.engine.kernels import CpuForward, load_library
+from tandem.engine.forward import StepInput, TorchForward
+from tandem.engine.kernels import AMX, CpuForward, load_library
+from tandem.engine.kernels.build import INSTRUCTIONS, SOURCE
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.models.decoder import rms_norm
@@ -88,9 +91,7 @@ def steps(sizes: Sizes, tables: list[list[int]]) -> Iterator[StepInput]:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_a_pass_computes_what_torch_does(
-    library: ctypes.CDLL | None, sizes: Sizes, threads: int, tmp_path: Path
-) -> None:
+def test_a_pass_computes_what_torch_does(library: ctypes.CDLL, sizes: Sizes, threads: int, tmp_path: Path) -> None:
     """Hidden states, logits and the cache itself beside float32, on contexts in scattered blocks of a dirty cache."""
     config = sizes.config(tmp_path)
     rounded, exact = Decoder(config, torch.bfloat16), Decoder(config, torch.float32)
@@ -98,13 +99,11 @@ def test_a_pass_computes_what_torch_does(
     fill(exact, 3)
     shape = (200, 2, sizes.kv_heads, sizes.block_size, sizes.head_dim)
     caches = [[torch.zeros(shape, dtype=dtype) for _ in exact.layers] for dtype in (torch.bfloat16, torch.float32)]
-    found: Forward = TorchForward(rounded, caches[0])
     expected = TorchForward(exact, caches[1])
-    if library is not None:
-        assert CpuForward.fits(config)
-        for kv in caches[0]:
-            kv.fill_(math.nan)
-        found = CpuForward(library, rounded, caches[0], 512, lambda: threads)
+    assert not CpuForward.misfit(config)
+    for kv in caches[0]:
+        kv.fill_(math.nan)
+    found = CpuForward(library, rounded, caches[0], 512, lambda: threads)
     order = random.Random(0).sample(range(200), 200)
     lengths = map(sum, zip(*STEPS, strict=True))
     tables = [[order.pop() for _ in range(-(-length // sizes.block_size))] for length in lengths]
@@ -122,15 +121,13 @@ def test_a_pass_computes_what_torch_does(
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_a_packed_weight_is_what_it_was(library: ctypes.CDLL | None, halves: bool) -> None:
+def test_a_packed_weight_is_what_it_was(library: ctypes.CDLL, halves: bool) -> None:
     """Also with exponents too many for a panel: denormals, both zeros, infinities, everything bfloat16 has."""
     chance = torch.Generator().manual_seed(1)
     weight = (0.02 * torch.randn(128, 96, generator=chance)).bfloat16()
     weight[40:44] = torch.randint(-(2**15), 2**15, (4, 96), generator=chance, dtype=torch.int16).view(torch.bfloat16)
     weight[70] = 0.0
     weight[71, ::2], weight[72, 5], weight[73, 6] = -0.0, math.inf, 1e-40
-    if library is None:
-        return
     found, ids = torch.empty_like(weight), torch.randperm(128, generator=chance)
     packed = PackedWeight(library, weight, halves)
     library.tandem_unpack_rows(ctypes.byref(packed.struct), ids.data_ptr(), 128, found.data_ptr())
@@ -141,7 +138,7 @@ def test_a_packed_weight_is_what_it_was(library: ctypes.CDLL | None, halves: boo
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_rare_numbers_count_as_all_others(library: ctypes.CDLL | None, threads: int, tmp_path: Path) -> None:
+def test_rare_numbers_count_as_all_others(library: ctypes.CDLL, threads: int, tmp_path: Path) -> None:
     config = SHAPES[1].config(tmp_path)
     model = Decoder(config, torch.bfloat16)
     fill(model, 5)
@@ -152,16 +149,13 @@ def test_rare_numbers_count_as_all_others(library: ctypes.CDLL | None, threads: 
     normed = rms_norm(hidden.double(), model.norm.double(), config.rms_norm_eps).bfloat16().double()
     exact = (normed @ model.lm_head.double().T).float()
     cache = [torch.zeros(4, 2, 2, 16, 64, dtype=torch.bfloat16) for _ in model.layers]
-    if library is not None:
-        made = CpuForward(library, model, cache, 64, lambda: threads)
-        for count in (1, 13, 30):
-            torch.testing.assert_close(made.logits(hidden, range(count)), exact[:count], rtol=2**-7, atol=2e-2)
+    made = CpuForward(library, model, cache, 64, lambda: threads)
+    for count in (1, 13, 30):
+        torch.testing.assert_close(made.logits(hidden, range(count)), exact[:count], rtol=2**-7, atol=2e-2)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_any_number_of_rows_gives_each_what_it_gets_alone(
-    library: ctypes.CDLL | None, threads: int, tmp_path: Path
-) -> None:
+def test_any_number_of_rows_gives_each_what_it_gets_alone(library: ctypes.CDLL, threads: int, tmp_path: Path) -> None:
     config = SHAPES[1].config(tmp_path)
     model = Decoder(config, torch.bfloat16)
     fill(model, 5)
@@ -169,14 +163,11 @@ def test_any_number_of_rows_gives_each_what_it_gets_alone(
     normed = rms_norm(hidden.double(), model.norm.double(), config.rms_norm_eps).bfloat16().double()
     exact = (normed @ model.lm_head.double().T).float()
     cache = [torch.zeros(4, 2, 2, 16, 64, dtype=torch.bfloat16) for _ in model.layers]
-    made: Forward = TorchForward(model, cache)
-    if library is not None:
-        made = CpuForward(library, model, cache, 64, lambda: threads)
+    made = CpuForward(library, model, cache, 64, lambda: threads)
     for count in (*range(1, 14), 24, 25, 37):
         rows = list(range(40 - count, 40))
         torch.testing.assert_close(made.logits(hidden, rows), exact[rows], rtol=2**-7, atol=2e-2)
-        if library is not None:
-            assert torch.equal(made.logits(hidden, rows)[-1:], made.logits(hidden, [39]))
+        assert torch.equal(made.logits(hidden, rows)[-1:], made.logits(hidden, [39]))
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -226,6 +217,78 @@ def test_a_batch_gives_everyone_what_they_get_alone(model: tuple[Path, torch.nn.
     for request in requests:
         alone.add(request)
         assert tokens(run(alone)[request.request_id]) == tokens(outputs[request.request_id])
+
+
+def test_an_operation_that_the_kernels_do_not_know_is_left_to_torch(tmp_path: Path) -> None:
+    config = SHAPES[0].config(tmp_path)
+    grown = make_dataclass("Grown", [("logit_softcap", float, 0.0)], bases=(ModelConfig,), frozen=True)
+    given = {field.name: getattr(config, field.name) for field in fields(config)}
+    assert CpuForward.misfit(grown(**given)) == ""
+    assert CpuForward.misfit(grown(**given, logit_softcap=30.0)) == "they do not know logit_softcap"
+    assert "multiples of 32" in CpuForward.misfit(replace(config, intermediate_size=40))
+
+
+@pytest.mark.parametrize("compiler", native.compilers(), ids=lambda command: Path(command[0]).name)
+def test_the_source_compiles_without_a_warning(
+    compiler: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "compilers", lambda: [compiler])
+    for also in ((), AMX):
+        flags = ["-O1", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+        machine = [native.machine_flag(name) for name in (*INSTRUCTIONS, *also)]
+        native.compile_library(SOURCE, [*flags, *machine], tmp_path / "kernels.so")
+
+
+SANITIZED = """
+import ctypes, pathlib, sys
+from tandem.engine.kernels import load_library
+flags = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+library = load_library(pathlib.Path(sys.argv[1]), flags=flags)
+"""
+AS_THEY_ARE = """
+from tests.engine import test_kernels, test_sampler
+for number, sizes in enumerate(test_kernels.SHAPES[3:6:2]):
+    folder = pathlib.Path(sys.argv[2], str(number))
+    folder.mkdir()
+    test_kernels.test_a_pass_computes_what_torch_does(library, sizes, 1 + number, folder)
+test_kernels.test_a_packed_weight_is_what_it_was(library, True)
+test_sampler.test_the_kernels_choose_as_torch_does(library, 64)
+"""
+OUT_OF_BOUNDS = """
+library.tandem_survey(bytes(1024), 32, 64, 0, bytes(16))  # reads 4096; of 512 at most Python has a pool
+"""
+
+
+@pytest.fixture(scope="module")
+def sanitizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], subprocess.CompletedProcess[str]]:
+    """Runs code with `library` compiled so that an access out of bounds or undefined behaviour ends it."""
+    gcc, cache = shutil.which("gcc"), str(tmp_path_factory.mktemp("sanitized"))
+    if gcc is None or not can_compile():
+        pytest.skip("no CPU with AVX512-BF16, or no gcc")
+    named = (subprocess.check_output([gcc, f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan"))
+    preloaded = " ".join(line.strip() for line in named)
+    environment = os.environ | {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
+
+    def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", SANITIZED + code, cache, str(folder)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+
+    return run
+
+
+def test_sanitizers_find_nothing(
+    sanitizers: Callable[[str, Path], subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = sanitizers(AS_THEY_ARE, tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_sanitizers_would_find_something(
+    sanitizers: Callable[[str, Path], subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = sanitizers(OUT_OF_BOUNDS, tmp_path)
+    assert "AddressSanitizer: " in done.stderr
+    assert "tandem_survey" in done.stderr
 
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-/* Tiles with AMX, up to 32 rows: 16 rows of x times 16 outputs, 32 inputs at a time, where the CPU has it and Linux lends
-   it. Then no tile is made with AVX512, so that what a row gives does not depend on how many there are. Rare numbers are put
-   in their places as a panel is opened. */
+/* Tiles with AMX, up to 32 rows: 16 rows of x times 16 outputs, 32 inputs at a time, where the CPU has it and Linux
+   permits it. Then no tile is computed with AVX512, so that a row's result does not depend on how many rows there are.
+   Rare numbers are put in their places as a panel is opened. */
 
 #pragma once
 #include <string.h>
@@ -13,16 +13,17 @@ static int64_t has_amx; /* whether this process may use it */
 
 #ifdef __AMX_BF16__
 
-enum { AMX_PAIRS = 16, RING = 4 }; /* RING: of blocks of AMX_PAIRS steps, so that opening one waits for no tile of the last */
+/* RING: of blocks of AMX_PAIRS steps, so that opening one does not wait for the tiles of the last. */
+enum { AMX_PAIRS = 16, RING = 4 };
 
 static void ask_for_amx(void) {
     enum { ASK_FOR_STATE = 0x1023, TILES = 18 }; /* of arch_prctl */
     has_amx = !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILES);
 }
 
-/* gcc does not know how much memory its loads of tiles and of their shapes read: hence the empty statements before them. */
+/* gcc does not know how much memory its loads of tiles and of their shapes read: hence the empty statements before. */
 
-/* What each thread does before its first tile of a pass, for whoever had the registers may have shaped them otherwise. */
+/* Each thread, before its first tile of a pass: other code may have given the registers other shapes. */
 static void take_tiles(void) {
     struct { uint8_t palette, first, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
@@ -34,8 +35,8 @@ static void leave_tiles(void) {
     if (has_amx) _tile_release();
 }
 
-/* `two`: of 32 rows, else of 16. There may be fewer: what lies behind them is read, and what comes of that means nothing.
-   The last pairs are fewer than AMX_PAIRS, perhaps: some of x before them is read again, and opened as zeros. */
+/* `two`: of 32 rows, else of 16. There may be fewer: what lies behind them is read too, and its results are not used.
+   The last pairs may be fewer than AMX_PAIRS: then some of x before them is read again, times zeros. */
 static inline __attribute__((always_inline)) void amx_tile(const int32_t *x, int64_t stride, int64_t pairs, float *sums,
                                                            const struct panel_at *at, const int two, const int packed) {
     _Alignas(64) uint32_t ring[RING * AMX_PAIRS * 32];
@@ -58,8 +59,10 @@ static inline __attribute__((always_inline)) void amx_tile(const int32_t *x, int
                 if (p.lines > 0) _mm_prefetch(ahead, _MM_HINT_T1), ahead += 64;
                 if (p.lines > 1) _mm_prefetch(ahead, _MM_HINT_T1), ahead += 32;
             }
-            for (; rare < p.rare_end && rare->at < (k + AMX_PAIRS) * 64; rare++)
-                ((bf16 *)to)[(rare->at - k * 64) / 64 * 64 + rare->at % 32 * 2 + rare->at / 32 % 2] = narrow(rare->value);
+            for (; rare < p.rare_end && rare->at < (k + AMX_PAIRS) * 64; rare++) {
+                const int64_t pair = (rare->at - k * 64) / 64;
+                ((bf16 *)to)[pair * 64 + rare->at % 32 * 2 + rare->at / 32 % 2] = narrow(rare->value);
+            }
             open = to;
         } else
             for (int64_t i = begin; i < end && i < p.lines; i++) _mm_prefetch(ahead, _MM_HINT_T1), ahead += 64;
@@ -83,7 +86,8 @@ static inline __attribute__((always_inline)) void amx_tile(const int32_t *x, int
     }
 }
 
-static void amx_tiles(const int32_t *x, int64_t rows, int64_t stride, int64_t pairs, float *sums, const struct panel_at *at) {
+static void amx_tiles(const int32_t *x, int64_t rows, int64_t stride, int64_t pairs, float *sums,
+                      const struct panel_at *at) {
     if (at->packed) {
         if (rows > 16) amx_tile(x, stride, pairs, sums, at, 1, 1);
         else amx_tile(x, stride, pairs, sums, at, 0, 1);
@@ -98,8 +102,6 @@ static void amx_tiles(const int32_t *x, int64_t rows, int64_t stride, int64_t pa
 static void ask_for_amx(void) {}
 static void take_tiles(void) {}
 static void leave_tiles(void) {}
-static void amx_tiles(const int32_t *x, int64_t rows, int64_t stride, int64_t pairs, float *sums, const struct panel_at *at) {}
-
 #endif
 
 enum { MOST_ROWS = 32 };
@@ -109,14 +111,20 @@ static inline int64_t num_tiles(int64_t rows) {
     return (rows + most - 1) / most;
 }
 
-/* Where the tile begins: AMX's are full but for the last, the others alike. */
+/* Where the tile begins: with AMX all but the last are full, with AVX512 all have about as many rows. */
 static inline int64_t tile_begin(int64_t rows, int64_t tile, int64_t tiles) {
     if (!has_amx) return rows * tile / tiles;
     return tile < tiles ? tile * MOST_ROWS : rows;
 }
 
 /* One tile, of num_tiles' size at most. */
-static void multiply(const int32_t *x, int64_t rows, int64_t stride, int64_t pairs, float *sums, const struct panel_at *at) {
-    if (has_amx) amx_tiles(x, rows, stride, pairs, sums, at);
-    else (at->packed ? open_tiles : read_tiles)[rows](x, stride, pairs, sums, at);
+static void multiply(const int32_t *x, int64_t rows, int64_t stride, int64_t pairs, float *sums,
+                     const struct panel_at *at) {
+#ifdef __AMX_BF16__
+    if (has_amx) {
+        amx_tiles(x, rows, stride, pairs, sums, at);
+        return;
+    }
+#endif
+    (at->packed ? open_tiles : read_tiles)[rows](x, stride, pairs, sums, at);
 }

@@ -18,7 +18,8 @@ static float soften(const float *scores, int64_t visible, float scale, bf16 *wei
     for (int i = 0; i < 4; i++) {
         int64_t here = visible - 16 * i;
         __mmask16 seen = here >= 16 ? 0xffff : here <= 0 ? 0 : (__mmask16)((1u << here) - 1);
-        score[i] = _mm512_maskz_loadu_ps(seen, scores + i / 2 * MOST_ROWS * 32 + i % 2 * 16); /* others were never computed */
+        /* Scores of keys that are not visible were never computed. */
+        score[i] = _mm512_maskz_loadu_ps(seen, scores + i / 2 * MOST_ROWS * 32 + i % 2 * 16);
         score[i] = _mm512_mul_ps(score[i], _mm512_set1_ps(scale));
         score[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, score[i]);
         high = _mm512_max_ps(high, score[i]);
@@ -34,9 +35,10 @@ static float soften(const float *scores, int64_t visible, float scale, bf16 *wei
     return keep;
 }
 
-/* `rows` rows from `row` on over the `count` packed keys from `first` on; row n sees positions up to `at` + n / share. */
-static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, int64_t share, int64_t at, int64_t first,
-                        int64_t count) {
+/* `rows` rows from `row` on over the `count` packed keys from `first` on; row n sees positions up to
+   `at` + n / share. */
+static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, int64_t share, int64_t at,
+                        int64_t first, int64_t count) {
     _Alignas(64) float scores[2 * MOST_ROWS * 32], sums[MOST_ROWS * 32];
     _Alignas(64) bf16 weights[MOST_ROWS * KEYS];
     float keep[MOST_ROWS];
@@ -44,8 +46,9 @@ static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, 
         multiply((const int32_t *)(r->q + row * dim), rows, dim / 2, dim / 2, scores + half * MOST_ROWS * 32,
                  &(struct panel_at){.open = (const uint32_t *)r->keys + half * 32 * dim / 2});
     for (int64_t n = 0; n < rows; n++) {
-        int64_t visible = at + (row + n) / share - first + 1, i = row + n;
-        keep[n] = soften(scores + n * 32, visible, 1.0f / sqrtf((float)dim), weights + n * KEYS, r->best + i, r->total + i);
+        const int64_t i = row + n, visible = at + i / share - first + 1;
+        const float scale = 1.0f / sqrtf((float)dim);
+        keep[n] = soften(scores + n * 32, visible, scale, weights + n * KEYS, r->best + i, r->total + i);
     }
     for (int64_t i = 0; i < dim; i += 32) {
         multiply((const int32_t *)weights, rows, KEYS / 2, (count + 31) / 32 * 16, sums,
@@ -108,9 +111,11 @@ static inline __attribute__((always_inline)) void add_values(const struct sixtee
     }
     _Pragma("GCC unroll 4") for (int n = 0; n < rows; n++) {
         float *to = out + n * dim + column;
-        const __m512 old = _mm512_set1_ps(keep[n]), here = sum[n][0], there = sum[n][1];
-        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), old, _mm512_permutex2var_ps(here, low, there)));
-        _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(_mm512_loadu_ps(to + 16), old, _mm512_permutex2var_ps(here, high, there)));
+        const __m512 old = _mm512_set1_ps(keep[n]);
+        const __m512 a = _mm512_permutex2var_ps(sum[n][0], low, sum[n][1]);
+        const __m512 b = _mm512_permutex2var_ps(sum[n][0], high, sum[n][1]);
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), old, a));
+        _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(_mm512_loadu_ps(to + 16), old, b));
     }
 }
 
@@ -131,8 +136,8 @@ static void attend_few(const struct model *m, const bf16 *kv, struct room *r, in
         for (int64_t n = 0; n < rows; n++) _mm512_storeu_ps(to + n * 32, dots16(r->q + n * dim, from[g].keys, dim));
     }
     for (int64_t n = 0; n < rows; n++)
-        keep[n] = soften(scores + n * 32, at + n / share - now->first + 1, 1.0f / sqrtf((float)dim), weights + n * KEYS,
-                         r->best + n, r->total + n);
+        keep[n] = soften(scores + n * 32, at + n / share - now->first + 1, 1.0f / sqrtf((float)dim),
+                         weights + n * KEYS, r->best + n, r->total + n);
     for (int64_t i = 0; i < dim; i += 32)
         switch (rows) {
         case 1: add_values(from, count, dim, i, 1, weights, keep, r->out); break;
@@ -142,7 +147,8 @@ static void attend_few(const struct model *m, const bf16 *kv, struct room *r, in
         }
 }
 
-/* A piece of work: tokens begin … end, of the step's rows, of sequence `seq`, and the query heads of KV head `head`. */
+/* A piece of work: tokens begin ... end, of the step's rows, of sequence `seq`, and the query heads of KV head `head`.
+*/
 struct part { int64_t seq, head, begin, end; };
 
 static int64_t num_parts(const struct model *m, const struct step *s, int64_t seq) {
@@ -167,11 +173,12 @@ static inline struct span keys_of(const struct step *s, const struct part *p, in
     return (struct span){s->tables + s->table_starts[p->seq], p->head, first, left < KEYS ? left : KEYS};
 }
 
-/* `next`, if any, is what this thread does then. */
-static void attend(const struct model *m, const struct layer *l, const struct step *s, struct room *r, const struct part *p,
-                   const struct part *next) {
-    const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, width = share * dim, rows = (p->end - p->begin) * share;
-    const int64_t keys = num_keys(s, p), at = keys - (p->end - p->begin), tile_count = num_tiles(rows);
+/* `next`, if any, is what this thread does then: its first keys are fetched with the last ones of `p`. */
+static void attend(const struct model *m, const struct layer *l, const struct step *s, struct room *r,
+                   const struct part *p, const struct part *next) {
+    const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, width = share * dim;
+    const int64_t tokens = p->end - p->begin, rows = tokens * share;
+    const int64_t keys = num_keys(s, p), at = keys - tokens, tile_count = num_tiles(rows);
     for (int64_t token = p->begin; token < p->end; token++)
         memcpy(r->q + (token - p->begin) * width, s->qkv + token * (m->heads + 2 * m->kv_heads) * dim + p->head * width,
                width * sizeof *r->q);
@@ -198,25 +205,31 @@ static void attend(const struct model *m, const struct layer *l, const struct st
                     _mm512_div_ps(_mm512_loadu_ps(r->out + row * dim + i), _mm512_set1_ps(r->total[row])));
 }
 
-static void attention(struct hand *h, const struct model *m, const struct layer *l, const struct step *s, struct room *r) {
+static void attention(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s,
+                      struct room *r) {
     int64_t pieces = 0;
     for (int64_t i = 0; i < s->seqs; i++) pieces += num_parts(m, s, i);
-    begin(h, pieces);
-    for (int64_t next, piece; (piece = take(h, &next)) >= 0;) {
+    begin(thread, pieces);
+    for (int64_t next, piece; (piece = take(thread, &next)) >= 0;) {
         struct part now = part_at(m, s, piece), then;
         if (next >= 0) then = part_at(m, s, next);
         attend(m, l, s, r, &now, next >= 0 ? &then : 0);
     }
 }
 
-static struct room *make_room(const struct model *m, const struct step *s) {
+/* What one thread's room takes: the struct, then its rows. */
+static int64_t room_bytes(const struct model *m, const struct step *s, int64_t *rows) {
     int64_t tokens = 1;
     for (int64_t i = 0; i < s->seqs; i++)
         if (s->starts[i + 1] - s->starts[i] > tokens) tokens = s->starts[i + 1] - s->starts[i];
-    const int64_t rows = ((tokens < TOKENS ? tokens : TOKENS) * (m->heads / m->kv_heads) + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
-    const int64_t dim = m->head_dim;
-    struct room *r = aligned_alloc(64, sizeof *r);
-    float *floats = aligned_alloc(64, rows * (dim + 2) * sizeof *floats + rows * dim * sizeof *r->q);
-    r->out = floats, r->best = floats + rows * dim, r->total = r->best + rows, r->q = (bf16 *)(r->total + rows);
+    *rows = (tokens < TOKENS ? tokens : TOKENS) * (m->heads / m->kv_heads);
+    *rows = (*rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
+    return sizeof(struct room) + *rows * ((m->head_dim + 2) * sizeof(float) + m->head_dim * sizeof(bf16));
+}
+
+static struct room *room_at(void *bytes, int64_t rows, int64_t dim) {
+    struct room *r = bytes;
+    r->out = (float *)(r + 1), r->best = r->out + rows * dim, r->total = r->best + rows;
+    r->q = (bf16 *)(r->total + rows);
     return r;
 }

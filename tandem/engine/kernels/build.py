@@ -1,21 +1,23 @@
 """The loaded library of cpu.c, if this machine can have it.
 
-It needs a CPU with AVX512-BF16, a compiler (tandem.native), and an OpenMP pool that torch brought, to share. Where any
-of it is missing the reason is logged and the engine computes with torch alone. AMX is used where it can be had.
+It needs a CPU with AVX512-BF16, a compiler (tandem.native), and the OpenMP pool that torch brings. Where any of them is
+missing, the reason is logged and the engine computes with torch alone. AMX is used where there is any.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 import torch
 
+from tandem.engine.kernels.structs import SIZES
 from tandem.native import NotCompiled, compiled
 
-_SOURCE = Path(__file__).with_name("cpu.c")
-_INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
+SOURCE = Path(__file__).with_name("cpu.c")
+INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 AMX = ("amx_tile", "amx_bf16")
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -24,28 +26,30 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tandem_survey": (_INT, [_POINTER, *[_INT] * 3, _POINTER]),
     "tandem_pack": (None, [_POINTER, _INT, _POINTER]),
     "tandem_unpack_rows": (None, [_POINTER, _POINTER, _INT, _POINTER]),
-    "tandem_layers": (None, [_POINTER, _POINTER, *[_INT] * 3]),
+    "tandem_layers": (_INT, [_POINTER, _POINTER, *[_INT] * 3]),
     "tandem_logits": (None, [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT]),
-    "tandem_sample": (None, [_POINTER, *[_INT] * 2, *[_POINTER] * 3, _INT]),
+    "tandem_sample": (_INT, [_POINTER, *[_INT] * 2, *[_POINTER] * 3, _INT]),
 }
 
 _log = structlog.get_logger(__name__)
 
 
-def load_library(cache: Path | None = None, amx: bool = True) -> ctypes.CDLL | None:
+def load_library(cache: Path | None = None, amx: bool = True, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
     """The compiled kernels, kept in `cache`; None, and the reason logged, where there can be none.
 
-    `amx` False keeps to AVX512.
+    `amx` False keeps to AVX512. `flags`: more of the compiler's.
     """
     try:
-        library = ctypes.CDLL(
-            str(compiled(_SOURCE, _INSTRUCTIONS, "-fno-math-errno", also=AMX if amx else (), cache=cache))
-        )
+        also = AMX if amx else ()
+        library = ctypes.CDLL(str(compiled(SOURCE, INSTRUCTIONS, "-fno-math-errno", *flags, also=also, cache=cache)))
         # torch's own extension finds whichever OpenMP it was linked with.
         openmp = ctypes.CDLL(torch._C.__file__)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
+        sizes = (ctypes.c_int64 * len(SIZES)).in_dll(library, "tandem_sizes")
+        if list(sizes) != list(SIZES.values()):
+            raise AssertionError(f"structs.py differs from the kernels: {SIZES}, {list(sizes)}")
         library.tandem_init(openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads)
     except (OSError, AttributeError, NotCompiled) as error:
         _log.warning("CPU kernels are off, torch computes everything", reason=str(error))

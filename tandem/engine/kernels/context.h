@@ -1,4 +1,4 @@
-/* The keys and values of a sequence, which lie in blocks of a cache: where, and brought along, gathered or packed. */
+/* The keys and values of a sequence, in blocks of a cache: found, prefetched, gathered or packed. */
 
 #pragma once
 #include "linear.h"
@@ -19,15 +19,16 @@ static inline struct span part_of(const struct span *s, int64_t begin, int64_t e
     return (struct span){s->table, s->head, s->first + begin, end - begin};
 }
 
-/* Where the keys from token t on lie; the values are `kv_heads * block_size` tokens further. `run`: how many tokens up to
-   the end of the block or the span. */
-static inline const bf16 *context_at(const struct model *m, const bf16 *kv, const struct span *s, int64_t t, int64_t *run) {
+/* Where the keys from token t on lie; the values are `kv_heads * block_size` tokens further. `run`: how many tokens
+   follow up to the end of the block or the span. */
+static inline const bf16 *context_at(const struct model *m, const bf16 *kv, const struct span *s, int64_t t,
+                                     int64_t *run) {
     const int64_t size = m->block_size, first = s->first + t, offset = first % size;
     *run = size - offset < s->count - t ? size - offset : s->count - t;
     return kv + ((s->table[first / size] * 2 * m->kv_heads + s->head) * size + offset) * m->head_dim;
 }
 
-/* Scattered blocks are too short for the CPU to see them coming. */
+/* Scattered blocks are too short for the CPU's own prefetcher. */
 static void fetch_context(const struct model *m, const bf16 *kv, const struct span *s) {
     for (int64_t t = 0, run; t < s->count; t += run) {
         const bf16 *keys = context_at(m, kv, s, t, &run), *values = keys + m->kv_heads * m->block_size * m->head_dim;
@@ -38,7 +39,8 @@ static void fetch_context(const struct model *m, const bf16 *kv, const struct sp
 
 struct sixteen { const bf16 *keys, *values; };
 
-/* A span of 16 at most, or of none: where it lies, if it is 16 of one block, else gathered in `k` and `v`, with zeros up to 16. */
+/* A span of at most 16 tokens: where it lies if it is 16 of one block, else gathered in `k` and `v`, with zeros up to
+   16. */
 static struct sixteen sixteen_at(const struct model *m, const bf16 *kv, struct span s, bf16 *k, bf16 *v) {
     const int64_t dim = m->head_dim, bytes = dim * sizeof(bf16), values = m->kv_heads * m->block_size * dim;
     int64_t run;

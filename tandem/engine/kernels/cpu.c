@@ -1,5 +1,5 @@
-/* The decoder's forward pass in bfloat16 for x86 CPUs with AVX512-BF16, or AMX too: sums in float32, one rounding at the end
-   of each.
+/* The decoder's forward pass in bfloat16 for x86 CPUs with AVX512-BF16, or AMX too: sums in float32, each rounded once
+   at its end.
 
    forward    for each layer: norm, qkv, rope and write to the cache, attention, o, norm, gate-up-silu, down
    logits     norm and head of some rows
@@ -22,15 +22,15 @@ static inline void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_
 }
 
 /* `picked`: which rows of x, one after the other; all of them where it is null. */
-static void norm(struct hand *h, const bf16 *x, const int64_t *picked, const bf16 *weight, bf16 *out, int64_t rows,
-                 int64_t size, float eps) {
-    begin(h, (rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE);
-    for (int64_t next, piece; (piece = take(h, &next)) >= 0;)
+static void norm(struct thread *thread, const bf16 *x, const int64_t *picked, const bf16 *weight, bf16 *out,
+                 int64_t rows, int64_t size, float eps) {
+    begin(thread, (rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE);
+    for (int64_t next, piece; (piece = take(thread, &next)) >= 0;)
         for (int64_t row = piece * ROWS_A_PIECE; row < rows && row < (piece + 1) * ROWS_A_PIECE; row++)
             norm_row(x + (picked ? picked[row] : row) * size, weight, out + row * size, size, eps);
 }
 
-static void turn(bf16 *x, const float *cos, const float *sin, int64_t half) {
+static void rotate(bf16 *x, const float *cos, const float *sin, int64_t half) {
     for (int64_t i = 0; i < half; i += 16) {
         __m512 a = load16(x + i), b = load16(x + half + i), c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
         store16(x + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
@@ -38,23 +38,24 @@ static void turn(bf16 *x, const float *cos, const float *sin, int64_t half) {
     }
 }
 
-/* Norms (where there are weights) and turns the q and k heads of one row (q | k | v), then puts k and v into its slot. */
+/* Norms (where there are weights) and rotates the q and k heads of one row (q | k | v), then puts k and v into its
+   slot. */
 static void place_row(const struct model *m, const struct layer *l, const struct step *s, int64_t row) {
     const int64_t dim = m->head_dim, half = dim / 2, size = m->block_size;
     bf16 *x = s->qkv + row * (m->heads + 2 * m->kv_heads) * dim;
     for (int64_t head = 0; head < m->heads + m->kv_heads; head++, x += dim) {
         const bf16 *weight = head < m->heads ? l->q_norm : l->k_norm;
         if (weight) norm_row(x, weight, x, dim, m->eps);
-        turn(x, s->cos + row * half, s->sin + row * half, half);
+        rotate(x, s->cos + row * half, s->sin + row * half, half);
     }
     bf16 *to = l->kv + (s->slots[row] / size * 2 * m->kv_heads * size + s->slots[row] % size) * dim;
     for (int64_t head = 0; head < 2 * m->kv_heads; head++, to += size * dim)
         memcpy(to, x + (head - m->kv_heads) * dim, dim * sizeof *to);
 }
 
-static void place(struct hand *h, const struct model *m, const struct layer *l, const struct step *s) {
-    begin(h, (s->rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE);
-    for (int64_t next, piece; (piece = take(h, &next)) >= 0;)
+static void place(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s) {
+    begin(thread, (s->rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE);
+    for (int64_t next, piece; (piece = take(thread, &next)) >= 0;)
         for (int64_t row = piece * ROWS_A_PIECE; row < s->rows && row < (piece + 1) * ROWS_A_PIECE; row++)
             place_row(m, l, s, row);
 }
@@ -64,24 +65,26 @@ static void place(struct hand *h, const struct model *m, const struct layer *l, 
 struct pass {
     const struct model *model;
     const struct step *step;
-    int64_t first, end;          /* first … end: halves of layers */
-    const int64_t *picked;       /* rows, for logits */
+    int64_t first, end;    /* first ... end: halves of layers */
+    const int64_t *picked; /* rows, for logits */
     float *logits;
-    struct crew crew;
+    char *rooms; /* one of room_bytes for each thread, with room_rows rows */
+    int64_t room_bytes, room_rows;
+    struct team team;
 };
 
-static struct hand join_pass(struct pass *p) {
-    struct hand h = join(&p->crew);
-    h.opened = p->model->opened + h.me * p->model->opened_size;
+static struct thread join_pass(struct pass *p) {
+    struct thread thread = join(&p->team);
+    thread.opened = p->model->opened + thread.me * p->model->opened_size;
     take_tiles();
-    return h;
+    return thread;
 }
 
 /* Of each row's position, for all layers. */
-static void angles(struct hand *h, const struct model *m, const struct step *s) {
+static void angles(struct thread *thread, const struct model *m, const struct step *s) {
     const int64_t half = m->head_dim / 2;
-    begin(h, s->rows);
-    for (int64_t next, row; (row = take(h, &next)) >= 0;)
+    begin(thread, s->rows);
+    for (int64_t next, row; (row = take(thread, &next)) >= 0;)
         for (int64_t i = 0; i < half; i++) {
             const float angle = (float)s->positions[row] * m->inverse[i];
             s->cos[row * half + i] = cosf(angle), s->sin[row * half + i] = sinf(angle);
@@ -89,37 +92,36 @@ static void angles(struct hand *h, const struct model *m, const struct step *s) 
 }
 
 /* Until k and v of the layer are in the cache. */
-static void first_half(struct hand *h, const struct model *m, const struct layer *l, const struct step *s) {
-    norm(h, s->x, 0, l->input_norm, s->normed, s->rows, m->hidden, m->eps);
-    linear(h, (struct linear){s->normed, &l->qkv, l->qkv_bias, 0, s->qkv, s->rows, PLAIN});
-    place(h, m, l, s);
+static void first_half(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s) {
+    norm(thread, s->x, 0, l->input_norm, s->normed, s->rows, m->hidden, m->eps);
+    linear(thread, (struct linear){s->normed, &l->qkv, l->qkv_bias, 0, s->qkv, s->rows, PLAIN, {0}});
+    place(thread, m, l, s);
 }
 
-/* `next`: the layer that follows, if any, whose KV gate-up brings along. */
-static void second_half(struct hand *h, const struct model *m, const struct layer *l, const struct layer *next,
+/* `next`: the layer that follows, if any, whose KV is fetched during gate-up. */
+static void second_half(struct thread *thread, const struct model *m, const struct layer *l, const struct layer *next,
                         const struct step *s, struct room *r) {
-    struct soon soon = {0};
+    struct upcoming upcoming = {0};
     if (next)
-        soon = (struct soon){(const char *)next->kv, s->tables, s->table_starts[s->seqs],
+        upcoming = (struct upcoming){(const char *)next->kv, s->tables, s->table_starts[s->seqs],
                              2 * m->kv_heads * m->block_size * m->head_dim * sizeof(bf16)};
-    attention(h, m, l, s, r);
-    linear(h, (struct linear){s->attended, &l->o, l->o_bias, s->x, s->x, s->rows, PLAIN});
-    norm(h, s->x, 0, l->post_norm, s->normed, s->rows, m->hidden, m->eps);
-    linear(h, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, SILU, soon});
-    linear(h, (struct linear){s->inner, &l->down, l->down_bias, s->x, s->x, s->rows, PLAIN});
+    attention(thread, m, l, s, r);
+    linear(thread, (struct linear){s->attended, &l->o, l->o_bias, s->x, s->x, s->rows, PLAIN, {0}});
+    norm(thread, s->x, 0, l->post_norm, s->normed, s->rows, m->hidden, m->eps);
+    linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, SILU, upcoming});
+    linear(thread, (struct linear){s->inner, &l->down, l->down_bias, s->x, s->x, s->rows, PLAIN, {0}});
 }
 
 static void run_halves(void *data) {
     struct pass *p = data;
-    struct hand h = join_pass(p);
-    struct room *room = make_room(p->model, p->step);
-    if (!p->first) angles(&h, p->model, p->step);
+    struct thread thread = join_pass(p);
+    struct room *room = room_at(p->rooms + thread.me * p->room_bytes, p->room_rows, p->model->head_dim);
+    if (!p->first) angles(&thread, p->model, p->step);
     for (int64_t half = p->first; half < p->end; half++) {
         const struct layer *layer = p->model->layers + half / 2;
-        if (half % 2) second_half(&h, p->model, layer, half + 1 < p->end ? layer + 1 : 0, p->step, room);
-        else first_half(&h, p->model, layer, p->step);
+        if (half % 2) second_half(&thread, p->model, layer, half + 1 < p->end ? layer + 1 : 0, p->step, room);
+        else first_half(&thread, p->model, layer, p->step);
     }
-    free(room->out), free(room);
     leave_tiles();
 }
 
@@ -127,9 +129,9 @@ static void run_head(void *data) {
     struct pass *p = data;
     const struct model *m = p->model;
     const struct step *s = p->step;
-    struct hand h = join_pass(p);
-    norm(&h, s->x, p->picked, m->norm, s->normed, s->rows, m->hidden, m->eps);
-    linear(&h, (struct linear){s->normed, &m->head, 0, 0, p->logits, s->rows, WIDE});
+    struct thread thread = join_pass(p);
+    norm(&thread, s->x, p->picked, m->norm, s->normed, s->rows, m->hidden, m->eps);
+    linear(&thread, (struct linear){s->normed, &m->head, 0, 0, p->logits, s->rows, WIDE, {0}});
     leave_tiles();
 }
 
@@ -140,10 +142,20 @@ void tandem_init(parallel_fn parallel, int (*number)(void), int (*count)(void)) 
 
 int64_t tandem_has_amx(void) { return has_amx; }
 
-/* Halves of layers, first … end, of a step. */
-void tandem_layers(const struct model *model, const struct step *step, int64_t first, int64_t end, int64_t threads) {
+/* Of the structs that Python has too, in the order of structs.py. */
+const int64_t tandem_sizes[] = {sizeof(struct weight), sizeof(struct panel), sizeof(struct rare), sizeof(struct layer),
+                                sizeof(struct model), sizeof(struct step), sizeof(struct draw)};
+
+/* Halves of layers, first ... end, of a step. 0, or -1 without memory. */
+int64_t tandem_layers(const struct model *model, const struct step *step, int64_t first, int64_t end,
+                      int64_t threads) {
     struct pass pass = {.model = model, .step = step, .first = first, .end = end};
-    run(run_halves, &pass, &pass.crew, threads);
+    pass.room_bytes = (room_bytes(model, step, &pass.room_rows) + 63) / 64 * 64;
+    pass.rooms = aligned_alloc(64, threads * pass.room_bytes);
+    if (!pass.rooms) return -1;
+    run(run_halves, &pass, &pass.team, threads);
+    free(pass.rooms);
+    return 0;
 }
 
 /* Logits (count, vocab) of the rows `picked` of step->x; step->normed is room for them. */
@@ -152,5 +164,5 @@ void tandem_logits(const struct model *model, const struct step *step, const int
     struct step rows = *step;
     rows.rows = count;
     struct pass pass = {.model = model, .step = &rows, .picked = picked, .logits = logits};
-    run(run_head, &pass, &pass.crew, threads);
+    run(run_head, &pass, &pass.team, threads);
 }

@@ -1,4 +1,4 @@
-/* What a pass knows of a model and of its step. */
+/* What a pass knows of a model and of its step. structs.py has the same structs. */
 
 #pragma once
 #include "packing.h"
@@ -20,9 +20,9 @@ struct model {
     float eps;
 };
 
-/* One step. `x` (rows, hidden) comes as embeddings and goes as hidden states; the others are room for the pass.
-   Sequence s has rows starts[s] … starts[s + 1], the last of lengths[s] tokens in the blocks tables[table_starts[s]] …
-   tables[table_starts[s + 1]]. */
+/* One step. `x` (rows, hidden) holds embeddings before and hidden states after; the others are room for the pass.
+   Sequence s has rows starts[s] ... starts[s + 1], the last of its lengths[s] tokens, whose KV lies in the blocks
+   tables[table_starts[s]] ... tables[table_starts[s + 1]]. */
 struct step {
     bf16 *x, *normed, *qkv, *attended, *inner;
     float *cos, *sin; /* (rows, head_dim / 2): room, too */

@@ -10,16 +10,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-_OUTPUTS, _STEP_BYTES, _RARE_BYTES = 32, 96, 8  # of a panel; of two inputs of it; of a listed number
+from tandem.engine.kernels.structs import Rare, Weight
 
-
-class WeightStruct(ctypes.Structure):
-    """`struct weight` of packing.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("bytes", "panels", "rare")),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
-    ]
+_OUTPUTS, _STEP_BYTES = 32, 96  # of a panel; of two inputs of it
 
 
 class PackedWeight:
@@ -34,7 +27,7 @@ class PackedWeight:
         self._panels = torch.empty(panels + 1, 2, dtype=torch.int32)
         num_rare = library.tandem_survey(weight.data_ptr(), outputs, inputs, halves, self._panels.data_ptr())
         self._bytes = torch.empty(panels * (inputs // 2) * _STEP_BYTES, dtype=torch.uint8)
-        self._rare = torch.empty(num_rare * _RARE_BYTES, dtype=torch.uint8)
+        self._rare = torch.empty(num_rare * ctypes.sizeof(Rare), dtype=torch.uint8)
         parts = (self._bytes, self._panels, self._rare)
-        self.struct = WeightStruct(*(part.data_ptr() for part in parts), outputs, inputs)
+        self.struct = Weight(*(part.data_ptr() for part in parts), outputs, inputs)
         library.tandem_pack(weight.data_ptr(), halves, ctypes.byref(self.struct))

@@ -1,9 +1,9 @@
 /* A weight (outputs, inputs) of bfloat16 in 12 bits a number, without loss.
 
-   It lies in panels of 32 outputs, one after the other. The numbers of a panel have few exponents, so 4 bits tell which: 0 is
-   the number zero, c is the panel's base + c. A step of a panel, two inputs of its 32 outputs, is 64 bytes of sign and
-   mantissa and 32 bytes of such codes, those of the last 16 outputs in their upper halves. The rare numbers whose exponent
-   is another are zero there, and listed in the order of `at`. */
+   It lies in panels of 32 outputs, one after the other. The numbers of a panel have few exponents, so a code of 4 bits
+   tells which: 0 is the number zero, c is the panel's base + c. A step of a panel, two inputs of its 32 outputs, is 64
+   bytes of sign and mantissa and 32 bytes of codes, those of the last 16 outputs in the upper halves. The rare numbers
+   with another exponent are zero there, and listed in the order of `at`. */
 
 #pragma once
 #include <stdlib.h>
@@ -13,8 +13,9 @@
 
 enum { STEP_BYTES = 96, CODES = 16 };
 
-struct rare { uint32_t at; float value; };     /* at: input * 32 + the output's place in the panel */
-struct panel { int32_t base, first_rare; };    /* one more of them than there are panels */
+/* structs.py has the same structs. */
+struct rare { uint32_t at; float value; };  /* at: input * 32 + the output's place in the panel */
+struct panel { int32_t base, first_rare; }; /* one more of them than there are panels */
 struct weight { uint8_t *bytes; struct panel *panels; struct rare *rare; int64_t outputs, inputs; };
 
 union number { uint32_t bits; float value; };
@@ -23,7 +24,8 @@ static inline float wide(bf16 x) { return (union number){(uint32_t)x << 16}.valu
 static inline bf16 narrow(float x) { return (bf16)((union number){.value = x}.bits >> 16); } /* of what a bf16 was */
 
 /* Where `halves` is set the outputs are (gate | up), and each panel is 16 of gate and the same 16 of up. */
-static inline const bf16 *output_row(const bf16 *from, int64_t panel, int64_t n, int64_t outputs, int64_t inputs, int64_t halves) {
+static inline const bf16 *output_row(const bf16 *from, int64_t panel, int64_t n, int64_t outputs, int64_t inputs,
+                                     int64_t halves) {
     return from + (halves ? panel * 16 + n % 16 + n / 16 * (outputs / 2) : panel * 32 + n) * inputs;
 }
 
@@ -78,7 +80,7 @@ void tandem_pack(const bf16 *from, int64_t halves, const struct weight *to) {
                 step[64 + n % 16 * 2 + k % 2] |= (uint8_t)(code << n / 16 * 4);
             }
         }
-        qsort(first, rare - first, sizeof *first, by_place);
+        if (rare > first) qsort(first, rare - first, sizeof *first, by_place);
     }
 }
 

@@ -1,4 +1,4 @@
-/* From a row of logits to its token: what tandem/engine/sampler.py says, for rows whose logits are as they are to be.
+/* From a row of logits to its token, as tandem/engine/sampler.py does it, for rows whose logits need no change.
 
    max ─┬─ temperature 0 ──────────────────────────────────────────────────────> token
         └─ weights: exp((logit - max) / temperature) ─ the least one that counts ─ inverse CDF ─> token */
@@ -12,6 +12,7 @@
 
 enum { CHUNK = 64 };
 
+/* As sequence.py packs it. */
 struct draw { double temperature, top_p, min_p; int64_t top_k; uint64_t seed; };
 
 struct sampling {
@@ -19,8 +20,9 @@ struct sampling {
     const struct draw *draws;
     const int64_t *indices; /* of the tokens in their answers */
     int64_t *token_ids;     /* -1: no token can be chosen */
-    int64_t rows, vocab;
-    struct crew crew;
+    int64_t rows, vocab, room_floats; /* of one thread */
+    float *room;
+    struct team team;
 };
 
 /* SplitMix64's finalizer (Steele, Lea, Flood 2014) */
@@ -35,7 +37,9 @@ static inline double uniform(uint64_t seed, uint64_t index) {
     return (double)(mix(mix(seed + 0x9e3779b97f4a7c15) + (index + 1) * 0x9e3779b97f4a7c15) >> 16) * 0x1p-48;
 }
 
-static inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
+static inline __mmask16 first_lanes(int64_t count) {
+    return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
+}
 
 /* The first of the largest; -1 if it is no finite number or any is NaN. */
 static int64_t argmax(const float *x, int64_t count) {
@@ -49,7 +53,8 @@ static int64_t argmax(const float *x, int64_t count) {
     const float best = _mm512_reduce_max_ps(most);
     if (wrong || !isfinite(best)) return -1;
     for (int64_t i = 0;; i += 16) {
-        __mmask16 found = _mm512_cmp_ps_mask(_mm512_maskz_loadu_ps(first_lanes(count - i), x + i), _mm512_set1_ps(best), _CMP_EQ_OQ);
+        const __m512 here = _mm512_maskz_loadu_ps(first_lanes(count - i), x + i);
+        __mmask16 found = _mm512_cmp_ps_mask(here, _mm512_set1_ps(best), _CMP_EQ_OQ);
         if (found &= first_lanes(count - i)) return i + __builtin_ctz(found);
     }
 }
@@ -166,21 +171,27 @@ static int64_t sample_row(const struct sampling *s, int64_t row, float *room) {
     float *weights = room, *spoiled = room + padded, lowest = 0;
     weigh(logits, s->vocab, logits[best], (float)d->temperature, weights);
     if (d->top_k > 0 || d->top_p < 1 || d->min_p > 0) lowest = least_kept(d, weights, s->vocab, spoiled);
-    const int64_t found = invert(weights, s->vocab, lowest, uniform(d->seed, (uint64_t)s->indices[row]), (double *)spoiled);
+    const double part = uniform(d->seed, (uint64_t)s->indices[row]);
+    const int64_t found = invert(weights, s->vocab, lowest, part, (double *)spoiled);
     return found < 0 ? best : found;
 }
 
 static void sample_rows(void *data) {
     struct sampling *s = data;
-    struct hand h = join(&s->crew);
-    float *room = aligned_alloc(64, (s->vocab * 2 + 4 * CHUNK) / 16 * 16 * sizeof *room + 64);
-    begin(&h, s->rows);
-    for (int64_t next, row; (row = take(&h, &next)) >= 0;) s->token_ids[row] = sample_row(s, row, room);
-    free(room);
+    struct thread thread = join(&s->team);
+    float *room = s->room + thread.me * s->room_floats;
+    begin(&thread, s->rows);
+    for (int64_t next, row; (row = take(&thread, &next)) >= 0;) s->token_ids[row] = sample_row(s, row, room);
 }
 
-void tandem_sample(const float *logits, int64_t rows, int64_t vocab, const struct draw *draws, const int64_t *indices,
-                   int64_t *token_ids, int64_t threads) {
-    struct sampling s = {logits, draws, indices, token_ids, rows, vocab};
-    run(sample_rows, &s, &s.crew, threads);
+/* 0, or -1 without memory. */
+int64_t tandem_sample(const float *logits, int64_t rows, int64_t vocab, const struct draw *draws,
+                      const int64_t *indices, int64_t *token_ids, int64_t threads) {
+    struct sampling s = {.logits = logits, .draws = draws, .indices = indices, .token_ids = token_ids, .rows = rows,
+                         .vocab = vocab, .room_floats = (vocab * 2 + 4 * CHUNK) / 16 * 16 + 16};
+    s.room = aligned_alloc(64, threads * s.room_floats * sizeof *s.room);
+    if (!s.room) return -1;
+    run(sample_rows, &s, &s.team, threads);
+    free(s.room);
+    return 0;
 }

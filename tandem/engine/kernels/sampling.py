@@ -25,7 +25,9 @@ class CpuChoose:
         draws = b"".join([seq.draw for seq in seqs])
         indices, token_ids = array("q", [seq.num_output_tokens for seq in seqs]), array("q", bytes(8 * len(seqs)))
         threads = min(self._num_threads(), 1 + logits.numel() // _LOGITS_A_THREAD)
-        self._library.tandem_sample(
+        status = self._library.tandem_sample(
             logits.data_ptr(), *logits.shape, draws, indices.buffer_info()[0], token_ids.buffer_info()[0], threads
         )
+        if status:
+            raise MemoryError("no memory to sample with")
         return token_ids.tolist()

@@ -1,8 +1,9 @@
-/* Tiles: sums (rows, 32) = rows of x, `stride` pairs apart, times one panel of `pairs` steps; here with AVX512, up to 12.
+/* Tiles: sums (rows, 32) = rows of x, `stride` pairs apart, times one panel of `pairs` steps; here with AVX512, up to
+   12 rows.
 
-   READ: an open panel, 32 pairs a step; OPEN: one that is `packed`, with the exponents of `codes`; it is left open in `opened`
-   where that is given. Meanwhile cache lines are asked for from `ahead` on: READ: `lines` of them, one a step; OPEN: `lines`
-   of them a step. The `rare` numbers of a packed panel do not count here. */
+   READ: an open panel, 32 pairs a step. OPEN: one that is `packed`, with the exponents of `codes`; it is left open in
+   `opened` if that is given. Meanwhile cache lines from `ahead` on are prefetched: READ: `lines` of them, one a step;
+   OPEN: `lines` of them a step. The `rare` numbers of a packed panel are not added here. */
 
 #pragma once
 #include "packing.h"

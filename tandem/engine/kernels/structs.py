@@ -1,0 +1,69 @@
+"""The structs that the kernels share with Python; `SIZES` are compared with those of the compiled library."""
+
+from __future__ import annotations
+
+import ctypes
+
+from tandem.engine.sequence import DRAW
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class Weight(ctypes.Structure):
+    """`struct weight` of packing.h."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("bytes", "panels", "rare")),
+        *((name, _INT) for name in ("outputs", "inputs")),
+    ]
+
+
+class Panel(ctypes.Structure):
+    """`struct panel` of packing.h."""
+
+    _fields_ = [("base", ctypes.c_int32), ("first_rare", ctypes.c_int32)]
+
+
+class Rare(ctypes.Structure):
+    """`struct rare` of packing.h."""
+
+    _fields_ = [("at", ctypes.c_uint32), ("value", ctypes.c_float)]
+
+
+class Layer(ctypes.Structure):
+    """`struct layer` of model.h."""
+
+    _fields_ = [
+        *((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm")),
+        *((name, _POINTER) for name in ("gate_up_bias", "down_bias", "kv")),
+    ]
+
+
+class Model(ctypes.Structure):
+    """`struct model` of model.h."""
+
+    _fields_ = [
+        ("layers", _POINTER),
+        ("head", Weight),
+        ("norm", _POINTER),
+        ("opened", _POINTER),
+        ("opened_size", _INT),
+        ("inverse", _POINTER),
+        *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "block_size")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class Step(ctypes.Structure):
+    """`struct step` of model.h."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("x", "normed", "qkv", "attended", "inner", "cos", "sin")),
+        *((name, _POINTER) for name in ("positions", "slots", "starts", "lengths", "table_starts", "tables")),
+        *((name, _INT) for name in ("rows", "seqs")),
+    ]
+
+
+SIZES = {struct.__name__: ctypes.sizeof(struct) for struct in (Weight, Panel, Rare, Layer, Model, Step)}
+SIZES["Draw"] = DRAW.size  # `struct draw` of sampling.h
