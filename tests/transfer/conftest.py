@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 
 from tandem.transfer.transports import TRANSPORTS
+from tandem.transfer.transports.base import Transport
+from tandem.transfer.transports.nccl import NcclTransport
+from tests.transfer.fake_nccl import FakeDevice, FakeNccl
 from tests.transfer.pair import Meet, Pair, make_pair, open_things, until
 from tests.transfer.toy import ToyTransport
 
@@ -18,15 +21,29 @@ def nothing_left() -> Iterator[None]:
     assert until(lambda: open_things() == before), f"{open_things()} after, {before} before"
 
 
-@pytest.fixture(params=["shm", "tcp", "memory", "toy"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "toy":
-        monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
+@pytest.fixture(params=["shm", "tcp", "memory", "toy", "nccl"])
+def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(autouse=True)
+def transports(nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A toy beside the real ones, and a fake NCCL behind the real transport: each end has a device of its own."""
+    fakes: list[FakeNccl] = []
+
+    def nccl() -> Transport:
+        fakes.append(FakeNccl(FakeDevice()))
+        return NcclTransport(fakes[-1], fakes[-1].device)
+
+    monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
+    monkeypatch.setitem(TRANSPORTS, "nccl", nccl)
+    yield
+    for fake in fakes:
+        fake.close()
+
+
 @pytest.fixture
-def meet(nothing_left: None) -> Iterator[Meet]:
+def meet(transports: None) -> Iterator[Meet]:
     """Makes pairs, and closes them however the test ends."""
     pairs: list[Pair] = []
 

@@ -111,6 +111,14 @@ class Pair:
         self.sender.close()
         self.receiver.close()
 
+    @classmethod
+    def of(cls, transports: Sequence[str]) -> Pair:
+        """Both ends prefer these, in this order."""
+        network, cache = SocketNetwork(), [torch.zeros_like(layer) for layer in kv_cache(48)]
+        sender = Sender(PREFILL, transports=transports, network=network)
+        receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=transports, network=network)
+        return cls(transports[0], network, sender, receiver, kv_cache(32, seed=1), cache)
+
 
 Meet = Callable[..., Pair]  # make_pair, with somebody who closes what it made
 

@@ -229,6 +229,7 @@ class World:
             self.sender.receive(parsed(data))
 
     def _write(self, write: Write) -> None:
+        assert self.receiver.start(write)
         payload = np.frombuffer(self.side.payload(write.message), np.uint8)
         self.cache[write.message.layer, write.block_ids] = payload.reshape(-1, BLOCK_BYTES)
         self.receiver.written(write, checksum(payload.tobytes()))

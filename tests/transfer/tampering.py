@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterable
 
 from tandem.transfer import Network
-from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Bytes, Kind, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Bytes, Kind, Message, parse_header
 from tandem.transfer.transports.base import Listener, Stream
+from tests.transfer import fake_nccl
 from tests.transfer.toy import buffers
 
 
@@ -35,7 +36,7 @@ class TamperingStream:
         elif message.offset == INLINE:
             parts[place + 1] = flipped(parts[place + 1], message.length // 2)
         else:
-            poke_arena(message.offset + message.length // 2)
+            damage_payload(message)
 
 
 class TamperingNetwork:
@@ -59,14 +60,17 @@ def flipped(data: memoryview, at: int) -> memoryview:
     return memoryview(damaged)
 
 
-def poke_arena(offset: int) -> None:
-    """Flips a bit of the link's shared memory behind everybody's back."""
-    for side in buffers.values():
-        side.view[offset] ^= 1
-        return
+def damage_payload(message: Message) -> None:
+    """Flips a bit of a payload that is not on the stream, behind everybody's back."""
+    offset = message.offset + message.length // 2
     fds = [fd for fd in os.listdir("/proc/self/fd") if "memfd:tandem-kv" in _target(fd)]
-    byte = os.pread(int(fds[0]), 1, offset)
-    os.pwrite(int(fds[0]), bytes([byte[0] ^ 1]), offset)
+    if buffers:
+        next(iter(buffers.values())).view[offset] ^= 1
+    elif fds:
+        byte = os.pread(int(fds[0]), 1, offset)
+        os.pwrite(int(fds[0]), bytes([byte[0] ^ 1]), offset)
+    else:
+        fake_nccl.damage_next.append("payload")
 
 
 def _target(fd: str) -> str:

@@ -81,6 +81,7 @@ def write_under_way() -> tuple[World, Write]:
     world.push_next()
     while world.sender.outbox:
         if write := world.receiver.receive(world.sender.outbox.popleft(), world.now):
+            assert world.receiver.start(write)
             return world, write
     raise AssertionError("no frame was sent")
 

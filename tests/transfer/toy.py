@@ -53,7 +53,7 @@ class ToyTransport(Transport):
     def offer(self, size: int) -> SendSide:
         return ToySendSide(size, Copier())
 
-    def accept(self, offer: dict[str, Any]) -> ReceiveSide:
+    def accept(self, offer: dict[str, Any], max_frame_bytes: int) -> ReceiveSide:
         try:
             return ToyReceiveSide(buffers[offer["number"]], Copier())
         except KeyError:

@@ -12,27 +12,29 @@ LINE = 64  # bytes of a cache line
 
 
 class Rows:
-    """`kv` (num_blocks, ...), contiguous, on the CPU, as `count` rows of `row_bytes` at `address`.
+    """`kv` (num_blocks, ...), contiguous, as `count` rows of `row_bytes` at `address`.
 
-    in_lines: every row is made of whole cache lines.
+    in_lines: they lie in this machine's memory, and every row is made of whole cache lines.
     """
 
     __slots__ = ("address", "count", "in_lines", "kv", "row_bytes")
 
     def __init__(self, kv: torch.Tensor, name: str = "kv") -> None:
-        if not kv.is_cpu or kv.dim() < 2 or not kv.is_contiguous():
-            raise ValueError(
-                f"{name}: need a contiguous CPU tensor (num_blocks, ...), got {tuple(kv.shape)} on {kv.device}"
-            )
+        if kv.dim() < 2 or not kv.is_contiguous():
+            raise ValueError(f"{name}: need a contiguous tensor (num_blocks, ...), got {tuple(kv.shape)}")
         self.kv = kv
         self.count, self.row_bytes = len(kv), kv.stride(0) * kv.element_size()
         self.address = kv.data_ptr()
-        self.in_lines = self.address % LINE == 0 and self.row_bytes % LINE == 0
+        self.in_lines = kv.is_cpu and self.address % LINE == 0 and self.row_bytes % LINE == 0
 
     def array(self) -> NDArray[np.uint8]:
-        """The same memory as (count, row_bytes)."""
+        """The same memory as (count, row_bytes); for rows on the CPU."""
         rows: NDArray[np.uint8] = self.kv.view(torch.uint8).numpy().reshape(self.count, self.row_bytes)
         return rows
+
+    def words(self) -> torch.Tensor:
+        """The same memory as (count, row_bytes / 8) of int64, wherever it lies."""
+        return self.kv.view(self.count, -1).view(torch.int64)
 
 
 class Source:

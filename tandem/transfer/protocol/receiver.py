@@ -91,7 +91,7 @@ class ReceiverProtocol:
         return str(self.hello.sender) if self.hello else "a peer that has not said HELLO"
 
     def receive(self, message: Message, now: float) -> Write | None:
-        """Takes one message of the peer; a Write must be carried out and reported as `written`.
+        """Takes one message of the peer; a Write must be carried out: `start`, copy, `written`.
 
         Raises TransferError where the link cannot go on.
         """
@@ -108,6 +108,16 @@ class ReceiverProtocol:
         else:
             raise TransferError("DATA_LOSS", f"a damaged {message.kind.name} message")
         return None
+
+    def start(self, write: Write) -> bool:
+        """Just before the copy: whether it is still wanted."""
+        landing = write.landing
+        if landing and (landing.cancelled or landing.error):
+            self.read.append(write.message)
+            return False
+        if landing:
+            landing.writing = True
+        return True
 
     def written(self, write: Write, seen_sum: int) -> None:
         """The copy is done and the payload summed to `seen_sum`."""
@@ -238,7 +248,6 @@ class ReceiverProtocol:
             self.read.append(message)
             self._fail_transfer(message, "FAILED_PRECONDITION", fault)
             return None
-        landing.writing = True
         return Write(message, landing, landing.block_ids[first:end])
 
     def _probe(self, message: Message) -> Write:

@@ -11,6 +11,7 @@ The owner writes what stands in `outbox` to the peer and reports each message as
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -56,11 +57,14 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What lies in a slot. body: the same bytes, where they follow their header on the stream."""
+    """What lies in a slot. body: the same bytes, where they follow their header on the stream.
+
+    checksum: or a function that returns it once it is known, and None before.
+    """
 
     slot: int
     length: int
-    checksum: int
+    checksum: int | Callable[[], int | None]
     body: memoryview | None
 
 
@@ -121,12 +125,12 @@ class SenderProtocol:
         message.layer, message.first_block, message.num_blocks = layer, first_block, num_blocks
         self.outbox.append(message)
 
-    def probe(self, payload: Payload) -> int:
+    def probe(self, payload: Payload, payload_sum: int) -> int:
         """Queues a probe; `probed[handle]` will say whether the receiver saw the same bytes."""
         self.opened()
         handle = self._next_handle()
         self._lent.add(payload.slot)
-        self._probes[handle] = payload.checksum
+        self._probes[handle] = payload_sum
         self.outbox.append(self._announced(Kind.PROBE, handle, payload))
         return handle
 
@@ -242,10 +246,11 @@ class SenderProtocol:
         self.outbox = kept
 
     def _announced(self, kind: Kind, handle: int, payload: Payload) -> Message:
-        message = Message(
-            kind, self._nonce, handle, length=payload.length, payload_sum=payload.checksum, offset=payload.slot,
-            slot=payload.slot,
-        )  # fmt: skip
+        message = Message(kind, self._nonce, handle, length=payload.length, offset=payload.slot, slot=payload.slot)
+        if callable(payload.checksum):
+            message.later = payload.checksum
+        else:
+            message.payload_sum = payload.checksum
         if payload.body is not None:
             message.offset, message.body = INLINE, payload.body
         return message

@@ -10,6 +10,7 @@ that fails means the stream cannot be followed any more and the link ends; a pay
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -65,6 +66,7 @@ class Message:
     payload_sum: int = 0
     body: Bytes = b""
     slot: int = -1  # the sender's slot behind the payload; never on the wire
+    later: Callable[[], int | None] | None = None  # returns payload_sum once the payload is there to be sent
 
     def header(self) -> bytes:
         """The 64 bytes that go ahead of an inline body."""
@@ -73,6 +75,13 @@ class Message:
             self.length, self.offset, self.payload_sum,
         )  # fmt: skip
         return fields + _SUM.pack(xxh3_64_intdigest(fields))
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be written: its payload lies in its slot, and the sum is known."""
+        if self.later and (found := self.later()) is not None:
+            self.payload_sum, self.later = found, None
+        return self.later is None
 
     @property
     def inline_bytes(self) -> int:

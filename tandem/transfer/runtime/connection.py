@@ -25,6 +25,7 @@ from tandem.transfer.runtime.reader import Reader
 from tandem.transfer.transports.base import Stream
 
 TICK_SECONDS = 0.05
+POLL_SECONDS = 1e-4
 READ_BURST = 8
 WRITE_BURST_MESSAGES = 32
 WRITE_BURST_BYTES = 256 << 10
@@ -33,12 +34,16 @@ WRITE_BURST_BYTES = 256 << 10
 class End(Protocol):
     """What a connection serves. It calls from its driver, `pending`, `take` and `sent` also from `flush`.
 
-    patience: seconds to look for messages after one has come before it sleeps. A TransferError ends the link.
+    patience: seconds to look for messages after one has come before it sleeps. poll_s: to sleep at most, for something
+    is under way that wakes nobody. A TransferError ends the link.
     """
 
     liveness: Liveness
     max_frame_bytes: int
     patience: float
+
+    @property
+    def poll_s(self) -> float: ...
 
     @property
     def small(self) -> bool:
@@ -52,6 +57,9 @@ class End(Protocol):
 
     def sent(self, messages: list[Message]) -> None: ...
     def receive(self, message: Message) -> None: ...
+    def resume(self) -> bool:
+        """Goes on with what had to wait; whether it did."""
+
     def tick(self) -> None: ...
     def closed(self, error: TransferError) -> None: ...
 
@@ -67,7 +75,7 @@ def burst(outbox: deque[Message]) -> list[Message]:
     """Takes from `outbox` what is worth one call of the stream."""
     taken: list[Message] = []
     size = 0
-    while outbox and len(taken) < WRITE_BURST_MESSAGES and size < WRITE_BURST_BYTES:
+    while outbox and outbox[0].ready and len(taken) < WRITE_BURST_MESSAGES and size < WRITE_BURST_BYTES:
         taken.append(outbox.popleft())
         size += taken[-1].inline_bytes
     return taken
@@ -177,6 +185,7 @@ class Connection:
             self._stream = self._dial()
             self._reader = Reader(self._stream, self._end.max_frame_bytes)
         moved = self._read()
+        moved = self._end.resume() or moved
         moved = self._write() or moved
         now = self._driver.now()
         if now >= self._tick_at:
@@ -186,7 +195,7 @@ class Connection:
             self._moved_at = now
         if moved or (self._driver.concurrent and now - self._moved_at < self._end.patience):
             return 0.0
-        return self._tick_at - now
+        return min(self._tick_at - now, self._end.poll_s)
 
     def _read(self) -> bool:
         for count in range(READ_BURST):

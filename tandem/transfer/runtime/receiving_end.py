@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from tandem.transfer.copy.rows import KVCache
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.receiver import ReceiverProtocol, Write
-from tandem.transfer.protocol.wire import Hello, Message
-from tandem.transfer.runtime.connection import burst
+from tandem.transfer.protocol.wire import PAYLOAD_KINDS, Hello, Kind, Message
+from tandem.transfer.runtime.connection import POLL_SECONDS, burst
 from tandem.transfer.runtime.shared_landings import SharedLandings
 from tandem.transfer.transports.base import ReceiveSide, Transport, Unusable
 
@@ -29,6 +31,8 @@ class ReceivingEnd:
             max_frame_bytes=self.max_frame_bytes, nonce=nonce, accept=self._accept, now=now(),
         )  # fmt: skip
         self.liveness = self._protocol.liveness
+        self._waiting: Write | None = None
+        self._later: deque[Message] = deque()
 
     def pending(self) -> bool:
         return bool(self._protocol.outbox)
@@ -40,17 +44,32 @@ class ReceivingEnd:
     def sent(self, messages: list[Message]) -> None:
         self._protocol.sent(messages, self._now())
 
+    @property
+    def poll_s(self) -> float:
+        return POLL_SECONDS if self._waiting else math.inf
+
     def receive(self, message: Message) -> None:
-        with self._landings.lock:
-            write = self._protocol.receive(message, self._now())
-        if write:
+        if message.kind in PAYLOAD_KINDS and self._protocol.side:
+            self._protocol.side.announced(message)
+        if self._waiting and message.kind not in (Kind.PING, Kind.PONG):
+            message.body = bytes(message.body)  # lasts longer than the reader's memory
+            self._later.append(message)
+        else:
+            self._take(message)
+
+    def resume(self) -> bool:
+        """The write whose payload has not arrived yet, and then what came after it."""
+        moved = False
+        while self._waiting and self._arrived(self._waiting):
+            write, self._waiting, moved = self._waiting, None, True
             self._write(write)
-        if self._protocol.read and self._protocol.side:
-            self._protocol.side.release(self._protocol.read)
-            self._protocol.read.clear()
-        self._landings.report(self._protocol.ended)
+            while self._later and not self._waiting:
+                self._take(self._later.popleft())
+        return moved
 
     def tick(self) -> None:
+        if self._protocol.side:
+            self._protocol.side.check()
         with self._landings.lock:
             self._protocol.tick(self._now())
         self._landings.report(self._protocol.ended)
@@ -60,18 +79,40 @@ class ReceivingEnd:
             self._protocol.fail(error)
         self._landings.report(self._protocol.ended)
 
+    def _take(self, message: Message) -> None:
+        with self._landings.lock:
+            write = self._protocol.receive(message, self._now())
+        if write and self._arrived(write):
+            self._write(write)
+        else:
+            self._waiting = write
+            self._report()
+
+    def _arrived(self, write: Write) -> bool:
+        return self._protocol.side is not None and self._protocol.side.arrived(write.message)
+
     def _write(self, write: Write) -> None:
         """Copies and sums the payload, or only sums a probe's; the sum is of what was copied."""
         seen, side, message = -1, self._protocol.side, write.message
         assert side is not None
+        with self._landings.lock:
+            wanted = self._protocol.start(write)
         try:
-            if write.landing:
+            if wanted and write.landing:
                 seen = side.scatter(message, self._cache.layers[message.layer], write.block_ids)
-            else:
+            elif wanted:
                 seen = side.checksum(message)
         finally:
-            with self._landings.lock:
-                self._protocol.written(write, seen)
+            if wanted:
+                with self._landings.lock:
+                    self._protocol.written(write, seen)
+        self._report()
+
+    def _report(self) -> None:
+        if self._protocol.read and self._protocol.side:
+            self._protocol.side.release(self._protocol.read)
+            self._protocol.read.clear()
+        self._landings.report(self._protocol.ended)
 
     def _accept(self, hello: Hello) -> tuple[ReceiveSide | None, dict[str, str]]:
         """The first of the sender's transports that works here, and why those before it do not."""
@@ -79,7 +120,7 @@ class ReceivingEnd:
         for name, offer in hello.offers.items():
             try:
                 if name in self._transports:
-                    return self._transports[name].accept(offer), refused
+                    return self._transports[name].accept(offer, self.max_frame_bytes), refused
                 refused[name] = "the receiver does not use it"
             except Unusable as why:
                 refused[name] = str(why)

@@ -9,6 +9,7 @@ link's connection writes frames, takes answers in, and frees slots. Futures reso
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
 from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, Message, Welcome
-from tandem.transfer.runtime.connection import burst
+from tandem.transfer.runtime.connection import POLL_SECONDS, burst
 from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.slots import Slots
 from tandem.transfer.transports.base import SendSide, Slot
@@ -77,8 +78,18 @@ class SendingEnd:
     def small(self) -> bool:
         return self._side is not None and not self._side.inline
 
+    @property
+    def poll_s(self) -> float:
+        outbox = self._protocol.outbox
+        unready = bool(outbox) and outbox[0].later is not None
+        return POLL_SECONDS if unready or (self._side is not None and self._side.busy) else math.inf
+
     def pending(self) -> bool:
-        return bool(self._protocol.outbox)
+        outbox = self._protocol.outbox
+        return bool(outbox) and outbox[0].ready
+
+    def resume(self) -> bool:
+        return False
 
     def take(self) -> list[Message]:
         with self._changed:
@@ -105,6 +116,8 @@ class SendingEnd:
                 raise TransferError("DEADLINE_EXCEEDED", f"no answer from {protocol.remote}")
             for probe in [probe for probe in self._probes if now >= probe.deadline]:
                 self._end_probe(probe, TransferError("DEADLINE_EXCEEDED", f"probe: no answer from {protocol.remote}"))
+            if self._side:
+                self._side.check()
             protocol.tick(now)
 
     def closed(self, error: TransferError) -> None:
@@ -190,6 +203,7 @@ class SendingEnd:
             other.close()
         self._sides = {welcome.transport: side}
         side.open()
+        self._open_by += side.open_s
         slots = Slots(side, welcome.block_bytes, min(self._frame_bytes, welcome.max_frame_bytes))
         if slots.count == 0:
             text = f"arena_bytes: {side.size} cannot hold one block of {welcome.block_bytes} bytes"
@@ -202,7 +216,8 @@ class SendingEnd:
         while probe.left and (slot := self._take(min(probe.left, slots.frame_bytes))):
             data = (self._pattern * (slot.nbytes // PATTERN_BYTES + 1))[: slot.nbytes]
             payload_sum = side.write(data, slot)
-            probe.waiting.add(self._protocol.probe(Payload(slot.offset, slot.nbytes, payload_sum, side.body(slot))))
+            payload = Payload(slot.offset, slot.nbytes, payload_sum, side.body(slot))
+            probe.waiting.add(self._protocol.probe(payload, payload_sum))
             probe.left -= slot.nbytes
         for handle in probe.waiting & self._protocol.probed.keys():
             probe.waiting.remove(handle)

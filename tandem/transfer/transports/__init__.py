@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tandem.transfer.transports.base import Network, Transport
+from tandem.transfer.transports.base import Missing, Network, Transport, Unusable
+from tandem.transfer.transports.nccl import load_nccl
 from tandem.transfer.transports.shm import ShmTransport
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": ShmTransport}
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"nccl": load_nccl, "shm": ShmTransport}
 
 
 def make_transports(names: Sequence[str], network: Network) -> list[Transport]:
@@ -16,4 +17,15 @@ def make_transports(names: Sequence[str], network: Network) -> list[Transport]:
     known = TRANSPORTS | {inline.name: lambda: inline}
     if not names or set(names) - known.keys():
         raise ValueError(f"transports: {list(names)} given, this network carries {sorted(known)}")
-    return [known[name]() for name in names]
+    made = [_made(name, known[name]) for name in names]
+    missing = [f"{transport.name}: {transport.reason}" for transport in made if isinstance(transport, Missing)]
+    if len(missing) == len(made):
+        raise ValueError(f"transports: none can be used here: {'; '.join(missing)}")
+    return made
+
+
+def _made(name: str, make: Callable[[], Transport]) -> Transport:
+    try:
+        return make()
+    except Unusable as why:
+        return Missing(name, str(why))

@@ -11,7 +11,7 @@ every header and control message, comes from a Network.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,10 +37,14 @@ class Slot:
 class SendSide(ABC):
     """The sender's memory of one link, `size` bytes for slots from `start` on. `open` if taken; `close` in the end.
 
-    inline: payloads follow their headers on the stream.
+    inline: payloads follow their headers on the stream. open_s: seconds that opening may take besides. busy: something
+    is under way whose end only a call finds out. Where a checksum is not known at once, `gather` returns a function
+    that returns it later, and None before: the header goes out only then.
     """
 
     inline = False
+    open_s = 0.0
+    busy = False
     start = 0
     offer: dict[str, Any]
 
@@ -49,7 +53,7 @@ class SendSide(ABC):
         self.offer = {}
 
     @abstractmethod
-    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot) -> int:
+    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot) -> int | Callable[[], int | None]:
         """Copies rows `ids`, one or more that exist, to the slot and returns the payload's checksum."""
 
     @abstractmethod
@@ -70,14 +74,30 @@ class SendSide(ABC):
     def released(self) -> list[int]:
         """Offsets of slots that were read since this was last called. One thread at a time."""
 
+    def check(self) -> None:
+        """Now and then. Raises TransferError where the link cannot go on."""
+
     def close(self) -> None:
         """Idempotent: nobody can find this memory from now on."""
 
 
 class ReceiveSide(ABC):
-    """The receiver's half of one link. Called by the link's thread alone."""
+    """The receiver's half of one link. Called by the link's thread alone.
+
+    A payload's header may come before the payload: the link then does other things until it has `arrived`.
+    """
 
     name: str
+
+    def announced(self, message: Message) -> None:
+        """This header has come, in order; its payload will be asked for or released."""
+
+    def arrived(self, message: Message) -> bool:
+        """Whether its payload can be read now."""
+        return True
+
+    def check(self) -> None:
+        """Now and then. Raises TransferError where the link cannot go on."""
 
     @abstractmethod
     def fault(self, message: Message) -> str:
@@ -107,7 +127,21 @@ class Transport(ABC):
     def offer(self, size: int) -> SendSide: ...
 
     @abstractmethod
-    def accept(self, offer: dict[str, Any]) -> ReceiveSide: ...
+    def accept(self, offer: dict[str, Any], max_frame_bytes: int) -> ReceiveSide:
+        """max_frame_bytes: no payload is longer."""
+
+
+class Missing(Transport):
+    """One that this worker was asked to use and cannot."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+
+    def offer(self, size: int) -> SendSide:
+        raise Unusable(self.reason)
+
+    def accept(self, offer: dict[str, Any], max_frame_bytes: int) -> ReceiveSide:
+        raise Unusable(f"at the receiver: {self.reason}")
 
 
 class Stream(Protocol):

@@ -85,5 +85,5 @@ class InlineTransport(Transport):
     def offer(self, size: int) -> SendSide:
         return InlineSendSide(size, self._copier)
 
-    def accept(self, offer: dict[str, Any]) -> ReceiveSide:
+    def accept(self, offer: dict[str, Any], max_frame_bytes: int) -> ReceiveSide:
         return HostReceiveSide(self.name, self._copier)

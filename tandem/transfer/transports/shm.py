@@ -121,7 +121,7 @@ class ShmTransport(Transport):
         except OSError as error:
             raise Unusable(f"no shared memory to send from: {error}") from None
 
-    def accept(self, offer: dict[str, Any]) -> ReceiveSide:
+    def accept(self, offer: dict[str, Any], max_frame_bytes: int) -> ReceiveSide:
         found = parse(ShmOffer, offer)
         if view := _attached(found):
             return ShmReceiveSide(view, self._copier)

@@ -1,0 +1,140 @@
+"""Payloads in a GPU's memory: what its transports share. The device stands behind a small interface: tests have none.
+
+sender     gather and sum on the stream that computes the KV: no block is overwritten before it is gathered
+receiver   payload -> staging memory, summed there -> rows, only where the sum is right
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem.transfer.copy.device_sum import MASK, DeviceSum
+from tandem.transfer.copy.rows import Rows
+from tandem.transfer.protocol.wire import Message
+from tandem.transfer.transports.base import ReceiveSide, SendSide, Slot, Unusable
+
+WORD = 8
+
+
+class Event(Protocol):
+    def query(self) -> bool:
+        """Whether all that was queued before it is done."""
+
+
+class Queue(Protocol):
+    """A stream of the device: what is queued on it is done in order."""
+
+    pointer: int
+
+    def use(self) -> AbstractContextManager[object]:
+        """What this thread does with torch within goes to this queue, and to its device."""
+
+    def record(self) -> Event: ...
+
+
+class Device(Protocol):
+    place: torch.device
+
+    def queue(self) -> Queue: ...
+    def identity(self) -> str:
+        """Names the device among all of all hosts."""
+
+    def fetch(self, number: torch.Tensor) -> Callable[[], int | None]:
+        """Begins to copy one int64 to the host; the function returns it once it is there, and None before."""
+
+
+class CudaQueue:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pointer: int = self._stream.cuda_stream
+
+    def use(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
+
+    def record(self) -> Event:
+        event: Event = self._stream.record_event()
+        return event
+
+
+class CudaDevice:
+    """The device that torch has chosen for this process. Raises Unusable where there is none."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise Unusable("no CUDA device: torch.cuda.is_available() is false")
+        self.place = torch.device("cuda", torch.cuda.current_device())
+
+    def queue(self) -> Queue:
+        return CudaQueue(self.place)
+
+    def identity(self) -> str:
+        return str(torch.cuda.get_device_properties(self.place).uuid)
+
+    def fetch(self, number: torch.Tensor) -> Callable[[], int | None]:
+        there = torch.empty((), dtype=torch.int64, pin_memory=True)
+        there.copy_(number, non_blocking=True)
+        event = torch.cuda.current_stream(self.place).record_event()
+        return lambda: int(there) & MASK if event.query() else None
+
+
+class DeviceSendSide(SendSide):
+    """Slots in memory of the device. `allocate` makes it: int64 words."""
+
+    def __init__(self, size: int, device: Device) -> None:
+        super().__init__(size // WORD * WORD)
+        self._device = device
+        self._sum = DeviceSum(device.place)
+        self._memory: torch.Tensor | None = None
+
+    def allocate(self) -> torch.Tensor:
+        return torch.zeros(self.size // WORD, dtype=torch.int64, device=self._device.place)
+
+    def open(self) -> None:
+        self._memory = self.allocate()
+
+    def words(self, slot: Slot) -> torch.Tensor:
+        assert self._memory is not None
+        return self._memory[slot.offset // WORD : -(-(slot.offset + slot.nbytes) // WORD)]
+
+    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot) -> Callable[[], int | None]:
+        words = self.words(slot).view(len(ids), -1)
+        torch.index_select(rows.words(), 0, torch.from_numpy(ids).to(self._device.place), out=words)
+        return self._device.fetch(self._sum(words))
+
+    def write(self, data: bytes, slot: Slot) -> int:
+        words = self.words(slot)
+        words.copy_(torch.frombuffer(bytearray(data.ljust(len(words) * WORD, b"\0")), dtype=torch.int64))
+        return int(self._sum(words)) & MASK
+
+
+class DeviceReceiveSide(ReceiveSide):
+    """`payload` is staging memory that nobody else writes: what was summed is what is copied."""
+
+    def __init__(self, name: str, device: Device) -> None:
+        self.name, self._device = name, device
+        self._queue = device.queue()
+        self._sum = DeviceSum(device.place)
+
+    def payload(self, message: Message) -> torch.Tensor:
+        """Int64 words, those behind the payload's last byte padded with zeros."""
+        raise NotImplementedError
+
+    def scatter(self, message: Message, rows: Rows, ids: NDArray[np.int64]) -> int:
+        with self._queue.use():
+            words = self.payload(message)
+            seen = int(self._sum(words)) & MASK
+            if seen == message.payload_sum:
+                rows.words().index_copy_(0, torch.from_numpy(ids).to(self._device.place), words.view(len(ids), -1))
+                int(words[0])  # the copy is done before anybody is told so
+        return seen
+
+    def checksum(self, message: Message) -> int:
+        with self._queue.use():
+            return int(self._sum(self.payload(message))) & MASK
