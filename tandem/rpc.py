@@ -198,4 +198,4 @@ async def _abort(error: Exception, context: aio.ServicerContext[Any, Any]) -> No
     if isinstance(error, Refused):
         await context.abort(error.code, error.message)
     log.error("handler failed", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the log tells more")

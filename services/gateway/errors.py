@@ -3,7 +3,7 @@
     class              HTTP   error.type                gRPC
     InvalidRequest     400    invalid_request_error     INVALID_ARGUMENT
     Unauthorized       401    authentication_error      UNAUTHENTICATED
-    ModelNotFound      404    not_found_error           NOT_FOUND
+    ModelNotFound      404    invalid_request_error     NOT_FOUND
     BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
     Overloaded         429    overloaded_error          RESOURCE_EXHAUSTED
     Internal           500    internal_error            INTERNAL
@@ -42,8 +42,7 @@ class GatewayError(Exception):
 
     def body(self) -> dict[str, Any]:
         """As OpenAI words it."""
-        code = self.code or self.status
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": code}}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def _shortened(text: str) -> str:
@@ -61,7 +60,7 @@ class Unauthorized(GatewayError):
 
 
 class ModelNotFound(GatewayError):
-    status, type, grpc = 404, "not_found_error", StatusCode.NOT_FOUND
+    status, type, grpc = 404, "invalid_request_error", StatusCode.NOT_FOUND
 
 
 class BodyTooLarge(GatewayError):
@@ -75,6 +74,11 @@ class Overloaded(GatewayError):
 
 class Internal(GatewayError):
     pass
+
+
+def unexpected(request_id: str) -> Internal:
+    """For an exception that is a bug: what it says is for the log."""
+    return Internal(f"internal error; the gateway's log tells more of request {request_id}")
 
 
 class Unavailable(GatewayError):

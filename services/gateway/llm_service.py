@@ -16,6 +16,7 @@ from services.gateway.errors import GatewayError, InvalidRequest
 from services.gateway.generation import Answer, Delta, Generation, check_salt, read_sampling, read_speculative
 from services.gateway.llm import LLM
 from services.gateway.priority import PriorityClass
+from services.gateway.text import ROLES
 from tandem import rpc
 from tandem.sampling import given_in
 from tandem.speculative import Speculative
@@ -134,11 +135,11 @@ def _messages(said: llm_pb2.ChatMessages) -> list[Any]:
     if not said.messages:
         raise InvalidRequest("messages must not be empty", "messages")
     for i, message in enumerate(said.messages):
-        if message.role not in ("system", "user", "assistant"):
+        if message.role not in ROLES:
             raise InvalidRequest(
-                f"messages[{i}].role must be one of system, user, assistant, got {message.role!r}", "messages"
+                f"messages[{i}].role must be one of {', '.join(ROLES)}, got {message.role!r}", f"messages[{i}].role"
             )
-    return [{"role": message.role, "content": message.content} for message in said.messages]
+    return [{"role": ROLES[message.role], "content": message.content} for message in said.messages]
 
 
 def _message(kind: Callable[..., Any], answer: Answer, delta: Delta, text: str | None = None) -> Any:

@@ -46,6 +46,7 @@ class Generator:
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
         self.num_proposed_tokens = self.num_accepted_tokens = 0
+        self.logprob: Callable[[worker_pb2.SequenceSpec], float] = lambda spec: -0.5
 
     def output(self, spec: worker_pb2.SequenceSpec, index: int) -> worker_pb2.SequenceOutput:
         tokens = [*self.reply(spec), 0]
@@ -55,8 +56,9 @@ class Generator:
             num_proposed_tokens=self.num_proposed_tokens, num_accepted_tokens=self.num_accepted_tokens,
         )  # fmt: skip
         if spec.sampling.HasField("logprobs"):
-            top = [llm_pb2.TopLogprob(token_id=token + i, logprob=-0.5 - i) for i in range(spec.sampling.logprobs)]
-            output.logprobs.append(llm_pb2.TokenLogprobs(token_id=token, logprob=-0.5, top=top))
+            logprob = self.logprob(spec)
+            top = [llm_pb2.TopLogprob(token_id=token + i, logprob=logprob - i) for i in range(spec.sampling.logprobs)]
+            output.logprobs.append(llm_pb2.TokenLogprobs(token_id=token, logprob=logprob, top=top))
         if token in spec.sampling.stop_token_ids:
             output.finish_reason = llm_pb2.FINISH_REASON_STOP
         elif index + 1 == spec.sampling.max_tokens or index + 1 == len(tokens):

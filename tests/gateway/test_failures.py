@@ -25,7 +25,7 @@ from tests.gateway.conftest import TEXT, eventually, free_port, make_settings
 from tests.gateway.peers import MODEL, Peers
 
 LONG = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 200, "ignore_eos": True}
-SHORT = {"model": MODEL, "prompt": "once upon", "seed": 0}
+SHORT = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 100}
 DETECT_S = 2.0
 
 

@@ -62,12 +62,14 @@ async def test_stream_and_unary_agree(service: Any, tokenizer: Tokenizer) -> Non
 
 async def test_messages_priorities_and_tenants(service: Any, peers: Peers, tokenizer: Tokenizer) -> None:
     asked = llm_pb2.GenerateRequest(
-        model=MODEL, messages=llm_pb2.ChatMessages(messages=[{"role": "user", "content": "hi"}]),
+        model=MODEL, messages=llm_pb2.ChatMessages(messages=[
+            {"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"},
+        ]),
         priority=llm_pb2.PRIORITY_BATCH, tenant="acme", cache_salt="s",
     )  # fmt: skip
     await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=asked))
     spec = peers.decode.seen[0]
-    assert tokenizer.decode(spec.token_ids) == "<s><user>hi\n<assistant>"
+    assert tokenizer.decode(spec.token_ids) == "<s><system>be brief\n<user>hi\n<assistant>"
     assert (spec.priority, spec.tenant, spec.cache_salt) == (100, "acme", "s")
 
 

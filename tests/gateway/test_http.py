@@ -15,7 +15,7 @@ from tests.gateway.conftest import TEXT, eventually
 from tests.gateway.peers import MODEL, Peers
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "tell me"}], "seed": 0}
-TEXTUAL = {"model": MODEL, "prompt": "once upon", "seed": 0}
+TEXTUAL = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 100}
 
 
 async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
@@ -138,11 +138,18 @@ async def test_what_workers_are_asked_for(http: httpx.AsyncClient, peers: Peers)
 
 async def test_max_tokens_defaults_to_the_room_that_is_left(http: httpx.AsyncClient, peers: Peers) -> None:
     """The workers' 256, not the model's 512."""
-    answer = await http.post("/v1/completions", json={**TEXTUAL, "prompt": [5] * 200, "ignore_eos": True})
-    assert peers.decode.seen[0].sampling.max_tokens == 56
+    answer = await http.post("/v1/chat/completions", json={**CHAT, "ignore_eos": True})
+    left = 256 - len(peers.decode.seen[0].token_ids)
+    assert peers.decode.seen[0].sampling.max_tokens == left
     assert list(peers.decode.seen[0].sampling.stop_token_ids) == []
     assert answer.json()["choices"][0]["finish_reason"] == "length"
-    assert answer.json()["usage"]["completion_tokens"] == 56
+    assert answer.json()["usage"]["completion_tokens"] == left
+
+
+async def test_a_completion_is_short_unless_more_is_asked_for(http: httpx.AsyncClient) -> None:
+    answer = (await http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "seed": 0})).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 async def test_a_stop_string_ends_the_answer_and_frees_the_sequence(http: httpx.AsyncClient, peers: Peers) -> None:
@@ -210,7 +217,7 @@ async def test_completion_logprobs(http: httpx.AsyncClient) -> None:
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
     assert list(logprobs["top_logprobs"][0]) == logprobs["tokens"][:1]
     chosen_only = (await http.post("/v1/completions", json={**body, "logprobs": 0})).json()["choices"][0]["logprobs"]
-    assert chosen_only["top_logprobs"] == [None] * 4
+    assert chosen_only["top_logprobs"] == [{token: -0.5} for token in logprobs["tokens"]]
 
 
 async def test_tokens_sent_twice_are_shown_once(http: httpx.AsyncClient, peers: Peers) -> None:

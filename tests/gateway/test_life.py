@@ -52,7 +52,7 @@ async def test_models(http: httpx.AsyncClient) -> None:
 
 
 async def test_metrics(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
-    body = {"model": MODEL, "prompt": [5, 6, 7], "seed": 0}
+    body = {"model": MODEL, "prompt": [5, 6, 7], "seed": 0, "max_tokens": 100}
     tokens = (await http.post("/v1/completions", json={**body, "n": 2})).json()["usage"]["completion_tokens"]
     await http.post("/v1/completions", json={**body, "n": 0})
     peers.decode.step_s = 0.01
@@ -94,7 +94,7 @@ def metrics_of(text: str) -> dict[str, float]:
 
 async def test_ending_lets_short_requests_end(settings: GatewaySettings, peers: Peers) -> None:
     peers.decode.step_s = 0.01
-    body = {"model": MODEL, "prompt": "x", "seed": 0}
+    body = {"model": MODEL, "prompt": "x", "seed": 0, "max_tokens": 100}
     async with running(settings.model_copy(update={"drain_s": 5.0})) as (gateway, http):
         request = asyncio.create_task(http.post("/v1/completions", json=body))
         await eventually(lambda: bool(peers.decode.held))
@@ -163,7 +163,8 @@ async def test_the_process_serves_is_lean_and_stops(
 ) -> None:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http:
         answers = [
-            await http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "seed": 0}) for _ in range(10)
+            await http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "seed": 0, "max_tokens": 100})
+            for _ in range(10)
         ]
     assert [answer.json()["choices"][0]["text"] for answer in answers] == [TEXT] * 10
     assert psutil.Process(process.pid).memory_info().rss < 250 * 2**20

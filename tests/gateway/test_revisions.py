@@ -24,7 +24,7 @@ from tests.gateway.conftest import TEXT, eventually, make_settings
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_failures import everything_free
 
-BODY = {"model": MODEL, "prompt": "once upon", "seed": 0}
+BODY = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 100}
 PAIRS = {("p", "d"), ("p-new", "d-new")}
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import structlog
 from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from services.gateway.errors import GatewayError
+from services.gateway.errors import GatewayError, Internal, InvalidRequest, unexpected
 from services.gateway.http.chat import read_chat
 from services.gateway.http.completions import read_completion
 from services.gateway.http.endpoint import GenerateEndpoint
+from services.gateway.http.exchange import request_id_of
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
+
+log = structlog.get_logger(__name__)
 
 
 def build_app(llm: LLM, wall: Callable[[], float]) -> FastAPI:
@@ -27,8 +31,7 @@ def build_app(llm: LLM, wall: Callable[[], float]) -> FastAPI:
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, telemetry={"tracing": False, "metrics": False})
     for path, read in (("/v1/chat/completions", read_chat), ("/v1/completions", read_completion)):
         app.router.routes.append(Route(path, GenerateEndpoint(llm, read, wall), methods=["POST"]))
-    app.add_exception_handler(GatewayError, _refuse)
-    app.add_exception_handler(HTTPException, _explain)
+    _add_errors(app, llm)
     _add_models(app, llm)
     _add_health(app, llm)
     return app
@@ -75,14 +78,26 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
         return Response(llm.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
 
-async def _refuse(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, GatewayError)
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+def _add_errors(app: FastAPI, llm: LLM) -> None:
+    def respond(request: Request, error: GatewayError, status: int, headers: Mapping[str, str]) -> JSONResponse:
+        named = {"x-request-id": request_id_of(request.headers, llm.new_id), **headers}
+        return JSONResponse(error.body(), status, headers=named)
 
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, GatewayError)
+        return respond(request, error, error.status, error.headers)
 
-async def _explain(request: Request, error: Exception) -> JSONResponse:
-    """Unknown paths and methods, in the shape of every other error."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    body = {"message": message, "type": "invalid_request_error", "param": None, "code": error.status_code}
-    return JSONResponse({"error": body}, error.status_code, headers=error.headers)
+    async def explain(request: Request, error: Exception) -> JSONResponse:
+        """Unknown paths and methods, in the shape of every other error."""
+        assert isinstance(error, HTTPException)
+        refusal = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}")
+        return respond(request, refusal, error.status_code, error.headers or {})
+
+    async def apologize(request: Request, error: Exception) -> JSONResponse:
+        request_id = request_id_of(request.headers, llm.new_id)
+        log.error("request failed", request_id=request_id, exc_info=error)
+        return respond(request, unexpected(request_id), Internal.status, {"x-request-id": request_id})
+
+    app.add_exception_handler(GatewayError, refuse)
+    app.add_exception_handler(HTTPException, explain)
+    app.add_exception_handler(Exception, apologize)

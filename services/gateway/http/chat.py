@@ -10,9 +10,7 @@ from services.gateway.generation import Delta, read_sampling
 from services.gateway.http import schema
 from services.gateway.http.format import Format, ParsedBody, logprob_entries
 from services.gateway.llm import LLM
-from services.gateway.text import Tokenizer
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+from services.gateway.text import ROLES, Tokenizer
 
 
 async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
@@ -34,6 +32,7 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
         given["max_tokens"] = found.max_completion_tokens
     return ParsedBody(
         body=found,
+        n=found.n or 1,
         given=given,
         sampling=read_sampling(given, llm.model, names),
         prompts=[await llm.encode_chat(messages)],
@@ -64,7 +63,7 @@ class ChatFormat(Format):
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not delta.tokens.logprobs:
             return None
-        return {"content": logprob_entries(self._tokenizer, delta.tokens.logprobs)}
+        return {"content": logprob_entries(self._tokenizer, delta.tokens.logprobs), "refusal": None}
 
 
 def _logprobs(body: schema.ChatBody) -> int | None:

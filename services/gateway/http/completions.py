@@ -13,6 +13,9 @@ from services.gateway.llm import LLM
 from services.gateway.text import Tokenizer
 from tandem.v1 import llm_pb2
 
+# As OpenAI has it; an answer in a chat may be as long as the context allows.
+DEFAULT_MAX_TOKENS = 16
+
 
 async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
     """
@@ -23,27 +26,33 @@ async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
     llm.served(found.model)
     if found.echo and "logprobs" in given:
         raise InvalidRequest("echo: logprobs of the prompt are not supported by this server", "echo")
+    given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    with_logprobs, n = "logprobs" in given, _choices(found)
+    if n > (found.n or 1):
+        given.setdefault("logprobs", 0)  # to rank by
     sampling = read_sampling(given, llm.model)
     said = _prompts(found.prompt)
-    llm.check_choices(len(said), found.n or 1)
+    llm.check_choices(len(said), n)
     prompts = [await llm.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in said]
     tokenizer = llm.model.tokenizer
     echoes = [_text(prompt, tokenizer) for prompt in said] if found.echo else []
     return ParsedBody(
         body=found,
+        n=n,
         given=given,
         sampling=sampling,
         prompts=prompts,
         param="prompt",
         operation="text_completion",
-        format=CompletionFormat(tokenizer, echoes, found.n or 1),
+        format=CompletionFormat(tokenizer, echoes, found.n or 1, with_logprobs),
     )
 
 
 class CompletionFormat(Format):
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[str], n: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[str], n: int, with_logprobs: bool) -> None:
+        self._with_logprobs = with_logprobs
         self._tokenizer = tokenizer
         self._echoes = {i: echoes[i // n] for i in range(len(echoes) * n)}
 
@@ -56,7 +65,7 @@ class CompletionFormat(Format):
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         logprobs = delta.tokens.logprobs
-        if not logprobs:
+        if not logprobs or not self._with_logprobs:
             return None
         return {
             "tokens": [token_text(self._tokenizer, one.token_id) for one in logprobs],
@@ -65,8 +74,22 @@ class CompletionFormat(Format):
             "text_offset": delta.offsets,
         }
 
-    def _top(self, one: llm_pb2.TokenLogprobs) -> dict[str, float] | None:
-        return {token_text(self._tokenizer, top.token_id): top.logprob for top in one.top} or None
+    def _top(self, one: llm_pb2.TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and, as OpenAI has it, the chosen one whether it is among them or not."""
+        found = {token_text(self._tokenizer, top.token_id): top.logprob for top in one.top}
+        return found | {token_text(self._tokenizer, one.token_id): one.logprob}
+
+
+def _choices(body: schema.CompletionBody) -> int:
+    """How many answers are written for each prompt."""
+    n, best_of = body.n or 1, body.best_of
+    if best_of is None or best_of == n:
+        return n
+    if best_of < n:
+        raise InvalidRequest(f"best_of must not be below n, got {best_of} and {n}", "best_of")
+    if body.stream:
+        raise InvalidRequest("best_of must be n where stream is true: the best is not known before the end", "best_of")
+    return best_of
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

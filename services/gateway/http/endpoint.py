@@ -18,7 +18,7 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.access import Client
-from services.gateway.errors import GatewayError, Internal, TimedOut
+from services.gateway.errors import GatewayError, TimedOut, unexpected
 from services.gateway.generation import (
     CLIENT_LEFT,
     Answer,
@@ -61,7 +61,7 @@ class GenerateEndpoint:
             await exchange.fail(error, {})
         except Exception as error:
             log.error("request failed", request_id=exchange.request_id, exc_info=error)
-            await exchange.fail(Internal(f"{type(error).__name__}: {error}"), {})
+            await exchange.fail(unexpected(exchange.request_id), {})
 
     async def _serve(self, exchange: Exchange) -> None:
         try:
@@ -90,7 +90,7 @@ class GenerateEndpoint:
             request_id=exchange.request_id,
             model=self._llm.model,
             prompts=found.prompts,
-            n=body.n or 1,
+            n=found.n,
             given=found.given,
             sampling=found.sampling,
             deadline=deadline,
@@ -119,7 +119,7 @@ class GenerateEndpoint:
             left.cancel()
 
     async def _write(self, exchange: Exchange, found: ParsedBody, answer: Answer) -> None:
-        envelope = Envelope(found.format, answer, int(self._wall()))
+        envelope = Envelope(found, answer, int(self._wall()))
         async with aclosing(answer.deltas()) as deltas:
             every = _chain(await anext(deltas), deltas)
             if answer.request.streamed:
@@ -128,8 +128,7 @@ class GenerateEndpoint:
             else:
                 await self._write_whole(exchange, envelope, answer, every)
         if answer.request.streamed:
-            options = found.body.stream_options
-            if options is not None and options.include_usage:
+            if envelope.with_usage:
                 await exchange.event(envelope.usage_chunk())
             await exchange.close()
 

@@ -36,8 +36,7 @@ class Exchange:
         self, scope: Scope, receive: Receive, send: Send, new_id: Callable[[], str], leaving: Callable[[], bool]
     ) -> None:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        said = self.headers.get("x-request-id", "")
-        self.request_id = said if SANE_ID.fullmatch(said) else new_id()
+        self.request_id = request_id_of(self.headers, new_id)
         self._receive = receive
         self._send = send
         self._keeps_alive = scope["http_version"].startswith("1")
@@ -109,6 +108,12 @@ class Exchange:
     async def _write(self, data: bytes, more: bool) -> None:
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
         await self._send(message)
+
+
+def request_id_of(headers: Mapping[str, str], new_id: Callable[[], str]) -> str:
+    """The client's own x-request-id where that is fit for a header and a log."""
+    said = headers.get("x-request-id", "")
+    return said if SANE_ID.fullmatch(said) else new_id()
 
 
 def deadline_of(headers: Mapping[str, str], llm: LLM) -> float:

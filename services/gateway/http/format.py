@@ -18,6 +18,9 @@ from services.gateway.workers import Tokens
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
 
+# What a response calls the service tier that was asked for by another name.
+TIERS_SERVED = {"auto": "default"}
+
 
 class Format(Protocol):
     """An endpoint's words for a choice. One object serves one request."""
@@ -36,6 +39,7 @@ class ParsedBody:
     """A body that was read and checked, except for the length of its prompts."""
 
     body: GenerationBody
+    n: int  # choices of each prompt
     given: Mapping[str, Any]
     sampling: SamplingParams
     prompts: Sequence[Sequence[int]]
@@ -47,27 +51,49 @@ class ParsedBody:
 class Envelope:
     """The frame around every message of one answer."""
 
-    def __init__(self, form: Format, answer: Answer, created: int) -> None:
-        self._form = form
+    def __init__(self, found: ParsedBody, answer: Answer, created: int) -> None:
+        self._form = form = found.format
         self._answer = answer
+        self._n = found.body.n or 1
+        options = found.body.stream_options
+        self.with_usage = bool(options and options.include_usage)
         request = answer.request
         self._frame = {"id": f"{form.prefix}-{request.request_id}", "created": created, "model": request.model.name}
+        if found.body.service_tier is not None:
+            self._frame["service_tier"] = TIERS_SERVED.get(found.body.service_tier, found.body.service_tier)
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        return self._framed(self._form.chunk, [self._numbered(delta, self._form.delta(delta))])
+        framed = self._framed(self._form.chunk, [self._numbered(delta, self._form.delta(delta))])
+        return {**framed, "usage": None} if self.with_usage else framed
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._framed(self._form.chunk, []), "usage": usage(self._answer)}
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        choices = [self._numbered(delta, self._form.choice(delta)) for delta in deltas]
+        kept = self._best(deltas) if self._n < self._answer.request.n else deltas
+        choices = [self._numbered(delta, self._form.choice(delta)) for delta in kept]
         return {**self._framed(self._form.whole, choices), "usage": usage(self._answer)}
+
+    def _best(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Of each prompt's choices the `n` likeliest per token, best first."""
+        best_of, kept = self._answer.request.n, []
+        for first in range(0, len(deltas), best_of):
+            ranked = sorted(deltas[first : first + best_of], key=_mean_logprob, reverse=True)
+            kept += ranked[: self._n]
+        for i, delta in enumerate(kept):
+            delta.choice = i
+        return kept
 
     def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._frame, "object": kind, "choices": choices}
 
     def _numbered(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
         return {"index": delta.choice, **said, "finish_reason": REASONS.get(delta.finish_reason)}
+
+
+def _mean_logprob(delta: Delta) -> float:
+    logprobs = delta.tokens.logprobs
+    return sum(one.logprob for one in logprobs) / max(1, len(logprobs))
 
 
 def usage(answer: Answer) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's two generation endpoints, and vLLM's extensions of them.
 
 Types only: ranges are checked where both doors meet (`tandem/sampling.py`). A field that this server knows and does
-not do is refused by name unless it asks for what happens anyway; so is a field that nobody knows. null means unsaid.
+not do is refused by name unless it asks for what happens anyway; one that nobody knows is ignored. null means unsaid.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, cr
 from services.gateway.errors import InvalidRequest
 from tandem.sampling import TYPES
 
-HARMLESS = frozenset(
-    ("metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-     "parallel_tool_calls", "request_id")
-)  # fmt: skip
 # Fields that are refused unless they ask for what happens anyway.
 AS_IS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -32,7 +28,6 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "suffix": ("",),
-    "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "skip_special_tokens": (True,),
@@ -64,8 +59,6 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     # of a message
     "tool_calls": ([],),
     "tool_call_id": (),
-    "refusal": (),
-    "reasoning_content": (),
 }
 
 
@@ -85,6 +78,8 @@ class StreamOptions(Body):
 
 
 class SpeculativeBody(Body):
+    model_config = ConfigDict(extra="forbid")
+
     method: str
     num_tokens: int | None = None
 
@@ -101,11 +96,19 @@ class GenerationBody(Body):
     user: str | None = None
     cache_salt: str | None = None
     speculative: SpeculativeBody | None = None
+    # Taken, for they change nothing here.
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(GenerationBody):
     prompt: Any
     echo: bool | None = None
+    best_of: int | None = None
 
 
 class Message(Body):
@@ -152,8 +155,6 @@ def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
         if not found.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         _refuse_extras(found.stream_options, "stream_options.")
-    if found.speculative is not None:
-        _refuse_extras(found.speculative, "speculative.")
     given = {name: getattr(found, name) for name in full.model_fields.keys() - schema.model_fields.keys()}
     return found, {name: value for name, value in given.items() if value is not None}
 
@@ -168,11 +169,7 @@ def refuse_message_extras(message: Message, param: str) -> None:
 
 def _refuse_extras(body: Body, prefix: str) -> None:
     for name, value in (body.model_extra or {}).items():
-        if value is None or name in HARMLESS:
-            continue
-        if name not in AS_IS:
-            raise InvalidRequest(f"unknown parameter: {prefix}{name}", prefix + name, "unknown_parameter")
-        if value not in AS_IS[name]:
+        if value is not None and name in AS_IS and value not in AS_IS[name]:
             raise InvalidRequest(
                 f"{prefix}{name}: not supported by this server", prefix + name, "unsupported_parameter"
             )

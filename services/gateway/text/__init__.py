@@ -4,12 +4,13 @@ chat messages -> ChatTemplate -> text -> Tokenizer -> token ids
 token ids -> Detokenizer -> text -> StopStrings -> the client
 """
 
-from services.gateway.text.chat_template import ChatTemplate, TemplateRefused
+from services.gateway.text.chat_template import ROLES, ChatTemplate, TemplateRefused
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from services.gateway.text.stop import StopStrings
 from services.gateway.text.tokenizer import Tokenizer
 
 __all__ = [
+    "ROLES",
     "ByteDetokenizer",
     "ChatTemplate",
     "Detokenizer",

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# What clients call the roles, and what templates do.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # What a template can raise over messages that it was not written for.
 REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
 
