@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import grpc
@@ -35,14 +36,14 @@ class Node:
     objects: list[Object]
     subnet: int
     pods: dict[str, Pod] = field(default_factory=dict)
-    _numbers: int = 0
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     def start(self, workload: Object, name: str | None = None) -> Pod:
         """A pod of a Deployment, StatefulSet or Pod."""
-        self._numbers += 1
+        number = next(self._numbers)
         template = workload if workload["kind"] == "Pod" else workload["spec"]["template"]
-        name = name or f"{workload['metadata']['name']}-{self._numbers}"
-        pod = Pod(self, name, f"127.{self.subnet}.0.{self._numbers + 1}", template)
+        name = name or f"{workload['metadata']['name']}-{number}"
+        pod = Pod(self, name, f"127.{self.subnet}.0.{number + 1}", template)
         self.pods[name] = pod
         pod.start()
         return pod
@@ -63,13 +64,13 @@ class Node:
         """Names of services as addresses."""
         for service in of_kind(self.objects, "Service"):
             name, selector = service["metadata"]["name"], service["spec"]["selector"]
-            for pod in self.pods.values():
+            for pod in list(self.pods.values()):
                 if selector.items() <= pod.labels.items():
                     text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", pod.ip, text)
         return text
 
     def stop(self) -> None:
-        for pod in reversed(self.pods.values()):
+        for pod in list(self.pods.values()):
             pod.kill()
 
 
@@ -146,6 +147,9 @@ class Pod:
         del self.node.pods[self.name]
         return hooked - began, time.monotonic() - hooked
 
+    def is_of(self, workload: Object) -> bool:
+        return bool(workload["spec"]["selector"]["matchLabels"].items() <= self.labels.items())
+
     def wait(self, timeout: float) -> int:
         """Exit status of a pod that ends by itself."""
         assert self.process is not None
@@ -167,7 +171,9 @@ class Pod:
             time.sleep(0.1)
 
     def _mounts(self) -> dict[str, Path]:
-        return {m["mountPath"]: self.folder / m["name"] for m in self.container["volumeMounts"]}
+        nodes = {v["name"]: Path(v["hostPath"]["path"]) for v in self.template["spec"]["volumes"] if "hostPath" in v}
+        mounts = self.container["volumeMounts"]
+        return {m["mountPath"]: nodes.get(m["name"], self.folder / m["name"]) for m in mounts}
 
     def _mount(self) -> None:
         for volume in self.template["spec"]["volumes"]:
@@ -193,9 +199,8 @@ class Pod:
     def _placed(self, text: str) -> str:
         """Paths of the container as paths here."""
         places = {"/app": ROOT, **self._mounts()}
-        for place in sorted(places, key=len, reverse=True):
-            text = re.sub(rf"(?<![\w/]){place}(?=/|\s|$)", str(places[place]), text)
-        return text
+        known = "|".join(sorted(map(re.escape, places), key=len, reverse=True))
+        return re.sub(rf"(?<![\w/])({known})(?=/|\s|$)", lambda found: str(places[found[1]]), text)
 
     def _command(self, words: list[str]) -> list[str]:
         programs = {"python": sys.executable, "redis-server": str(redis_program())}

@@ -115,7 +115,8 @@ def references(pod: Object) -> Iterator[tuple[str, str, str | None]]:
 def brought(value_set: str) -> set[str]:
     """Names of Secrets that the user says exist."""
     values = values_of(value_set)
-    names = {values.get("redis", {}).get("existingSecret"), *values.get("image", {}).get("pullSecrets", ())}
+    names = {values.get(owner, {}).get("existingSecret") for owner in ("redis", "apiKeys")}
+    names |= {*values.get("image", {}).get("pullSecrets", ())}
     return names | {m["weights"].get("secret") for m in values.get("models", ())} - {None, ""}
 
 

@@ -28,11 +28,11 @@ def pod_of(node: Node, component: str) -> Pod:
 
 
 def test_a_request_is_answered_by_the_rendered_pods(node: Node) -> None:
-    gateway = pod_of(node, "gateway")
-    answer = httpx.post(
-        f"http://{gateway.ip}:8000/v1/completions",
-        json={"model": "tandem-demo", "prompt": "import " * 40, "max_tokens": 8}, timeout=60,
-    )  # fmt: skip
+    url = f"http://{pod_of(node, 'gateway').ip}:8000/v1/completions"
+    body = {"model": "tandem-demo", "prompt": "import " * 40, "max_tokens": 8}
+    key = node.data("Secret", "rel-api-keys")["key"]
+    assert httpx.post(url, json=body).status_code == 401
+    answer = httpx.post(url, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 8
 

@@ -36,3 +36,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- define "tandem.bundledRedis" -}}
 {{- if not (or .Values.redis.url .Values.redis.existingSecret) }}true{{ end -}}
 {{- end }}
+
+{{- define "tandem.keysSecret" -}}
+{{- .Values.apiKeys.existingSecret | default (include "tandem.name" (dict "root" . "part" "api-keys")) -}}
+{{- end }}
+
+{{/* A Secret's value that was there before, or nothing; a rendering without a cluster sees none. */}}
+{{- define "tandem.kept" -}}
+{{- dig "data" .key "" (lookup "v1" "Secret" .root.Release.Namespace .name) | b64dec -}}
+{{- end }}

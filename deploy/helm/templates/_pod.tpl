@@ -54,6 +54,10 @@ capabilities:
 - name: TANDEM_MODEL_NAME
   value: {{ .model.name | quote }}
 {{- end }}
+{{- if eq .component "gateway" }}
+- name: {{ .root.Values.apiKeys.required | ternary "TANDEM_API_KEYS" "TANDEM_INSECURE" }}
+  value: {{ .root.Values.apiKeys.required | ternary "/etc/tandem/api-keys/keys.json" "true" | quote }}
+{{- end }}
 {{- if $worker }}
 - name: TANDEM_ADVERTISE_HOST
   value: $(POD_IP)
@@ -97,6 +101,12 @@ readinessProbe:
 - name: shm
   emptyDir: { medium: Memory, sizeLimit: {{ .block.sharedMemory | quote }} }
 {{- end }}
+{{- if and (eq .component "gateway") .root.Values.apiKeys.required }}
+- name: api-keys
+  secret:
+    secretName: {{ include "tandem.keysSecret" .root }}
+    items: [{ key: keys.json, path: keys.json }]
+{{- end }}
 {{- with .model }}
 {{- if ne .weights.kind "baked" }}
 - name: models
@@ -117,6 +127,9 @@ readinessProbe:
 - { name: tmp, mountPath: /tmp }
 {{- if has .component (list "prefill" "decode") }}
 - { name: shm, mountPath: /dev/shm }
+{{- end }}
+{{- if and (eq .component "gateway") .root.Values.apiKeys.required }}
+- { name: api-keys, mountPath: /etc/tandem/api-keys, readOnly: true }
 {{- end }}
 {{- if and .model (ne (default dict (default dict .model).weights).kind "baked") }}
 - { name: models, mountPath: /models, readOnly: true }
