@@ -12,7 +12,7 @@ commands:
   up         start a whole cluster on this machine and serve until Ctrl-C
   generate   send a prompt to a running cluster and stream the answer
   drain      have the service on this machine finish what it has, before it is stopped
-  keys       add, list or revoke the API keys of a gateway
+  keys       add, list or revoke API keys; what their tenants used
   doctor     check a running cluster: Redis, workers, a block over every prefill-decode pair, the gateway
 
 `tandem <command> --help` lists a command's options, `tandem --version` says which Tandem this is."""

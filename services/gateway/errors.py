@@ -6,6 +6,7 @@
     ModelNotFound      404    invalid_request_error     NOT_FOUND
     BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
     Overloaded         429    overloaded_error          RESOURCE_EXHAUSTED
+    RateLimited        429    rate_limit_error          RESOURCE_EXHAUSTED
     Internal           500    internal_error            INTERNAL
     Unavailable        503    service_unavailable       UNAVAILABLE
     TimedOut           504    timeout                   DEADLINE_EXCEEDED
@@ -19,6 +20,8 @@ After the first byte of an answer the HTTP status is spent: the same error then 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from grpc import StatusCode
@@ -32,7 +35,7 @@ class GatewayError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
     grpc: ClassVar[StatusCode] = StatusCode.INTERNAL
-    headers: ClassVar[Mapping[str, str]] = {}
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -56,7 +59,7 @@ class InvalidRequest(GatewayError):
 
 class Unauthorized(GatewayError):
     status, type, grpc = 401, "authentication_error", StatusCode.UNAUTHENTICATED
-    headers: ClassVar[Mapping[str, str]] = {"www-authenticate": "Bearer"}
+    headers = MappingProxyType({"www-authenticate": "Bearer"})
 
 
 class ModelNotFound(GatewayError):
@@ -69,7 +72,17 @@ class BodyTooLarge(GatewayError):
 
 class Overloaded(GatewayError):
     status, type, grpc = 429, "overloaded_error", StatusCode.RESOURCE_EXHAUSTED
-    headers: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
+    headers = MappingProxyType({"retry-after": "1"})
+
+
+class RateLimited(GatewayError):
+    """A tenant has used up one of its limits."""
+
+    status, type, grpc = 429, "rate_limit_error", StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, code: str, wait_s: float, headers: Mapping[str, str]) -> None:
+        super().__init__(message, code=code)
+        self.headers = {**headers, "retry-after": str(max(1, ceil(wait_s)))}
 
 
 class Internal(GatewayError):

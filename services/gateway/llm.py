@@ -10,7 +10,7 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
-from services.gateway.access import Access
+from services.gateway.access import Access, Allowances, check_tier
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_prompt
 from services.gateway.metrics import Metrics
@@ -32,6 +32,7 @@ class LLM:
     pipeline: Pipeline
     metrics: Metrics
     access: Access
+    allowances: Allowances
     new_id: Callable[[], str]
     spans: Tracer
     seeds: random.Random
@@ -112,10 +113,11 @@ class LLM:
         longest = self.max_model_len
         for prompt in request.prompts:
             check_length(prompt, request.given.get("max_tokens"), longest, param)
+            check_tier(request.client.tier, len(prompt), request.given.get("max_tokens"), param)
             check_prompt(prompt, self.model.tokenizer.vocab_size, param)
         seed = request.given.get("seed")
         return Answer(
-            request, self.pipeline, self.metrics, self.spans,
+            request, self.pipeline, self.allowances, self.metrics, self.spans,
             max_model_len=longest, seed=self.seeds.getrandbits(63) if seed is None else seed,
             running=self.running,
         )  # fmt: skip

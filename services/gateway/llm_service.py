@@ -93,6 +93,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             deadline=llm.deadline(context.time_remaining()),
             priority=PRIORITIES[request.priority].priority,
             tenant=tenant,
+            client=client,
             cache_salt=llm.access.cache_salt(tenant, check_salt(request.cache_salt)),
             speculative=_speculative(request.speculative) if request.HasField("speculative") else None,
             parent=otel_context.get_current(),

@@ -20,7 +20,7 @@ import structlog
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
-from services.gateway.access import Access
+from services.gateway.access import Access, Allowances
 from services.gateway.admission import Admission, FairQueue, capacity_of
 from services.gateway.errors import Unavailable
 from services.gateway.generation import BackgroundTasks, ClusterAccess, Pipeline, tracing
@@ -161,6 +161,7 @@ class Gateway:
             pipeline=Pipeline(cluster, self.admission, metrics, lambda: self._ports.new_id()[-8:]),
             metrics=metrics,
             access=self._ports.access,
+            allowances=Allowances(registry, self._background),
             spans=spans,
             new_id=self._ports.new_id,
             seeds=self._ports.seeds,

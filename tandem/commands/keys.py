@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
 from tandem.api_keys import DEFAULT_TIER, Keys, read_keys, text_of, write_keys
+from tandem.registry import Registry, RegistryUnavailable
 
 FILE = Path(".run/keys.json")
 
@@ -15,8 +17,8 @@ FILE = Path(".run/keys.json")
 def main(arguments: list[str]) -> None:
     said = _parser().parse_args(arguments)
     try:
-        {"add": _add, "list": _list, "revoke": _revoke}[said.action](said)
-    except (OSError, ValueError) as error:
+        {"add": _add, "list": _list, "revoke": _revoke, "usage": _usage}[said.action](said)
+    except (OSError, ValueError, RegistryUnavailable) as error:
         raise SystemExit(f"tandem keys: {error}") from None
 
 
@@ -30,7 +32,10 @@ def _parser() -> argparse.ArgumentParser:
     listing = actions.add_parser("list", help="show the keys, without their secrets")
     revoke = actions.add_parser("revoke", help="end a key")
     revoke.add_argument("id", help="as `tandem keys list` shows it")
-    for action in (add, listing, revoke):
+    usage = actions.add_parser("usage", help="what each tenant has used today (UTC)")
+    usage.add_argument("--redis-url", default="redis://127.0.0.1:6379", help="the registry (default: %(default)s)")
+    usage.add_argument("--namespace", default="tandem", help="prefix of its keys (default: %(default)s)")
+    for action in (add, listing, revoke, usage):
         action.add_argument("--file", type=Path, default=FILE, help="the gateway's --api-keys (default: %(default)s)")
     return parser
 
@@ -58,3 +63,20 @@ def _revoke(said: argparse.Namespace) -> None:
         raise ValueError(f"{said.file} has no key {said.id!r}")
     write_keys(said.file, keys.without(said.id))
     print(f"key {said.id} is revoked")
+
+
+def _usage(said: argparse.Namespace) -> None:
+    asyncio.run(_print_usage(said))
+
+
+async def _print_usage(said: argparse.Namespace) -> None:
+    registry = Registry.connect(said.redis_url, namespace=said.namespace)
+    try:
+        print(f"{'tenant':<24}{'requests':>10}{'prompt tokens':>16}{'new tokens':>14}{'cost':>14}")
+        for tenant in sorted({key.tenant for key in read_keys(said.file).keys}):
+            used = await registry.usage(tenant)
+            print(
+                f"{tenant:<24}{used.requests:>10}{used.prompt_tokens:>16}{used.completion_tokens:>14}{used.cost:>14.4f}"
+            )
+    finally:
+        await registry.close()

@@ -9,6 +9,7 @@ from tandem.registry.errors import (
     RequestTooLarge,
     StaleIncarnation,
 )
+from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry, Snapshot, Swept
 from tandem.registry.replica import BlockReplica
@@ -20,6 +21,7 @@ __all__ = [
     "ClusterView",
     "Fallback",
     "IncompatibleLayout",
+    "Limits",
     "NoWorkers",
     "Place",
     "PrefillPolicy",
@@ -34,6 +36,8 @@ __all__ = [
     "Snapshot",
     "StaleIncarnation",
     "Swept",
+    "Taken",
+    "Usage",
     "Worker",
     "WorkerInfo",
     "WorkerLoad",

@@ -26,6 +26,7 @@ from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, Connection, RedisConnection
 from tandem.registry.errors import IncompatibleLayout, NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
+from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.wire import Argument
 from tandem.registry.worker import Fallback, Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
@@ -199,6 +200,44 @@ class Registry:
         except (RegistryUnavailable, asyncio.CancelledError):
             self._release_later("release", *arguments)
             raise
+
+    async def take(
+        self, tenant: str, limits: Limits, *, request_id: str, tokens: int, cost: float, ttl: float
+    ) -> Taken:
+        """Take what a request may come to from its tenant's limits. Where nothing lacks, `settle` follows."""
+        request = f"{request_id}/{self._connection.client_id}/{next(self._numbers)}"
+        every = limits.arguments()
+        try:
+            lacks, wait, requests, requests_full, left, left_full, day = await self._connection.call(
+                "take", tenant, request, _ms(ttl), *every, tokens, repr(cost)
+            )
+        except BaseException:
+            self._release_later("settle", tenant, request, "0", every[1], str(tokens), "0", "0", "0")
+            raise
+        return Taken(
+            request, tenant, limits, tokens, cost, lacks, wait / 1000, requests, requests_full / 1000, left,
+            left_full / 1000, day,
+        )  # fmt: skip
+
+    async def settle(self, taken: Taken, prompt_tokens: int, completion_tokens: int, cost: float) -> None:
+        """The request has ended and used so much."""
+        unused = max(taken.tokens - prompt_tokens - completion_tokens, 0)
+        _, per_minute, _, _ = taken.limits.arguments()
+        said = taken.tenant, taken.request, taken.day, per_minute, str(unused), repr(taken.cost - cost)
+        arguments = *said, str(prompt_tokens), str(completion_tokens)
+        try:
+            await self._connection.call("settle", *arguments)
+        except (RegistryUnavailable, asyncio.CancelledError):
+            self._release_later("settle", *arguments)
+            raise
+
+    async def usage(self, tenant: str) -> Usage:
+        flat = await self._connection.call("usage", tenant)
+        found = dict(zip(flat[::2], flat[1::2], strict=True))
+        requests, prompt, completion = (
+            int(found.get(name, 0)) for name in ("requests", "prompt_tokens", "completion_tokens")
+        )
+        return Usage(requests, prompt, completion, max(0.0, float(found.get("cost", 0))))
 
     async def publish_blocks(
         self, worker_id: str, incarnation: str, stored: Sequence[bytes], removed: Sequence[bytes]

@@ -11,11 +11,11 @@ from importlib.resources import files
 
 NAMES = (
     "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "renew",
-    "sweep", "check",
+    "sweep", "check", "take", "settle", "usage",
 )  # fmt: skip
 # What scripts begin with: all of them; this one.
 COMMON = ("keys", "rows", "ledger")
-PARTS = {"select": ("costs", "expected")}
+PARTS = {"select": ("costs", "expected"), "take": ("buckets",), "settle": ("buckets",), "usage": ("buckets",)}
 
 
 @dataclass(frozen=True, slots=True)

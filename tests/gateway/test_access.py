@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
 from tandem.api_keys import read_keys
 from tandem.commands.keys import main as keys_command
+from tandem.registry import Registry
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL, Peers
@@ -184,3 +186,113 @@ def test_nothing_listens_beyond_loopback_without_keys(command: list[str]) -> Non
     ended = subprocess.run([sys.executable, *command, "--host=0.0.0.0"], capture_output=True, text=True, timeout=60)
     assert ended.returncode in (1, 2)
     assert "0.0.0.0 can be reached by others: give --api-keys, or --insecure" in ended.stderr
+
+
+def tiered(ring: KeyRing, **limits: float) -> None:
+    """From now on these are the limits of the tier of every key."""
+    keys = json.loads(ring.file.read_text())
+    ring.file.write_text(json.dumps({**keys, "tiers": {"default": limits}}))
+
+
+@pytest.fixture
+async def limited(
+    guarded: tuple[Gateway, httpx.AsyncClient], ring: KeyRing
+) -> Callable[..., Awaitable[dict[str, str]]]:
+    """Makes a key whose tier has these limits, and waits until it counts."""
+
+    async def make(**limits: float) -> dict[str, str]:
+        key = ring.add("acme")
+        tiered(ring, **limits)
+        guarded[0].llm.access._follow(ring.file)
+        return key
+
+    return make
+
+
+async def test_requests_of_a_minute_are_counted_and_told(
+    guarded: tuple[Gateway, httpx.AsyncClient], limited: Callable[..., Awaitable[dict[str, str]]]
+) -> None:
+    gateway, http = guarded
+    key = await limited(requests_per_minute=3, tokens_per_minute=10_000)
+    answers = [await complete(http, key, max_tokens=8) for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["2", "1", "0", "0"]
+    refused = answers[-1]
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert 15 <= int(refused.headers["retry-after"]) <= 20
+    assert refused.headers["x-ratelimit-limit-tokens"] == "10000"
+    async with aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        asked = llm_pb2.GenerateUnaryRequest(generate=llm_pb2.GenerateRequest(model=MODEL, prompt="x"))
+        with pytest.raises(aio.AioRpcError) as error:
+            await llm_pb2_grpc.LLMServiceStub(channel).GenerateUnary(asked, metadata=tuple(key.items()))
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(error.value.trailing_metadata())["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_tokens_not_written_are_the_tenants_again(
+    guarded: tuple[Gateway, httpx.AsyncClient], limited: Callable[..., Awaitable[dict[str, str]]]
+) -> None:
+    gateway, http = guarded
+    key = await limited(tokens_per_minute=250, prompt_price=1e6, completion_price=2e6, daily_budget=1000)
+    for _ in range(2):  # each may come to nearly all of the minute, and writes little
+        answer = await complete(http, key, prompt=[5] * 10, max_tokens=200)
+        assert answer.status_code == 200
+        written = answer.json()["usage"]["completion_tokens"]
+        await eventually(lambda: not len(gateway._background))
+    usage = await gateway._ports.registry.usage("acme")
+    assert (usage.requests, usage.prompt_tokens, usage.completion_tokens) == (2, 20, 2 * written)
+    assert usage.cost == pytest.approx(20 + 4 * written)
+    where = f"--redis-url={gateway.settings.redis_url}", f"--namespace={gateway.settings.namespace}"
+    ended = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "tandem", "keys", "usage", f"--file={gateway.settings.api_keys}", *where],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.stdout.splitlines()[1].split() == ["acme", "2", "20", str(2 * written), f"{usage.cost:.4f}"]
+    too_large = await complete(http, key, prompt=[5] * 10, max_tokens=245)
+    assert (too_large.status_code, too_large.json()["error"]["code"]) == (400, "request_too_large")
+
+
+async def test_places_budgets_and_lengths_of_a_tier(
+    guarded: tuple[Gateway, httpx.AsyncClient], limited: Callable[..., Awaitable[dict[str, str]]], peers: Peers
+) -> None:
+    _, http = guarded
+    key = await limited(
+        concurrent_requests=1, max_prompt_tokens=20, max_new_tokens=30, prompt_price=1e6, daily_budget=35
+    )
+    for wrong, param in (({"prompt": [5] * 21}, "prompt"), ({"prompt": [5], "max_tokens": 31}, "max_tokens")):
+        refused = await complete(http, key, **wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    peers.decode.step_s = 0.02
+    first = asyncio.create_task(complete(http, key, prompt=[5] * 15, ignore_eos=True))
+    await eventually(lambda: bool(peers.decode.held))
+    second = await complete(http, key, prompt=[5])
+    assert (second.status_code, "requests at once" in second.json()["error"]["message"]) == (429, True)
+    assert (await first).json()["usage"]["completion_tokens"] == 30, "the tier bounds what names no bound"
+
+    async def settled() -> bool:
+        return (await complete(http, key, prompt=[5] * 15)).status_code == 200
+
+    await eventually(settled)
+    peers.decode.step_s = 0.001
+
+    async def spent() -> bool:
+        answer = await complete(http, key, prompt=[5] * 15)
+        return answer.status_code == 429 and answer.json()["error"]["code"] == "insufficient_quota"
+
+    await eventually(spent)
+
+
+async def test_without_redis_nobody_is_refused(
+    guarded: tuple[Gateway, httpx.AsyncClient],
+    limited: Callable[..., Awaitable[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway, http = guarded
+    key = await limited(requests_per_minute=1)
+    nowhere = Registry.connect("redis://127.0.0.1:1", timeout=0.2)
+    monkeypatch.setattr(gateway.llm.allowances, "_registry", nowhere)
+    for _ in range(3):
+        assert (await complete(http, key)).status_code == 200
+    await nowhere.close()

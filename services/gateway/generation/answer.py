@@ -10,11 +10,12 @@ The first choice that fails fails the answer, and ends the others. Closing `delt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 
 from opentelemetry.trace import Span, Tracer
 
+from services.gateway.access import Allowances, headers_of
 from services.gateway.errors import GatewayError
 from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Outcome
@@ -35,12 +36,14 @@ class Answer:
     """`deltas` once; everything else can be asked at any time."""
 
     def __init__(
-        self, request: Generation, pipeline: Pipeline, metrics: Metrics, spans: Tracer,
+        self, request: Generation, pipeline: Pipeline, allowances: Allowances, metrics: Metrics, spans: Tracer,
         *, max_model_len: int, seed: int, running: set[Answer],
     ) -> None:  # fmt: skip
         self.request = request
         self.outcomes = [Outcome() for _ in range(request.num_choices)]
         self._pipeline = pipeline
+        self._allowances = allowances
+        self._limit_headers: dict[str, str] = {}
         self._running = running
         self._metrics = metrics
         self._spans = spans
@@ -78,7 +81,7 @@ class Answer:
             "x-tandem-transport": path.transport,
             "x-tandem-reason": path.reason,
         }
-        return {name: _header_value(value) for name, value in said.items() if value}
+        return {name: _header_value(value) for name, value in said.items() if value} | self._limit_headers
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """
@@ -89,7 +92,7 @@ class Answer:
         span = tracing.start_root(self._spans, self.request)
         status = CLIENT_LEFT
         try:
-            async with aclosing(self._merged(span)) as deltas:
+            async with self._allowed(), aclosing(self._merged(span)) as deltas:
                 async for delta in deltas:
                     yield delta
             status = 200
@@ -103,6 +106,24 @@ class Answer:
         finally:
             self._running.discard(self)
             self._end(span, status)
+
+    @asynccontextmanager
+    async def _allowed(self) -> AsyncIterator[None]:
+        """Within its tenant's limits. Raises RateLimited and InvalidRequest."""
+        request, allowances = self.request, self._allowances
+        taken = await allowances.take(
+            request.client, request.tenant, request.request_id, self.usage.prompt_tokens,
+            sum(sequence.sampling.max_tokens for sequence in self._sequences),
+            request.deadline - asyncio.get_running_loop().time(),
+        )  # fmt: skip
+        self._limit_headers = headers_of(taken) if taken else {}
+        try:
+            yield
+        finally:
+            usage = self.usage
+            allowances.settle(
+                request.client, taken, usage.prompt_tokens if usage.completion_tokens else 0, usage.completion_tokens
+            )
 
     def _merged(self, span: Span) -> AsyncGenerator[Delta, None]:
         runs = [self._run(choice, span) for choice in self._choices]

@@ -13,6 +13,7 @@ from typing import Any
 
 from opentelemetry.context import Context
 
+from services.gateway.access import ANYONE, Client
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import ServedModel
 from tandem.sampling import InvalidParameter, SamplingParams, check_token_ids
@@ -36,6 +37,7 @@ class Generation:
     deadline: float  # on the event loop's clock
     priority: int = 0
     tenant: str = ""
+    client: Client = ANYONE
     cache_salt: str = ""
     speculative: Speculative | None = None
     streamed: bool = False
@@ -54,9 +56,10 @@ class Generation:
         if self.speculative is not None:
             spec.speculative.method, spec.speculative.num_tokens = self.speculative.method, self.speculative.num_tokens
         ends = () if sampling.ignore_eos else self.model.eos_token_ids
+        room = max_model_len - len(prompt)
         replace(
             sampling,
-            max_tokens=min(sampling.max_tokens, max_model_len - len(prompt)),
+            max_tokens=min(sampling.max_tokens, self.client.tier.max_new_tokens or room, room),
             stop=(),
             stop_token_ids=sampling.stop_token_ids.union(ends),
             seed=(seed + choice % self.n) % 2**64,

@@ -96,6 +96,7 @@ class GenerateEndpoint:
             deadline=deadline,
             priority=priority_of(body.service_tier, body.priority),
             tenant=tenant,
+            client=client,
             cache_salt=access.cache_salt(tenant, check_salt(body.cache_salt or "")),
             speculative=read_speculative(said.method, said.num_tokens) if (said := body.speculative) else None,
             streamed=bool(body.stream),

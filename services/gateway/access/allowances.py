@@ -1,0 +1,104 @@
+"""What a request takes from its tenant's limits before it begins, and returns at its end.
+
+While Redis is gone nothing is counted and nobody is refused: the limits guard shares, not the cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import structlog
+
+from services.gateway.access.access import ANYONE, Client
+from services.gateway.errors import InvalidRequest, RateLimited
+from tandem.api_keys import Tier
+from tandem.registry import Limits, Registry, RegistryUnavailable, Taken
+
+log = structlog.get_logger(__name__)
+LACKING = {
+    "requests": ("rate_limit_exceeded", "requests per minute"),
+    "tokens": ("rate_limit_exceeded", "tokens per minute"),
+    "concurrent": ("rate_limit_exceeded", "requests at once"),
+    "budget": ("insufficient_quota", "today's budget"),
+}
+
+
+class Allowances:
+    """`take` before a request begins; `settle` after it, whatever came of it."""
+
+    def __init__(self, registry: Registry, in_background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        self._registry = registry
+        self._in_background = in_background
+
+    async def take(
+        self, client: Client, tenant: str, request_id: str, prompt_tokens: int, new_tokens: int, seconds: float
+    ) -> Taken | None:
+        """None where nothing is counted.
+
+        Args:
+            new_tokens: the most that it may write.
+            seconds: how long it may run.
+
+        Raises:
+            RateLimited: says which limit, and when to come again.
+            InvalidRequest: more tokens than its tier has in a minute.
+        """
+        if client is ANYONE:
+            return None
+        tier, tokens = client.tier, prompt_tokens + new_tokens
+        if tier.tokens_per_minute is not None and tokens > tier.tokens_per_minute:
+            message = f"the request may come to {tokens} tokens, and its tier has {tier.tokens_per_minute} per minute"
+            raise InvalidRequest(message, "max_tokens", "request_too_large")
+        cost = tier.cost(prompt_tokens, new_tokens)
+        try:
+            taken = await self._registry.take(
+                tenant, _limits(tier), request_id=request_id, tokens=tokens, cost=cost, ttl=seconds + 1.0
+            )
+        except RegistryUnavailable as error:
+            log.warning("limits are not counted: registry unavailable", error=str(error))
+            return None
+        if taken.lacks:
+            code, what = LACKING[taken.lacks]
+            raise RateLimited(f"tenant {tenant} has no more {what} left", code, taken.wait_s, headers_of(taken))
+        return taken
+
+    def settle(self, client: Client, taken: Taken | None, prompt_tokens: int, completion_tokens: int) -> None:
+        if taken is not None:
+            cost = client.tier.cost(prompt_tokens, completion_tokens)
+            self._in_background(self._settle(taken, prompt_tokens, completion_tokens, cost))
+
+    async def _settle(self, taken: Taken, prompt_tokens: int, completion_tokens: int, cost: float) -> None:
+        with suppress(RegistryUnavailable):  # it is tried again later
+            await self._registry.settle(taken, prompt_tokens, completion_tokens, cost)
+
+
+def check_tier(tier: Tier, prompt_tokens: int, max_tokens: int | None, param: str) -> None:
+    """
+    Raises:
+        InvalidRequest: a prompt or an answer longer than the tier allows.
+    """
+    if tier.max_prompt_tokens is not None and prompt_tokens > tier.max_prompt_tokens:
+        raise InvalidRequest(f"{param}: its tier allows {tier.max_prompt_tokens} tokens, got {prompt_tokens}", param)
+    if tier.max_new_tokens is not None and (max_tokens or 0) > tier.max_new_tokens:
+        message = f"max_tokens: its tier allows {tier.max_new_tokens}, got {max_tokens}"
+        raise InvalidRequest(message, "max_tokens")
+
+
+def headers_of(taken: Taken) -> dict[str, str]:
+    """As OpenAI says it."""
+    said: dict[str, str] = {}
+    for name, limit, left, full_s in (
+        ("requests", taken.limits.requests_per_minute, taken.requests_left, taken.requests_full_s),
+        ("tokens", taken.limits.tokens_per_minute, taken.tokens_left, taken.tokens_full_s),
+    ):
+        if limit is not None:
+            said[f"x-ratelimit-limit-{name}"] = str(limit)
+            said[f"x-ratelimit-remaining-{name}"] = str(left)
+            said[f"x-ratelimit-reset-{name}"] = f"{full_s:.3f}s"
+    return said
+
+
+def _limits(tier: Tier) -> Limits:
+    return Limits(tier.requests_per_minute, tier.tokens_per_minute, tier.concurrent_requests, tier.daily_budget)

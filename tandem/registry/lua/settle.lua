@@ -1,0 +1,16 @@
+-- A request has ended: what it took and did not use is its tenant's again, and what it used is counted.
+-- ARGV: tenant, request, day it began, tokens per minute ('' if there is no limit), tokens not used, cost not used,
+--   prompt tokens, completion tokens
+-- Returns 1, or 0 for a request that is not inside, or no longer.
+if redis.call('ZREM', key('inside', ARGV[1]), ARGV[2]) == 0 then return 0 end
+local limit = tonumber(ARGV[4])
+if limit then
+  set_bucket(ARGV[1], 'tokens', math.min(limit, bucket_level(ARGV[1], 'tokens', limit) + ARGV[5]))
+end
+local usage = key('usage', ARGV[1] .. ':' .. ARGV[3])
+redis.call('HINCRBYFLOAT', usage, 'cost', -ARGV[6])
+redis.call('HINCRBY', usage, 'requests', 1)
+redis.call('HINCRBY', usage, 'prompt_tokens', ARGV[7])
+redis.call('HINCRBY', usage, 'completion_tokens', ARGV[8])
+redis.call('PEXPIRE', usage, USAGE_KEPT_MS)
+return 1
