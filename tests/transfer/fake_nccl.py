@@ -263,6 +263,8 @@ class FakeCommunicator:
             if self._is_over() or self._nccl.closed:
                 self.destroy()
                 return True
+            if self._aborted_at is not None:
+                return False  # no buffer is touched any more, and what waits still waits
             try:
                 return self.connected() and self._socket is not None and attempt(self._socket)
             except BlockingIOError:

@@ -7,11 +7,20 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from tandem.transfer import Receiver, Sender
+from tandem.transfer.transports import TRANSPORTS
+from tandem.transfer.transports.nccl import NcclTransport
+from tests.transfer.fake_nccl import FakeDevice, FakeNccl
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Outcome, kv_cache
+
+
+def fake_transport() -> NcclTransport:
+    fake = FakeNccl(FakeDevice())
+    return NcclTransport(fake, fake.device)
 
 
 def send_one_layer(pipe: Connection, transport: str, address: str) -> None:
     """A prefill worker that is one layer into transfer "t" when it says so."""
+    TRANSPORTS["nccl"] = fake_transport
     source = kv_cache(32, seed=1)
     sender = Sender(PREFILL, transports=(transport,))
     link = sender.open_link(DECODE, address, timeout_s=SOON).result(SOON)
@@ -24,6 +33,7 @@ def send_one_layer(pipe: Connection, transport: str, address: str) -> None:
 
 def receive(pipe: Connection, transport: str, _address: str) -> None:
     """A decode worker that expects transfer "t"."""
+    TRANSPORTS["nccl"] = fake_transport
     receiver = Receiver(DECODE, kv_cache(48), host="127.0.0.1", transports=(transport,))
     outcome = Outcome()
     receiver.expect(

@@ -84,9 +84,9 @@ class ReceivingEnd:
             write = self._protocol.receive(message, self._now())
         if write and self._arrived(write):
             self._write(write)
-        else:
-            self._waiting = write
-            self._report()
+            return
+        self._waiting = write or self._waiting
+        self._report()
 
     def _arrived(self, write: Write) -> bool:
         return self._protocol.side is not None and self._protocol.side.arrived(write.message)
