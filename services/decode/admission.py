@@ -1,65 +1,99 @@
 """Waiting for room: reservations that the block pool cannot hold yet, in order of priority, then of arrival.
 
-Nothing is held while waiting and the first in line is never passed by, so a big request is not starved by small ones
-and no cycle of waiting can form.
+Between two steps of the engine everything that fits is reserved, in that order, up to the first that does not. Nothing
+is held while waiting and the first in line is never passed by, so a big request is not starved by small ones and no
+cycle of waiting can form.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
+from bisect import insort
+from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeAlias
 
-from tandem.engine import Request
+from tandem.engine import Engine, Request
 from tandem.worker import EnginePort
+
+# Prompt tokens that are cached here, and the physical ids of all the prompt's blocks in order.
+Reserved: TypeAlias = tuple[int, list[int]]
+
+
+@dataclass(order=True, slots=True)
+class Waiting:
+    priority: int
+    arrival: int
+    request: Request = field(compare=False)
+    result: asyncio.Future[Reserved] = field(compare=False)
 
 
 class Admission:
     def __init__(self, engine: EnginePort) -> None:
         self._engine = engine
-        self._line: list[tuple[int, int, asyncio.Event]] = []
+        self._line: list[Waiting] = []
         self._arrivals = count()
+        self._loop = asyncio.get_running_loop()
+        self._trying = self._again = False
 
     def __len__(self) -> int:
         return len(self._line)
 
-    async def reserve(self, request: Request) -> tuple[int, list[int]]:
+    async def reserve(self, request: Request) -> Reserved:
         """Take blocks for the whole sequence as soon as it is this one's turn and there is room.
-
-        Returns:
-            Prompt tokens that are cached here, and the physical ids of all the prompt's blocks in order.
 
         Raises:
             ValueError: it can never fit; names the field.
+            EngineDied
         """
-        turn = (request.priority, next(self._arrivals), asyncio.Event())
-        heapq.heappush(self._line, turn)
+        waiting = Waiting(request.priority, next(self._arrivals), request, self._loop.create_future())
+        insort(self._line, waiting)
+        self.look_again()
         try:
-            while True:
-                if self._line[0] is turn and (taken := await self._try(request)) is not None:
-                    return taken
-                await turn[2].wait()
-                turn[2].clear()
+            return await waiting.result
+        except asyncio.CancelledError:
+            self._engine.submit(lambda engine: engine.abort(request.request_id))  # it may just have been reserved
+            raise
         finally:
-            self._line.remove(turn)
-            heapq.heapify(self._line)
+            if waiting in self._line:
+                self._line.remove(waiting)
             self.look_again()
 
     def look_again(self) -> None:
-        """Blocks may have become free: let the first in line look again."""
-        if self._line:
-            self._line[0][2].set()
+        """Blocks may have become free, or the line has changed."""
+        self._again = self._trying
+        if not self._line or self._trying:
+            return
+        self._trying = True
+        asyncio.wrap_future(self._engine.submit(self._reserve_in_order)).add_done_callback(self._tried)
 
-    async def _try(self, request: Request) -> tuple[int, list[int]] | None:
-        future = self._engine.submit(
-            lambda engine: (
-                None
-                if (cached := engine.reserve(request)) is None
-                else (cached, engine.landing_blocks(request.request_id))
-            )
-        )
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._engine.submit(lambda engine: engine.abort(request.request_id))
-            raise
+    def _reserve_in_order(self, engine: Engine) -> list[tuple[Waiting, Reserved | ValueError]]:
+        """On the engine's thread: all that wait by now."""
+        outcomes: list[tuple[Waiting, Reserved | ValueError]] = []
+        for waiting in list(self._line):
+            try:
+                cached = engine.reserve(waiting.request)
+            except ValueError as error:
+                outcomes.append((waiting, error))
+                continue
+            if cached is None:
+                break
+            outcomes.append((waiting, (cached, engine.landing_blocks(waiting.request.request_id))))
+        return outcomes
+
+    def _tried(self, done: asyncio.Future[list[tuple[Waiting, Reserved | ValueError]]]) -> None:
+        self._trying = False
+        if done.cancelled():
+            return
+        error = done.exception()
+        outcomes = done.result() if error is None else [(waiting, error) for waiting in self._line]
+        for waiting, outcome in outcomes:
+            if waiting.result.done():
+                continue
+            if isinstance(outcome, BaseException):
+                waiting.result.set_exception(outcome)
+            else:
+                waiting.result.set_result(outcome)
+            self._line.remove(waiting)
+        if self._again:
+            self.look_again()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -89,3 +90,35 @@ async def test_giving_up_leaves_nothing_behind(thread: EngineThread) -> None:
 async def test_what_never_fits_is_refused_at_once(thread: EngineThread) -> None:
     with pytest.raises(ValueError, match="token_ids"):
         await Admission(thread).reserve(request("huge", BLOCKS + 1))
+
+
+async def test_all_that_fit_are_reserved_between_two_steps(thread: EngineThread) -> None:
+    """Each in a step of its own would make a burst wait for as many steps as it has requests."""
+    admission, busy = Admission(thread), threading.Event()
+    step = thread.submit(lambda engine: busy.wait(10))  # the engine is in a step
+    burst = [asyncio.create_task(admission.reserve(request(name, 1))) for name in ("a", "bb", "ccc", "dddd", "eeeee")]
+    await asyncio.sleep(0.05)
+    after = thread.submit(lambda engine: engine.stats().free_blocks)
+    busy.set()
+    await asyncio.wrap_future(step)
+    assert await asyncio.wrap_future(after) == 0
+    await asyncio.wait_for(asyncio.gather(*burst[:4]), 20)
+    assert await still_waits(burst[4])
+    for name in ("a", "bb", "ccc", "dddd"):
+        await free(thread, admission, name)
+    await admitted(burst[4])
+    await free(thread, admission, "eeeee")
+
+
+async def test_cancelled_just_as_it_is_reserved_leaves_nothing_behind(thread: EngineThread) -> None:
+    admission = Admission(thread)
+    for turns in range(12):
+        task = asyncio.create_task(admission.reserve(request("a", 2)))
+        for _ in range(turns):
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            await free(thread, admission, "a")
+        assert await thread.call(lambda engine: engine.stats().free_blocks) == BLOCKS
+        assert len(admission) == 0
