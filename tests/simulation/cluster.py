@@ -238,7 +238,7 @@ class ClusterSettings:
         return self._made[name]
 
     def _gateway(self, name: str) -> dict[str, Any]:
-        return {"disaggregation": self.shape.disaggregation, "timeout_s": self.shape.timeout_s}
+        return {"disaggregation": self.shape.disaggregation, "timeout_s": self.shape.timeout_s, "insecure": True}
 
     def _worker(self, name: str) -> dict[str, Any]:
         shape = self.shape
