@@ -16,6 +16,7 @@ from typing import Any, Self, get_type_hints
 
 MAX_LOGPROBS = 20  # for clients
 MAX_STOPS = 16
+MAX_BAD_WORDS = 64
 MAX_STOP_LENGTH = 1024
 MAX_BIAS = 100.0
 
@@ -39,8 +40,9 @@ class SamplingParams:
     """Every default resolved. `temperature` 0 is greedy; `top_k` 0 and `logprobs` None are off.
 
     `logprobs` n reports the chosen token and the n most likely ones, from the model's own distribution. The draw for
-    token t depends only on (`seed`, t). For workers `stop` is empty, for they know no text, and `stop_token_ids` has
-    the model's end-of-text ids unless `ignore_eos`.
+    token t depends only on (`seed`, t). For workers `stop` and `bad_words` are empty, for they know no text:
+    `stop_token_ids` has the model's end-of-text ids unless `ignore_eos`, `bad_words_token_ids` the ways to spell
+    `bad_words`, of each of which the last token is not chosen behind the others.
     """
 
     max_tokens: int = _number(2**31 - 1, 1, 2**31 - 1)  # the model's context ends an answer, too
@@ -58,6 +60,11 @@ class SamplingParams:
     logprobs: int | None = _number(None, 0, 2**31 - 1)
     seed: int = _number(0, -(2**63), 2**64 - 1)
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: frozenset[int] = field(default_factory=frozenset)
+    bad_words: tuple[str, ...] = field(default_factory=tuple)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default_factory=tuple)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -85,6 +92,9 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 getattr(message, name).update(value)
+            elif name == "bad_words_token_ids":
+                for ids in value:
+                    message.bad_words_token_ids.add(ids=ids)
             elif isinstance(value, tuple | frozenset):
                 getattr(message, name).extend(sorted(value) if isinstance(value, frozenset) else value)
             elif value is not None:
@@ -110,6 +120,11 @@ class SamplingParams:
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_LENGTH:
                 raise InvalidParameter("stop", f"strings must have 1 to {MAX_STOP_LENGTH} characters, got {len(text)}")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidParameter("bad_words", f"must have at most {MAX_BAD_WORDS} texts, got {len(self.bad_words)}")
+        for text in self.bad_words:
+            if not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise InvalidParameter("bad_words", f"must have 1 to {MAX_STOP_LENGTH} characters, got {len(text)}")
         for token, bias in self.logit_bias.items():
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise InvalidParameter(
@@ -122,6 +137,9 @@ class SamplingParams:
             InvalidParameter: what a model of `vocab_size` tokens cannot serve.
         """
         check_token_ids("logit_bias", self.logit_bias, vocab_size)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        for ids in self.bad_words_token_ids:
+            check_token_ids("bad_words_token_ids", ids, vocab_size)
         if (self.logprobs or 0) > vocab_size:
             raise InvalidParameter("logprobs", f"must be at most {vocab_size}, the size of the vocabulary")
 
@@ -153,3 +171,6 @@ OF_MODEL = tuple(one.name for one in _FIELDS if one.metadata.get("of_model"))
 CONTAINERS: dict[str, Any] = {
     one.name: one.default_factory for one in _FIELDS if one.default_factory is not dataclasses.MISSING
 }
+CONTAINERS["bad_words_token_ids"] = lambda value: tuple(tuple(one.ids) for one in value)
+# What clients do not set.
+INTERNAL = frozenset({"bad_words_token_ids"})

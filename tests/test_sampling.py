@@ -16,6 +16,8 @@ FULL = SamplingParams(
     max_tokens=7, min_tokens=2, temperature=0.5, top_k=3, top_p=0.75, min_p=0.125, repetition_penalty=1.5,
     presence_penalty=-0.5, frequency_penalty=0.25, logit_bias={5: -2.0, 9: 1.5}, stop=("b", "a"),
     stop_token_ids=frozenset({4, 2}), logprobs=0, seed=2**64 - 1, ignore_eos=True,
+    include_stop_str_in_output=True, skip_special_tokens=False, allowed_token_ids=frozenset({8, 1}),
+    bad_words=("y", "x"), bad_words_token_ids=((3, 1), (2,)),
 )  # fmt: skip
 
 
@@ -65,6 +67,7 @@ def test_other_words_for_the_same() -> None:
         ({"stop": ("x",) * 17}, "stop"),
         ({"logprobs": 21}, "logprobs"),
         ({"seed": 2**64}, "seed"),
+        ({"bad_words": ("",)}, "bad_words"),
     ],
 )
 def test_values_out_of_range(given: dict[str, Any], name: str) -> None:
@@ -74,7 +77,16 @@ def test_values_out_of_range(given: dict[str, Any], name: str) -> None:
     assert str(error.value).startswith(f"{name} ")
 
 
-@pytest.mark.parametrize("given", [{"logit_bias": {20: 1.0}}, {"logit_bias": {-1: 1.0}}, {"logprobs": 20}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"logit_bias": {20: 1.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"logprobs": 20},
+        {"allowed_token_ids": frozenset({19})},
+        {"bad_words_token_ids": ((1, 19),)},
+    ],
+)
 def test_tokens_that_the_model_lacks(given: dict[str, Any]) -> None:
     sampling = SamplingParams.of(given)
     sampling.check_vocabulary(1000) if -1 not in sampling.logit_bias else None

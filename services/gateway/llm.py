@@ -16,7 +16,7 @@ from services.gateway.generation import Answer, Generation, Pipeline, check_leng
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
-from services.gateway.text import TemplateRefused
+from services.gateway.text import TemplateOptions, TemplateRefused
 from services.gateway.workers import WorkerPool
 from tandem.registry import ClusterView, Role
 
@@ -75,16 +75,20 @@ class LLM:
         self._check_characters(len(text), param)
         return await self.model.tokenizer.encode(text, add_special_tokens=True)
 
-    async def encode_chat(self, messages: list[Mapping[str, Any]]) -> list[int]:
+    async def encode_chat(self, messages: list[Mapping[str, Any]], options: TemplateOptions) -> list[int]:
         """
         Raises:
             InvalidRequest: the model has no chat template, its template refuses these messages, or they are too long.
         """
+        if options.continue_final_message and options.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
         self._check_characters(sum(len(message["content"]) for message in messages), "messages")
         if self.model.chat_template is None:
             raise InvalidRequest(f"model {self.model.name!r} has no chat template", "messages")
         try:
-            text = self.model.chat_template.render(messages)
+            text = self.model.chat_template.render(messages, options)
         except TemplateRefused as error:
             raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
         return await self.model.tokenizer.encode(text, add_special_tokens=False)

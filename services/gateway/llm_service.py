@@ -5,18 +5,28 @@ Trailers say which path the request took, as the headers of HTTP do; so does the
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from google.protobuf.json_format import MessageToDict
+from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from opentelemetry import context as otel_context
 
 from services.gateway.errors import GatewayError, InvalidRequest
-from services.gateway.generation import Answer, Delta, Generation, check_salt, read_sampling, read_speculative
+from services.gateway.generation import (
+    Answer,
+    Delta,
+    Generation,
+    check_salt,
+    read_sampling,
+    read_speculative,
+    truncated,
+)
 from services.gateway.llm import LLM
 from services.gateway.priority import PriorityClass
-from services.gateway.text import ROLES
+from services.gateway.text import ROLES, TemplateOptions
 from tandem import rpc
 from tandem.sampling import given_in
 from tandem.speculative import Speculative
@@ -40,24 +50,38 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         answer = await self._answer(request, context)
         async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
             async for delta in deltas:
-                yield _message(llm_pb2.GenerateResponse, answer, delta)
+                yield _response(answer, delta)
 
     async def GenerateUnary(
         self, request: llm_pb2.GenerateUnaryRequest, context: Context
     ) -> llm_pb2.GenerateUnaryResponse:
         answer = await self._answer(request.generate, context)
-        whole = llm_pb2.GenerateUnaryResponse()
+        choices = [llm_pb2.Choice(index=i) for i in range(answer.request.n)]
+        texts: list[list[str]] = [[] for _ in choices]
         async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
             async for delta in deltas:
-                whole.text += delta.text
-                whole.MergeFrom(_message(llm_pb2.GenerateUnaryResponse, answer, delta, text=""))
-        return whole
+                texts[delta.choice].append(delta.text)
+                choices[delta.choice].MergeFrom(_choice(delta))
+        for choice, parts in zip(choices, texts, strict=True):
+            choice.text = "".join(parts)
+        first = choices[0]
+        return llm_pb2.GenerateUnaryResponse(
+            request_id=answer.request.request_id,
+            model=answer.request.model.name,
+            text=first.text,
+            token_ids=first.token_ids,
+            logprobs=first.logprobs,
+            finish_reason=first.finish_reason,
+            usage=answer.usage,
+            path=answer.path,
+            choices=choices,
+        )
 
     async def ListModels(self, request: llm_pb2.ListModelsRequest, context: Context) -> llm_pb2.ListModelsResponse:
         try:
             self._llm.access.authenticate(_metadata(context))
         except GatewayError as error:
-            raise rpc.Refused(error.grpc, error.message) from None
+            raise _refused(error, context, {}) from None
         model = llm_pb2.Model(id=self._llm.model.name, max_model_len=self._llm.max_model_len)
         return llm_pb2.ListModelsResponse(models=[model])
 
@@ -67,8 +91,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             return self._llm.answer(generation, param)
         except GatewayError as error:
             self._llm.metrics.request("none", error.status)
-            context.set_trailing_metadata(tuple(error.headers.items()))
-            raise rpc.Refused(error.grpc, error.message) from None
+            raise _refused(error, context, {}) from None
 
     async def _read(self, request: llm_pb2.GenerateRequest, context: Context) -> tuple[Generation, str]:
         llm, metadata = self._llm, _metadata(context)
@@ -76,9 +99,11 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         if not request.model:
             raise InvalidRequest("model is required", "model")
         model = llm.served(request.model)
+        n = request.n or 1
+        llm.check_choices(1, n)
         prompt, param = await self._prompt(request)
         given = given_in(request.sampling)
-        sampling = read_sampling(given, model)
+        sampling = await read_sampling(given, model)
         if request.priority not in PRIORITIES:
             raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
@@ -86,8 +111,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             operation="chat" if param == "messages" else "text_completion",
             request_id=request.request_id[:128] or llm.new_id(),
             model=model,
-            prompts=[prompt],
-            n=1,
+            prompts=[truncated(prompt, request.truncate_prompt_tokens or None)],
+            n=n,
             given=given,
             sampling=sampling,
             deadline=llm.deadline(context.time_remaining()),
@@ -107,7 +132,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             case "token_ids":
                 return list(request.token_ids.ids), "token_ids"
             case "messages":
-                return await self._llm.encode_chat(_messages(request.messages)), "messages"
+                return await self._llm.encode_chat(_messages(request.messages), _options(request.messages)), "messages"
         raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
 
 
@@ -115,17 +140,34 @@ def _speculative(said: llm_pb2.Speculative) -> Speculative:
     return read_speculative(said.method, said.num_tokens if said.HasField("num_tokens") else None)
 
 
+def _options(said: llm_pb2.ChatMessages) -> TemplateOptions:
+    opened = said.add_generation_prompt if said.HasField("add_generation_prompt") else not said.continue_final_message
+    return TemplateOptions(opened, said.continue_final_message, MessageToDict(said.chat_template_kwargs))
+
+
+def _refused(error: GatewayError, context: Context, headers: Mapping[str, str]) -> rpc.Refused:
+    """The error as a status, with what a program wants to know of it in the trailers."""
+    details = status_pb2.Status(code=error.grpc.value[0], message=error.message)
+    details.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.code or error.type, domain="tandem"))
+    if error.param is not None and isinstance(error, InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=error.message)
+        details.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    packed = ("grpc-status-details-bin", details.SerializeToString())
+    context.set_trailing_metadata((*headers.items(), *error.headers.items(), packed))
+    return rpc.Refused(error.grpc, error.message)
+
+
 @asynccontextmanager
 async def _with_trailers(answer: Answer, context: Context) -> AsyncIterator[None]:
     """The path that the answer took goes into the trailers, however it ends."""
-    headers: Mapping[str, str] = {}
     try:
         yield
     except GatewayError as error:
-        headers = error.headers
-        raise rpc.Refused(error.grpc, error.message) from error
-    finally:
-        context.set_trailing_metadata(tuple({**answer.path_headers(), **headers}.items()))
+        raise _refused(error, context, answer.path_headers()) from error
+    except BaseException:
+        context.set_trailing_metadata(tuple(answer.path_headers().items()))
+        raise
+    context.set_trailing_metadata(tuple(answer.path_headers().items()))
 
 
 def _metadata(context: Context) -> dict[str, str]:
@@ -143,14 +185,19 @@ def _messages(said: llm_pb2.ChatMessages) -> list[Any]:
     return [{"role": ROLES[message.role], "content": message.content} for message in said.messages]
 
 
-def _message(kind: Callable[..., Any], answer: Answer, delta: Delta, text: str | None = None) -> Any:
-    message = kind(
+def _choice(delta: Delta) -> llm_pb2.Choice:
+    return llm_pb2.Choice(token_ids=delta.tokens.ids, logprobs=delta.tokens.logprobs, finish_reason=delta.finish_reason)
+
+
+def _response(answer: Answer, delta: Delta) -> llm_pb2.GenerateResponse:
+    message = llm_pb2.GenerateResponse(
         request_id=answer.request.request_id,
         model=answer.request.model.name,
-        text=delta.text if text is None else text,
+        text=delta.text,
         token_ids=delta.tokens.ids,
         logprobs=delta.tokens.logprobs,
         finish_reason=delta.finish_reason,
+        index=delta.choice,
     )
     if delta.finish_reason:
         message.usage.CopyFrom(answer.usage)

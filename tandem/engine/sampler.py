@@ -1,7 +1,7 @@
 """From logits to tokens, all rows of a step at once.
 
-    logits ─ logit_bias ─ repetition, presence, frequency ─ min_tokens ─┬─ temperature 0: argmax
-                                                                        └─ / temperature ─ top_k, top_p, min_p ─ draw
+    logits ─ logit_bias ─ repetition, presence, frequency ─ masks ─┬─ temperature 0: argmax
+                                                                   └─ / temperature ─ top_k, top_p, min_p ─ draw
     logits ─ log_softmax ─> logprobs: the model's own, before any of the above
 
 A row's token depends on nothing but that row: filters are thresholds on values, so ties are kept whatever order a sort
@@ -74,6 +74,8 @@ def _adjust(logits: Tensor, seqs: Rows[Row]) -> Tensor:
     _penalize_repetition(logits, seqs)
     _penalize_counts(logits, seqs)
     _mask_stop_tokens(logits, seqs)
+    _mask_other_tokens(logits, seqs)
+    _mask_bad_words(logits, seqs)
     return logits
 
 
@@ -116,6 +118,24 @@ def _mask_stop_tokens(logits: Tensor, seqs: Rows[Row]) -> None:
         if seq.num_output_tokens < seq.sampling.min_tokens:
             # An id beyond the vocabulary can never be sampled.
             logits[row, [t for t in seq.sampling.stop_token_ids if 0 <= t < logits.shape[1]]] = -math.inf
+
+
+def _mask_other_tokens(logits: Tensor, seqs: Rows[Row]) -> None:
+    for row, seq in enumerate(seqs):
+        if seq.sampling.allowed_token_ids:
+            allowed = list(seq.sampling.allowed_token_ids)
+            kept = logits[row, allowed]
+            logits[row] = -math.inf
+            logits[row, allowed] = kept
+
+
+def _mask_bad_words(logits: Tensor, seqs: Rows[Row]) -> None:
+    """The last token of each, where the answer ends with the others."""
+    for row, seq in enumerate(seqs):
+        for *before, last in seq.sampling.bad_words_token_ids:
+            start = len(seq.token_ids) - len(before)
+            if start >= seq.num_prompt_tokens and seq.token_ids[start:].tolist() == before:
+                logits[row, last] = -math.inf
 
 
 def _ids(seq: Row, start: int) -> Tensor:

@@ -68,7 +68,8 @@ class Sequence:
         top_k = min(sampling.top_k, 2**31)
         self.draw = DRAW.pack(sampling.temperature, sampling.top_p, sampling.min_p, top_k, sampling.seed % 2**64)
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-        self.adjusts = penalties != (1.0, 0.0, 0.0) or bool(sampling.logit_bias)
+        lists = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words_token_ids
+        self.adjusts = penalties != (1.0, 0.0, 0.0) or any(lists)
 
     @property
     def num_tokens(self) -> int:

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13tandem/v1/llm.proto\x12\ttandem.v1\"\xcb\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12+\n\x08messages\x18\x03 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12%\n\x08priority\x18\x06 \x01(\x0e\x32\x13.tandem.v1.Priority\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12+\n\x0bspeculative\x18\n \x01(\x0b\x32\x16.tandem.v1.SpeculativeB\x07\n\x05input\"E\n\x0bSpeculative\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x17\n\nnum_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_num_tokens\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf0\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\t\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x04H\n\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x07\n\x05_seed\"V\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xf2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x1d\n\x04path\x18\x08 \x01(\x0b\x32\x0f.tandem.v1.Path\"\x82\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\"\xe3\x01\n\x04Path\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.tandem.v1.Path.Kind\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x04 \x01(\x04\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\"M\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13KIND_REMOTE_PREFILL\x10\x01\x12\x16\n\x12KIND_LOCAL_PREFILL\x10\x02\"D\n\x14GenerateUnaryRequest\x12,\n\x08generate\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.GenerateRequest\"\xf7\x01\n\x15GenerateUnaryResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x1d\n\x04path\x18\x08 \x01(\x0b\x32\x0f.tandem.v1.Path\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x15\n\x11PRIORITY_REALTIME\x10\x01\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xf2\x01\n\nLLMService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12R\n\rGenerateUnary\x12\x1f.tandem.v1.GenerateUnaryRequest\x1a .tandem.v1.GenerateUnaryResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13tandem/v1/llm.proto\x12\ttandem.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xf6\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12+\n\x08messages\x18\x03 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12%\n\x08priority\x18\x06 \x01(\x0e\x32\x13.tandem.v1.Priority\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12+\n\x0bspeculative\x18\n \x01(\x0b\x32\x16.tandem.v1.Speculative\x12\t\n\x01n\x18\x0b \x01(\r\x12\x1e\n\x16truncate_prompt_tokens\x18\x0c \x01(\rB\x07\n\x05input\"E\n\x0bSpeculative\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x17\n\nnum_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_num_tokens\"\xcd\x01\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x35\n\x14\x63hat_template_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xae\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\t\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x04H\n\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x10 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x11 \x01(\x08H\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x03(\r\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x30\n\x13\x62\x61\x64_words_token_ids\x18\x14 \x03(\x0b\x32\x13.tandem.v1.TokenIds\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x07\n\x05_seedB\x16\n\x14_skip_special_tokens\"V\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x81\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x1d\n\x04path\x18\x08 \x01(\x0b\x32\x0f.tandem.v1.Path\x12\r\n\x05index\x18\t \x01(\r\"\x94\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\"\x82\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\"\xe3\x01\n\x04Path\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.tandem.v1.Path.Kind\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x04 \x01(\x04\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\"M\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13KIND_REMOTE_PREFILL\x10\x01\x12\x16\n\x12KIND_LOCAL_PREFILL\x10\x02\"D\n\x14GenerateUnaryRequest\x12,\n\x08generate\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.GenerateRequest\"\x9b\x02\n\x15GenerateUnaryResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x1d\n\x04path\x18\x08 \x01(\x0b\x32\x0f.tandem.v1.Path\x12\"\n\x07\x63hoices\x18\t \x03(\x0b\x32\x11.tandem.v1.Choice\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x15\n\x11PRIORITY_REALTIME\x10\x01\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xf2\x01\n\nLLMService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12R\n\rGenerateUnary\x12\x1f.tandem.v1.GenerateUnaryRequest\x1a .tandem.v1.GenerateUnaryResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,46 +34,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_PRIORITY']._serialized_start=2381
-  _globals['_PRIORITY']._serialized_end=2486
-  _globals['_FINISHREASON']._serialized_start=2488
-  _globals['_FINISHREASON']._serialized_end=2608
-  _globals['_GENERATEREQUEST']._serialized_start=35
-  _globals['_GENERATEREQUEST']._serialized_end=366
-  _globals['_SPECULATIVE']._serialized_start=368
-  _globals['_SPECULATIVE']._serialized_end=437
-  _globals['_CHATMESSAGES']._serialized_start=439
-  _globals['_CHATMESSAGES']._serialized_end=495
-  _globals['_CHATMESSAGE']._serialized_start=497
-  _globals['_CHATMESSAGE']._serialized_end=541
-  _globals['_TOKENIDS']._serialized_start=543
-  _globals['_TOKENIDS']._serialized_end=566
-  _globals['_SAMPLINGPARAMS']._serialized_start=569
-  _globals['_SAMPLINGPARAMS']._serialized_end=1193
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=981
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1029
-  _globals['_TOKENLOGPROBS']._serialized_start=1195
-  _globals['_TOKENLOGPROBS']._serialized_end=1281
-  _globals['_TOPLOGPROB']._serialized_start=1283
-  _globals['_TOPLOGPROB']._serialized_end=1330
-  _globals['_GENERATERESPONSE']._serialized_start=1333
-  _globals['_GENERATERESPONSE']._serialized_end=1575
-  _globals['_USAGE']._serialized_start=1578
-  _globals['_USAGE']._serialized_end=1708
-  _globals['_PATH']._serialized_start=1711
-  _globals['_PATH']._serialized_end=1938
-  _globals['_PATH_KIND']._serialized_start=1861
-  _globals['_PATH_KIND']._serialized_end=1938
-  _globals['_GENERATEUNARYREQUEST']._serialized_start=1940
-  _globals['_GENERATEUNARYREQUEST']._serialized_end=2008
-  _globals['_GENERATEUNARYRESPONSE']._serialized_start=2011
-  _globals['_GENERATEUNARYRESPONSE']._serialized_end=2258
-  _globals['_LISTMODELSREQUEST']._serialized_start=2260
-  _globals['_LISTMODELSREQUEST']._serialized_end=2279
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2281
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2335
-  _globals['_MODEL']._serialized_start=2337
-  _globals['_MODEL']._serialized_end=2379
-  _globals['_LLMSERVICE']._serialized_start=2611
-  _globals['_LLMSERVICE']._serialized_end=2853
+  _globals['_PRIORITY']._serialized_start=2996
+  _globals['_PRIORITY']._serialized_end=3101
+  _globals['_FINISHREASON']._serialized_start=3103
+  _globals['_FINISHREASON']._serialized_end=3223
+  _globals['_GENERATEREQUEST']._serialized_start=65
+  _globals['_GENERATEREQUEST']._serialized_end=439
+  _globals['_SPECULATIVE']._serialized_start=441
+  _globals['_SPECULATIVE']._serialized_end=510
+  _globals['_CHATMESSAGES']._serialized_start=513
+  _globals['_CHATMESSAGES']._serialized_end=718
+  _globals['_CHATMESSAGE']._serialized_start=720
+  _globals['_CHATMESSAGE']._serialized_end=764
+  _globals['_TOKENIDS']._serialized_start=766
+  _globals['_TOKENIDS']._serialized_end=789
+  _globals['_SAMPLINGPARAMS']._serialized_start=792
+  _globals['_SAMPLINGPARAMS']._serialized_end=1606
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1370
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1418
+  _globals['_TOKENLOGPROBS']._serialized_start=1608
+  _globals['_TOKENLOGPROBS']._serialized_end=1694
+  _globals['_TOPLOGPROB']._serialized_start=1696
+  _globals['_TOPLOGPROB']._serialized_end=1743
+  _globals['_GENERATERESPONSE']._serialized_start=1746
+  _globals['_GENERATERESPONSE']._serialized_end=2003
+  _globals['_CHOICE']._serialized_start=2006
+  _globals['_CHOICE']._serialized_end=2154
+  _globals['_USAGE']._serialized_start=2157
+  _globals['_USAGE']._serialized_end=2287
+  _globals['_PATH']._serialized_start=2290
+  _globals['_PATH']._serialized_end=2517
+  _globals['_PATH_KIND']._serialized_start=2440
+  _globals['_PATH_KIND']._serialized_end=2517
+  _globals['_GENERATEUNARYREQUEST']._serialized_start=2519
+  _globals['_GENERATEUNARYREQUEST']._serialized_end=2587
+  _globals['_GENERATEUNARYRESPONSE']._serialized_start=2590
+  _globals['_GENERATEUNARYRESPONSE']._serialized_end=2873
+  _globals['_LISTMODELSREQUEST']._serialized_start=2875
+  _globals['_LISTMODELSREQUEST']._serialized_end=2894
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2896
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2950
+  _globals['_MODEL']._serialized_start=2952
+  _globals['_MODEL']._serialized_end=2994
+  _globals['_LLMSERVICE']._serialized_start=3226
+  _globals['_LLMSERVICE']._serialized_end=3468
 # @@protoc_insertion_point(module_scope)

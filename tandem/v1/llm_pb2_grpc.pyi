@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class LLMServiceStub:
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
-    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds.
+    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
+    details: google.rpc.ErrorInfo with its code as the reason and, where a field is wrong, google.rpc.BadRequest.
     """
 
     @_typing.overload
@@ -45,7 +46,8 @@ class LLMServiceStub:
 @_typing.type_check_only
 class LLMServiceAsyncStub(LLMServiceStub):
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
-    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds.
+    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
+    details: google.rpc.ErrorInfo with its code as the reason and, where a field is wrong, google.rpc.BadRequest.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -58,7 +60,8 @@ class LLMServiceAsyncStub(LLMServiceStub):
 
 class LLMServiceServicer(metaclass=_abc_1.ABCMeta):
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
-    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds.
+    -transfer-bytes, -transport and -reason. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
+    details: google.rpc.ErrorInfo with its code as the reason and, where a field is wrong, google.rpc.BadRequest.
     """
 
     @_abc_1.abstractmethod

@@ -52,6 +52,8 @@ def reference_scores(logits: torch.Tensor, sampling: SamplingParams) -> list[flo
             score = score / sampling.repetition_penalty if score > 0 else score * sampling.repetition_penalty
         score -= counts[token] * sampling.frequency_penalty + (token in counts) * sampling.presence_penalty
         masked = token in sampling.stop_token_ids and len(OUTPUT) < sampling.min_tokens
+        masked |= bool(sampling.allowed_token_ids) and token not in sampling.allowed_token_ids
+        masked |= any([*OUTPUT, token][-len(bad) :] == list(bad) for bad in sampling.bad_words_token_ids)
         scores[token] = -math.inf if masked else score
     return scores
 
@@ -82,6 +84,8 @@ PENALTIES: list[dict[str, Any]] = [
     {"logit_bias": {4: 6.0, 9: -100.0, 49: 2.5}},
     {"min_tokens": 6, "stop_token_ids": frozenset({0, 5, 17, 60})},
     {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "logit_bias": {11: 3.0}},
+    {"allowed_token_ids": frozenset({4, 11, 30, 31, 32})},
+    {"bad_words_token_ids": (*((11, 2, token) for token in range(40)), (41,), (3, 42), (2, 43))},
 ]
 FILTERS: list[dict[str, Any]] = [
     {},
@@ -107,7 +111,7 @@ def test_penalties_equal_the_reference(params: dict[str, Any], choose: Choose) -
     assert chosen != logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("params", [*FILTERS, PENALTIES[-1]], ids=lambda params: "+".join(params) or "plain")
+@pytest.mark.parametrize("params", [*FILTERS, *PENALTIES[-3:]], ids=lambda params: "+".join(params) or "plain")
 def test_draws_follow_the_distribution(params: dict[str, Any], choose: Choose) -> None:
     num_draws, logits = 4000, logits_of(1, seed=5)
     base = SamplingParams(20, **params)

@@ -129,6 +129,7 @@ async def test_what_workers_are_asked_for(http: httpx.AsyncClient, peers: Peers)
     expected = llm_pb2.SamplingParams(
         temperature=0.6, top_p=0.5, top_k=20, min_p=0, repetition_penalty=1, presence_penalty=1, frequency_penalty=0,
         logit_bias={7: -5}, max_tokens=7, min_tokens=2, stop_token_ids=[0, 9], seed=2**64 - 1,
+        skip_special_tokens=True,
     )  # fmt: skip
     assert spec.sampling == expected
     assert (spec.priority, spec.cache_salt) == (-4, "s")

@@ -10,6 +10,7 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
+from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from services.gateway import Gateway
@@ -117,6 +118,13 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"speculative": {"method": "ngram", "model": "x"}}, "speculative.model"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": [1]}, "bad_words[0]"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
     ({"model": 7}, "model"),
 ]
 
@@ -143,6 +151,8 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ({"temperature": 3}, "temperature"),
 ]
 
@@ -291,6 +301,8 @@ GRPC: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "priority": 77}, "priority"),
     ({"prompt": "x", "tenant": "t" * 300}, "tenant"),
     ({"prompt": "x", "cache_salt": "s" * 257}, "cache_salt"),
+    ({"prompt": "x", "n": 9}, "n"),
+    ({"prompt": "x", "sampling": Sampling(allowed_token_ids=[99999])}, "allowed_token_ids"),
     ({"prompt": "x" * 12_000_000}, "context length"),
     ({"messages": llm_pb2.ChatMessages(messages=[{"role": "user", "content": "x" * 12_000_000}])}, "context length"),
 ]
@@ -305,6 +317,21 @@ async def test_grpc_refuses(service: Any, wrong: dict[str, Any], field: str) -> 
             await answer
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert field in (refused.value.details() or "")
+        assert violated(refused.value)
+
+
+def violated(error: aio.AioRpcError) -> str:
+    """The field that the error's details name."""
+    packed = dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+    assert isinstance(packed, bytes)
+    status = status_pb2.Status.FromString(packed)
+    assert status.code == error.code().value[0]
+    info, found = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(info)
+    assert info.domain == "tandem"
+    assert status.details[1].Unpack(found)
+    assert found.field_violations[0].description == error.details()
+    return found.field_violations[0].field
 
 
 async def test_grpc_names_a_missing_or_unknown_model(service: Any) -> None:

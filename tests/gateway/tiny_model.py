@@ -14,7 +14,8 @@ CORPUS = [
     "ok é",
 ]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ bos_token }}{% if tone %}({{ tone }} {{ reasoning_effort }}){% endif %}"
+    "{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('role ' + m['role']) }}{% endif %}"
     "{% if m['content'] == 'refuse me' %}{{ raise_exception('I refuse') }}{% endif %}"
     "<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

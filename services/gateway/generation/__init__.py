@@ -16,6 +16,7 @@ from services.gateway.generation.request import (
     check_salt,
     read_sampling,
     read_speculative,
+    truncated,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "read_sampling",
     "read_speculative",
     "tracing",
+    "truncated",
 ]

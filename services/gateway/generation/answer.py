@@ -49,7 +49,7 @@ class Answer:
         self._spans = spans
         self._sequences = [request.sequence(i, max_model_len, seed) for i in range(request.num_choices)]
         self._choices = [
-            Choice(i, request.model.tokenizer, request.sampling.stop, sequence.sampling.stop_token_ids)
+            Choice(i, request.model.tokenizer, request.sampling, sequence.sampling.stop_token_ids)
             for i, sequence in enumerate(self._sequences)
         ]
 

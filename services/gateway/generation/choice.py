@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from services.gateway.text import StopStrings, Tokenizer
 from services.gateway.workers import Tokens
+from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
 
 
@@ -28,12 +29,14 @@ class Delta:
 
 
 class Choice:
-    def __init__(self, index: int, tokenizer: Tokenizer, stops: Sequence[str], stop_ids: Sequence[int]) -> None:
+    def __init__(self, index: int, tokenizer: Tokenizer, sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
+        """`stop_ids`: with the model's own ends of text."""
         self.index = index
         self.num_tokens = 0
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
-        self._detokenizer = tokenizer.detokenizer()
-        self._stops = StopStrings(stops)
+        self._detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens)
+        self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        self._show_stop = sampling.include_stop_str_in_output
         self._stop_ids = frozenset(stop_ids)
         self._length = 0
 
@@ -43,7 +46,7 @@ class Choice:
         last = len(tokens.ids) - 1 if finish_reason == llm_pb2.FINISH_REASON_STOP else -1
         for i, token_id in enumerate(tokens.ids):
             offsets.append(self._length)
-            silent = i == last and token_id in self._stop_ids
+            silent = i == last and token_id in self._stop_ids and not self._show_stop
             shown.append("" if silent else self._show(self._detokenizer.feed(token_id)))
             if self._stops.matched is not None:
                 finish_reason = llm_pb2.FINISH_REASON_STOP

@@ -61,13 +61,14 @@ class Generation:
             sampling,
             max_tokens=min(sampling.max_tokens, self.client.tier.max_new_tokens or room, room),
             stop=(),
+            bad_words=(),
             stop_token_ids=sampling.stop_token_ids.union(ends),
             seed=(seed + choice % self.n) % 2**64,
         ).to_proto(spec.sampling)
         return spec
 
 
-def read_sampling(
+async def read_sampling(
     given: Mapping[str, Any], model: ServedModel, names: Mapping[str, str] | None = None
 ) -> SamplingParams:
     """
@@ -83,10 +84,26 @@ def read_sampling(
         sampling = SamplingParams.of({**model.defaults, **given})
         sampling.check_vocabulary(vocab_size)
         check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+        if "allowed_token_ids" in given and not sampling.allowed_token_ids:
+            raise InvalidParameter("allowed_token_ids", "must not be empty: no token could be chosen")
     except InvalidParameter as error:
         name = (names or {}).get(error.name, error.name)
         raise InvalidRequest(f"{name} {error.problem}", name) from None
-    return sampling
+    spellings = [ids for word in sampling.bad_words for ids in await model.tokenizer.spellings(word)]
+    return replace(sampling, bad_words_token_ids=tuple(sorted({tuple(ids) for ids in spellings if ids})))
+
+
+def truncated(prompt: Sequence[int], keep: int | None) -> Sequence[int]:
+    """Its last `keep` tokens; all of it where that is None.
+
+    Raises:
+        InvalidRequest
+    """
+    if keep is None:
+        return prompt
+    if not 1 <= keep < 2**31:
+        raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, got {keep}", "truncate_prompt_tokens")
+    return prompt[-keep:]
 
 
 def read_speculative(method: str, num_tokens: int | None) -> Speculative:

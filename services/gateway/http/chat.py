@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, read_sampling
+from services.gateway.generation import Delta, read_sampling, truncated
 from services.gateway.http import schema
 from services.gateway.http.format import Format, ParsedBody, logprob_entries
 from services.gateway.llm import LLM
-from services.gateway.text import ROLES, Tokenizer
+from services.gateway.text import ROLES, TemplateOptions, Tokenizer
 
 
 async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
@@ -34,8 +34,8 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
         body=found,
         n=found.n or 1,
         given=given,
-        sampling=read_sampling(given, llm.model, names),
-        prompts=[await llm.encode_chat(messages)],
+        sampling=await read_sampling(given, llm.model, names),
+        prompts=[truncated(await llm.encode_chat(messages, _options(found)), found.truncate_prompt_tokens)],
         param="messages",
         operation="chat",
         format=ChatFormat(llm.model.tokenizer),
@@ -64,6 +64,18 @@ class ChatFormat(Format):
         if not delta.tokens.logprobs:
             return None
         return {"content": logprob_entries(self._tokenizer, delta.tokens.logprobs), "refusal": None}
+
+
+def _options(body: schema.ChatBody) -> TemplateOptions:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    opened = body.add_generation_prompt
+    return TemplateOptions(
+        add_generation_prompt=not body.continue_final_message if opened is None else opened,
+        continue_final_message=bool(body.continue_final_message),
+        variables=variables,
+    )
 
 
 def _logprobs(body: schema.ChatBody) -> int | None:

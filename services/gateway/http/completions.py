@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, read_sampling
+from services.gateway.generation import Delta, read_sampling, truncated
 from services.gateway.http import schema
 from services.gateway.http.format import Format, ParsedBody, token_text
 from services.gateway.llm import LLM
@@ -30,10 +30,11 @@ async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
     with_logprobs, n = "logprobs" in given, _choices(found)
     if n > (found.n or 1):
         given.setdefault("logprobs", 0)  # to rank by
-    sampling = read_sampling(given, llm.model)
+    sampling = await read_sampling(given, llm.model)
     said = _prompts(found.prompt)
     llm.check_choices(len(said), n)
-    prompts = [await llm.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in said]
+    read = [await llm.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in said]
+    prompts = [truncated(prompt, found.truncate_prompt_tokens) for prompt in read]
     tokenizer = llm.model.tokenizer
     echoes = [_text(prompt, tokenizer) for prompt in said] if found.echo else []
     return ParsedBody(

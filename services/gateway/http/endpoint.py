@@ -135,7 +135,7 @@ class GenerateEndpoint:
 
     async def _write_events(self, exchange: Exchange, envelope: Envelope, deltas: AsyncIterator[Delta]) -> None:
         async for delta in deltas:
-            if delta.text or delta.finish_reason or delta.tokens.logprobs:
+            if delta.text or delta.finish_reason or delta.tokens.logprobs or envelope.with_token_ids:
                 await exchange.event(envelope.chunk(delta))
 
     async def _write_whole(

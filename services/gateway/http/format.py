@@ -57,14 +57,19 @@ class Envelope:
         self._n = found.body.n or 1
         options = found.body.stream_options
         self.with_usage = bool(options and options.include_usage)
+        self.with_token_ids = bool(found.body.return_token_ids)
+        self._continuous = self.with_usage and bool(options and options.continuous_usage_stats)
+        self._begun: set[int] = set()
         request = answer.request
         self._frame = {"id": f"{form.prefix}-{request.request_id}", "created": created, "model": request.model.name}
         if found.body.service_tier is not None:
             self._frame["service_tier"] = TIERS_SERVED.get(found.body.service_tier, found.body.service_tier)
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        framed = self._framed(self._form.chunk, [self._numbered(delta, self._form.delta(delta))])
-        return {**framed, "usage": None} if self.with_usage else framed
+        chunk = self._framed(self._form.chunk, [self._numbered(delta, self._form.delta(delta))])
+        if self.with_usage:
+            chunk["usage"] = usage(self._answer) if self._continuous else None
+        return chunk
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._framed(self._form.chunk, []), "usage": usage(self._answer)}
@@ -88,7 +93,13 @@ class Envelope:
         return {**self._frame, "object": kind, "choices": choices}
 
     def _numbered(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
-        return {"index": delta.choice, **said, "finish_reason": REASONS.get(delta.finish_reason)}
+        numbered = {"index": delta.choice, **said, "finish_reason": REASONS.get(delta.finish_reason)}
+        if self.with_token_ids:
+            numbered["token_ids"] = delta.tokens.ids
+            if delta.choice not in self._begun:
+                self._begun.add(delta.choice)
+                numbered["prompt_token_ids"] = list(self._answer.request.prompts[delta.choice // self._n])
+        return numbered
 
 
 def _mean_logprob(delta: Delta) -> float:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
 
 from services.gateway.errors import InvalidRequest
-from tandem.sampling import TYPES
+from tandem.sampling import INTERNAL, TYPES
 
 # Fields that are refused unless they ask for what happens anyway.
 AS_IS: dict[str, tuple[Any, ...]] = {
@@ -25,21 +25,14 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
     "add_special_tokens": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "guided_json": (),
@@ -48,13 +41,9 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "structured_outputs": (),
     "logits_processors": ([],),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
     "include_reasoning": (False, True),
-    "continuous_usage_stats": (False,),
     "include_obfuscation": (False, True),
     # of a message
     "tool_calls": ([],),
@@ -75,6 +64,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SpeculativeBody(Body):
@@ -95,6 +85,8 @@ class GenerationBody(Body):
     priority: int | None = None
     user: str | None = None
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
     speculative: SpeculativeBody | None = None
     # Taken, for they change nothing here.
     metadata: dict[str, str] | None = None
@@ -122,17 +114,22 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 B = TypeVar("B", bound=GenerationBody)
 # What OpenAI types more loosely than SamplingParams does.
-LOOSE = {"stop": Strings}
+LOOSE = {"stop": Strings, "bad_words": Strings}
 
 
 @cache
 def _with_sampling(schema: type[B]) -> type[B]:
     """A field more for each sampling parameter that the schema does not have in a form of its own."""
-    types = {name: LOOSE.get(name, kind) for name, kind in TYPES.items() if name not in schema.model_fields}
+    taken = INTERNAL.union(schema.model_fields)
+    types = {name: LOOSE.get(name, kind) for name, kind in TYPES.items() if name not in taken}
     fields: dict[str, Any] = {name: (kind | None, None) for name, kind in types.items()}
     return create_model(schema.__name__, __base__=schema, **fields)
 

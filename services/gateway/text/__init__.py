@@ -4,7 +4,7 @@ chat messages -> ChatTemplate -> text -> Tokenizer -> token ids
 token ids -> Detokenizer -> text -> StopStrings -> the client
 """
 
-from services.gateway.text.chat_template import ROLES, ChatTemplate, TemplateRefused
+from services.gateway.text.chat_template import ROLES, ChatTemplate, TemplateOptions, TemplateRefused
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from services.gateway.text.stop import StopStrings
 from services.gateway.text.tokenizer import Tokenizer
@@ -15,6 +15,7 @@ __all__ = [
     "ChatTemplate",
     "Detokenizer",
     "StopStrings",
+    "TemplateOptions",
     "TemplateRefused",
     "Tokenizer",
     "WindowDetokenizer",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,16 @@ REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeErr
 
 class TemplateRefused(ValueError):
     """The template does not take these messages; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the last message is the beginning of the answer
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEFAULTS = TemplateOptions()
 
 
 class ChatTemplate:
@@ -46,16 +57,29 @@ class ChatTemplate:
         source = beside.read_text() if beside.is_file() else _default(config.get("chat_template"))
         return cls(source, _special_tokens(config)) if source else None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = DEFAULTS) -> str:
         """The prompt, ready for the assistant's answer.
 
         Raises:
             TemplateRefused: the template raised, or does not fit the messages.
         """
+        variables = {
+            **self._tokens, **options.variables, "messages": messages,
+            "add_generation_prompt": options.add_generation_prompt,
+        }  # fmt: skip
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+            text = self._template.render(variables)
         except REFUSALS as error:
             raise TemplateRefused(str(error)) from None
+        return _up_to(text, messages[-1]["content"]) if options.continue_final_message else text
+
+
+def _up_to(text: str, content: str) -> str:
+    """A prompt without what the template has put behind its last message."""
+    for ending in (content, content.strip()):
+        if (start := text.rfind(ending)) >= 0:
+            return text[: start + len(ending)]
+    raise TemplateRefused("the last message is not in the prompt as it is, so it cannot be continued")
 
 
 def _compile(source: str, now: Callable[[], datetime]) -> Template:

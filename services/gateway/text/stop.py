@@ -16,8 +16,10 @@ from collections.abc import Sequence
 class StopStrings:
     """Watches one answer's text."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], shown: bool = False) -> None:
+        """`shown`: the one that ends the answer is part of it."""
         self._stops = [stop for stop in stops if stop]
+        self._shown = shown
         self._held = ""
         self.matched: str | None = None
 
@@ -28,9 +30,9 @@ class StopStrings:
         if self.matched is not None:
             return ""
         text = self._held + text
-        if (start := self._match(text)) is not None:
+        if (end := self._match(text)) is not None:
             self._held = ""
-            return text[:start]
+            return text[:end]
         shown = len(text) - self._may_begin(text)
         self._held = text[shown:]
         return text[:shown]
@@ -41,7 +43,7 @@ class StopStrings:
         return held
 
     def _match(self, text: str) -> int | None:
-        """Where the stop string that is complete first begins."""
+        """Where the answer ends, if a stop string is complete: that which is complete first."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop)
@@ -50,7 +52,7 @@ class StopStrings:
         if best is None:
             return None
         self.matched = best[2]
-        return best[1]
+        return best[0] if self._shown else best[1]
 
     def _may_begin(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""

@@ -48,13 +48,18 @@ class Tokenizer:
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh one, for one answer."""
-        return ByteDetokenizer(self._text_bytes) if self._byte_level else WindowDetokenizer(self.decode)
+        if self._byte_level:
+            return ByteDetokenizer(self._text_bytes if skip_special_tokens else self.token_bytes)
+        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
+
+    async def spellings(self, word: str) -> list[list[int]]:
+        """The tokens of a word at the beginning of a text and within one."""
+        return [await self.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token says by itself, special or not; perhaps a part of a character."""

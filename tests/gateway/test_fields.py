@@ -1,0 +1,145 @@
+"""What one generation may be asked for, over HTTP and over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from services.gateway import Gateway
+from services.gateway.text import Tokenizer
+from tandem import rpc
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.gateway.conftest import TEXT
+from tests.gateway.peers import MODEL, Peers
+from tests.gateway.test_http import CHAT, TEXTUAL, events
+from tests.gateway.tiny_model import EOS
+
+Sampling = llm_pb2.SamplingParams
+
+
+@pytest.fixture
+async def service(gateway: Gateway) -> AsyncIterator[Any]:
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        yield llm_pb2_grpc.LLMServiceStub(channel)
+
+
+async def unary(service: Any, **fields: Any) -> llm_pb2.GenerateUnaryResponse:
+    request = llm_pb2.GenerateRequest(**{"model": MODEL, "prompt": "once upon", **fields})
+    answer: llm_pb2.GenerateUnaryResponse = await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request))
+    return answer
+
+
+async def completion(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await http.post("/v1/completions", json={**TEXTUAL, **fields})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def test_the_stop_string_can_be_part_of_the_answer(http: httpx.AsyncClient, service: Any) -> None:
+    expected = TEXT.partition(" jumps")[0] + " jumps"
+    found = await completion(http, stop=" jumps", include_stop_str_in_output=True)
+    assert found["choices"][0]["text"] == expected
+    sampling = Sampling(seed=0, stop=[" jumps"], include_stop_str_in_output=True)
+    assert (await unary(service, sampling=sampling)).text == expected
+    parts = await events(http, "/v1/completions", {**TEXTUAL, "stop": " jumps", "include_stop_str_in_output": True})
+    assert "".join(part["choices"][0]["text"] for part in parts) == expected
+
+
+async def test_special_tokens_can_be_shown(http: httpx.AsyncClient, service: Any) -> None:
+    """The end-of-text token here does not end the answer, so it is not left out as its end."""
+    asked = {"ignore_eos": True, "max_tokens": 60}
+    assert EOS not in (await completion(http, **asked))["choices"][0]["text"]
+    first_end = await completion(http, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert first_end["choices"][0]["text"] == TEXT + EOS
+    sampling = Sampling(seed=0, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert (await unary(service, sampling=sampling)).text == TEXT + EOS
+
+
+async def test_what_workers_are_told_of_tokens(
+    http: httpx.AsyncClient, service: Any, peers: Peers, tokenizer: Tokenizer
+) -> None:
+    await completion(http, allowed_token_ids=[9, 5], bad_words=["fox"])
+    await unary(service, sampling=Sampling(seed=0, allowed_token_ids=[5, 9], bad_words=["fox"]))
+    inside = await tokenizer.encode(" fox", add_special_tokens=False)
+    first = await tokenizer.encode("fox", add_special_tokens=False)
+    for spec in peers.decode.seen:
+        assert list(spec.sampling.allowed_token_ids) == [5, 9]
+        assert not spec.sampling.bad_words
+        assert sorted(list(one.ids) for one in spec.sampling.bad_words_token_ids) == sorted([first, inside])
+
+
+async def test_a_long_prompt_can_be_cut(http: httpx.AsyncClient, service: Any, peers: Peers) -> None:
+    prompt = [*range(3, 40)]
+    await completion(http, prompt=prompt, truncate_prompt_tokens=5)
+    await unary(service, token_ids=llm_pb2.TokenIds(ids=prompt), truncate_prompt_tokens=5)
+    await http.post("/v1/chat/completions", json={**CHAT, "truncate_prompt_tokens": 5})
+    assert [list(spec.token_ids) for spec in peers.decode.seen[:2]] == [prompt[-5:]] * 2
+    assert len(peers.decode.seen[2].token_ids) == 5
+
+
+async def test_token_ids_are_returned(http: httpx.AsyncClient, peers: Peers, tokenizer: Tokenizer) -> None:
+    for path, body in (("/v1/completions", TEXTUAL), ("/v1/chat/completions", CHAT)):
+        whole = (await http.post(path, json={**body, "return_token_ids": True})).json()["choices"][0]
+        assert tokenizer.decode(whole["token_ids"]) == TEXT
+        assert whole["prompt_token_ids"] == list(peers.decode.seen[-1].token_ids)
+        parts = await events(http, path, {**body, "return_token_ids": True})
+        assert [i for part in parts for i in part["choices"][0]["token_ids"]] == whole["token_ids"]
+        assert parts[0]["choices"][0]["prompt_token_ids"] == whole["prompt_token_ids"]
+        assert "token_ids" not in (await http.post(path, json=body)).json()["choices"][0]
+
+
+async def test_usage_with_every_chunk(http: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    parts = await events(http, "/v1/completions", {**TEXTUAL, "stream_options": options})
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == counts[-2]
+    assert len({part["usage"]["prompt_tokens"] for part in parts}) == 1
+
+
+async def test_the_last_message_can_be_continued(
+    http: httpx.AsyncClient, service: Any, peers: Peers, tokenizer: Tokenizer
+) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well, "}]
+    await http.post("/v1/chat/completions", json={**CHAT, "messages": said, "continue_final_message": True})
+    messages: Any = llm_pb2.ChatMessages(messages=said, continue_final_message=True)
+    await unary(service, messages=messages)
+    assert [tokenizer.decode(spec.token_ids) for spec in peers.decode.seen] == ["<s><user>hi\n<assistant>well, "] * 2
+
+
+async def test_the_answer_need_not_be_opened(
+    http: httpx.AsyncClient, service: Any, peers: Peers, tokenizer: Tokenizer
+) -> None:
+    await http.post("/v1/chat/completions", json={**CHAT, "add_generation_prompt": False})
+    said: Any = [{"role": "user", "content": "tell me"}]
+    await unary(service, messages=llm_pb2.ChatMessages(messages=said, add_generation_prompt=False))
+    assert [tokenizer.decode(spec.token_ids) for spec in peers.decode.seen] == ["<s><user>tell me\n"] * 2
+
+
+async def test_variables_for_the_template(
+    http: httpx.AsyncClient, service: Any, peers: Peers, tokenizer: Tokenizer
+) -> None:
+    kwargs = {"tone": "calm", "messages": "not these"}
+    await http.post("/v1/chat/completions", json={**CHAT, "chat_template_kwargs": kwargs, "reasoning_effort": "low"})
+    said = llm_pb2.ChatMessages(messages=[{"role": "user", "content": "tell me"}])  # type: ignore[list-item]
+    said.chat_template_kwargs.update({"tone": "calm", "reasoning_effort": "low"})
+    await unary(service, messages=said)
+    expected = "<s>(calm low)<user>tell me\n<assistant>"
+    assert [tokenizer.decode(spec.token_ids) for spec in peers.decode.seen] == [expected] * 2
+
+
+async def test_several_answers_over_grpc(service: Any, http: httpx.AsyncClient) -> None:
+    texts = [choice["text"] for choice in (await completion(http, n=3, seed=2))["choices"]]
+    whole = await unary(service, n=3, sampling=Sampling(seed=2, max_tokens=100))
+    assert [choice.text for choice in whole.choices] == texts
+    assert (whole.text, list(whole.token_ids)) == (texts[0], list(whole.choices[0].token_ids))
+    assert whole.usage.completion_tokens == sum(len(choice.token_ids) for choice in whole.choices)
+    request = llm_pb2.GenerateRequest(model=MODEL, prompt="once upon", n=3, sampling=Sampling(seed=2, max_tokens=100))
+    streamed = ["", "", ""]
+    async for message in service.Generate(request):
+        streamed[message.index] += message.text
+    assert streamed == texts
