@@ -87,6 +87,10 @@ class Pod:
         return self.template["metadata"]["labels"]
 
     @property
+    def component(self) -> str:
+        return self.labels["app.kubernetes.io/component"]
+
+    @property
     def container(self) -> Object:
         return self.template["spec"]["containers"][0]
 

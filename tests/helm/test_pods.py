@@ -24,7 +24,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 def pod_of(node: Node, component: str) -> Pod:
-    return next(p for p in node.pods.values() if p.labels["app.kubernetes.io/component"] == component)
+    return next(p for p in node.pods.values() if p.component == component)
 
 
 def test_a_request_is_answered_by_the_rendered_pods(node: Node) -> None:

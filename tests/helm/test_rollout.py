@@ -24,6 +24,8 @@ from tests.helm.pods import Node, Pod
 # How long a balancer may go on sending requests to a pod that is being stopped.
 LAG_S = 1.0
 CLIENTS = 4
+# New decode pods come so much later, for want of a node: new prefill pods must wait for them.
+SLOW_S = 6.0
 
 
 def values(weights: Path, tag: str) -> Values:
@@ -55,6 +57,7 @@ class Load:
     balancer: Balancer
     answers: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    pairs: list[int] = field(default_factory=list)
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def run(self, number: int) -> None:
@@ -63,6 +66,12 @@ class Load:
             while not self.stopping.is_set():
                 number += CLIENTS
                 self._ask(client, number)
+
+    def watch(self) -> None:
+        """How many pairs of workers could take a request, ten times a second."""
+        while not self.stopping.wait(0.1):
+            found = httpx.get(f"http://{self.balancer.choose(0).ip}:8000/health/ready").json()
+            self.pairs.append(found["linked_pairs"])
 
     def _ask(self, client: httpx.Client, number: int) -> None:
         pod = self.balancer.choose(number)
@@ -85,9 +94,10 @@ def roll(node: Node, workload: Object, balancer: Balancer) -> None:
     strategy = workload["spec"]["strategy"]["rollingUpdate"]
     assert strategy == {"maxSurge": 1, "maxUnavailable": 0}
     [old] = [pod for pod in node.pods.values() if pod.is_of(workload)]
+    time.sleep(SLOW_S if old.component == "decode" else 0)
     new = node.start(workload)
     new.wait_ready()
-    serves = new.labels["app.kubernetes.io/component"] == "gateway"
+    serves = new.component == "gateway"
     balancer.pods += [new] if serves else []
     time.sleep(workload["spec"]["minReadySeconds"])
     if serves:
@@ -121,10 +131,11 @@ def node(tmp_path: Path, revisions: list[Path]) -> Iterator[Node]:
 
 def test_all_pools_are_rolled_to_a_new_revision_under_load_and_nothing_fails(node: Node, revisions: list[Path]) -> None:
     old = set(node.pods)
-    balancer = Balancer([p for p in node.pods.values() if p.labels["app.kubernetes.io/component"] == "gateway"])
+    balancer = Balancer([pod for pod in node.pods.values() if pod.component == "gateway"])
     load = Load(balancer)
-    with ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor(16) as threads:
         clients = [threads.submit(load.run, number) for number in range(CLIENTS)]
+        clients.append(threads.submit(load.watch))
         try:
             time.sleep(1)
             node.use(render(values(revisions[1], "b")))
@@ -137,6 +148,7 @@ def test_all_pools_are_rolled_to_a_new_revision_under_load_and_nothing_fails(nod
         for client in clients:
             client.result(60)
     assert load.failures == []
+    assert min(load.pairs) >= 1
     paths = {(answer["prefill_worker"], answer["decode_worker"]) for answer in load.answers}
     # Each answer is one revision's alone, and both have answered.
     assert {prefill in old for prefill, _ in paths} == {True, False}
