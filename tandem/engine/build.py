@@ -61,7 +61,7 @@ def build(config: EngineConfig, cores: Cores, on_progress: Progress | None, slee
         draft_cache = _kv_cache(_layout(config, draft, "draft"), config.device, num_blocks)
         proposers["draft"] = DraftProposer(
             *_load(config, config.speculative_model, draft, draft_cache, cores, on_progress),
-            max_prefill_beside_decode(config, draft),
+            min(max_prefill_beside_decode(config, draft), config.max_num_batched_tokens),
         )
     return Parts(model, layout, kv_cache, loaded, proposers)
 

@@ -131,6 +131,20 @@ def test_a_draft_that_is_the_model_itself_is_always_right(llama: Path) -> None:
         assert (outputs[-1].num_proposed_tokens, outputs[-1].num_accepted_tokens) == (24, 24)
 
 
+def test_long_prompts_are_drafted_in_chunks() -> None:
+    """With the compiled kernels, too, where the machine can have them."""
+    config = EngineConfig(
+        model_path=DEMO / "target", model_name="demo", max_num_batched_tokens=64, num_blocks=200,
+        speculative_model=DEMO / "draft", speculative=Speculative("draft", 4),
+    )  # fmt: skip
+    engine = Engine(config, now=still)
+    for number in range(4):
+        engine.add(Request(str(number), [7 + number] * 150, greedy(12)))
+    outputs = run(engine)
+    assert all(len(tokens(outputs[str(number)])) == 12 for number in range(4))
+    assert engine.stats().num_proposed_tokens > 0
+
+
 def test_a_shared_prompt_is_drafted_once(llama: Path) -> None:
     engine = make_engine(llama, now=still, speculative_model=llama, speculative=Speculative("draft", 3))
     draft = engine._speculator._proposers["draft"]

@@ -81,6 +81,8 @@ class CpuForward:
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         ids = step.input_ids
+        if len(ids) > len(self._angles[0]):
+            raise ValueError(f"a step of {len(ids)} tokens, where there is room for {len(self._angles[0])}")
         self._library.tandem_unpack_rows(ctypes.byref(self._embed.struct), ids.data_ptr(), len(ids), self._room_at[0])
         starts, table_starts, tables = _joined(step)
         passed = Step(

@@ -74,10 +74,10 @@ class Plan:
         seq.chance = (chance * MEMORY + accepted) / (MEMORY + tried)
         self._hope = (self._hope * LONG_MEMORY + accepted) / (LONG_MEMORY + tried)
 
-    def passed(self, rows: int, seconds: float) -> None:
-        """A step of so many rows and no prompt took so long."""
+    def passed(self, rows: int, seconds: float, steps: int = 1) -> None:
+        """A step of so many rows and no prompt took so long, as `steps` will."""
         self.cost.add(rows, seconds)
-        self._tries_s = min(self._tries_s + TRIES * seconds, seconds)
+        self._tries_s = min(self._tries_s + TRIES * seconds * steps, seconds)
 
     def _try_some(self, counts: list[int], most: Items[int], price: float) -> list[int]:
         for _ in counts:

@@ -10,6 +10,8 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.plan import Plan
 from tandem.engine.speculation.proposer import Proposer, Wanted
 
+REST = 7  # steps without a thought of proposing, after one where nothing paid
+
 
 class Speculator:
     """Proposes by `proposers`, by method. `now` says the time in seconds, from any beginning."""
@@ -19,6 +21,7 @@ class Speculator:
     ) -> None:
         self._proposers, self._scheduler, self._max_model_len, self._now = proposers, scheduler, max_model_len, now
         self._plans = {method: Plan() for method in proposers}
+        self._resting = 0
         self.num_proposed = self.num_accepted = 0
 
     @property
@@ -27,12 +30,18 @@ class Speculator:
 
     def propose(self, batch: list[Scheduled]) -> list[Scheduled]:
         """The batch with the proposed tokens of its sequences."""
+        if self._resting:
+            self._resting -= 1
+            return batch
         wanting = [item.seq for item in batch if _decodes(item) and item.seq.speculative.method in self._proposers]
         if not wanting:
             return batch
-        room = self._scheduler.max_num_batched_tokens - sum(item.num_tokens for item in batch)
+        room = left = self._scheduler.max_num_batched_tokens - sum(item.num_tokens for item in batch)
         for method, seqs in groupby(sorted(wanting, key=_method), key=_method):
-            room -= self._propose_by(method, list(seqs), len(batch), room)
+            left -= self._propose_by(method, list(seqs), len(batch), left)
+        if left == room:
+            self._resting = REST
+            return batch
         return [item._replace(num_tokens=item.num_tokens + len(item.seq.proposed)) for item in batch]
 
     def verified(self, seq: Sequence, num_drawn: int) -> None:
@@ -48,12 +57,13 @@ class Speculator:
 
     def passed(self, batch: list[Scheduled], seconds: float) -> None:
         """A step of `batch` took so long, without proposing."""
-        if batch and all(_decodes(item) or item.seq.proposed for item in batch):
+        if self._resting in (0, REST) and batch and all(_decodes(item) or item.seq.proposed for item in batch):
             rows = sum(item.num_tokens for item in batch)
             for plan in self._plans.values():
-                plan.passed(rows, seconds)
+                plan.passed(rows, seconds, 1 + self._resting)
 
     def _propose_by(self, method: str, seqs: list[Sequence], num_rows: int, room: int) -> int:
+        """Returns for how many tokens there was reason and room."""
         plan, started = self._plans[method], self._now()
         most = [min(seq.speculative.num_tokens, seq.num_tokens_to_come(self._max_model_len) - 1) for seq in seqs]
         wanted = []
@@ -65,10 +75,9 @@ class Speculator:
         if not wanted:
             return 0
         usual = self._proposers[method].propose(wanted)
-        num_proposed = sum(len(seq.proposed) for seq, _ in wanted)
         if usual:
-            plan.proposed(num_proposed, self._now() - started)
-        return num_proposed
+            plan.proposed(sum(len(seq.proposed) for seq, _ in wanted), self._now() - started)
+        return sum(most for _, most in wanted)
 
 
 def _decodes(item: Scheduled) -> bool:
