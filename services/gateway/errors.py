@@ -115,6 +115,7 @@ LOST = {
     StatusCode.CANCELLED,
     StatusCode.FAILED_PRECONDITION,
     StatusCode.ABORTED,
+    StatusCode.DATA_LOSS,
     StatusCode.UNIMPLEMENTED,
 }
 BY_STATUS: dict[StatusCode, type[GatewayError]] = {
