@@ -15,6 +15,7 @@ import torch
 
 from tandem.transfer import Link, MemoryNetwork, Receiver, Sender, TransferError
 from tandem.transfer.runtime.loop import LoopDriver
+from tandem.transfer.runtime.receiver import BEGIN_SECONDS
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, kv_cache
 
 T = TypeVar("T")
@@ -58,11 +59,11 @@ class Ends:
     async def link(self) -> Link:
         return await wait(self.sender.open_link(DECODE, self.receiver.address, timeout_s=1.5))
 
-    def expect(self, name: str, blocks: list[int], timeout_s: float = 5.0) -> None:
+    def expect(self, name: str, blocks: list[int], timeout_s: float = 5.0, sender: str = "") -> None:
         self.receiver.expect(
             name, block_ids=blocks, first_block=0, timeout_s=timeout_s,
             on_commit=lambda payload, size: self.log.append((self.loop.time(), name, (payload, size))),
-            on_abort=lambda code, _reason: self.log.append((self.loop.time(), name, code)),
+            on_abort=lambda code, _reason: self.log.append((self.loop.time(), name, code)), sender=sender,
         )  # fmt: skip
 
     async def move(self, name: str, there: list[int], here: list[int]) -> None:
@@ -148,3 +149,23 @@ def test_a_push_that_would_have_to_wait_says_so() -> None:
         ends.close()
 
     run(scene)
+
+
+def test_a_named_sender_that_does_not_begin_in_time_ends_its_transfer() -> None:
+    """It may have begun it on a link that the receiver had lost before."""
+
+    async def scene() -> list[tuple[float, str, object]]:
+        ends = Ends()
+        ends.expect("named", [1], timeout_s=10.0, sender=PREFILL.incarnation)
+        ends.expect("begun", [2], timeout_s=10.0, sender=PREFILL.incarnation)
+        ends.expect("any", [3], timeout_s=10.0)
+        link = await ends.link()
+        link.begin("begun", first_block=0, num_blocks=1, num_layers=NUM_LAYERS, timeout_s=10.0)
+        await asyncio.sleep(3.0)
+        log = list(ends.log)
+        ends.close()
+        return log
+
+    ((at, name, code),) = run(scene)
+    assert (name, code) == ("named", "UNAVAILABLE")
+    assert BEGIN_SECONDS <= at < BEGIN_SECONDS + 0.2

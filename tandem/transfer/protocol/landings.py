@@ -2,7 +2,8 @@
 
     expect: AWAITED -> BEGIN: bound to one link -> FRAME*: writing, written -> COMMIT: committed
     at any time: cancel (silent), or a bad frame, ABORT, loss of the link, deadline -> aborted
-    a transfer expected of one sender alone does not wait for its BEGIN once that sender's link is lost
+    a transfer expected of one sender alone does not wait for its BEGIN once that sender's link is lost, nor for long:
+    that may have been sent on a link that this side had lost before
 
 A transfer is reported as ended, or fenced, only when no write to its blocks is under way: its owner may assign them
 to another sequence at once.
@@ -10,6 +11,7 @@ to another sequence at once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 class Landing:
     """One expected transfer. It has ended once `payload` (committed) or `error` (aborted) is set, or `cancelled`.
 
-    sender: the only incarnation that may send it; empty where any may. fences: resolve once it is no longer `busy`.
+    sender: the only incarnation that may send it; empty where any may. begin_by: when that sender has to have begun.
+    fences: resolve once it is no longer `busy`.
     """
 
     transfer_id: str
@@ -40,6 +43,7 @@ class Landing:
     on_commit: Callable[[bytes, int], None]
     on_abort: Callable[[str, str], None]
     sender: str = ""
+    begin_by: float = math.inf
     coverage: Coverage | None = None
     link: ReceiverProtocol | None = None
     handle: int = 0
@@ -133,6 +137,9 @@ class Landings:
     def tick(self, now: float) -> None:
         for landing in [w for w in self.live.values() if now >= w.deadline]:
             self.end(landing, TransferError("DEADLINE_EXCEEDED", f"{landing.transfer_id}: deadline passed"))
+        for landing in [w for w in self.live.values() if w.link is None and now >= w.begin_by]:
+            text = f"{landing.transfer_id}: {landing.sender} did not begin it in time"
+            self.end(landing, TransferError("UNAVAILABLE", text))
 
     def _detach(self, landing: Landing, error: TransferError | None) -> None:
         self.live.pop(landing.transfer_id, None)

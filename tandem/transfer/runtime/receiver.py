@@ -7,6 +7,7 @@ one thread accepts links and watches deadlines; each link has a thread, which wr
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -27,6 +28,8 @@ from tandem.transfer.transports.base import Network, Stream
 from tandem.transfer.transports.tcp import SocketNetwork
 
 TICK_SECONDS = 0.05
+# A sender begins before it computes, on a link that it opens within 1.5 s.
+BEGIN_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -70,18 +73,22 @@ class Receiver:
         """Lets one sender write logical blocks [first_block, len(block_ids)) of the sequence to the cache.
 
         block_ids: physical id of every logical prompt block. timeout_s: to its commit. sender: the one incarnation that
-        may, whose lost link ends the transfer even before it has begun; empty for any.
+        may, and has to within BEGIN_SECONDS; its lost link ends the transfer even before. Empty for any.
 
         Exactly one of on_commit(payload, bytes received) and on_abort(code, reason) is called once, unless `cancel`
         comes first; the blocks may be given to another sequence as soon as either begins. Raises ValueError naming the
         bad argument.
         """
         ids = self._cache.ids(block_ids, first_block)
-        deadline = self._driver.now() + timeout_s
+        now = self._driver.now()
+        landing = Landing(
+            transfer_id, ids, first_block, now + timeout_s, on_commit, on_abort, sender,
+            begin_by=now + BEGIN_SECONDS if sender else math.inf,
+        )  # fmt: skip
         with self._landings.lock:
             if self._closing:
                 raise TransferError("UNAVAILABLE", "the receiver is closed")
-            self._landings.table.expect(Landing(transfer_id, ids, first_block, deadline, on_commit, on_abort, sender))
+            self._landings.table.expect(landing)
 
     def cancel(self, transfer_id: str) -> Future[None]:
         """Fence: returns at once, and from now on no write and no callback of this transfer begins.
