@@ -69,7 +69,7 @@ class Prompt:
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
-    timeout_s: float = 10.0
+    timeout_s: float | None = 10.0  # None: the gateway's own
     cache_salt: str = ""
     priority: llm_pb2.Priority = llm_pb2.PRIORITY_INTERACTIVE
 
@@ -94,6 +94,7 @@ class Reply:
     details: str = ""
     finish_reason: int = 0
     path: llm_pb2.Path | None = None
+    cached_tokens: int = 0
     began_at: float = 0.0
     ended_at: float = 0.0
 
@@ -108,6 +109,9 @@ class Cluster:
         self.processes: dict[str, Process] = {}
         self.workers: dict[str, Worker] = {}
         self.gateways: dict[str, Gateway] = {}
+        self.servers: dict[Process, list[Server]] = {}
+        # Processes that ended by themselves, and the exception they ended with.
+        self.exits: list[tuple[str, BaseException | None]] = []
         # What becomes of each KV message that a prefill worker sends.
         self.spoil: Spoil | None = None
         self._settings = settings
@@ -123,26 +127,31 @@ class Cluster:
     def start(self, name: str) -> Process:
         """A new process of this name, where no other of it lives."""
         process = self.processes[name] = self.world.process(name)
-        process.spawn(self._gateway(name, process) if name[0] == "g" else self._worker(name, process))
+        self.workers.pop(name, None)
+        self.gateways.pop(name, None)
+        main = process.spawn(self._gateway(name, process) if name[0] == "g" else self._worker(name, process))
+        main.add_done_callback(partial(self._ended, name, process))
         return process
 
     async def ready(self) -> None:
         """Until a request would be served by every worker. Run it in the client."""
         async with asyncio.timeout(READY_S):
             while not self.is_ready():
+                assert not self.exits, self.exits
                 await asyncio.sleep(0.05)
 
     def is_ready(self) -> bool:
         """Whether every gateway sees every pair of workers linked."""
         num_pairs = self.shape.prefills * self.shape.decodes
-        served = self.gateways.values()
+        served = [gateway for gateway in self.gateways.values() if hasattr(gateway, "llm")]
         return len(served) == self.shape.gateways and all(
             gateway.llm.readiness()[1]["linked_pairs"] == num_pairs for gateway in served
         )
 
-    async def ask(self, gateway: str, prompt: Prompt, read_pause_s: float = 0.0) -> Reply:
-        """Run it in the client. Returns however the request ends."""
-        reply = Reply(began_at=self.world.now)
+    async def ask(self, gateway: str, prompt: Prompt, read_pause_s: float = 0.0, reply: Reply | None = None) -> Reply:
+        """Run it in the client. Returns however the request ends; `reply` grows as it goes."""
+        reply = reply or Reply()
+        reply.began_at = self.world.now
         channel: Any = Channel(self.network, self.client, f"{gateway}:{GRPC_PORT}")
         stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
         try:
@@ -150,7 +159,7 @@ class Cluster:
                 reply.token_ids += message.token_ids
                 reply.finish_reason = message.finish_reason
                 if message.HasField("path"):
-                    reply.path = message.path
+                    reply.path, reply.cached_tokens = message.path, message.usage.cached_tokens
                 if read_pause_s:
                     await asyncio.sleep(read_pause_s)
             reply.code = grpc.StatusCode.OK
@@ -160,6 +169,10 @@ class Cluster:
             reply.ended_at = self.world.now
             await channel.close()
         return reply
+
+    def registry_of(self, process: Process) -> Registry:
+        """For a test to look at."""
+        return self._registry(process, WORKER_TIMEOUT_S)
 
     # --- its processes ---
 
@@ -172,7 +185,9 @@ class Cluster:
 
     def _serve(self, process: Process) -> Callable[..., Any]:
         def make_server(options: object, interceptors: Sequence[Any]) -> Any:
-            return Server(self.network, process, interceptors)
+            server = Server(self.network, process, interceptors)
+            self.servers.setdefault(process, []).append(server)
+            return server
 
         return partial(rpc.serve, make_server=make_server)
 
@@ -189,11 +204,7 @@ class Cluster:
             hostname=name,
         )
         worker = self.workers[name] = Worker(settings, name, service, ports)
-        try:
-            await worker.run()
-        finally:
-            self.world.log("process ended", name)
-            process.deliver(process.kill)
+        await worker.run()
 
     async def _gateway(self, name: str, process: Process) -> None:
         ports = Ports(
@@ -209,6 +220,14 @@ class Cluster:
         async with gateway:
             self.gateways[name] = gateway
             await gateway.failed()
+
+    def _ended(self, name: str, process: Process, main: asyncio.Task[None]) -> None:
+        """As a process whose main function has returned, or raised."""
+        if not self.world.closing:
+            error = None if main.cancelled() else main.exception()
+            self.exits.append((name, error))
+            self.world.log("exit", name, repr(error))
+            process.kill()
 
     def _spoiled(self, message: bytes) -> list[tuple[float, bytes]]:
         return self.spoil(message) if self.spoil else [(0.0, message)]

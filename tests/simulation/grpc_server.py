@@ -111,6 +111,7 @@ class Handling:
         self._server = server
         self._end = end
         self._number = number
+        self.method = method
         self._details = CallDetails(method, metadata)
         self._requests: deque[bytes] = deque()
         self._half_closed = False

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from tests.simulation.world import Process, World
@@ -42,7 +43,11 @@ class Network:
         self.connections: list[Connection] = []
         # Pairs of processes between which nothing new can be opened and nothing open gets anything across.
         self._cut: set[frozenset[Process]] = set()
+        # How many messages were sent, and what is to be done as one is: it gets through only if its sender still lives.
+        self.num_sent = 0
+        self.triggers: dict[int, list[Callable[[], None]]] = {}
         self._listeners: dict[str, Listener] = {}
+        self._numbers = count(1)
         self._ports = iter(range(20001, 60000))
         self._watched: set[Process] = set()
 
@@ -71,6 +76,19 @@ class Network:
         self._watch(process)
         self.world.after(2 * self.latency(), self._arrive, process, address, connected, refused)
 
+    def at_message(self, num_messages: int, callback: Callable[[], None]) -> None:
+        """Call back as so many messages more are sent."""
+        self.triggers.setdefault(self.num_sent + num_messages, []).append(callback)
+
+    def sending(self) -> None:
+        self.num_sent += 1
+        if self.triggers:
+            for callback in self.triggers.pop(self.num_sent, ()):
+                callback()
+
+    def number(self) -> int:
+        return next(self._numbers)
+
     def latency(self) -> float:
         return self.world.random.uniform(*LATENCY_S)
 
@@ -87,6 +105,9 @@ class Network:
         """Connections can be opened again; those that were blackholed stay so."""
         self._cut.discard(frozenset((one, other)))
 
+    def mend_all(self) -> None:
+        self._cut.clear()
+
     def _arrive(
         self, process: Process, address: str, connected: Callable[[End], None], refused: Callable[[str], None]
     ) -> None:
@@ -98,10 +119,15 @@ class Network:
             return
         connection = Connection(self, process, listener)
         self.connections.append(connection)
-        if listener.process.paused:
-            connection.blackhole()
-        listener.process.deliver(listener.accept, connection.ends[1])
-        process.deliver(connected, connection.ends[0])
+        if listener.pings:  # HTTP/2 has a handshake
+            listener.process.deliver(self._greet, listener, connection, connected)
+        else:
+            listener.process.deliver(listener.accept, connection.ends[1])
+            process.deliver(connected, connection.ends[0])
+
+    def _greet(self, listener: Listener, connection: Connection, connected: Callable[[End], None]) -> None:
+        listener.accept(connection.ends[1])
+        connection.ends[0].process.deliver(connected, connection.ends[0])
 
     def _watch(self, process: Process) -> None:
         if process not in self._watched:
@@ -121,6 +147,7 @@ class Connection:
 
     def __init__(self, network: Network, dialler: Process, listener: Listener) -> None:
         self.network = network
+        self.number = network.number()
         self.ends = End(self, dialler), End(self, listener.process)
         self._pings = listener.pings
         self.ends[0].peer, self.ends[1].peer = self.ends[1], self.ends[0]
@@ -177,7 +204,10 @@ class End:
         network, peer = self.connection.network, self.peer
         if not self.open or not self.process.alive:
             return
-        network.world.log("frame", self.process.name, peer.process.name, frame)
+        network.sending()
+        network.world.log("message", self.process.name, peer.process.name, self.connection.number, frame)
+        if not self.process.alive:
+            return
         peer.arrives_at = max(peer.arrives_at, network.world.now + network.latency())
         network.world.after(peer.arrives_at - network.world.now, peer.arrive, frame)
 

@@ -4,8 +4,8 @@
     Redis         a process of the world that serves it: it can be killed, started again, paused, cut off and emptied
     RedisClient   what a Registry asks of a connection, over the simulated network
 
-A script runs when its message arrives, with the world's time in place of the server's own: `redis.call('TIME')` and the
-ids of stream entries come from there. Nothing expires by the server's clock: keys written with an expiry stay.
+A script runs when its message arrives, with the world's time in place of the server's own (`redis.call('TIME')`), and
+stream entries are numbered. Nothing expires by the server's clock: keys written with an expiry stay.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ function redis.call(command, ...)
     local arguments = {...}
     for i, argument in ipairs(arguments) do
       if argument == '*' then
-        arguments[i] = string.format('%.0f-%.0f', math.floor(now_us / 1000), number)
+        arguments[i] = string.format('%.0f-0', number)
         number = number + 1
         break
       end
@@ -93,9 +93,13 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
+    def begin(self) -> None:
+        """As when it was new."""
+        self.empty()
+        self._numbers = count(1)
+
     def empty(self) -> None:
         self.ask("FLUSHALL")
-        self._numbers = count(1)
 
     def run(
         self, script: str, prefix: str, arguments: Sequence[Argument], now_us: int, binary: bool
@@ -126,9 +130,12 @@ class Redis:
         self.process: Process
         # How long every command takes from now on.
         self.slowness_s = 0.0
+        # How much its clock is ahead of the world's time.
+        self.clock_offset_s = 0.0
         self._store = store
         self._subscribed: list[End] = []
         self._waiting: list[_Read] = []
+        store.begin()
         self.start(empty=True)
 
     def start(self, *, empty: bool) -> None:
@@ -170,7 +177,7 @@ class Redis:
             end.send((number, error))
 
     def _call(self, script: str, prefix: str, arguments: Sequence[Argument], binary: bool) -> Any:
-        now_us = round((EPOCH_S + self.network.world.now) * 1e6)
+        now_us = round((EPOCH_S + self.network.world.now + self.clock_offset_s) * 1e6)
         wrote, reply = self._store.run(script, prefix, arguments, now_us, binary)
         if wrote & PUBLISH:
             for end in self._subscribed:
@@ -239,6 +246,7 @@ class RedisClient:
         self._opening: asyncio.Future[End] | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
+        self._heard = 0.0
         self._pushed: set[Callable[[], None]] = set()
 
     async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
@@ -273,17 +281,31 @@ class RedisClient:
         return end is None or end is not self._end
 
     async def _ask(self, kind: str, *rest: Any) -> Any:
+        began = self._process.time()
         with _translated(self._timeout):
-            async with asyncio.timeout(self._timeout):
-                end = await self._open()
-                self._last += 1
-                number = self._last
-                future = self._asked[number] = self._process.create_future()
-                try:
-                    end.send((kind, number, *rest))
-                    return await future
-                finally:
-                    self._asked.pop(number, None)
+            try:
+                async with asyncio.timeout(self._timeout):
+                    try:
+                        return await self._ask_once(kind, *rest)
+                    except ConnectionError:
+                        # It died idle, or Redis restarts.
+                        return await self._ask_once(kind, *rest)
+            except TimeoutError:
+                if self._end and self._heard < began:
+                    self._end.close()
+                    self._lost("no answer")
+                raise
+
+    async def _ask_once(self, kind: str, *rest: Any) -> Any:
+        end = await self._open()
+        self._last += 1
+        number = self._last
+        future = self._asked[number] = self._process.create_future()
+        try:
+            end.send((kind, number, *rest))
+            return await future
+        finally:
+            self._asked.pop(number, None)
 
     async def _open(self) -> End:
         if self._end is not None:
@@ -314,6 +336,7 @@ class RedisClient:
             raise
 
     def _received(self, frame: tuple[int, Any]) -> None:
+        self._heard = self._process.time()
         number, reply = frame
         if number == 0:
             for push in list(self._pushed):

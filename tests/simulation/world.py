@@ -185,7 +185,6 @@ class Process(asyncio.AbstractEventLoop):
         if not self.alive:
             return
         self.alive = False
-        self._ready.clear()
         self._remains = self.tasks()
         self._tell()
 
@@ -233,15 +232,15 @@ class Process(asyncio.AbstractEventLoop):
     def turn(self) -> None:
         """Run what is ready now."""
         self._listed = False
-        if self.paused:
+        if self.paused or not self.alive:
             return
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(finalizer=self._close_generator)
         asyncio._set_running_loop(self)
         try:
             for _ in range(len(self._ready)):
-                if not self._ready:
-                    break  # it was killed
+                if not self.alive:
+                    break  # it was killed just now
                 handle = self._ready.popleft()
                 if not handle.cancelled():
                     handle._run()
@@ -256,7 +255,7 @@ class Process(asyncio.AbstractEventLoop):
             self._list()
 
     def _list(self) -> None:
-        if self._ready and not self._listed and not self.paused:
+        if self._ready and not self._listed and not self.paused and self.alive:
             self._listed = True
             self.world.add_runnable(self)
 
@@ -275,11 +274,10 @@ class Process(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
-        if self.alive:
-            self._ready.append(handle)
-            if not self._listed and not self.paused:
-                self._listed = True
-                self.world.add_runnable(self)
+        self._ready.append(handle)
+        if not self._listed and not self.paused and self.alive:
+            self._listed = True
+            self.world.add_runnable(self)
         return handle
 
     call_soon_threadsafe = call_soon
