@@ -56,7 +56,9 @@ class Metrics:
         self._requests = Counter(
             "tandem_requests", "Requests by path and HTTP status.", ("path", "status"), registry=registry
         )
-        self.transfer_bytes = Counter("tandem_kv_transfer_bytes", "KV bytes moved for requests.", registry=registry)
+        self._transfer_bytes = Counter(
+            "tandem_kv_transfer_bytes", "KV bytes moved for requests.", ("transport",), registry=registry
+        )
         self._fallbacks = Counter(
             "tandem_fallbacks", "Choices that did not take the path they should.", ("path", "reason"), registry=registry
         )
@@ -82,7 +84,8 @@ class Metrics:
 
     def path(self, path: llm_pb2.Path, fallback: str) -> None:
         """The path one choice took, and why it is not the one it should be; empty where it is."""
-        self.transfer_bytes.inc(path.transfer_bytes)
+        if path.transport:
+            self._transfer_bytes.labels(path.transport).inc(path.transfer_bytes)
         if fallback:
             self._fallbacks.labels(PATHS[path.kind], fallback).inc()
 

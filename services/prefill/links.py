@@ -81,7 +81,12 @@ class LinkKeeper:
             return
         error = task.exception()
         if error is None:
-            log.info("linked", decode_worker=remote.worker_id, transport=task.result().transport)
+            link = task.result()
+            slow = "NET/Socket" in link.carrier  # NCCL without its fast paths
+            (log.warning if slow else log.info)(
+                "linked", decode_worker=remote.worker_id, transport=link.transport, carrier=link.carrier,
+                refused=link.refused,
+            )  # fmt: skip
             self._refused.pop(remote.incarnation, None)
         elif self._refused.get(remote.incarnation) != str(error):
             self._refused[remote.incarnation] = str(error)

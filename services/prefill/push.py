@@ -9,7 +9,9 @@ The span lasts from the first push until the receiver has verified every frame a
 under `kv.transfer.`:
 
     bytes, blocks, layers     what was moved: KV bytes, blocks of the prompt, layers of each
-    transport                 shm or tcp
+    transport                 what carried them
+    refused.<transport>       why it was not one that the prefill worker likes better
+    carrier                   what the transport chose itself, such as NCCL's NET/Socket
     peer, peer_incarnation    the decode worker
     push_s                    seconds that the engine's own thread spent in pushes: copying, and waiting for room
     exposed_s                 seconds from the commit, when nothing is left to compute, until decode may start
@@ -111,6 +113,8 @@ class TracedPush:
                 "kv.transfer.blocks": self._blocks,
                 "kv.transfer.layers": self._layers,
                 "kv.transfer.transport": self._link.transport,
+                **{f"kv.transfer.refused.{name}": why for name, why in self._link.refused.items()},
+                **({"kv.transfer.carrier": self._link.carrier} if self._link.carrier else {}),
                 "kv.transfer.peer": self._link.remote.worker_id,
                 "kv.transfer.peer_incarnation": self._link.remote.incarnation,
                 "kv.transfer.push_s": self._push_s,

@@ -95,7 +95,10 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             elapsed = await asyncio.wrap_future(link.probe(PROBE_BYTES, timeout_s=PROBE_TIMEOUT_S))
         except TransferError as error:
             raise rpc.Refused(getattr(grpc.StatusCode, error.code), str(error)) from None
-        return prefill_pb2.ProbeLinkResponse(bytes=PROBE_BYTES, elapsed_us=int(elapsed * 1e6), transport=link.transport)
+        return prefill_pb2.ProbeLinkResponse(
+            bytes=PROBE_BYTES, elapsed_us=int(elapsed * 1e6), transport=link.transport, refused=link.refused,
+            carrier=link.carrier,
+        )  # fmt: skip
 
 
 def _arena_bytes(engine: Engine) -> int:

@@ -125,8 +125,10 @@ async def _pair(prefill: Worker, decode: Worker, settings: DoctorSettings) -> Fi
     except aio.AioRpcError as error:
         return Finding(what, False, f"no block moves: {error.code().name}: {error.details()}")
     rate = answer.bytes / max(answer.elapsed_us, 1) / 1000
-    moved = f"{answer.bytes:,} bytes over {answer.transport} and back in {answer.elapsed_us / 1000:.2f} ms"
-    return Finding(what, True, f"{moved} ({rate:.1f} GB/s)")
+    transport = f"{answer.transport} ({answer.carrier})" if answer.carrier else answer.transport
+    moved = f"{answer.bytes:,} bytes over {transport} and back in {answer.elapsed_us / 1000:.2f} ms"
+    refused = "".join(f"; not {name}: {why}" for name, why in answer.refused.items())
+    return Finding(what, True, f"{moved} ({rate:.1f} GB/s){refused}")
 
 
 async def _http(settings: DoctorSettings) -> Finding:

@@ -1,4 +1,5 @@
 from tandem.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
@@ -35,11 +36,22 @@ class ProbeLinkRequest(_message.Message):
     def __init__(self, decode_worker: _Optional[str] = ...) -> None: ...
 
 class ProbeLinkResponse(_message.Message):
-    __slots__ = ("bytes", "elapsed_us", "transport")
+    __slots__ = ("bytes", "elapsed_us", "transport", "refused", "carrier")
+    class RefusedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_US_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    CARRIER_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     elapsed_us: int
     transport: str
-    def __init__(self, bytes: _Optional[int] = ..., elapsed_us: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    refused: _containers.ScalarMap[str, str]
+    carrier: str
+    def __init__(self, bytes: _Optional[int] = ..., elapsed_us: _Optional[int] = ..., transport: _Optional[str] = ..., refused: _Optional[_Mapping[str, str]] = ..., carrier: _Optional[str] = ...) -> None: ...

@@ -73,7 +73,7 @@ async def test_metrics(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) 
         'tandem_requests_total{path="remote",status="200"}': 1,
         'tandem_requests_total{path="remote",status="504"}': 1,
         'tandem_requests_total{path="none",status="400"}': 1,
-        "tandem_kv_transfer_bytes_total": 3 * 4096,
+        'tandem_kv_transfer_bytes_total{transport="tcp"}': 3 * 4096,
     }
     assert {name: after[name] for name in expected} == expected
     assert after['vllm:generation_tokens_total{model_name="tiny"}'] > tokens

@@ -7,8 +7,10 @@ import pytest
 
 from tandem.transfer.transports import TRANSPORTS
 from tandem.transfer.transports.base import Transport
+from tandem.transfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.transfer.transports.nccl import NcclTransport
 from tests.transfer.fake_nccl import FakeDevice, FakeNccl
+from tests.transfer.fake_runtime import FakeRuntime
 from tests.transfer.pair import Meet, Pair, make_pair, open_things, until
 from tests.transfer.toy import ToyTransport
 
@@ -21,24 +23,30 @@ def nothing_left() -> Iterator[None]:
     assert until(lambda: open_things() == before), f"{open_things()} after, {before} before"
 
 
-@pytest.fixture(params=["shm", "tcp", "memory", "toy", "nccl"])
+@pytest.fixture(params=["shm", "tcp", "memory", "toy", "nccl", "cuda_ipc"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(autouse=True)
 def transports(nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A toy beside the real ones, and a fake NCCL behind the real transport: each end has a device of its own."""
+    """A toy beside the real ones, and fakes of NCCL and CUDA behind the GPUs': each end has a device of its own."""
     fakes: list[FakeNccl] = []
 
     def nccl() -> Transport:
         fakes.append(FakeNccl(FakeDevice()))
         return NcclTransport(fakes[-1], fakes[-1].device)
 
+    def cuda_ipc() -> Transport:
+        runtimes.append(FakeRuntime())
+        return CudaIpcTransport(runtimes[-1], FakeDevice(driven=True))
+
+    runtimes: list[FakeRuntime] = []
     monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
+    monkeypatch.setitem(TRANSPORTS, "cuda_ipc", cuda_ipc)
     monkeypatch.setitem(TRANSPORTS, "nccl", nccl)
     yield
-    for fake in fakes:
+    for fake in (*fakes, *runtimes):
         fake.close()
 
 

@@ -99,6 +99,9 @@ class FakeDevice:
     def identity(self) -> str:
         return f"fake-{os.getpid()}-{id(self)}"
 
+    def view(self, pointer: int, size: int) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_char * size).from_address(pointer), dtype=torch.int64)
+
     def fetch(self, number: torch.Tensor) -> Callable[[], int | None]:
         left = iter(range(self._delay()))
         return lambda: None if next(left, None) is not None else int(number) & MASK

@@ -8,8 +8,10 @@ from multiprocessing.connection import Connection
 
 from tandem.transfer import Receiver, Sender
 from tandem.transfer.transports import TRANSPORTS
+from tandem.transfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.transfer.transports.nccl import NcclTransport
 from tests.transfer.fake_nccl import FakeDevice, FakeNccl
+from tests.transfer.fake_runtime import FakeRuntime
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Outcome, kv_cache
 
 
@@ -18,9 +20,15 @@ def fake_transport() -> NcclTransport:
     return NcclTransport(fake, fake.device)
 
 
+def fake_gpus() -> None:
+    """In this process, for the transports of GPUs."""
+    TRANSPORTS["nccl"] = fake_transport
+    TRANSPORTS["cuda_ipc"] = lambda: CudaIpcTransport(FakeRuntime(), FakeDevice(driven=True))
+
+
 def send_one_layer(pipe: Connection, transport: str, address: str) -> None:
     """A prefill worker that is one layer into transfer "t" when it says so."""
-    TRANSPORTS["nccl"] = fake_transport
+    fake_gpus()
     source = kv_cache(32, seed=1)
     sender = Sender(PREFILL, transports=(transport,))
     link = sender.open_link(DECODE, address, timeout_s=SOON).result(SOON)
@@ -33,7 +41,7 @@ def send_one_layer(pipe: Connection, transport: str, address: str) -> None:
 
 def receive(pipe: Connection, transport: str, _address: str) -> None:
     """A decode worker that expects transfer "t"."""
-    TRANSPORTS["nccl"] = fake_transport
+    fake_gpus()
     receiver = Receiver(DECODE, kv_cache(48), host="127.0.0.1", transports=(transport,))
     outcome = Outcome()
     receiver.expect(

@@ -64,11 +64,12 @@ def damage_payload(message: Message) -> None:
     """Flips a bit of a payload that is not on the stream, behind everybody's back."""
     offset = message.offset + message.length // 2
     fds = [fd for fd in os.listdir("/proc/self/fd") if "memfd:tandem-kv" in _target(fd)]
+    devices = [fd for fd in os.listdir("/proc/self/fd") if "memfd:fake-device" in _target(fd)]
     if buffers:
         next(iter(buffers.values())).view[offset] ^= 1
-    elif fds:
-        byte = os.pread(int(fds[0]), 1, offset)
-        os.pwrite(int(fds[0]), bytes([byte[0] ^ 1]), offset)
+    elif file := devices or fds:
+        byte = os.pread(int(file[0]), 1, offset)
+        os.pwrite(int(file[0]), bytes([byte[0] ^ 1]), offset)
     else:
         fake_nccl.damage_next.append("payload")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +12,7 @@ from tandem.transfer import Endpoint, Link, Receiver, Sender, TransferError
 from tandem.transfer.transports import TRANSPORTS, nccl
 from tandem.transfer.transports.nccl import NcclTransport
 from tests.transfer import fake_nccl
-from tests.transfer.fake_nccl import FakeCommunicator, FakeDevice, FakeNccl, NcclError
+from tests.transfer.fake_nccl import FakeDevice, FakeNccl
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, until
 
 REBUILD_S = 2.0
@@ -39,45 +36,6 @@ def fakes(transports: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fa
 @pytest.fixture
 def pair(fakes: list[FakeNccl], meet: Meet) -> Pair:
     return meet("nccl")
-
-
-REAL = """
-import json, cupy.cuda.nccl
-from cupy_backends.cuda.libs import nccl
-line = lambda what: what.__doc__.splitlines()[0]
-made = nccl.NcclCommunicator
-methods = ("send", "recv", "abort", "destroy", "check_async_error", "rank_id", "size")
-functions = ("get_version", "get_unique_id", "groupStart", "groupEnd")
-print(json.dumps({
-    "methods": {name: line(getattr(made, name)) for name in methods}, "made": line(made),
-    "functions": {name: line(getattr(nccl, name)) for name in functions}, "uint8": nccl.NCCL_UINT8,
-    "id_bytes": len(nccl.get_unique_id()), "error": issubclass(nccl.NcclError, RuntimeError),
-}))
-"""
-
-
-def test_the_fake_has_the_real_ones_signatures() -> None:
-    """Asked of the real one in a process of its own, which loads cupy and NCCL's library, and needs no GPU."""
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL], capture_output=True, text=True, timeout=60)
-    if "ImportError" in found.stderr or "ModuleNotFoundError" in found.stderr:
-        pytest.skip("needs cupy and NCCL's library: pip install 'tandem[gpu]' nvidia-nccl-cu13")
-    real, fake = json.loads(found.stdout), FakeNccl(FakeDevice())
-    for name, described in real["methods"].items():
-        assert parameters(described) == list(inspect.signature(getattr(FakeCommunicator, name)).parameters), name
-    assert parameters(real["made"]) == list(inspect.signature(fake.NcclCommunicator).parameters)
-    for name, described in real["functions"].items():
-        assert parameters(described) == list(inspect.signature(getattr(fake, name)).parameters) == [], name
-    assert real["uint8"] == fake.NCCL_UINT8
-    assert real["id_bytes"] == len(fake.get_unique_id())
-    assert real["error"]
-    assert issubclass(NcclError, RuntimeError)
-    fake.close()
-
-
-def parameters(described: str) -> list[str]:
-    """Names, of a Cython signature such as `f(self, size_t count, Config config=None)`."""
-    inside = described.partition("(")[2].rpartition(")")[0]
-    return [part.split("=")[0].split()[-1] for part in inside.split(", ") if part]
 
 
 def test_payloads_that_come_in_another_order_touch_no_block(pair: Pair, fakes: list[FakeNccl]) -> None:
@@ -189,6 +147,19 @@ def test_without_cupy_the_reason_is_named_and_the_next_transport_taken(monkeypat
         Receiver(DECODE, pair.cache, host="127.0.0.1", transports=("nccl",))
     with pytest.raises(ValueError, match="cupy is missing"):
         Sender(PREFILL, transports=("nccl",))
+
+
+LOG = """host:1:2 [0] NCCL INFO NET/Plugin: no plugin found
+host:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
+host:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[0] via P2P/CUMEM
+host:1:2 [0] NCCL INFO Channel 02 : 1[0] -> 0[0] via SHM/direct/direct
+host:1:2 [0] NCCL INFO Channel 03/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
+"""
+
+
+def test_what_carries_nccl_is_read_from_its_log() -> None:
+    assert nccl.carriers(LOG) == {"NET/Socket", "P2P/CUMEM", "SHM/direct", "NET/IB"}
+    assert nccl.carriers("") == set()
 
 
 def test_what_is_queued_in_a_group_begins_with_its_end() -> None:

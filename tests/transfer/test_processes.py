@@ -69,7 +69,7 @@ def heard(pipe: Connection) -> str:
     return str(pipe.recv())
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "nccl"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nccl", "cuda_ipc"])
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_loss_of_a_sender_aborts_its_transfers(meet: Meet, transport: str, blow: signal.Signals) -> None:
     pair = meet(transport)
@@ -83,7 +83,7 @@ def test_the_loss_of_a_sender_aborts_its_transfers(meet: Meet, transport: str, b
     assert open_things()[2] == []
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "nccl"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nccl", "cuda_ipc"])
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_loss_of_a_receiver_fails_the_commit(meet: Meet, transport: str, blow: signal.Signals) -> None:
     pair = meet(transport)

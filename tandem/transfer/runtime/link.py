@@ -109,6 +109,11 @@ class Link:
         """Why not a transport that the sender likes better, by its name."""
         return {**self._unusable, **(self._end.welcome.refused if self._end.welcome else {})}
 
+    @property
+    def carrier(self) -> str:
+        """What the transport itself chose to carry payloads; empty where it has no choice, or has not said."""
+        return self._end.carrier
+
     def probe(self, nbytes: int, *, timeout_s: float) -> Future[float]:
         """Sends `nbytes`; resolves to the seconds until the receiver has said that it saw them. TransferError."""
         try:

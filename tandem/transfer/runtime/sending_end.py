@@ -142,6 +142,11 @@ class SendingEnd:
         return self._protocol.welcome
 
     @property
+    def carrier(self) -> str:
+        side = self._side
+        return side.carrier() if side else ""
+
+    @property
     def slots(self) -> Slots:
         """How frames are cut. Raises why the link is not open."""
         slots = self._slots

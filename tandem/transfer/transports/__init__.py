@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tandem.transfer.transports.base import Missing, Network, Transport, Unusable
+from tandem.transfer.transports.cuda_ipc import load_cuda_ipc
 from tandem.transfer.transports.nccl import load_nccl
 from tandem.transfer.transports.shm import ShmTransport
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"nccl": load_nccl, "shm": ShmTransport}
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"nccl": load_nccl, "cuda_ipc": load_cuda_ipc, "shm": ShmTransport}
 
 
 def make_transports(names: Sequence[str], network: Network) -> list[Transport]:

@@ -74,6 +74,10 @@ class SendSide(ABC):
     def released(self) -> list[int]:
         """Offsets of slots that were read since this was last called. One thread at a time."""
 
+    def carrier(self) -> str:
+        """What it chose itself to carry payloads, where it has a choice."""
+        return ""
+
     def check(self) -> None:
         """Now and then. Raises TransferError where the link cannot go on."""
 

@@ -45,6 +45,9 @@ class Device(Protocol):
     def identity(self) -> str:
         """Names the device among all of all hosts."""
 
+    def view(self, pointer: int, size: int) -> torch.Tensor:
+        """Memory of the device that torch has not allocated, as int64 words."""
+
     def fetch(self, number: torch.Tensor) -> Callable[[], int | None]:
         """Begins to copy one int64 to the host; the function returns it once it is there, and None before."""
 
@@ -63,6 +66,13 @@ class CudaQueue:
         return event
 
 
+class _Memory:
+    """What CUDA libraries agree on for seeing each other's memory."""
+
+    def __init__(self, pointer: int, count: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "<i8", "data": (pointer, False), "version": 3}
+
+
 class CudaDevice:
     """The device that torch has chosen for this process. Raises Unusable where there is none."""
 
@@ -76,6 +86,9 @@ class CudaDevice:
 
     def identity(self) -> str:
         return str(torch.cuda.get_device_properties(self.place).uuid)
+
+    def view(self, pointer: int, size: int) -> torch.Tensor:
+        return torch.as_tensor(_Memory(pointer, size // WORD), device=self.place)
 
     def fetch(self, number: torch.Tensor) -> Callable[[], int | None]:
         there = torch.empty((), dtype=torch.int64, pin_memory=True)

@@ -12,13 +12,18 @@ hang, NCCL is no longer offered, until the worker starts again.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
+import re
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -218,6 +223,9 @@ class NcclSendSide(DeviceSendSide):
             found.append(self._comm.pending.popleft().message.slot)
         return found
 
+    def carrier(self) -> str:
+        return self._transport.carrier()
+
     def check(self) -> None:
         if self._comm:
             self._comm.check()
@@ -300,12 +308,18 @@ class NcclTransport(Transport):
     name = "nccl"
 
     def __init__(
-        self, nccl: Nccl, device: Device, *, shared_gpu: bool = False, lane: Callable[[str], Lane] = ThreadLane,
-        now: Callable[[], float] = time.monotonic,
+        self, nccl: Nccl, device: Device, *, shared_gpu: bool = False, log: Path | None = None,
+        lane: Callable[[str], Lane] = ThreadLane, now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.nccl, self.device, self.lane, self.now = nccl, device, lane, now
         self.starting: dict[Communicator, float] = {}
-        self._shared_gpu = shared_gpu
+        self._shared_gpu, self._log = shared_gpu, log
+
+    def carrier(self) -> str:
+        """By NCCL's own account: how the channels to its peers go. Sockets, where faster is missing, are among them."""
+        with suppress(OSError, AttributeError):
+            return ", ".join(sorted(carriers(self._log.read_text())))  # type: ignore[union-attr]
+        return ""
 
     def offer(self, size: int) -> SendSide:
         self._check("this worker")
@@ -327,8 +341,24 @@ class NcclTransport(Transport):
             raise Unusable(f"{hanging} NCCL initialisations hang: restart {which}")
 
 
+def carriers(log: str) -> set[str]:
+    """Of NCCL's log, such as `… NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0`: NET/Socket."""
+    return {"/".join(found.split("/")[:2]) for found in re.findall(r" NCCL INFO Channel .* via (\S+)", log)}
+
+
+def _logged() -> Path | None:
+    """Has NCCL write its choices to a file, unless the user has asked for its log. Call before it is loaded."""
+    if "NCCL_DEBUG" in os.environ:
+        return None
+    log = Path(tempfile.gettempdir()) / f"tandem-nccl-{os.getpid()}.log"
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET", "NCCL_DEBUG_FILE": str(log)}
+    atexit.register(log.unlink, missing_ok=True)
+    return log
+
+
 def load_nccl() -> Transport:
     """With cupy and a GPU. Raises Unusable saying what is missing."""
+    log = _logged()
     try:
         from cupy.cuda import nccl
     except ImportError as error:
@@ -336,4 +366,4 @@ def load_nccl() -> Transport:
     if not nccl.available:
         raise Unusable("NCCL's library is missing: pip install nvidia-nccl-cu13")
     shared_gpu = "NCCL_HOSTID" in os.environ or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return NcclTransport(nccl, CudaDevice(), shared_gpu=shared_gpu)
+    return NcclTransport(nccl, CudaDevice(), shared_gpu=shared_gpu, log=log)

@@ -101,9 +101,12 @@ class ShmReceiveSide(HostReceiveSide):
         return f"{text}: not in this link's memory of {len(self._view)} bytes"
 
     def release(self, messages: Iterable[Message]) -> None:
-        for message in messages:
+        self.release_offsets(message.offset for message in messages)
+
+    def release_offsets(self, offsets: Iterable[int]) -> None:
+        for offset in offsets:
             count = self._ring[0]
-            self._ring[1 + count % RING] = message.offset
+            self._ring[1 + count % RING] = offset
             self._ring[0] = count + 1  # after the slot: a sender that sees the count finds it
 
 
@@ -123,12 +126,12 @@ class ShmTransport(Transport):
 
     def accept(self, offer: dict[str, Any], max_frame_bytes: int) -> ReceiveSide:
         found = parse(ShmOffer, offer)
-        if view := _attached(found):
+        if view := attached(found):
             return ShmReceiveSide(view, self._copier)
         raise Unusable(f"process {found.pid} of the sender shares no memory with this one: another host or container")
 
 
-def _attached(offer: ShmOffer) -> memoryview | None:
+def attached(offer: ShmOffer) -> memoryview | None:
     """The sender's memory file; None where this process cannot see it."""
     path = f"/proc/{offer.pid}/fd/{offer.fd}"
     with suppress(OSError, ValueError):
@@ -138,7 +141,7 @@ def _attached(offer: ShmOffer) -> memoryview | None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK  # else a shrink would kill this side
-            if sealed and os.fstat(fd).st_size == offer.size > HEAD_BYTES:
+            if sealed and os.fstat(fd).st_size == offer.size >= HEAD_BYTES:
                 return _mapped(fd, offer.size)
         finally:
             os.close(fd)

@@ -1,0 +1,157 @@
+"""Two processes of one host: payloads lie in slots on the sender's GPU, which the receiver maps and copies from.
+
+    slots     memory of cudaMalloc's own (torch's caching allocator hands out parts, and a handle names the whole)
+    handle    goes with HELLO; the ring in which the receiver releases slots is that of `shm`, in host memory
+    receiver  slot -> staging memory, summed there -> rows: what the sender overwrites too early is found out
+
+The sender writes a header only once the device has filled the slot, and the receiver releases it only once the device
+has read it, so neither waits for the other's events. Memory of a link that has ended serves the next one: its receiver
+may still read, and all that it can read is bytes whose sum is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from tandem.transfer.copy.copier import Copier
+from tandem.transfer.protocol.wire import INLINE, Body, Message, parse
+from tandem.transfer.transports.base import ReceiveSide, SendSide, Transport, Unusable
+from tandem.transfer.transports.device import WORD, CudaDevice, Device, DeviceReceiveSide, DeviceSendSide
+from tandem.transfer.transports.shm import HEAD_BYTES, ShmOffer, ShmReceiveSide, ShmSendSide, attached
+
+
+class Runtime(Protocol):
+    """What is used of cupy.cuda.runtime. Errors are RuntimeError."""
+
+    def malloc(self, size: int) -> int: ...
+    def ipcGetMemHandle(self, devPtr: int) -> bytes: ...
+    def ipcOpenMemHandle(self, handle: bytes) -> int: ...
+    def ipcCloseMemHandle(self, devPtr: int) -> None: ...
+
+
+class CudaIpcOffer(Body):
+    handle: str
+    size: int
+    ring: ShmOffer
+
+
+class CudaIpcSendSide(DeviceSendSide):
+    def __init__(self, size: int, transport: CudaIpcTransport) -> None:
+        super().__init__(size, transport.device)
+        self._transport = transport
+        self._pointer = transport.take(self.size)
+        try:
+            handle = transport.runtime.ipcGetMemHandle(self._pointer).hex()
+            self._ring = ShmSendSide(0, Copier())
+        except BaseException:
+            transport.give(self.size, self._pointer)
+            raise
+        self.offer = {"handle": handle, "size": self.size, "ring": self._ring.offer}
+
+    def allocate(self) -> torch.Tensor:
+        return self._device.view(self._pointer, self.size)
+
+    def open(self) -> None:
+        super().open()
+        self._ring.open()
+
+    def released(self) -> list[int]:
+        return [offset - HEAD_BYTES for offset in self._ring.released()]
+
+    def close(self) -> None:
+        self._ring.close()
+        self._memory = None
+        if self._pointer:
+            self._transport.give(self.size, self._pointer)
+            self._pointer = 0
+
+
+class CudaIpcReceiveSide(DeviceReceiveSide):
+    def __init__(self, transport: CudaIpcTransport, offer: CudaIpcOffer, ring: memoryview) -> None:
+        super().__init__("cuda_ipc", transport.device)
+        self._transport, self._handle = transport, bytes.fromhex(offer.handle)
+        self._ring = ShmReceiveSide(ring, Copier())
+        self._slots: torch.Tensor | None = transport.map(self._handle, offer.size)
+        self._staging = torch.empty(0, dtype=torch.int64, device=transport.device.place)
+
+    def fault(self, message: Message) -> str:
+        size = len(self._slots) * WORD if self._slots is not None else 0
+        if message.offset != INLINE and message.offset % WORD == 0 and message.offset + message.length <= size:
+            return ""
+        return f"offset {message.offset}, {message.length} bytes: not in this link's memory of {size} bytes"
+
+    def payload(self, message: Message) -> torch.Tensor:
+        assert self._slots is not None
+        start, count = message.offset // WORD, -(-message.length // WORD)
+        if len(self._staging) < count:
+            self._staging = torch.empty(count, dtype=torch.int64, device=self._device.place)
+        return self._staging[:count].copy_(self._slots[start : start + count])
+
+    def release(self, messages: Iterable[Message]) -> None:
+        self._ring.release_offsets(message.offset + HEAD_BYTES for message in messages)
+
+    def close(self) -> None:
+        if self._slots is not None:
+            self._slots = None
+            self._transport.unmap(self._handle)
+
+
+class CudaIpcTransport(Transport):
+    """Keeps the sender's memory for later links, and maps each of a sender's once."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, runtime: Runtime, device: Device) -> None:
+        self.runtime, self.device = runtime, device
+        self._spare: dict[int, list[int]] = {}
+        self._mapped: dict[bytes, tuple[int, int]] = {}  # where, and for how many links
+
+    def offer(self, size: int) -> SendSide:
+        try:
+            with self.device.queue().use():  # on this thread too the device is the one that was chosen
+                return CudaIpcSendSide(size, self)
+        except (OSError, RuntimeError) as error:
+            raise Unusable(f"no memory on the device to send from: {error}") from None
+
+    def accept(self, offer: dict[str, Any], max_frame_bytes: int) -> ReceiveSide:
+        found = parse(CudaIpcOffer, offer)
+        ring = attached(found.ring)
+        if ring is None:
+            raise Unusable("the sender is on another host or in another container")
+        try:
+            with self.device.queue().use():
+                return CudaIpcReceiveSide(self, found, ring)
+        except RuntimeError as error:
+            raise Unusable(f"the sender's memory cannot be mapped: {error}") from None
+
+    def take(self, size: int) -> int:
+        spare = self._spare.get(size)
+        return spare.pop() if spare else self.runtime.malloc(size)
+
+    def give(self, size: int, pointer: int) -> None:
+        self._spare.setdefault(size, []).append(pointer)
+
+    def map(self, handle: bytes, size: int) -> torch.Tensor:
+        pointer, links = self._mapped.get(handle) or (self.runtime.ipcOpenMemHandle(handle), 0)
+        self._mapped[handle] = pointer, links + 1
+        return self.device.view(pointer, size)
+
+    def unmap(self, handle: bytes) -> None:
+        pointer, links = self._mapped.pop(handle)
+        if links > 1:
+            self._mapped[handle] = pointer, links - 1
+        else:
+            self.runtime.ipcCloseMemHandle(pointer)
+
+
+def load_cuda_ipc() -> Transport:
+    """With cupy and a GPU. Raises Unusable saying what is missing."""
+    device = CudaDevice()
+    try:
+        from cupy.cuda import runtime
+    except ImportError as error:
+        raise Unusable(f"cupy is missing ({error}): pip install 'tandem[gpu]'") from None
+    return CudaIpcTransport(runtime, device)
