@@ -31,7 +31,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
         self._receiver = Receiver(
             self._endpoint, engine.kv_cache, host=settings.host, port=settings.transfer_port,
             transports=settings.transports, network=context.ports.network, driver=context.ports.driver,
-            nonce=context.ports.new_nonce,
+            nonce=context.ports.new_nonce, secret=context.ports.secret,
         )  # fmt: skip
         port = self._receiver.address.rpartition(":")[2]
         self.transfer_address = rpc.address(settings.reachable_host(context.ports.hostname), int(port))
@@ -103,7 +103,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
             await self._sequences.add(sequence, request.stream_id, timeout_s)
             return None
         reserved = await self._sequences.reserve(sequence, request.stream_id, timeout_s, request.prefill_incarnation)
-        return worker_pb2.LandingTicket(
+        ticket = worker_pb2.LandingTicket(
             transfer_id=reserved.transfer_id,
             decode_worker=self._context.worker_id,
             decode_incarnation=self._context.incarnation,
@@ -112,6 +112,8 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
             num_cached_blocks=reserved.num_cached_tokens // self._context.settings.block_size,
             num_prompt_blocks=reserved.num_prompt_blocks,
         )
+        wire.sign(ticket, self._context.ports.secret)
+        return ticket
 
 
 def _first_token(payload: bytes) -> SampledToken:

@@ -5,6 +5,7 @@ import gc
 import random
 import signal
 import time
+from functools import partial
 from uuid import uuid4
 
 import uvloop
@@ -72,7 +73,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
             timeout=REGISTRY_WAIT_S,
             client_lease_s=RESERVATIONS_LEASE_S,
         ),
-        connect=rpc.channel,
+        connect=partial(rpc.channel, security=settings.security),
         serve=rpc.serve,
         serve_http=HttpServer,
         new_id=lambda: uuid4().hex,

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field, PositiveFloat, model_validator
 
 from tandem.api_keys import check_exposed
-from tandem.settings import Settings
+from tandem.security import ClusterSettings
 
 
 class Disaggregation(StrEnum):
@@ -19,7 +19,7 @@ class Disaggregation(StrEnum):
     AUTO = "auto"  # whichever costs less, by the rates that the workers have measured
 
 
-class GatewaySettings(Settings):
+class GatewaySettings(ClusterSettings):
     model_path: Path = Field(description="Hugging Face folder: tokenizer.json, chat template, config.json")
     model_name: str = Field("", description="name that clients and workers use; the folder's name when empty")
     redis_url: str = "redis://127.0.0.1:6379/0"

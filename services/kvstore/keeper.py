@@ -87,7 +87,8 @@ async def run(settings: KVStoreSettings) -> None:
 
 
 async def _serve(settings: KVStoreSettings, registry: Registry, own: OwnRedis | None) -> None:
-    server = await rpc.serve([KVStoreService(registry).servicer], settings.host, settings.grpc_port)
+    servicers = [KVStoreService(registry).servicer]
+    server = await rpc.serve(servicers, settings.host, settings.grpc_port, security=settings.security)
     if settings.health_port is not None:
         await server.add_probes(settings.host, settings.health_port)
     tasks = [asyncio.create_task(sweep(registry, server, settings.sweep_s), name="sweep")]

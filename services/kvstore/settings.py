@@ -6,7 +6,7 @@ import os
 
 from pydantic import Field
 
-from tandem.settings import Settings
+from tandem.security import ClusterSettings
 
 
 def redis_url_of_environment() -> str:
@@ -14,7 +14,7 @@ def redis_url_of_environment() -> str:
     return os.environ.get("REDIS_URL", "")
 
 
-class KVStoreSettings(Settings):
+class KVStoreSettings(ClusterSettings):
     """Tandem's registry keeper: on the Redis at redis-url, or on one that it runs itself."""
 
     redis_url: str = Field(

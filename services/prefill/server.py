@@ -32,7 +32,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self._sender = Sender(
             local, transports=context.settings.transports, network=context.ports.network,
             driver=context.ports.driver, nonce=context.ports.new_nonce, arena_bytes=_arena_bytes(context.engine),
+            secret=context.ports.secret,
         )  # fmt: skip
+        self._secret, self._block_size = context.ports.secret, context.engine.layout.block_size
         self._links = LinkKeeper(self._sender, context.ports.registry, local.layout_hash, context.renew_lease)
         self._sequences = Sequences(
             context.ports.engine,
@@ -63,6 +65,12 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PrefillResponse:
+        if not wire.is_signed(request.ticket, self._secret):
+            raise rpc.Refused(grpc.StatusCode.PERMISSION_DENIED, "ticket: no worker of this cluster has signed it")
+        prompt_blocks = -(-len(request.sequence.token_ids) // self._block_size)
+        if request.ticket.num_prompt_blocks != prompt_blocks:
+            said = f"num_prompt_blocks: {request.ticket.num_prompt_blocks}, and the prompt has {prompt_blocks}"
+            raise rpc.Refused(grpc.StatusCode.INVALID_ARGUMENT, f"ticket.{said}")
         ticket = Ticket(
             request.ticket.transfer_id,
             Endpoint(request.ticket.decode_worker, request.ticket.decode_incarnation, request.ticket.kv_layout_hash),

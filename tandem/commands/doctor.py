@@ -15,7 +15,8 @@ from rich.markup import escape
 
 from tandem import rpc
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
-from tandem.settings import Settings, load
+from tandem.security import ClusterSettings
+from tandem.settings import load
 from tandem.v1 import llm_pb2, llm_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 UP_ADDRESSES = {
@@ -25,7 +26,7 @@ UP_ADDRESSES = {
 }
 
 
-class DoctorSettings(Settings):
+class DoctorSettings(ClusterSettings):
     """Check a running cluster, or only the parts whose addresses are given, and name what is broken."""
 
     redis_url: str = Field("", description="the registry: checks it, the workers, and every prefill-decode pair")
@@ -33,6 +34,7 @@ class DoctorSettings(Settings):
     model: str = Field("", description="check only the workers of this model; if not given, all")
     gateway_url: str = Field("", description="the gateway's HTTP address: checks whether it is ready")
     grpc_address: str = Field("", description="the gateway's gRPC address: checks whether it serves a model")
+    api_key: str = Field("", description="as `tandem keys add` printed it, where the gateway asks for one")
     timeout_s: float = Field(5.0, gt=0, description="bound of each check")
 
     def addressed(self) -> DoctorSettings:
@@ -102,7 +104,7 @@ def _same_weights(prefill: Worker, decode: Worker) -> bool:
 async def _worker(worker: Worker, settings: DoctorSettings) -> Finding:
     info, load_ = worker.info, worker.load
     try:
-        async with rpc.channel(info.grpc_address) as channel:
+        async with rpc.channel(info.grpc_address, settings.security) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=settings.timeout_s)
     except aio.AioRpcError as error:
@@ -119,7 +121,7 @@ async def _pair(prefill: Worker, decode: Worker, settings: DoctorSettings) -> Fi
         return Finding(what, False, "their KV layouts differ (dtype or block size): they never pair")
     request = prefill_pb2.ProbeLinkRequest(decode_worker=decode.info.worker_id)
     try:
-        async with rpc.channel(prefill.info.grpc_address) as channel:
+        async with rpc.channel(prefill.info.grpc_address, settings.security) as channel:
             stub = prefill_pb2_grpc.PrefillServiceStub(channel)
             answer = await stub.ProbeLink(request, timeout=settings.timeout_s)
     except aio.AioRpcError as error:
@@ -148,7 +150,8 @@ async def _grpc(settings: DoctorSettings) -> Finding:
             health = health_pb2_grpc.HealthStub(channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=settings.timeout_s)
             service = llm_pb2_grpc.LLMServiceStub(channel)
-            listed = await service.ListModels(llm_pb2.ListModelsRequest(), timeout=settings.timeout_s)
+            key = [("authorization", f"Bearer {settings.api_key}")] if settings.api_key else []
+            listed = await service.ListModels(llm_pb2.ListModelsRequest(), timeout=settings.timeout_s, metadata=key)
     except aio.AioRpcError as error:
         return Finding(what, False, f"{address}: {error.code().name}: {error.details()}")
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING

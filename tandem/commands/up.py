@@ -21,7 +21,8 @@ from rich.table import Table
 from tandem.api_keys import check_exposed
 from tandem.local import Launcher, LocalLauncher, Service, ServiceFailed, check_free, unless_failed
 from tandem.registry import Registry, RegistryUnavailable
-from tandem.settings import Settings, load
+from tandem.security import ClusterSettings
+from tandem.settings import load
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo" / "target"
 SAMPLE_TOKENS = 96
@@ -31,7 +32,7 @@ KV_MEMORY = {
 }  # fmt: skip
 
 
-class UpSettings(Settings):
+class UpSettings(ClusterSettings):
     """Start a Tandem cluster on this machine: Redis, a gateway, prefill and decode workers, each a process."""
 
     model_path: Path = Field(DEMO_MODEL, description="Hugging Face folder of the model")
@@ -107,7 +108,7 @@ def _addresses(settings: UpSettings) -> dict[str, tuple[str, int]]:
 
 def kvstore(settings: UpSettings) -> Service:
     redis = {"redis_url": settings.redis_url} if settings.redis_url else {"redis_port": settings.redis_port}
-    return Service("kvstore", "services.kvstore", {**redis, "grpc_port": 0})
+    return Service("kvstore", "services.kvstore", {**redis, "grpc_port": 0, **_security(settings)})
 
 
 def gateway(settings: UpSettings) -> Service:
@@ -144,8 +145,13 @@ def workers(settings: UpSettings) -> list[Service]:
 
 def _shared(settings: UpSettings) -> dict[str, object]:
     return {
-        "model_path": settings.model_path, "model_name": settings.served_name, "redis_url": settings.registry_url
+        "model_path": settings.model_path, "model_name": settings.served_name, "redis_url": settings.registry_url,
+        **_security(settings),
     }  # fmt: skip
+
+
+def _security(settings: UpSettings) -> dict[str, object]:
+    return settings.model_dump(include=set(ClusterSettings.model_fields), exclude_none=True)
 
 
 async def _up(settings: UpSettings) -> None:

@@ -28,7 +28,7 @@ class SequenceSpec(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., speculative: _Optional[_Union[_llm_pb2.Speculative, _Mapping]] = ...) -> None: ...
 
 class LandingTicket(_message.Message):
-    __slots__ = ("transfer_id", "decode_worker", "decode_incarnation", "transfer_address", "kv_layout_hash", "num_cached_blocks", "num_prompt_blocks")
+    __slots__ = ("transfer_id", "decode_worker", "decode_incarnation", "transfer_address", "kv_layout_hash", "num_cached_blocks", "num_prompt_blocks", "proof")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class LandingTicket(_message.Message):
     KV_LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     decode_worker: str
     decode_incarnation: str
@@ -43,7 +44,8 @@ class LandingTicket(_message.Message):
     kv_layout_hash: str
     num_cached_blocks: int
     num_prompt_blocks: int
-    def __init__(self, transfer_id: _Optional[str] = ..., decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., transfer_address: _Optional[str] = ..., kv_layout_hash: _Optional[str] = ..., num_cached_blocks: _Optional[int] = ..., num_prompt_blocks: _Optional[int] = ...) -> None: ...
+    proof: str
+    def __init__(self, transfer_id: _Optional[str] = ..., decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., transfer_address: _Optional[str] = ..., kv_layout_hash: _Optional[str] = ..., num_cached_blocks: _Optional[int] = ..., num_prompt_blocks: _Optional[int] = ..., proof: _Optional[str] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("request_id", "first_index", "token_ids", "finish_reason", "num_cached_tokens", "failure", "logprobs", "num_proposed_tokens", "num_accepted_tokens")

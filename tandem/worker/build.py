@@ -20,6 +20,7 @@ from tandem import rpc
 from tandem.engine import Engine, SequenceOutput
 from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
 from tandem.registry import Worker as Registered
+from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import Driver, Network
 from tandem.worker.block_publisher import BlockPublisher
 from tandem.worker.engine_port import EnginePort
@@ -53,6 +54,7 @@ class Ports:
     new_nonce: Callable[[], int]
     new_id: Callable[[], str]
     hostname: str
+    secret: ClusterSecret = NO_SECRET
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -48,12 +49,13 @@ def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
     return Ports(
         engine=EngineThread(engine),
         registry=registry,
-        serve=rpc.serve,
+        serve=partial(rpc.serve, security=settings.security),
         network=SocketNetwork(),
         driver=Threads(),
         new_nonce=new_nonce,
         new_id=lambda: uuid4().hex,
         hostname=socket.gethostname(),
+        secret=settings.security.secret,
     )
 
 
@@ -61,13 +63,13 @@ async def _run(
     settings: WorkerSettings, worker_id: str, engine: Engine, build: Callable[[WorkerContext], WorkerService]
 ) -> None:
     async def serve(servicers: Sequence[rpc.Servicer], host: str, port: int) -> rpc.Server:
-        server = await rpc.serve(servicers, host, port)
+        server = await rpc.serve(servicers, host, port, security=settings.security)
         if settings.health_port is not None:
             await server.add_probes(host, settings.health_port, DrainService(worker.drain).servicer)
         return server
 
-    ports = replace(process_ports(settings, engine), serve=serve)
-    worker = Worker(settings, worker_id, build, ports)
+    ports = process_ports(settings, engine)
+    worker = Worker(settings, worker_id, build, replace(ports, serve=serve))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     # What a worker is made of stays until it ends: looking for garbage there would stop every answer for 0.1 s.

@@ -8,11 +8,11 @@ from typing import Literal
 from pydantic import ByteSize, Field
 
 from tandem.engine import EngineConfig, StepTime
-from tandem.settings import Settings
+from tandem.security import ClusterSettings
 from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 
 
-class WorkerSettings(Settings):
+class WorkerSettings(ClusterSettings):
     """A Tandem worker."""
 
     model_path: Path = Field(description="Hugging Face folder of the model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tandem.engine import FinishReason, Request, SampledToken, SequenceOutput
 from tandem.sampling import SamplingParams
+from tandem.security import ClusterSecret
 from tandem.speculative import Speculative
 from tandem.v1 import llm_pb2, worker_pb2
 
@@ -58,3 +59,19 @@ def failed(request_id: str, code: str, message: str) -> worker_pb2.SequenceOutpu
 def _logprobs(token: SampledToken) -> llm_pb2.TokenLogprobs:
     top = [llm_pb2.TopLogprob(token_id=i, logprob=p) for i, p in token.top]
     return llm_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=top)
+
+
+def sign(ticket: worker_pb2.LandingTicket, secret: ClusterSecret) -> None:
+    ticket.proof = secret.proof("ticket", _said(ticket))
+
+
+def is_signed(ticket: worker_pb2.LandingTicket, secret: ClusterSecret) -> bool:
+    """Also where the cluster has no secret."""
+    return secret.proves(ticket.proof, "ticket", _said(ticket))
+
+
+def _said(ticket: worker_pb2.LandingTicket) -> bytes:
+    unsigned = worker_pb2.LandingTicket()
+    unsigned.CopyFrom(ticket)
+    unsigned.proof = ""
+    return unsigned.SerializeToString(deterministic=True)

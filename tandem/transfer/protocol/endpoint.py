@@ -22,7 +22,7 @@ class TransferError(Exception):
 
     code: a gRPC status name. UNAVAILABLE: the peer or the link is gone. DEADLINE_EXCEEDED: time ran out. DATA_LOSS:
     bytes were damaged or missing. FAILED_PRECONDITION: the two sides disagree. ABORTED: one side gave up.
-    RESOURCE_EXHAUSTED: the receiver has all the links it will have.
+    UNAUTHENTICATED: the peer is a stranger. RESOURCE_EXHAUSTED: the receiver has all the links it will have.
     """
 
     def __init__(self, code: str, message: str) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
@@ -30,10 +31,12 @@ from tandem.transfer.protocol.wire import (
     Kind,
     Message,
     Welcome,
+    check_proof,
     checksum,
     control,
     link_nonce,
     parse,
+    proven,
 )
 
 if TYPE_CHECKING:
@@ -61,6 +64,7 @@ class ReceiverProtocol:
     def __init__(
         self, local: Endpoint, landings: Landings, *, num_layers: int, block_bytes: int, max_frame_bytes: int,
         nonce: int, accept: Callable[[Hello], tuple[ReceiveSide | None, dict[str, str]]], now: float,
+        secret: ClusterSecret = NO_SECRET,
     ) -> None:  # fmt: skip
         self.local, self.landings, self.num_layers = local, landings, num_layers
         self.block_bytes, self.max_frame_bytes = block_bytes, max_frame_bytes
@@ -71,6 +75,7 @@ class ReceiverProtocol:
         self.hello: Hello | None = None
         self.side: ReceiveSide | None = None
         self._nonce = nonce
+        self._secret = secret
         self._accept = accept
         self._opened_at = now
         self._bound: dict[int, Landing] = {}
@@ -174,7 +179,13 @@ class ReceiverProtocol:
     def _greet(self, message: Message) -> None:
         if message.kind is not Kind.HELLO or checksum(message.body) != message.payload_sum:
             raise TransferError("FAILED_PRECONDITION", "the peer did not begin with HELLO")
-        self.hello = hello = parse(Hello, message.body)
+        hello = parse(Hello, message.body)
+        try:
+            check_proof(hello, self._secret)
+        except TransferError as why:  # it is not who it says it is, so nothing that it says is kept
+            self.outbox.append(control(Kind.REFUSE, Failure(code=why.code, message=why.message).packed()))
+            return
+        self.hello = hello
         fault, refused = self._mismatch(hello), dict[str, str]()
         if not fault:
             self.side, refused = self._accept(hello)
@@ -187,7 +198,7 @@ class ReceiverProtocol:
             receiver=self.local, nonce=self._nonce, transport=self.side.name, refused=refused,
             num_layers=self.num_layers, block_bytes=self.block_bytes, max_frame_bytes=self.max_frame_bytes,
         )  # fmt: skip
-        self.outbox.append(control(Kind.WELCOME, welcome.packed()))
+        self.outbox.append(control(Kind.WELCOME, proven(welcome, self._secret, hello.proof).packed()))
         self.landings.linked(hello.sender.incarnation)
         self._nonce = link_nonce(hello.sender, self.local, hello.nonce, self._nonce)
 

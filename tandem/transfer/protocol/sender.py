@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.liveness import Liveness
@@ -28,10 +29,12 @@ from tandem.transfer.protocol.wire import (
     Kind,
     Message,
     Welcome,
+    check_proof,
     checksum,
     control,
     link_nonce,
     parse,
+    proven,
 )
 
 
@@ -70,11 +73,19 @@ class Payload:
 
 class SenderProtocol:
     def __init__(
-        self, local: Endpoint, remote: Endpoint, *, nonce: int, offers: dict[str, dict[str, Any]], now: float
+        self,
+        local: Endpoint,
+        remote: Endpoint,
+        *,
+        nonce: int,
+        offers: dict[str, dict[str, Any]],
+        now: float,
+        secret: ClusterSecret = NO_SECRET,
     ) -> None:
         self.local, self.remote = local, remote
         self.liveness = Liveness(now, now)
-        self.hello = Hello(sender=local, receiver=remote, nonce=nonce, offers=offers)
+        self.hello = proven(Hello(sender=local, receiver=remote, nonce=nonce, offers=offers), secret)
+        self._secret = secret
         self.outbox: deque[Message] = deque([control(Kind.HELLO, self.hello.packed())])
         self.welcome: Welcome | None = None
         self.error: TransferError | None = None
@@ -195,6 +206,7 @@ class SenderProtocol:
         if message.kind is not Kind.WELCOME:
             raise TransferError("FAILED_PRECONDITION", f"{message.kind.name} came before WELCOME")
         welcome = parse(Welcome, message.body)
+        check_proof(welcome, self._secret, self.hello.proof)
         if welcome.receiver != self.remote or welcome.transport not in self.hello.offers:
             text = f"asked for {self.remote} over {sorted(self.hello.offers)}, got {welcome.receiver}"
             raise TransferError("FAILED_PRECONDITION", f"{text}, {welcome.transport}")

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_intdigest
 
+from tandem.security import ClusterSecret
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 
 MAGIC = b"TDKV"
-VERSION = 4
+VERSION = 5
 INLINE = 2**64 - 1
 HEADER_BYTES = 64
 MAX_CONTROL_BYTES = 1 << 20
@@ -128,16 +129,23 @@ class Body(BaseModel):
 
 
 class Hello(Body):
-    """receiver: the one that the sender means to reach. offers: what each transport's sender says of it, best first."""
+    """receiver: the one that the sender means to reach. offers: what each transport's sender says of it, best first.
+
+    proof: that the sender has the cluster's secret and has said the rest; empty where there is none.
+    """
 
     sender: Endpoint
     receiver: Endpoint
     nonce: int
     offers: dict[str, dict[str, Any]]
+    proof: str = ""
 
 
 class Welcome(Body):
-    """transport: the first of the sender's that will do here. refused: why those before it will not."""
+    """transport: the first of the sender's that will do here. refused: why those before it will not.
+
+    proof: that the receiver has the cluster's secret and has said the rest to this HELLO.
+    """
 
     receiver: Endpoint
     nonce: int
@@ -146,6 +154,7 @@ class Welcome(Body):
     num_layers: int
     block_bytes: int
     max_frame_bytes: int
+    proof: str = ""
 
 
 class Begin(Body):
@@ -168,6 +177,23 @@ class Failure(Body):
 
 
 B = TypeVar("B", bound=Body)
+G = TypeVar("G", Hello, Welcome)
+
+
+def proven(greeting: G, secret: ClusterSecret, to: str = "") -> G:
+    """The same with its proof. `to`: the proof of the HELLO that a WELCOME answers."""
+    return greeting.model_copy(update={"proof": secret.proof(f"{type(greeting).__name__} {to}", _unproven(greeting))})
+
+
+def check_proof(greeting: Hello | Welcome, secret: ClusterSecret, to: str = "") -> None:
+    """Raises TransferError(UNAUTHENTICATED)."""
+    kind = type(greeting).__name__
+    if not secret.proves(greeting.proof, f"{kind} {to}", _unproven(greeting)):
+        raise TransferError("UNAUTHENTICATED", f"{kind}: the peer does not have the cluster's secret")
+
+
+def _unproven(greeting: Hello | Welcome) -> bytes:
+    return greeting.model_copy(update={"proof": ""}).packed()
 
 
 def parse(body: type[B], data: Bytes | dict[str, Any]) -> B:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 
 import torch
 
+from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.landings import Landing
@@ -46,6 +47,7 @@ class Receiver:
         self, local: Endpoint, kv_cache: Sequence[torch.Tensor], *, host: str, port: int = 0,
         transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None, driver: Driver | None = None,
         nonce: Callable[[], int] = new_nonce, max_frame_bytes: int = 4 << 20, max_links: int = 256,
+        secret: ClusterSecret = NO_SECRET,
     ) -> None:  # fmt: skip
         self.local = local
         network = network or SocketNetwork()
@@ -53,8 +55,9 @@ class Receiver:
         self._cache = KVCache(kv_cache)
         self._driver: Driver = driver or Threads()
         self._nonce, self._max_frame_bytes, self._max_links = nonce, max_frame_bytes, max_links
+        self._secret = secret
         self._landings = SharedLandings()
-        self._connections: list[Connection] = []
+        self._connections: dict[Connection, ReceivingEnd] = {}  # the oldest first
         self._closing = False
         self._listener = network.listen(host, port)
         self.address = self._listener.address
@@ -129,8 +132,8 @@ class Receiver:
     def _accept(self) -> bool:
         try:
             stream = self._listener.accept()
-            self._connections = [connection for connection in self._connections if connection.alive]
-            if stream and len(self._connections) >= self._max_links:
+            self._connections = {one: end for one, end in self._connections.items() if one.alive}
+            if stream and len(self._connections) >= self._max_links and not self._make_room():
                 self._refuse(stream)
             elif stream:
                 self._open(stream)
@@ -142,11 +145,19 @@ class Receiver:
     def _open(self, stream: Stream) -> None:
         end = ReceivingEnd(
             self.local, self._landings, self._cache, transports=self._transports, nonce=self._nonce(),
-            max_frame_bytes=self._max_frame_bytes, now=self._driver.now,
+            max_frame_bytes=self._max_frame_bytes, now=self._driver.now, secret=self._secret,
         )  # fmt: skip
         connection = Connection(lambda: stream, end, self._driver, f"kv-link-{self.local.worker_id}")
-        self._connections.append(connection)
+        self._connections[connection] = end
         connection.start()
+
+    def _make_room(self) -> bool:
+        """Ends the oldest link that has not said who it is, if there is one: strangers may not keep workers out."""
+        silent = next((connection for connection, end in self._connections.items() if not end.greeted), None)
+        if silent:
+            silent.close(TransferError("RESOURCE_EXHAUSTED", f"{self.local} needs the link for another"))
+            del self._connections[silent]
+        return silent is not None
 
     def _refuse(self, stream: Stream) -> None:
         """Says why, if it goes without waiting, and hangs up."""

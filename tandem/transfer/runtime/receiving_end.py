@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.receiver import ReceiverProtocol, Write
@@ -21,18 +22,22 @@ class ReceivingEnd:
 
     def __init__(
         self, local: Endpoint, landings: SharedLandings, cache: KVCache, *, transports: Sequence[Transport],
-        max_frame_bytes: int, nonce: int, now: Callable[[], float],
+        max_frame_bytes: int, nonce: int, now: Callable[[], float], secret: ClusterSecret = NO_SECRET,
     ) -> None:  # fmt: skip
         self._landings, self._cache, self._now = landings, cache, now
         self._transports = {transport.name: transport for transport in transports}
         self.max_frame_bytes = max(max_frame_bytes, cache.block_bytes)
         self._protocol = ReceiverProtocol(
             local, landings.table, num_layers=cache.num_layers, block_bytes=cache.block_bytes,
-            max_frame_bytes=self.max_frame_bytes, nonce=nonce, accept=self._accept, now=now(),
+            max_frame_bytes=self.max_frame_bytes, nonce=nonce, accept=self._accept, now=now(), secret=secret,
         )  # fmt: skip
         self.liveness = self._protocol.liveness
         self._waiting: Write | None = None
         self._later: deque[Message] = deque()
+
+    @property
+    def greeted(self) -> bool:
+        return self._protocol.hello is not None
 
     def pending(self) -> bool:
         return bool(self._protocol.outbox)

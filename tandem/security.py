@@ -1,0 +1,100 @@
+"""How the processes of one cluster know each other, and strangers do not get in.
+
+    cluster secret   a file that all of them can read. It never crosses a wire: gRPC calls carry a value derived from
+                     it, KV links and landing tickets carry proofs of what they say
+    TLS              gRPC between them: each shows a certificate for NAME, signed by the cluster's own CA
+
+Either, both or none: without both, whoever reaches a port is let in, so ports belong on loopback or a private network.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from tandem.settings import Settings
+
+# Whom every certificate of a cluster is for, whatever its host is called.
+NAME = "cluster.tandem"
+MIN_SECRET_BYTES = 16
+
+
+class ClusterSecret:
+    """Empty: there is none, and everything is proven."""
+
+    def __init__(self, secret: bytes = b"") -> None:
+        self._secret = secret
+
+    @classmethod
+    def read(cls, path: Path) -> ClusterSecret:
+        """
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is too short.
+        """
+        secret = path.read_bytes().strip()
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ValueError(f"{path}: a cluster secret has at least {MIN_SECRET_BYTES} bytes, got {len(secret)}")
+        return cls(secret)
+
+    def __bool__(self) -> bool:
+        return bool(self._secret)
+
+    def proof(self, purpose: str, said: bytes = b"") -> str:
+        """That somebody who has the secret has said this, for this purpose; empty where there is none."""
+        if not self._secret:
+            return ""
+        return hmac.new(self._secret, purpose.encode() + b"\0" + said, "sha256").hexdigest()
+
+    def proves(self, proof: str, purpose: str, said: bytes = b"") -> bool:
+        return hmac.compare_digest(proof.encode(), self.proof(purpose, said).encode()) if self._secret else True
+
+
+NO_SECRET = ClusterSecret()
+
+
+@dataclass(frozen=True, slots=True)
+class TLS:
+    """PEM files. They may be replaced at any time: each new connection is made with what is in them then."""
+
+    certificate: Path
+    key: Path
+    ca: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    secret: ClusterSecret = NO_SECRET
+    tls: TLS | None = None
+
+
+OPEN = Security()
+
+
+class ClusterSettings(Settings):
+    """Of every process of a cluster."""
+
+    cluster_secret: Path | None = Field(None, description="file with the secret that all processes of a cluster share")
+    tls_cert: Path | None = Field(None, description=f"PEM certificate for {NAME}: gRPC within the cluster is then TLS")
+    tls_key: Path | None = Field(None, description="PEM key of tls-cert")
+    tls_ca: Path | None = Field(None, description="PEM certificate of the CA that signed those of all processes")
+
+    @model_validator(mode="after")
+    def _all_of_tls(self) -> ClusterSettings:
+        if len({self.tls_cert is None, self.tls_key is None, self.tls_ca is None}) > 1:
+            raise ValueError("tls-cert, tls-key and tls-ca belong together: give all of them, or none")
+        return self
+
+    @cached_property
+    def security(self) -> Security:
+        """
+        Raises:
+            OSError, ValueError: the secret cannot be read.
+        """
+        secret = ClusterSecret.read(self.cluster_secret) if self.cluster_secret else NO_SECRET
+        tls = TLS(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert and self.tls_key and self.tls_ca else None
+        return Security(secret, tls)

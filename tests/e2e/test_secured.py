@@ -1,0 +1,68 @@
+"""A cluster that knows its own: keys at its doors, a secret and certificates within."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.authority import Authority
+from tests.e2e.cluster import RunningCluster, running_cluster
+
+BODY = {"model": "tandem-demo", "prompt": "import os\n" * 30, "max_tokens": 4}
+
+
+def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def within(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of all that belong to the cluster."""
+    folder = tmp_path_factory.mktemp("cluster")
+    tls = Authority(folder / "tls").issue("cluster")
+    (folder / "secret").write_text("nobody else knows this")
+    return [f"--cluster-secret={folder / 'secret'}", f"--tls-cert={tls.certificate}", f"--tls-key={tls.key}",
+            f"--tls-ca={tls.ca}"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
+
+
+@pytest.fixture(scope="module")
+def key(keys: Path) -> str:
+    return tandem("keys", "add", "--tenant=acme", f"--file={keys}").stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, within: list[str], keys: Path, key: str
+) -> Iterator[RunningCluster]:
+    options = ["--engine=null", "--disaggregation=require", f"--api-keys={keys}", *within]
+    with running_cluster(tmp_path_factory.mktemp("secured"), *options) as cluster:
+        yield cluster
+
+
+def test_who_has_a_key_is_answered_by_both_pools(cluster: RunningCluster, key: str) -> None:
+    for headers, status in (({}, 401), ({"authorization": f"Bearer {key}"}, 200)):
+        answer = httpx.post(f"{cluster.http}/v1/completions", json=BODY, headers=headers, timeout=30)
+        assert answer.status_code == status
+    assert answer.headers["x-tandem-path"] == "remote"
+    assert int(answer.headers["x-tandem-transfer-bytes"]) > 0
+
+
+def test_the_doctor_needs_what_every_process_needs(cluster: RunningCluster, within: list[str], key: str) -> None:
+    asked = ["doctor", f"--redis-url={cluster.redis_url}", f"--grpc-address={cluster.grpc}"]
+    whole = tandem(*asked, f"--api-key={key}", *within)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "prefill-0 -> decode-0" in whole.stdout
+    for options in ([], within[:1], within[1:]):
+        stranger = tandem(*asked, *options)
+        assert stranger.returncode == 1
+        assert "BROKEN  prefill-0 -> decode-0" in stranger.stdout

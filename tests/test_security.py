@@ -1,0 +1,187 @@
+"""Strangers: without the cluster's secret, or a certificate of its CA, nothing of a cluster answers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tandem import rpc
+from tandem.security import NO_SECRET, OPEN, TLS, ClusterSecret, Security
+from tandem.settings import load
+from tandem.transfer import Endpoint, Receiver, Sender, TransferError
+from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from tandem.worker import wire
+from tandem.worker.settings import WorkerSettings
+from tests.authority import Authority
+from tests.transfer.pair import DECODE, PREFILL, kv_cache, until
+
+SECRET = ClusterSecret(b"only this cluster knows")
+OTHER = ClusterSecret(b"another cluster's secret")
+
+
+class Echo(decode_pb2_grpc.DecodeServiceServicer):
+    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:
+        return decode_pb2.AbortResponse()
+
+    async def StreamTokens(self, request: decode_pb2.StreamTokensRequest, context: Any) -> AsyncIterator[Any]:
+        yield decode_pb2.StreamTokensResponse(incarnation="d-1")
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[[Security], Awaitable[str]]]:
+    servers = []
+
+    async def start(security: Security) -> str:
+        servicer = rpc.Servicer("tandem.v1.DecodeService", Echo(), decode_pb2_grpc.add_DecodeServiceServicer_to_server)
+        servers.append(await rpc.serve([servicer], "127.0.0.1", 0, security=security))
+        return f"127.0.0.1:{servers[-1].port}"
+
+    yield start
+    for server in servers:
+        await server.stop(0)
+
+
+async def answers(address: str, security: Security) -> grpc.StatusCode:
+    """What a process gets there by a unary call, and by a stream."""
+    codes = []
+    async with rpc.channel(address, security) as channel:
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        for call in (
+            lambda: stub.Abort(decode_pb2.AbortRequest(), timeout=5.0),
+            lambda: stub.StreamTokens(decode_pb2.StreamTokensRequest(), timeout=5.0).read(),
+        ):
+            try:
+                await call()
+                codes.append(grpc.StatusCode.OK)
+            except aio.AioRpcError as error:
+                codes.append(error.code())
+    assert codes[0] is codes[1]
+    return codes[0]
+
+
+@pytest.mark.parametrize("stranger", [NO_SECRET, OTHER])
+async def test_calls_without_the_secret_are_refused(
+    serve: Callable[[Security], Awaitable[str]], stranger: ClusterSecret
+) -> None:
+    address = await serve(Security(SECRET))
+    assert await answers(address, Security(SECRET)) is grpc.StatusCode.OK
+    assert await answers(address, Security(stranger)) is grpc.StatusCode.UNAUTHENTICATED
+    async with rpc.channel(address, Security(stranger)) as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=rpc.LIVE))
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        with pytest.raises(aio.AioRpcError, match="UNAUTHENTICATED"):
+            async for _ in reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked):
+                pass
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+async def test_certificates_of_the_cluster_are_asked_for_on_both_sides(
+    serve: Callable[[Security], Awaitable[str]], authority: Authority, tmp_path: Path
+) -> None:
+    ours, theirs = authority.issue("worker"), Authority(tmp_path / "theirs").issue("worker")
+    address = await serve(Security(SECRET, ours))
+    assert await answers(address, Security(SECRET, authority.issue("gateway"))) is grpc.StatusCode.OK
+    stranger = TLS(theirs.certificate, theirs.key, ours.ca)
+    for refused in (OPEN, Security(SECRET), Security(SECRET, stranger), Security(SECRET, theirs)):
+        assert await answers(address, refused) is grpc.StatusCode.UNAVAILABLE
+    assert await answers(address, Security(OTHER, ours)) is grpc.StatusCode.UNAUTHENTICATED
+    impostor = await serve(Security(SECRET, authority.issue("impostor", to="elsewhere.tandem")))
+    assert await answers(impostor, Security(SECRET, ours)) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_renewed_certificates_count_without_a_restart(
+    serve: Callable[[Security], Awaitable[str]], authority: Authority, tmp_path: Path
+) -> None:
+    """Another CA's in the place of the old ones: only who has those is let in from then on."""
+    ours, theirs = authority.issue("worker"), Authority(tmp_path / "theirs").issue("worker")
+    files = TLS(*(tmp_path / name for name in ("certificate", "key", "ca")))
+
+    def put(tls: TLS) -> None:
+        for name in ("certificate", "key", "ca"):
+            getattr(files, name).write_bytes(getattr(tls, name).read_bytes())
+
+    put(ours)
+    address = await serve(Security(tls=files))
+    assert await answers(address, Security(tls=ours)) is grpc.StatusCode.OK
+    put(theirs)
+    assert await answers(address, Security(tls=theirs)) is grpc.StatusCode.OK
+    assert await answers(address, Security(tls=ours)) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver(DECODE, kv_cache(8), host="127.0.0.1", transports=("tcp",), secret=SECRET, max_links=4)
+    yield receiver
+    receiver.close()
+
+
+def link(receiver: Receiver, secret: ClusterSecret, worker: Endpoint = PREFILL) -> None:
+    """Opens one, and moves a block. Raises TransferError."""
+    sender = Sender(worker, transports=("tcp",), secret=secret)
+    try:
+        sender.open_link(DECODE, receiver.address, timeout_s=5.0).result(6.0)
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("stranger", [NO_SECRET, OTHER])
+def test_kv_links_of_strangers_are_refused(receiver: Receiver, stranger: ClusterSecret) -> None:
+    link(receiver, SECRET)
+    with pytest.raises(TransferError, match="UNAUTHENTICATED"):
+        link(receiver, stranger)
+
+
+def test_a_sender_trusts_no_stranger_at_a_known_address() -> None:
+    stranger = Receiver(DECODE, kv_cache(8), host="127.0.0.1", transports=("tcp",))
+    with pytest.raises(TransferError, match="UNAUTHENTICATED: Welcome"):
+        link(stranger, SECRET)
+    stranger.close()
+
+
+def test_silent_strangers_keep_no_worker_out(receiver: Receiver) -> None:
+    host, _, port = receiver.address.rpartition(":")
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        assert until(lambda: len(receiver._connections) == 4)
+        link(receiver, SECRET)
+
+
+def test_a_ticket_is_its_signers() -> None:
+    ticket = worker_pb2.LandingTicket(transfer_id="t", transfer_address="127.0.0.1:1", num_prompt_blocks=3)
+    wire.sign(ticket, SECRET)
+    assert wire.is_signed(ticket, SECRET)
+    for stranger in (OTHER, ClusterSecret(b"")):
+        other = worker_pb2.LandingTicket.FromString(ticket.SerializeToString())
+        wire.sign(other, stranger)
+        assert not wire.is_signed(other, SECRET)
+    ticket.transfer_address = "10.0.0.1:22"
+    assert not wire.is_signed(ticket, SECRET)
+
+
+def test_settings_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(WorkerSettings, ["--model-path=x", "--tls-cert=x"], "worker")
+    assert "tls-cert, tls-key and tls-ca belong together" in capsys.readouterr().err
+    secret = tmp_path / "secret"
+    secret.write_text("short\n")
+    settings = load(WorkerSettings, ["--model-path=x", f"--cluster-secret={secret}"], "worker")
+    with pytest.raises(ValueError, match="at least 16 bytes, got 5"):
+        _ = settings.security
+    secret.write_text("long enough for a cluster\n")
+    settings = load(WorkerSettings, ["--model-path=x", f"--cluster-secret={secret}"], "worker")
+    assert settings.security.secret.proves(ClusterSecret(b"long enough for a cluster").proof("x"), "x")
