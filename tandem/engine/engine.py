@@ -120,7 +120,9 @@ class Engine:
         if reason is not None:
             self._remove(seq)
             cached = seq.num_cached_tokens or 0
-            self._ended_at_join[request_id] = SequenceOutput(request_id, 1, [], reason, cached, finished=True)
+            self._ended_at_join[request_id] = SequenceOutput(
+                request_id, seq.num_output_tokens, [], reason, cached, finished=True
+            )
 
     def abort(self, request_id: str) -> bool:
         """End a sequence in any state, free all it holds and emit nothing more of it; False if there is none."""
@@ -192,6 +194,9 @@ class Engine:
         length, longest = len(request.token_ids), self.model_config.max_model_len
         if not 0 < length < longest:
             raise ValueError(f"token_ids: {length} tokens are not between 1 and max_model_len - 1 = {longest - 1}")
+        prior, most = request.num_prior_tokens, min(length, request.sampling.max_tokens)
+        if not 0 <= prior < most:
+            raise ValueError(f"num_prior_tokens: {prior} is not between 0 and {most - 1}")
         self._check_token_ids("token_ids", request.token_ids)
         request.sampling.check()
         request.sampling.check_vocabulary(self.model_config.vocab_size)
@@ -211,7 +216,8 @@ class Engine:
 
     def _max_tokens(self, request: Request) -> int:
         """The most tokens, prompt and answer, that a request can come to."""
-        return min(len(request.token_ids) + request.sampling.max_tokens, self.model_config.max_model_len)
+        longest = len(request.token_ids) - request.num_prior_tokens + request.sampling.max_tokens
+        return min(longest, self.model_config.max_model_len)
 
     def _reserved(self, request_id: str) -> Sequence:
         seq = self._live.get(request_id)
@@ -230,7 +236,7 @@ class Engine:
 
     def _advance(self, seq: Sequence, num_tokens: int, tokens: list[SampledToken]) -> SequenceOutput | None:
         index, cached = seq.num_output_tokens, seq.num_cached_tokens or 0
-        known = num_tokens - len(seq.proposed)
+        reading, known = seq.is_reading, num_tokens - len(seq.proposed)
         self._num_computed += known
         if seq.error is not None:
             output = SequenceOutput(seq.request_id, index, [], None, cached, seq.error, finished=True)
@@ -241,7 +247,7 @@ class Engine:
             self._scheduler.register_blocks(seq)
             if not tokens:
                 return None
-            if index == 0:
+            if reading:
                 self._scheduler.register_tail(seq)
             else:
                 self._num_computed += new - 1

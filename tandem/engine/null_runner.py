@@ -97,7 +97,7 @@ class NullRunner:
         return accepted(seq.proposed, [(self._draw(seq, row), row) for row in rows])
 
     def _draw(self, seq: Sequence, row: Row) -> SampledToken:
-        sampling, last = row.sampling, row.num_prompt_tokens + row.num_output_tokens - 1
+        sampling, last = row.sampling, row.answer_start + row.num_output_tokens - 1
         digest = self._cells[0][self._slots(seq, last, 1)][0, 0]
         seed = sampling.seed % 2**64 if sampling.temperature > 0 else 0
         key = digest.tobytes() + seed.to_bytes(8, "little") + row.num_output_tokens.to_bytes(8, "little")

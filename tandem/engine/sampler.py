@@ -105,7 +105,7 @@ def _penalize_counts(logits: Tensor, seqs: Rows[Row]) -> None:
     ]  # fmt: skip
     if not penalized:
         return
-    rows, ids = _seen(penalized, [_ids(seqs[row], seqs[row].num_prompt_tokens) for row in penalized], logits.device)
+    rows, ids = _seen(penalized, [_ids(seqs[row], seqs[row].answer_start) for row in penalized], logits.device)
     cells, counts = torch.unique(rows * logits.shape[1] + ids, return_counts=True)
     rows = cells // logits.shape[1]
     presence = _per_row(logits, seqs, lambda sampling: sampling.presence_penalty)[rows]

@@ -33,6 +33,9 @@ class Status(enum.Enum):
 class Sequence:
     """A request's tokens, how many of them have KV, and where that KV lies.
 
+    The first `num_prompt_tokens` came with the request; its answer begins at `answer_start`, before their end where
+    another engine has written the first tokens of it.
+
     The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
     `proposed` are the tokens that a step tries ahead; `chance` is how often such were right of late, and the draft
     model has KV for `num_drafted_tokens` of `token_ids`.
@@ -43,6 +46,7 @@ class Sequence:
     sampling: SamplingParams
     token_ids: array[int]
     num_prompt_tokens: int
+    answer_start: int
     hashes: BlockHashes
     sink: KVSink | None = None
     num_pushed_blocks: int = 0
@@ -77,7 +81,13 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Of the answer, those of another engine included."""
+        return len(self.token_ids) - self.answer_start
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether nothing has been drawn here yet."""
+        return len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -102,7 +112,7 @@ class Sequence:
         sampling, num_tokens = self.sampling, len(self.token_ids)
         if self.token_ids[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
-        if num_tokens - self.num_prompt_tokens >= sampling.max_tokens or num_tokens >= max_model_len:
+        if num_tokens - self.answer_start >= sampling.max_tokens or num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
 
@@ -119,7 +129,7 @@ class Row(Protocol):
     @property
     def token_ids(self) -> array[int]: ...
     @property
-    def num_prompt_tokens(self) -> int: ...
+    def answer_start(self) -> int: ...
     @property
     def num_output_tokens(self) -> int: ...
     @property
@@ -147,8 +157,8 @@ class Ahead:
         return self.seq.token_ids + self.seq.proposed[: self.count]
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self.seq.num_prompt_tokens
+    def answer_start(self) -> int:
+        return self.seq.answer_start
 
     @property
     def num_output_tokens(self) -> int:
@@ -196,6 +206,7 @@ def new_sequence(request: Request, arrival: int, layout: KVLayout, speculative: 
         sampling=request.sampling,
         token_ids=array("q", request.token_ids),
         num_prompt_tokens=len(request.token_ids),
+        answer_start=len(request.token_ids) - request.num_prior_tokens,
         hashes=BlockHashes(root, layout.block_size),
         speculative=speculative,
     )

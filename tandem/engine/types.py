@@ -30,7 +30,9 @@ class FinishReason(enum.Enum):
 class Request:
     """A prompt to continue. Lower `priority` goes first; equal ones go in order of arrival.
 
-    `speculative` None takes the engine's own.
+    The last `num_prior_tokens` of `token_ids` are the answer's first ones, written by another engine: the answer goes
+    on behind them as that engine would have gone on. `sampling` is of the whole answer. `speculative` None takes the
+    engine's own.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     speculative: Speculative | None = None
+    num_prior_tokens: int = 0
 
 
 class SampledToken(NamedTuple):

@@ -81,7 +81,7 @@ class Speculator:
 
 
 def _decodes(item: Scheduled) -> bool:
-    return item.num_tokens == 1 and item.samples and item.seq.num_output_tokens > 0
+    return item.num_tokens == 1 and item.samples and not item.seq.is_reading
 
 
 def _method(seq: Sequence) -> str:
