@@ -30,6 +30,7 @@ from tandem.worker import EnginePort, SequenceFailed
 T = TypeVar("T")
 # A transfer that cannot be fenced keeps its blocks: the worker then ends, and is started again.
 FENCE_WAIT_S = 10.0
+HAND_OVER_S = 2.0
 log = structlog.get_logger(__name__)
 tracer = trace.get_tracer("tandem.decode")
 
@@ -204,6 +205,13 @@ class Sequences:
             log.warning("a gateway's stream ended", stream_id=stream_id, aborted=len(lost))
         for request_id in lost:
             self._fail(request_id, "UNAVAILABLE", "the gateway's stream broke")
+
+    async def hand_over(self) -> None:
+        """End all that runs: its gateways have it go on elsewhere. Returns when it is released, within a bound."""
+        for request_id in list(self._held):
+            self._fail(request_id, "UNAVAILABLE", "the worker is stopping")
+        if self._releasing:
+            await asyncio.wait(self._releasing, timeout=HAND_OVER_S)
 
     async def close(self) -> None:
         """End all that runs, without waiting for it."""

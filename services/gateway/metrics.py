@@ -62,6 +62,7 @@ class Metrics:
         self._fallbacks = Counter(
             "tandem_fallbacks", "Choices that did not take the path they should.", ("path", "reason"), registry=registry
         )
+        self.migrations = counter("tandem_migrations", "Times that a choice went on on other workers.")
         self._queued = Histogram(
             "vllm:request_queue_time_seconds", "Waited for a turn at the gateway.", (*LABELS, "priority_class"),
             registry=registry, buckets=QUEUE,

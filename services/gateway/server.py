@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 from services.gateway.access import Access, Allowances
 from services.gateway.admission import Admission, FairQueue, capacity_of
 from services.gateway.errors import Unavailable
-from services.gateway.generation import BackgroundTasks, ClusterAccess, Pipeline, tracing
+from services.gateway.generation import BackgroundTasks, ClusterAccess, MigrationLimits, Pipeline, tracing
 from services.gateway.http import build_app
 from services.gateway.llm import LLM
 from services.gateway.llm_service import LLMService
@@ -158,7 +158,13 @@ class Gateway:
             model=model,
             view=view,
             pool=pool,
-            pipeline=Pipeline(cluster, self.admission, metrics, lambda: self._ports.new_id()[-8:]),
+            pipeline=Pipeline(
+                cluster,
+                self.admission,
+                metrics,
+                lambda: self._ports.new_id()[-8:],
+                MigrationLimits(settings.migration_limit, settings.migration_wait_s),
+            ),
             metrics=metrics,
             access=self._ports.access,
             allowances=Allowances(registry, self._background),

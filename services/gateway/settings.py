@@ -38,6 +38,12 @@ class GatewaySettings(ClusterSettings):
     disaggregation: Disaggregation = Disaggregation.AUTO
     timeout_s: float = Field(600, gt=0, description="deadline of a request that brings none")
     drain_s: float = Field(30, ge=0, description="how long running requests may go on after SIGTERM")
+    migration_limit: int = Field(
+        8, ge=0, description="how often an answer may go on elsewhere when its worker is lost; 0 fails it"
+    )
+    migration_wait_s: float = Field(
+        30.0, ge=0, description="how long such an answer waits for a worker, one that is restarted for example"
+    )
     max_body_bytes: int = Field(16 * 2**20, gt=0)
     max_choices: int = Field(128, ge=1, description="most prompts times n of one request")
     realtime_weight: float = Field(8, gt=0, description="share of tokens when every class has requests waiting")

@@ -59,6 +59,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     def on_outputs(self, outputs: list[SequenceOutput]) -> None:
         self._sequences.on_outputs(outputs)
 
+    async def hand_over(self) -> None:
+        """Nothing to do: the end of a call says enough."""
+
     async def close(self) -> None:
         self._sender.close()
 

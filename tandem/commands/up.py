@@ -71,6 +71,7 @@ class UpSettings(ClusterSettings):
     speculative_num_tokens: int | None = Field(None, ge=0, description="most tokens proposed in a step")
     speculative_model: Path | None = Field(None, description="folder of a draft model with the same vocabulary")
     threads: int | None = Field(None, ge=1, description="CPU threads per worker; if not given, cores / workers")
+    drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for what a worker runs to end; then it moves")
     logs: Path = Field(Path(".run/logs"), description="folder for the processes' logs")
     ready_timeout_s: float = Field(120.0, gt=0, description="how long the cluster may take to become ready")
     sample: str = Field("", description="a prompt to stream one answer for when ready")
@@ -122,7 +123,8 @@ def workers(settings: UpSettings) -> list[Service]:
     cores = settings.logs / "cores"
     shutil.rmtree(cores, ignore_errors=True)
     threads = settings.threads or max(1, (os.cpu_count() or 1) // (settings.prefill + settings.decode))
-    same = _shared(settings) | settings.model_dump(include={"engine", "dtype", "transports", "max_num_seqs"})
+    same = _shared(settings)
+    same |= settings.model_dump(include={"engine", "dtype", "transports", "max_num_seqs", "drain_s"})
     same |= settings.model_dump(include={"null_speedup", "max_model_len"}, exclude_none=True)
     same |= {"threads": threads, "shared_cores": cores}
     pools = {

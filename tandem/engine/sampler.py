@@ -134,7 +134,7 @@ def _mask_bad_words(logits: Tensor, seqs: Rows[Row]) -> None:
     for row, seq in enumerate(seqs):
         for *before, last in seq.sampling.bad_words_token_ids:
             start = len(seq.token_ids) - len(before)
-            if start >= seq.num_prompt_tokens and seq.token_ids[start:].tolist() == before:
+            if start >= seq.answer_start and seq.token_ids[start:].tolist() == before:
                 logits[row, last] = -math.inf
 
 

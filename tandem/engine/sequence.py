@@ -46,8 +46,8 @@ class Sequence:
     sampling: SamplingParams
     token_ids: array[int]
     num_prompt_tokens: int
-    answer_start: int
     hashes: BlockHashes
+    num_prior_tokens: int = 0
     sink: KVSink | None = None
     num_pushed_blocks: int = 0
     prefill_only: bool = False
@@ -64,10 +64,12 @@ class Sequence:
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     num_drafted_tokens: int = 0
+    answer_start: int = field(init=False)
     draw: bytes = field(init=False)  # what a draw depends on, as the kernels read it
     adjusts: bool = field(init=False)  # whether logits change before every choice
 
     def __post_init__(self) -> None:
+        self.answer_start = self.num_prompt_tokens - self.num_prior_tokens
         sampling = self.sampling
         top_k = min(sampling.top_k, 2**31)
         self.draw = DRAW.pack(sampling.temperature, sampling.top_p, sampling.min_p, top_k, sampling.seed % 2**64)
@@ -206,7 +208,7 @@ def new_sequence(request: Request, arrival: int, layout: KVLayout, speculative: 
         sampling=request.sampling,
         token_ids=array("q", request.token_ids),
         num_prompt_tokens=len(request.token_ids),
-        answer_start=len(request.token_ids) - request.num_prior_tokens,
+        num_prior_tokens=request.num_prior_tokens,
         hashes=BlockHashes(root, layout.block_size),
         speculative=speculative,
     )

@@ -212,7 +212,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Path(_message.Message):
-    __slots__ = ("kind", "prefill_worker", "decode_worker", "transfer_bytes", "transport", "reason")
+    __slots__ = ("kind", "prefill_worker", "decode_worker", "transfer_bytes", "transport", "reason", "migrated")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Path.Kind]
@@ -227,13 +227,15 @@ class Path(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    MIGRATED_FIELD_NUMBER: _ClassVar[int]
     kind: Path.Kind
     prefill_worker: str
     decode_worker: str
     transfer_bytes: int
     transport: str
     reason: str
-    def __init__(self, kind: _Optional[_Union[Path.Kind, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    migrated: int
+    def __init__(self, kind: _Optional[_Union[Path.Kind, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., migrated: _Optional[int] = ...) -> None: ...
 
 class GenerateUnaryRequest(_message.Message):
     __slots__ = ("generate",)

@@ -91,6 +91,9 @@ class WorkerService(Protocol):
     def num_running(self) -> int:
         """Requests that still run here."""
 
+    async def hand_over(self) -> None:
+        """End what still runs, so that it goes on elsewhere."""
+
     async def close(self) -> None: ...
 
 
@@ -122,7 +125,8 @@ class Worker:
             try:
                 tasks += self._start(server)
                 await self._ended
-                await self.drain()
+                if not await self.drain():
+                    await service.hand_over()
             finally:
                 await server.stop(STOP_GRACE_S)
                 if tasks:

@@ -24,6 +24,7 @@ def request_of(spec: worker_pb2.SequenceSpec) -> Request:
         priority=spec.priority,
         cache_salt=spec.cache_salt,
         speculative=Speculative.from_proto(spec.speculative) if spec.HasField("speculative") else None,
+        num_prior_tokens=spec.num_prior_tokens,
     )
 
 

@@ -1,4 +1,4 @@
-"""`kill -9` of a worker: a clean error in under two seconds, and the next request, after its restart, succeeds."""
+"""`kill -9` of a worker, alone in its role: what is begun goes on after its restart or ends by its deadline."""
 
 from __future__ import annotations
 
@@ -40,36 +40,38 @@ def succeeds(cluster: RunningCluster) -> bool:
     return len(answer.token_ids) == 8
 
 
-def test_decode_killed_in_mid_stream(cluster: RunningCluster) -> None:
+def test_the_only_decode_worker_killed_in_mid_stream(cluster: RunningCluster) -> None:
+    """Its answers wait for its restart and go on there."""
     (pid,) = cluster.pids("decode")
     with grpc.insecure_channel(cluster.grpc) as channel:
-        stream = llm_pb2_grpc.LLMServiceStub(channel).Generate(request(1900), timeout=60)
-        next(stream)
+        stream = llm_pb2_grpc.LLMServiceStub(channel).Generate(request(200), timeout=60)
+        tokens = list(next(stream).token_ids)
         os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        with pytest.raises(grpc.RpcError) as error:
-            for _ in stream:
-                pass
-    assert time.monotonic() - killed < DETECT_S
-    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    eventually(cluster.ready, RESTART_S, "ready after the decode worker's restart")
-    assert succeeds(cluster)
+        for response in stream:
+            tokens += response.token_ids
+    assert len(tokens) == 200
+    assert response.path.migrated == 1
     assert cluster.pids("decode") != [pid]
+    eventually(cluster.ready, RESTART_S, "ready after the decode worker's restart")
 
 
-def test_decode_killed_in_mid_sse_stream_ends_with_a_typed_event(cluster: RunningCluster) -> None:
+def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_event(cluster: RunningCluster) -> None:
     body = {"model": "tandem-demo", "prompt": "def ", "max_tokens": 1900, "stream": True, "ignore_eos": True}
     (pid,) = cluster.pids("decode")
     events: list[str] = []
-    with httpx.stream("POST", f"{cluster.http}/v1/completions", json=body, timeout=30) as answer:
+    started = time.monotonic()
+    headers = {"x-request-timeout-ms": "1500"}
+    with httpx.stream("POST", f"{cluster.http}/v1/completions", json=body, timeout=30, headers=headers) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: "):
                 events.append(line)
             if len(events) == 1:
                 os.kill(pid, signal.SIGKILL)
-    assert '"error"' in events[-1] or '"error"' in events[-2]
+    assert time.monotonic() - started < 1.5 + DETECT_S
+    assert '"error"' in events[-1]
     eventually(cluster.ready, RESTART_S, "ready after the decode worker's restart")
     assert succeeds(cluster)
+    assert cluster.pids("decode") != [pid]
 
 
 def test_prefill_killed_while_prompts_are_read(cluster: RunningCluster) -> None:
@@ -84,10 +86,7 @@ def test_prefill_killed_while_prompts_are_read(cluster: RunningCluster) -> None:
         ]
         time.sleep(0.05)
         os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        codes = {call.code() for call in calls}
-    assert time.monotonic() - killed < DETECT_S
-    assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+        assert {call.code() for call in calls} == {grpc.StatusCode.OK}
     eventually(cluster.ready, RESTART_S, "ready after the prefill worker's restart")
     assert succeeds(cluster)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams, SequenceOutput, StepTime
+from tandem.speculative import Speculative
 from tests.engine.tiny import assert_idle, greedy, make_engine, prompt_of, run, tokens
 
 PROMPT = 22
@@ -100,3 +101,19 @@ def test_the_null_engine_goes_on_too(demo_model: Path) -> None:
     request = going_on(whole, prompt_of(30, 1), sampling, 7)
     other.add(request)
     assert numbered(run(other)["r"]) == numbered(whole)[7:]
+
+
+def test_a_speculating_engine_goes_on_too(llama: Path) -> None:
+    """A prompt whose last token alone is left to read is read, not guessed ahead of: the first token is one token."""
+    ahead = Speculative("ngram", 3)
+    plain, source = make_engine(llama), make_engine(llama, speculative=ahead)
+    prompt = prompt_of(8, 3) * 3
+    plain.add(Request("r", prompt, greedy(24)))
+    whole = run(plain)["r"]
+    for written in (5, 6, 7, 8):
+        request = going_on(whole, prompt, greedy(24), written)
+        for prefill_only in (True, False):
+            source.add(request, prefill_only=prefill_only)
+            outputs = run(source)["r"]
+            expected = numbered(whole)[written : written + 1 if prefill_only else None]
+            assert numbered(outputs) == expected

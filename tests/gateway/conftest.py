@@ -63,7 +63,7 @@ def settings(model_folder: Path, redis: RedisServer) -> GatewaySettings:
 
 
 def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> GatewaySettings:
-    said = {"disaggregation": Disaggregation.PREFER} | other  # short prompts use both workers
+    said = {"disaggregation": Disaggregation.PREFER, "migration_wait_s": 0.5} | other  # short prompts use both workers
     return GatewaySettings(
         model_path=model_folder, model_name=MODEL, redis_url=redis.url, namespace=f"t{uuid4().hex[:8]}",
         host="127.0.0.1", http_port=free_port(), grpc_port=0, drain_s=0.2, **said,

@@ -93,7 +93,7 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
         self.metadata.append(dict(context.invocation_metadata()))
         self.held[spec.request_id] = sequence = Sequence(spec, request.stream_id)
         if request.local_prefill:
-            sequence.task = asyncio.create_task(self._decode(sequence, 0))
+            sequence.task = asyncio.create_task(self._decode(sequence, spec.num_prior_tokens))
             return decode_pb2.ReserveResponse()
         ticket = worker_pb2.LandingTicket(
             transfer_id=spec.request_id, decode_worker="d", decode_incarnation=self.incarnation,
@@ -119,7 +119,7 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
         """The commit frame has landed."""
         sequence = self.held.get(request_id)
         if sequence is not None:
-            sequence.task = asyncio.create_task(self._decode(sequence, 1))
+            sequence.task = asyncio.create_task(self._decode(sequence, sequence.spec.num_prior_tokens + 1))
 
     def fail(self, code: str) -> None:
         """Fail everything that runs."""
@@ -138,9 +138,11 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
     async def _decode(self, sequence: Sequence, index: int) -> None:
         spec = sequence.spec
         try:
-            if index and (ended := self.generator.output(spec, 0).finish_reason):
+            joined = index > spec.num_prior_tokens
+            if joined and (ended := self.generator.output(spec, index - 1).finish_reason):
                 self._send(
-                    sequence, worker_pb2.SequenceOutput(request_id=spec.request_id, first_index=1, finish_reason=ended)
+                    sequence,
+                    worker_pb2.SequenceOutput(request_id=spec.request_id, first_index=index, finish_reason=ended),
                 )
                 return
             while True:
@@ -199,7 +201,7 @@ class PrefillPeer(prefill_pb2_grpc.PrefillServiceServicer):
             self.running.discard(spec.request_id)
         if self.refuse is not None:
             raise rpc.Refused(self.refuse, "refused for the test")
-        output = self.generator.output(spec, 0)
+        output = self.generator.output(spec, spec.num_prior_tokens)
         output.num_cached_tokens = 3
         self._decodes(request.ticket.decode_incarnation).join(spec.request_id)
         return prefill_pb2.PrefillResponse(output=output, transfer_bytes=4096, transport="tcp")

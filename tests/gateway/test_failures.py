@@ -149,20 +149,24 @@ async def test_decode_dies_mid_stream(http: httpx.AsyncClient, peers: Peers, gat
     assert not gateway.llm.running
 
 
-async def test_a_broken_token_stream_fails_what_was_on_it(http: httpx.AsyncClient, peers: Peers) -> None:
-    """A whole answer is a 503; the next request finds the stream open again."""
+async def test_an_answer_goes_on_when_its_token_stream_breaks(http: httpx.AsyncClient, peers: Peers) -> None:
+    """On the same worker, if there is no other: behind the tokens that were sent."""
+    whole = (await post(http, LONG)).json()["choices"][0]["text"]
     peers.decode.step_s = 0.01
     request = asyncio.create_task(post(http, LONG))
     await eventually(lambda: bool(peers.decode.held))
     await asyncio.sleep(0.1)
-    broke = time.monotonic()
     peers.decode.break_streams()
     answer = await request
-    assert time.monotonic() - broke < DETECT_S
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "worker_lost"
-    peers.decode.step_s = 0
-    assert (await post(http, SHORT)).json()["choices"][0]["text"] == TEXT
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == whole
+    first, second = peers.decode.seen[1:]
+    assert second.num_prior_tokens > 1
+    assert len(second.token_ids) == len(first.token_ids) + second.num_prior_tokens
+    assert answer.headers["x-tandem-migrated"] == "1"
+    assert answer.json()["usage"]["tandem"][0]["migrated"] == 1
+    assert answer.json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+    assert "tandem_migrations_total" in (await http.get("/metrics")).text
 
 
 async def test_decode_dies_while_the_prompt_is_read(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
@@ -275,7 +279,7 @@ async def test_one_choice_that_fails_ends_the_others(http: httpx.AsyncClient, pe
 async def test_a_restarted_decode_worker_serves_at_once(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:
-    """R1: the old incarnation's requests fail, the first request to the new one succeeds."""
+    """R1: the old incarnation's requests go on on the new one, and the first request to the new one succeeds."""
     peers.decode.step_s = 0.02
     old = peers.workers["d"]
     async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
@@ -283,14 +287,13 @@ async def test_a_restarted_decode_worker_serves_at_once(
         await anext(events)
         old.heartbeat.cancel()
         new = await peers.add_decode()
+        peers.decode.step_s = 0
         *_, last = [event async for event in events]
-    error = json.loads(last)["error"]
-    assert error["code"] == "worker_lost"
-    assert new.info.incarnation in error["message"]
-    await eventually(lambda: gateway.llm.pool.connected(new.info))
+    assert last == "[DONE]"
+    assert gateway.llm.pool.connected(new.info)
     after = await post(http, SHORT)
     assert after.status_code == 200, after.text
-    assert [spec.token_ids for spec in peers.decode.seen] == [peers.prefill.seen[-1].token_ids]
+    assert [spec.num_prior_tokens > 0 for spec in peers.decode.seen] == [True, False]
     await old.server.stop(0)
 
 

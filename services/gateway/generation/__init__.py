@@ -8,6 +8,7 @@ from services.gateway.generation.answer import CLIENT_LEFT, REASONS, Answer
 from services.gateway.generation.attempt import WORKER_LOST, ClusterAccess, Outcome
 from services.gateway.generation.background import BackgroundTasks
 from services.gateway.generation.choice import Delta
+from services.gateway.generation.migration import MigrationLimits
 from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.request import (
     Generation,
@@ -28,6 +29,7 @@ __all__ = [
     "ClusterAccess",
     "Delta",
     "Generation",
+    "MigrationLimits",
     "Outcome",
     "Pipeline",
     "check_length",

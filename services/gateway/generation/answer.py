@@ -80,6 +80,7 @@ class Answer:
             "x-tandem-transfer-bytes": str(path.transfer_bytes),
             "x-tandem-transport": path.transport,
             "x-tandem-reason": path.reason,
+            "x-tandem-migrated": str(path.migrated or ""),
         }
         return {name: _header_value(value) for name, value in said.items() if value} | self._limit_headers
 
@@ -160,6 +161,7 @@ class Answer:
                 "gen_ai.latency.time_in_queue": max(outcome.queued_s for outcome in self.outcomes),
                 "tandem.path": kind,
                 "tandem.path.reason": path.reason,
+                "tandem.migrated": sum(outcome.migrated for outcome in self.outcomes),
                 "kv.transfer.bytes": sum(outcome.path.transfer_bytes for outcome in self.outcomes),
             }
         )

@@ -55,7 +55,8 @@ class Outcome:
     num_accepted_tokens: int = 0
     finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
     queued_s: float = 0.0
-    lost: str = ""  # why the first try came to nothing
+    lost: str = ""  # why the last attempt came to nothing
+    migrated: int = 0  # attempts before this one
     fallback: str = ""  # why the path is not what it should be: a Fallback, or WORKER_LOST
 
 
@@ -81,13 +82,17 @@ class Attempt:
         self._reserving = False
         self._ended_by_decode = False
         self._timer: asyncio.TimerHandle | None = None
+        self.span: Span | None = None  # the one that is open
 
-    @property
-    def lost_decode(self) -> set[str]:
-        """The decode worker, where its stream broke under this sequence."""
+    def lost_incarnations(self, error: WorkerLost) -> set[str]:
+        """Those that the error is about: the worker it names, and a decode worker whose stream broke."""
         mailbox, route = self._mailbox, self._route
+        if route is None:
+            return set()
+        infos = [route.decode.info] + ([route.prefill.info] if route.prefill else [])
+        lost = {info.incarnation for info in infos if info.worker_id == error.worker_id}
         broke = mailbox is not None and mailbox.failed.done() and not mailbox.reported
-        return {route.decode.info.worker_id} if broke and route else set()
+        return lost | ({route.decode.info.incarnation} if broke else set())
 
     async def tokens(self, exclude: Collection[str]) -> AsyncIterator[Tokens]:
         """New tokens as they come, ending once the outcome's finish_reason is set.
@@ -101,12 +106,13 @@ class Attempt:
         if route.prefill is not None:
             yield await self._prefill(self._use(route.prefill.info), ticket, mailbox)
         with tracing.child(self._cluster.spans, "decode", self._parent) as span:
+            self.span = span
             while not mailbox.finish_reason:
                 tokens = await mailbox.get()
                 self._ended_by_decode = bool(mailbox.finish_reason)
                 self._note_progress(route, mailbox, len(tokens.ids))
                 yield tokens
-            span.set_attribute("decode.tokens", mailbox.next_index)
+            span.set_attribute("decode.tokens", mailbox.next_index - self._sequence.num_prior_tokens)
         if mailbox.finish_reason == llm_pb2.FINISH_REASON_ABORT:
             raise WorkerLost(route.decode.info.worker_id, "it aborted the sequence")
 
@@ -128,9 +134,8 @@ class Attempt:
 
     async def _choose(self, exclude: Collection[str]) -> Route:
         sequence, cluster, left = self._sequence, self._cluster, self._left()
-        request = RouteRequest(
-            sequence.request_id, sequence.token_ids, sequence.cache_salt, sequence.sampling.max_tokens, left + 1.0
-        )
+        max_new_tokens = sequence.sampling.max_tokens - sequence.num_prior_tokens
+        request = RouteRequest(sequence.request_id, sequence.token_ids, sequence.cache_salt, max_new_tokens, left + 1.0)
         with tracing.child(cluster.spans, "route", self._parent) as span:
             try:
                 async with asyncio.timeout_at(self._deadline):
@@ -142,12 +147,12 @@ class Attempt:
         return route
 
     async def _answering(self, request: RouteRequest, exclude: Collection[str]) -> Route:
-        """Among the workers that answer now; if there are none, among those that may be back in a moment."""
+        """Among the workers that answer now; a first attempt, if there are none, among those that may be back soon."""
         lost = self._cluster.pool.lost()
         try:
             return await self._cluster.router.choose(request, lost | set(exclude))
         except Unavailable:
-            if not lost:
+            if not lost or self._outcome.migrated:
                 raise
         return await self._cluster.router.choose(request, exclude)
 
@@ -155,9 +160,10 @@ class Attempt:
         self, decode: WorkerConnection, prefill: WorkerInfo | None
     ) -> tuple[Mailbox, worker_pb2.LandingTicket]:
         with tracing.child(self._cluster.spans, "reserve", self._parent, SpanKind.CLIENT) as span:
+            self.span = span
             span.set_attribute("tandem.worker", decode.info.worker_id)
             await decode.stream.wait_open(self._deadline)
-            mailbox = self._mailbox = decode.stream.attach(self._sequence.request_id)
+            mailbox = self._mailbox = decode.stream.attach(self._sequence.request_id, self._sequence.num_prior_tokens)
             late = TimedOut("the request's deadline passed")
             self._timer = asyncio.get_running_loop().call_at(self._deadline, mailbox.fail, late)
             request = decode_pb2.ReserveRequest(
@@ -173,6 +179,7 @@ class Attempt:
 
     async def _prefill(self, prefill: WorkerConnection, ticket: worker_pb2.LandingTicket, mailbox: Mailbox) -> Tokens:
         with tracing.child(self._cluster.spans, "prefill", self._parent, SpanKind.CLIENT) as span:
+            self.span = span
             span.set_attribute("tandem.worker", prefill.info.worker_id)
             request = prefill_pb2.PrefillRequest(sequence=self._timed(), ticket=ticket)
             try:
@@ -182,7 +189,7 @@ class Attempt:
                     raise
                 # The decode worker lives, for it says so: what it has lost is this prefill worker.
                 raise WorkerLost(prefill.info.worker_id, error.message) from None
-            self._outcome.path.transfer_bytes = response.transfer_bytes
+            self._outcome.path.transfer_bytes += response.transfer_bytes
             self._outcome.path.transport = response.transport
             span.set_attribute("kv.transfer.bytes", response.transfer_bytes)
         tokens = mailbox.accept(response.output)
@@ -234,7 +241,11 @@ class Attempt:
 
     def _note_route(self, route: Route) -> None:
         reason = f"{route.reason}; after {self._outcome.lost}" if self._outcome.lost else route.reason
-        path = self._outcome.path = llm_pb2.Path(decode_worker=route.decode.info.worker_id, reason=reason)
+        moved = self._outcome.path.transfer_bytes
+        path = self._outcome.path = llm_pb2.Path(
+            decode_worker=route.decode.info.worker_id, reason=reason, transfer_bytes=moved,
+            migrated=self._outcome.migrated,
+        )  # fmt: skip
         self._outcome.fallback = WORKER_LOST if self._outcome.lost else route.fallback or ""
         path.kind = llm_pb2.Path.KIND_LOCAL_PREFILL
         if route.prefill is not None:
@@ -242,9 +253,11 @@ class Attempt:
             path.prefill_worker = route.prefill.info.worker_id
 
     def _note_progress(self, route: Route, mailbox: Mailbox, num_new: int) -> None:
-        self._outcome.num_cached_tokens = mailbox.num_cached_tokens
+        num_prior = self._sequence.num_prior_tokens
+        if not num_prior:
+            self._outcome.num_cached_tokens = mailbox.num_cached_tokens
         self._outcome.num_proposed_tokens = mailbox.num_proposed_tokens
         self._outcome.num_accepted_tokens = mailbox.num_accepted_tokens
         self._outcome.finish_reason = mailbox.finish_reason
-        if mailbox.next_index == num_new:
+        if mailbox.next_index - num_prior == num_new:
             self._cluster.in_background(self._cluster.router.release_prefill(route))

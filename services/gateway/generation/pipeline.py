@@ -1,8 +1,8 @@
 """The life of one choice: its turn, then attempts until one answers.
 
     queue     until it is let in: order and fairness are decided here
-    attempt 1 ── worker lost, nothing sent yet ──> attempt 2, without that worker ── any failure ──> the first error
-             └── tokens …
+    attempt 1 ── tokens … ── worker lost ──> attempt 2 goes on behind them, elsewhere ── tokens … ── the end
+                                 └── no attempt left ──> the first loss is the error        (migration.py)
 
 Each attempt has a request id of its own, so that late messages of a failed one mean nothing to the next.
 """
@@ -13,31 +13,35 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-import structlog
 from opentelemetry.context import Context
 
 from services.gateway.admission import Admission, Work
-from services.gateway.errors import GatewayError, WorkerLost
+from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess, Outcome
+from services.gateway.generation.migration import Migration, MigrationLimits
 from services.gateway.metrics import Metrics
 from services.gateway.priority import PriorityClass
 from services.gateway.workers import Tokens
 from tandem.v1 import worker_pb2
-
-log = structlog.get_logger(__name__)
 
 
 class Pipeline:
     """Tokens of sequences, from workers."""
 
     def __init__(
-        self, cluster: ClusterAccess, admission: Admission, metrics: Metrics, nonce: Callable[[], str]
+        self,
+        cluster: ClusterAccess,
+        admission: Admission,
+        metrics: Metrics,
+        nonce: Callable[[], str],
+        limits: MigrationLimits,
     ) -> None:
         self._cluster = cluster
         self._admission = admission
         self._metrics = metrics
         self._nonce = nonce
+        self._limits = limits
 
     async def tokens(
         self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome
@@ -75,26 +79,34 @@ class Pipeline:
     async def _attempts(
         self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome
     ) -> AsyncGenerator[Tokens, None]:
-        lost, exclude = None, set[str]()
-        for _ in range(2):
-            sequence.request_id = f"{name}-{self._nonce()}"
-            attempt = Attempt(self._cluster, sequence, deadline, parent, outcome)
-            sent = False
-            try:
-                async with aclosing(attempt.tokens(exclude)) as deltas:  # type: ignore[type-var]
-                    async for delta in deltas:
-                        sent = True
-                        yield delta
-                return
-            except WorkerLost as error:
-                if sent or lost:
-                    raise lost or error from None
-                lost, exclude = error, {error.worker_id} | attempt.lost_decode
-                outcome.lost = error.message
-                log.warning("trying again elsewhere", request_id=name, reason=error.message)
-            except GatewayError:
-                if lost is None:
-                    raise
-                raise lost from None
-            finally:
-                self._cluster.in_background(attempt.close())
+        written: list[int] = []
+        spans = self._cluster.spans
+        migration = Migration(self._limits, name, spans, parent, self._metrics.migrations.inc)
+        try:
+            while True:
+                _continue_behind(sequence, written)
+                sequence.request_id = f"{name}-{self._nonce()}"
+                outcome.migrated = migration.number
+                attempt = Attempt(self._cluster, sequence, deadline, parent, outcome)
+                try:
+                    async with aclosing(attempt.tokens(migration.exclude)) as deltas:  # type: ignore[type-var]
+                        async for delta in deltas:
+                            migration.close()
+                            written += delta.ids
+                            yield delta
+                    return
+                except WorkerLost as error:
+                    outcome.lost = error.message
+                    migration.lost(error, attempt.lost_incarnations(error), attempt.span, len(written))
+                except Unavailable as error:
+                    await migration.pause(error)
+                finally:
+                    self._cluster.in_background(attempt.close())
+        finally:
+            migration.close()
+
+
+def _continue_behind(sequence: worker_pb2.SequenceSpec, written: list[int]) -> None:
+    """Make the tokens written so far the end of the prompt."""
+    sequence.token_ids.extend(written[sequence.num_prior_tokens :])
+    sequence.num_prior_tokens = len(written)

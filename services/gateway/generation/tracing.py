@@ -5,7 +5,8 @@ chat {model}  (SERVER; GenAI semantic conventions, and vLLM's names beside them)
  ├─ route      which pair, and why
  ├─ reserve    blocks on the decode worker        (CLIENT)
  ├─ prefill    the prefill worker's unary call    (CLIENT; its server span is the child)
- └─ decode     from there to the last token
+ ├─ decode     from there to the last token
+ └─ migration  from a worker's loss until tokens come again, linked to the span that it ended; then route … decode anew
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from contextlib import contextmanager
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 
-from services.gateway.errors import GatewayError
+from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.generation.request import Generation
 from tandem.v1 import llm_pb2
 
@@ -99,6 +100,18 @@ def child(spans: Tracer, name: str, parent: Context, kind: SpanKind = SpanKind.I
         raise
     finally:
         span.end()
+
+
+def migration(spans: Tracer, parent: Context, lost: Span | None, error: WorkerLost, num_written: int) -> Span:
+    span = spans.start_span("migration", parent, links=[Link(lost.get_span_context())] if lost else [])
+    span.set_attributes(
+        {
+            "tandem.migration.from": error.worker_id,
+            "tandem.migration.reason": error.message,
+            "tandem.migration.written_tokens": num_written,
+        }
+    )
+    return span
 
 
 def under(span: Span) -> Context:

@@ -131,6 +131,7 @@ def _path(outcome: Outcome) -> dict[str, Any]:
         "transfer_bytes": path.transfer_bytes,
         "transport": path.transport or None,
         "reason": path.reason,
+        "migrated": path.migrated,
     }
 
 

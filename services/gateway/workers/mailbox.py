@@ -26,9 +26,9 @@ class Tokens:
 class Mailbox:
     """Owned by one request, which is the only one to call `get`."""
 
-    def __init__(self, request_id: str, worker_id: str) -> None:
+    def __init__(self, request_id: str, worker_id: str, next_index: int = 0) -> None:
         self.request_id = request_id
-        self.next_index = 0
+        self.next_index = next_index
         self.num_cached_tokens = self.num_proposed_tokens = self.num_accepted_tokens = 0
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
         # Done, with the error, once the sequence has failed.

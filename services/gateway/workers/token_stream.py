@@ -41,8 +41,9 @@ class TokenStream:
     def __len__(self) -> int:
         return len(self._mailboxes)
 
-    def attach(self, request_id: str) -> Mailbox:
-        """
+    def attach(self, request_id: str, num_prior_tokens: int = 0) -> Mailbox:
+        """For the tokens behind `num_prior_tokens`.
+
         Raises:
             WorkerLost: the stream is not open.
             GatewayError: it was stopped.
@@ -51,7 +52,7 @@ class TokenStream:
             raise self._stopped
         if self._closed_because or not self.open.is_set():
             raise WorkerLost(self._worker.worker_id, self._closed_because or "its token stream is not open")
-        mailbox = self._mailboxes[request_id] = Mailbox(request_id, self._worker.worker_id)
+        mailbox = self._mailboxes[request_id] = Mailbox(request_id, self._worker.worker_id, num_prior_tokens)
         return mailbox
 
     def detach(self, mailbox: Mailbox) -> None:

@@ -1,0 +1,86 @@
+"""Going on elsewhere: what a choice does when a worker is lost under it, before its first token or behind any other.
+
+a worker is lost   -> the next attempt leaves its incarnation out; tokens already sent are the end of its prompt
+nobody is left     -> everyone may be tried again, every RETRY_S, while a worker is restarted
+the limit, or wait_s without a worker, is reached -> the first loss is the choice's error
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import structlog
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Tracer
+
+from services.gateway.errors import Unavailable, WorkerLost
+from services.gateway.generation import tracing
+
+log = structlog.get_logger(__name__)
+RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationLimits:
+    """`most`: migrations of one choice. `wait_s`: how long one waits for a worker to go on on."""
+
+    most: int
+    wait_s: float
+
+
+class Migration:
+    """The migrations of one choice. `close` it."""
+
+    def __init__(
+        self, limits: MigrationLimits, name: str, spans: Tracer, parent: Context, count: Callable[[], None]
+    ) -> None:
+        self.number = 0
+        self.exclude: set[str] = set()
+        self.first_loss: WorkerLost | None = None
+        self._limits, self._name = limits, name
+        self._spans, self._parent, self._count = spans, parent, count
+        self._wait_until: float | None = None
+        self._span: Span | None = None
+
+    def lost(self, error: WorkerLost, incarnations: Collection[str], lost_span: Span | None, num_written: int) -> None:
+        """An attempt came to nothing.
+
+        Raises:
+            WorkerLost: the first one, when there may be no other attempt.
+        """
+        self.first_loss = self.first_loss or error
+        if self.number == self._limits.most:
+            raise self.first_loss from None
+        self.number += 1
+        self.exclude |= set(incarnations)
+        if self._wait_until is None:
+            self._wait_until = asyncio.get_running_loop().time() + self._limits.wait_s
+        self._count()
+        log.warning("going on elsewhere", request_id=self._name, written=num_written, reason=error.message)
+        self._end_span()
+        self._span = tracing.migration(self._spans, self._parent, lost_span, error, num_written)
+
+    async def pause(self, error: Unavailable) -> None:
+        """No worker is left to go on on: wait a moment, then let any be tried.
+
+        Raises:
+            Unavailable: there was no loss, or the wait is over.
+        """
+        if self.first_loss is None or self._wait_until is None or error.code != "no_workers":
+            raise error
+        if asyncio.get_running_loop().time() >= self._wait_until:
+            raise self.first_loss from None
+        self.exclude.clear()
+        await asyncio.sleep(RETRY_S)
+
+    def close(self) -> None:
+        """Tokens come again, or never will."""
+        self._wait_until = None
+        self._end_span()
+
+    def _end_span(self) -> None:
+        if self._span is not None:
+            self._span.end()
+            self._span = None

@@ -1,0 +1,197 @@
+"""Decode workers that die, stop or drain in mid-answer: every answer goes on elsewhere, as if nothing had been.
+
+Null engines, whose tokens depend on every KV byte before them; and the demo model in float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+
+MANY, NEW_TOKENS, DECODES = 120, 40, 3
+Baseline = Callable[[RunningCluster], Awaitable[bool]]
+
+
+def asked(count: int, new_tokens: int) -> list[Request]:
+    """Prompts that partly begin alike; every other one greedy, the rest seeded."""
+    dice = random.Random(7)
+    shared = dice.choices(range(1, 4096), k=32)
+    return [
+        Request(
+            f"r{i}",
+            shared[: 16 * (i % 2)] + dice.choices(range(1, 4096), k=dice.randint(1, 24)),
+            SamplingParams(max_tokens=new_tokens, temperature=float(i % 2), seed=i),
+        )
+        for i in range(count)
+    ]
+
+
+def undisturbed(config: EngineConfig, requests: Sequence[Request]) -> list[list[int]]:
+    """What one engine says."""
+    engine = Engine(config)
+    tokens = {request.request_id: list[int]() for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step():
+            tokens[output.request_id] += [token.token_id for token in output.tokens]
+    return list(tokens.values())
+
+
+class Answers:
+    """Streams of all requests at once."""
+
+    def __init__(self, service: llm_pb2_grpc.LLMServiceAsyncStub, model: str, requests: Sequence[Request]) -> None:
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self.last: list[llm_pb2.GenerateResponse] = [llm_pb2.GenerateResponse() for _ in requests]
+        self._tasks = [
+            asyncio.create_task(self._read(i, service, model, request)) for i, request in enumerate(requests)
+        ]
+
+    async def _read(self, i: int, service: llm_pb2_grpc.LLMServiceAsyncStub, model: str, request: Request) -> None:
+        sampling = llm_pb2.SamplingParams(
+            max_tokens=request.sampling.max_tokens, temperature=request.sampling.temperature,
+            seed=request.sampling.seed, ignore_eos=True, top_p=1.0, repetition_penalty=1.0,
+        )  # fmt: skip
+        ids = llm_pb2.TokenIds(ids=request.token_ids)
+        call = service.Generate(llm_pb2.GenerateRequest(model=model, token_ids=ids, sampling=sampling), timeout=60)
+        async for self.last[i] in call:
+            self.tokens[i] += self.last[i].token_ids
+
+    async def written(self, least: int) -> None:
+        """Until every answer has begun and some tokens have come."""
+        async with asyncio.timeout(30):
+            while sum(map(len, self.tokens)) < least or not all(self.tokens):
+                await asyncio.sleep(0.005)
+
+    async def all(self) -> list[list[int]]:
+        await asyncio.gather(*self._tasks)
+        return self.tokens
+
+    @property
+    def migrated(self) -> int:
+        return sum(last.path.migrated for last in self.last)
+
+
+@asynccontextmanager
+async def service(cluster: RunningCluster) -> AsyncIterator[llm_pb2_grpc.LLMServiceAsyncStub]:
+    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
+        yield llm_pb2_grpc.LLMServiceStub(channel)
+
+
+def all_linked(cluster: RunningCluster, decodes: int) -> bool:
+    return bool(httpx.get(f"{cluster.http}/health/ready").json()["linked_pairs"] == decodes)
+
+
+async def restored(cluster: RunningCluster, at_baseline: Baseline) -> None:
+    """Until every worker is back and nothing is held anywhere."""
+    async with asyncio.timeout(30):
+        while not all_linked(cluster, DECODES) or not await at_baseline(cluster):
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def config_only(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """The demo model's folder without its weights."""
+    folder = tmp_path_factory.mktemp("config-only")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((demo_model / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, config_only: Path) -> Iterator[RunningCluster]:
+    options = [f"--model-path={config_only}", "--model-name=null", "--engine=null", "--disaggregation=require"]
+    options += ["--prefill=1", f"--decode={DECODES}", "--null-speedup=0.2", "--drain-s=1"]
+    with running_cluster(tmp_path_factory.mktemp("migration"), *options) as cluster:
+        eventually(lambda: all_linked(cluster, DECODES), 30, "every pair has moved a block")
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def expected(config_only: Path) -> list[list[int]]:
+    config = EngineConfig(config_only, "null", num_blocks=4096, null=StepTime(speedup=1e6))
+    return undisturbed(config, asked(MANY, NEW_TOKENS))
+
+
+async def test_a_killed_decode_worker_fails_nothing(
+    fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
+) -> None:
+    async with service(fleet) as stub:
+        answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
+        await answers.written(MANY * NEW_TOKENS // 4)
+        os.kill(fleet.pids("decode")[0], signal.SIGKILL)
+        assert await answers.all() == expected
+    assert answers.migrated > MANY // 6
+    await restored(fleet, at_baseline)
+
+
+async def test_two_killed_one_after_the_other_fail_nothing(
+    fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
+) -> None:
+    async with service(fleet) as stub:
+        answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
+        await answers.written(MANY)
+        first, second, _ = fleet.pids("decode")
+        os.kill(first, signal.SIGKILL)
+        await asyncio.sleep(0.4)
+        os.kill(second, signal.SIGKILL)
+        assert await answers.all() == expected
+    assert max(last.path.migrated for last in answers.last) >= 2
+    await restored(fleet, at_baseline)
+
+
+async def test_what_outlasts_a_drain_moves(fleet: RunningCluster, config_only: Path, at_baseline: Baseline) -> None:
+    long = asked(24, 100)
+    whole = undisturbed(EngineConfig(config_only, "null", num_blocks=4096, null=StepTime(speedup=1e6)), long)
+    async with service(fleet) as stub:
+        answers = Answers(stub, "null", long)
+        await answers.written(24)
+        os.kill(fleet.pids("decode")[0], signal.SIGTERM)
+        assert await answers.all() == whole
+    assert answers.migrated
+    await restored(fleet, at_baseline)
+
+
+async def test_a_stopped_decode_worker_holds_nothing_up(
+    fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
+) -> None:
+    """Stopped, not dead: its answers go on elsewhere, and when it is back it holds nothing of them."""
+    stopped = fleet.pids("decode")[0]
+    async with service(fleet) as stub:
+        answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
+        await answers.written(MANY)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            assert await answers.all() == expected
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+    assert answers.migrated
+    await restored(fleet, at_baseline)
+
+
+async def test_the_models_own_tokens_go_on_exactly(demo_model: Path, tmp_path: Path) -> None:
+    requests = asked(8, 48)
+    config = EngineConfig(demo_model, "oracle", dtype="float32", num_blocks=512, enable_prefix_caching=False)
+    whole = undisturbed(config, requests)
+    with running_cluster(tmp_path, "--dtype=float32", "--decode=2", "--disaggregation=require") as cluster:
+        eventually(lambda: all_linked(cluster, 2), 30, "every pair has moved a block")
+        async with service(cluster) as stub:
+            answers = Answers(stub, "tandem-demo", requests)
+            await answers.written(8 * 12)
+            os.kill(cluster.pids("decode")[0], signal.SIGKILL)
+            assert await answers.all() == whole
+    assert answers.migrated
