@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem import native
+from tandem.engine.device import memory_checked, open_device
 from tandem.engine.forward import Forward, TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
@@ -45,6 +46,11 @@ class Parts(NamedTuple):
 
 def build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
     """ValueError names what in the config or a checkpoint is wrong."""
+    with memory_checked(open_device(config.device)):
+        return _build(config, cores, on_progress, sleep)
+
+
+def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
     model = read_model_config(config.model_path, config.max_model_len)
     if config.null:
         layout = null_layout(config)

@@ -43,7 +43,7 @@ class WorkerSettings(ClusterSettings):
         StepTime.decode_sequence_s, ge=0, description="null engine: what each decoding sequence adds to it"
     )
     null_speedup: float = Field(StepTime.speedup, gt=0, description="null engine: divides all its times")
-    device: str = Field("cpu", description="torch device")
+    device: str = Field("cpu", description="cpu, cuda or cuda:N")
     dtype: str = Field("auto", description="float32, bfloat16, or auto: as the weights are stored")
     kv_memory: ByteSize = Field(ByteSize(256 * 2**20), description="memory for the KV cache, such as 4GiB")
     num_blocks: int | None = Field(None, ge=2, description="size of the KV cache in blocks, instead of kv-memory")

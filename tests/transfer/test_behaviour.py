@@ -424,6 +424,17 @@ def test_shm_gives_way_to_tcp_where_the_receiver_will_not_have_it() -> None:
     receiver.close()
 
 
+def test_a_pair_without_a_common_transport_names_the_reasons_and_the_cure() -> None:
+    sender, receiver = (
+        Sender(PREFILL, transports=("shm",)),
+        Receiver(DECODE, kv_cache(4), host="127.0.0.1", transports=("tcp",)),
+    )
+    with pytest.raises(TransferError, match=r"none in common \(shm: the receiver does not use it\); let both use one,"):
+        sender.open_link(DECODE, receiver.address, timeout_s=SOON).result(SOON)
+    sender.close()
+    receiver.close()
+
+
 def test_a_transport_that_the_network_cannot_carry_is_named() -> None:
     with pytest.raises(ValueError, match=r"memory.*shm.*tcp"):
         Sender(PREFILL, transports=("memory",))

@@ -190,7 +190,8 @@ class ReceiverProtocol:
         if not fault:
             self.side, refused = self._accept(hello)
         if self.side is None:
-            fault = fault or "transport: " + "; ".join(f"{name}: {why}" for name, why in refused.items())
+            reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+            fault = fault or f"transports: none in common ({reasons}); let both use one, such as tcp"
             refusal = Failure(code="FAILED_PRECONDITION", message=fault)
             self.outbox.append(control(Kind.REFUSE, refusal.packed()))
             return

@@ -1,0 +1,54 @@
+"""The device an engine computes on: chosen, checked before anything is loaded, and its errors in one line each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+
+class Cuda(Protocol):
+    """What is used of torch.cuda."""
+
+    def init(self) -> None: ...
+    def device_count(self) -> int: ...
+    def set_device(self, device: int) -> None: ...
+    def mem_get_info(self) -> tuple[int, int]: ...
+
+
+def open_device(name: str, cuda: Cuda = torch.cuda, built_for: str | None = torch.version.cuda) -> torch.device:
+    """`cpu`, `cuda` or `cuda:N`, which becomes this process's. ValueError names what is wrong and what would help.
+
+    built_for: the CUDA version of this torch.
+    """
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device: {name!r} is not cpu, cuda or cuda:N")
+    if name == "cpu":
+        return torch.device("cpu")
+    if built_for is None:
+        raise ValueError(f"device: {name!r}, but torch {torch.__version__} is without CUDA: install a build with it")
+    try:
+        cuda.init()
+    except RuntimeError as error:  # no driver, no device, or a driver that is too old: torch says which
+        raise ValueError(f"device: {name!r}: {str(error).splitlines()[0]}") from None
+    index, count = int(name.partition(":")[2] or 0), cuda.device_count()
+    if index >= count:
+        raise ValueError(f"device: {name!r}, but this machine shows {count} of them: cuda:0 to cuda:{count - 1}")
+    cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def memory_checked(device: torch.device, cuda: Cuda = torch.cuda) -> Iterator[None]:
+    """Around what is allocated at the start: ValueError where the device has no room for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = (f"{size / 2**30:.1f} GiB" for size in cuda.mem_get_info())
+        raise ValueError(
+            f"kv_memory: weights and KV cache do not fit on {device}, which has {free} of {total} free now: "
+            f"lower it, or choose another device ({str(error).splitlines()[0]})"
+        ) from None

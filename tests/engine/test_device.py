@@ -1,0 +1,79 @@
+"""A device that cannot be used ends a worker in one line that names the cause and what would help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.engine.device import memory_checked, open_device
+
+
+class TwoDevices:
+    """torch.cuda where there are two, or where `problem` is what it says."""
+
+    def __init__(self, problem: str = "") -> None:
+        self._problem = problem
+        self.chosen = -1
+
+    def init(self) -> None:
+        if self._problem:
+            raise RuntimeError(self._problem)
+
+    def device_count(self) -> int:
+        return 2
+
+    def set_device(self, device: int) -> None:
+        self.chosen = device
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 3 << 30, 80 << 30
+
+
+def test_devices_are_chosen_by_name() -> None:
+    cuda = TwoDevices()
+    assert open_device("cpu", cuda, None) == torch.device("cpu")
+    assert open_device("cuda", cuda, "13.0") == torch.device("cuda:0")
+    assert open_device("cuda:1", cuda, "13.0") == torch.device("cuda:1")
+    assert cuda.chosen == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "built_for", "problem", "text"),
+    [
+        ("gpu", "13.0", "", "device: 'gpu' is not cpu, cuda or cuda:N"),
+        ("cuda:x", "13.0", "", "device: 'cuda:x' is not"),
+        ("cuda", None, "", "is without CUDA: install a build with it"),
+        ("cuda:2", "13.0", "", "device: 'cuda:2', but this machine shows 2 of them: cuda:0 to cuda:1"),
+        ("cuda", "13.0", "Found no NVIDIA driver on your system.\nPlease check", "'cuda': Found no NVIDIA driver"),
+        ("cuda", "13.0", "The NVIDIA driver on your system is too old (found version 11040).", "is too old"),
+    ],
+)
+def test_what_cannot_be_used_is_named(name: str, built_for: str | None, problem: str, text: str) -> None:
+    with pytest.raises(ValueError, match=r"^device: ") as raised:
+        open_device(name, TwoDevices(problem), built_for)
+    assert text in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_cache_that_does_not_fit_is_named_with_what_is_free() -> None:
+    with pytest.raises(ValueError, match=r"kv_memory: .* on cuda:0, which has 3\.0 GiB of 80\.0 GiB free"):  # noqa: SIM117
+        with memory_checked(torch.device("cuda:0"), TwoDevices()):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100.00 GiB.\nmore")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+@pytest.mark.parametrize("service", ["prefill", "decode"])
+def test_a_worker_ends_with_that_line(demo_model: Path, service: str) -> None:
+    command = [sys.executable, "-m", f"services.{service}", "--device=cuda", f"--model-path={demo_model}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .endswith(f"device: 'cuda', but torch {torch.__version__} is without CUDA: install a build with it")
+    )
+    assert "Traceback" not in done.stderr
