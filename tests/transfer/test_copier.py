@@ -62,6 +62,20 @@ def test_rows_go_out_and_in_bit_for_bit_under_the_same_sum(
     assert not there[[row for row in range(NUM_ROWS) if row not in ids]].any()
 
 
+@given(ids=st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, unique=True), seed=st.integers(1, 99))
+@settings(deadline=None)
+def test_rows_of_a_device_go_through_this_machines_memory(copier: Copier, ids: list[int], seed: int) -> None:
+    """As on a GPU, but for the place: what is no host memory is never touched by address."""
+    here, there = Rows(cache(512, 0, seed)), Rows(cache(512, 0, 0))
+    for rows in (here, there):
+        rows.on_host, rows.in_lines, rows.address = False, False, 0
+    order, payload = np.array(ids, np.int64), cache(512, 0, 0)[: len(ids)].view(-1).numpy().data
+    found = copier.gather(here, order, payload, past_caches=True)
+    assert found == checksum(payload) == copier.scatter(payload, there, order)
+    assert torch.equal(there.kv[ids], here.kv[ids])
+    assert not there.kv[[row for row in range(NUM_ROWS) if row not in ids]].any()
+
+
 def test_without_a_compiler_numpy_copies_and_meets_the_compiled_side(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, meet: Meet, transport: str
 ) -> None:

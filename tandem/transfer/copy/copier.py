@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tandem.native import NotCompiled, compiled
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Copier:
-    """With numpy."""
+    """With numpy; for rows on a device, with torch through this machine's memory."""
 
     def gather(self, rows: Rows, ids: NDArray[np.int64], payload: memoryview, past_caches: bool) -> int:
         """Copies rows `ids`, one or more that exist, to `payload`, which starts on a cache line; returns its checksum.
@@ -33,6 +34,10 @@ class Copier:
         past_caches: another core will read the payload, and this one will not.
         """
         target = np.frombuffer(payload, np.uint8).reshape(len(ids), -1)
+        if not rows.on_host:
+            picked = rows.words().index_select(0, torch.from_numpy(ids).to(rows.kv.device))
+            torch.from_numpy(target).view(torch.int64).copy_(picked)
+            return checksum(payload)
         rows.array().take(ids, axis=0, out=target, mode="clip")  # "raise" would copy everything twice
         return checksum(payload)
 
@@ -41,6 +46,10 @@ class Copier:
 
         Summed after the copy: where somebody writes to the payload between the two, the sum is wrong.
         """
+        if not rows.on_host:
+            words = torch.frombuffer(payload, dtype=torch.int64).view(len(ids), -1).to(rows.kv.device)
+            rows.words().index_copy_(0, torch.from_numpy(ids).to(rows.kv.device), words)
+            return checksum(payload)
         rows.array()[ids] = np.frombuffer(payload, np.uint8).reshape(len(ids), -1)
         return checksum(payload)
 

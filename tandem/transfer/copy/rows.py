@@ -14,10 +14,10 @@ LINE = 64  # bytes of a cache line
 class Rows:
     """`kv` (num_blocks, ...), contiguous, as `count` rows of `row_bytes` at `address`.
 
-    in_lines: they lie in this machine's memory, and every row is made of whole cache lines.
+    on_host: they lie in this machine's memory. in_lines: there, and every row is made of whole cache lines.
     """
 
-    __slots__ = ("address", "count", "in_lines", "kv", "row_bytes")
+    __slots__ = ("address", "count", "in_lines", "kv", "on_host", "row_bytes")
 
     def __init__(self, kv: torch.Tensor, name: str = "kv") -> None:
         if kv.dim() < 2 or not kv.is_contiguous():
@@ -25,7 +25,8 @@ class Rows:
         self.kv = kv
         self.count, self.row_bytes = len(kv), kv.stride(0) * kv.element_size()
         self.address = kv.data_ptr()
-        self.in_lines = kv.is_cpu and self.address % LINE == 0 and self.row_bytes % LINE == 0
+        self.on_host = kv.is_cpu
+        self.in_lines = self.on_host and self.address % LINE == 0 and self.row_bytes % LINE == 0
 
     def array(self) -> NDArray[np.uint8]:
         """The same memory as (count, row_bytes); for rows on the CPU."""
