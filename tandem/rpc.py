@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -118,6 +119,7 @@ async def serve(
     port: int,
     *,
     security: Security = OPEN,
+    max_receive_bytes: int = MAX_MESSAGE_BYTES,
     make_server: Callable[..., aio.Server] = aio.server,
 ) -> Server:
     """Start serving on host:port (0 chooses a free one, see `Server.port`); not healthy until `set_serving(True)`.
@@ -125,7 +127,8 @@ async def serve(
     Raises:
         OSError: the address cannot be bound.
     """
-    server = make_server(options=SERVER_OPTIONS, interceptors=[_Edge(security.secret)])
+    options = list({**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": max_receive_bytes}.items())
+    server = make_server(options=options, interceptors=[_Edge(security.secret)])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     for servicer in servicers:
@@ -206,12 +209,12 @@ class _Edge(aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None or not handler_call_details.method.startswith("/tandem."):
             return cast("grpc.RpcMethodHandler[Any, Any]", handler)
         carrier = {k: v for k, v in handler_call_details.invocation_metadata or () if isinstance(v, str)}
+        parse = _parsed(handler.request_deserializer)
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, carrier), handler.request_deserializer, handler.response_serializer
-            )
+            behavior = _unary(handler.unary_unary, carrier)
+            return grpc.unary_unary_rpc_method_handler(behavior, parse, handler.response_serializer)
         return grpc.unary_stream_rpc_method_handler(
-            _stream(handler.unary_stream, carrier), handler.request_deserializer, handler.response_serializer
+            _stream(handler.unary_stream, carrier), parse, handler.response_serializer
         )
 
     def _admits(self, call: grpc.HandlerCallDetails) -> bool:
@@ -237,10 +240,30 @@ def _refusing(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
     return grpc.unary_unary_rpc_method_handler(refuse)
 
 
+class _Malformed:
+    """In the place of a request that is no message of its kind. gRPC itself would answer UNKNOWN, or INTERNAL."""
+
+
+def _parsed(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Malformed()
+
+    return parse
+
+
+def _check(request: Any) -> None:
+    if isinstance(request, _Malformed):
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of the kind that this call takes")
+
+
 def _unary(behavior: Callable[..., Awaitable[Any]], carrier: dict[str, str]) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         otel_context.attach(propagate.extract(carrier))
         try:
+            _check(request)
             return await behavior(request, context)
         except Exception as error:
             await _abort(error, context)
@@ -252,6 +275,7 @@ def _stream(behavior: Callable[..., AsyncIterator[Any]], carrier: dict[str, str]
     async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         otel_context.attach(propagate.extract(carrier))
         try:
+            _check(request)
             async for response in behavior(request, context):
                 yield response
         except Exception as error:

@@ -4,6 +4,7 @@
     InvalidRequest     400    invalid_request_error     INVALID_ARGUMENT
     Unauthorized       401    authentication_error      UNAUTHENTICATED
     ModelNotFound      404    invalid_request_error     NOT_FOUND
+    BodyTimeout        408    timeout                   DEADLINE_EXCEEDED
     BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
     Overloaded         429    overloaded_error          RESOURCE_EXHAUSTED
     RateLimited        429    rate_limit_error          RESOURCE_EXHAUSTED
@@ -64,6 +65,10 @@ class Unauthorized(GatewayError):
 
 class ModelNotFound(GatewayError):
     status, type, grpc = 404, "invalid_request_error", StatusCode.NOT_FOUND
+
+
+class BodyTimeout(GatewayError):
+    status, type, grpc = 408, "timeout", StatusCode.DEADLINE_EXCEEDED
 
 
 class BodyTooLarge(GatewayError):

@@ -45,6 +45,11 @@ class GatewaySettings(ClusterSettings):
         30.0, ge=0, description="how long such an answer waits for a worker, one that is restarted for example"
     )
     max_body_bytes: int = Field(16 * 2**20, gt=0)
+    max_message_bytes: int = Field(16 * 2**20, gt=0, description="of gRPC")
+    header_timeout_s: float = Field(
+        30, gt=0, description="how long a client may take over the head of a request, the next one of a connection too"
+    )
+    body_timeout_s: float = Field(30, gt=0, description="how long a client may take over its body")
     max_choices: int = Field(128, ge=1, description="most prompts times n of one request")
     realtime_weight: float = Field(8, gt=0, description="share of tokens when every class has requests waiting")
     interactive_weight: float = Field(4, gt=0)

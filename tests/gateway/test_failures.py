@@ -222,6 +222,14 @@ async def test_a_second_failure_is_the_answer(http: httpx.AsyncClient, peers: Pe
     await everything_free(peers, gateway)
 
 
+async def test_a_deadline_in_the_second_attempt_is_a_deadline(http: httpx.AsyncClient, peers: Peers) -> None:
+    peers.prefill.refuse = grpc.StatusCode.UNAVAILABLE
+    peers.decode.step_s = 10.0
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 4}
+    answer = await http.post("/v1/completions", json=body, headers={"x-request-timeout-ms": "500"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout")
+
+
 @pytest.mark.parametrize(
     ("refusal", "status"),
     [

@@ -18,7 +18,7 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.access import Client
-from services.gateway.errors import GatewayError, TimedOut, unexpected
+from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, unexpected
 from services.gateway.generation import (
     CLIENT_LEFT,
     Answer,
@@ -55,8 +55,9 @@ class GenerateEndpoint:
         exchange = Exchange(scope, receive, send, self._llm.new_id, lambda: self._llm.leaving)
         try:
             await self._serve(exchange)
-        except ClientLeft:
+        except ClientLeft:  # or it has sent what is no body, and waits
             self._llm.metrics.request("none", CLIENT_LEFT)
+            await exchange.fail(InvalidRequest("the body is malformed, or ended too early", code="incomplete_body"), {})
         except GatewayError as error:
             await exchange.fail(error, {})
         except Exception as error:
@@ -68,7 +69,8 @@ class GenerateEndpoint:
             client = self._llm.access.authenticate(exchange.headers)
             deadline = deadline_of(exchange.headers, self._llm)
             async with asyncio.timeout_at(deadline):
-                body = await exchange.body(self._llm.settings.max_body_bytes)
+                settings = self._llm.settings
+                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s)
                 found = await self._read(self._llm, body)
             answer = self._llm.answer(self._generation(exchange, client, found, deadline), found.param)
         except TimeoutError:

@@ -16,7 +16,7 @@ import orjson
 import structlog
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
+from services.gateway.errors import BodyTimeout, BodyTooLarge, GatewayError, InvalidRequest
 from services.gateway.llm import LLM
 
 log = structlog.get_logger(__name__)
@@ -42,14 +42,27 @@ class Exchange:
         self._keeps_alive = scope["http_version"].startswith("1")
         self._leaving = leaving
         self._streaming = False
+        self._last = False  # the connection is of no more use
         self.started = False
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, limit: int, seconds: float) -> bytes:
         """
         Raises:
             BodyTooLarge: more than `limit` bytes.
+            BodyTimeout: it took longer than this.
             ClientLeft
         """
+        late = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.timeout_at(late) as bound:
+                return await self._body(limit)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            self._last = True
+            raise BodyTimeout(f"the body was not sent within {seconds:g} s", code="body_timeout") from None
+
+    async def _body(self, limit: int) -> bytes:
         if _length(self.headers) > limit:
             raise BodyTooLarge(f"the body must not be larger than {limit} bytes", code="body_too_large")
         parts, size = [], 0
@@ -100,7 +113,7 @@ class Exchange:
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
         named = {"content-type": content_type, "x-request-id": self.request_id, **headers}
-        if self._keeps_alive and self._leaving():
+        if self._keeps_alive and (self._last or self._leaving()):
             named["connection"] = "close"
         raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

@@ -10,7 +10,8 @@ import socket
 from typing import Any
 
 import structlog
-from granian.constants import Interfaces
+from granian.constants import HTTPModes, Interfaces
+from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
 log = structlog.get_logger(__name__)
@@ -22,12 +23,16 @@ POLL_S = 0.02
 class HttpServer:
     """Serves one ASGI app on one address."""
 
-    def __init__(self, app: Any, host: str, port: int) -> None:
+    def __init__(self, app: Any, host: str, port: int, header_timeout_s: float) -> None:
         self._host = host
         self._port = port
         self._server = Server(
-            app, address=host, port=port, interface=Interfaces.ASGINL, websockets=False, log_enabled=False, backlog=2048
-        )
+            app, address=host, port=port, interface=Interfaces.ASGINL, websockets=False, log_enabled=False,
+            backlog=2048,
+            # HTTP/2 in the clear would be told from HTTP/1 by first bytes that are waited for without bound.
+            http=HTTPModes.http1,
+            http1_settings=HTTP1Settings(header_read_timeout=round(1000 * header_timeout_s)),
+        )  # fmt: skip
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -1,0 +1,94 @@
+"""Input that no client of ours would send."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc import aio
+
+from services.gateway import Gateway, GatewaySettings
+from tandem.v1 import llm_pb2
+from tests.gateway.peers import MODEL
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture
+def settings(settings: GatewaySettings) -> GatewaySettings:
+    return settings.model_copy(
+        update={"header_timeout_s": 0.5, "body_timeout_s": 0.5, "max_body_bytes": 1 << 20, "max_message_bytes": 1 << 20}
+    )
+
+
+async def sent(gateway: Gateway, data: bytes, drip: bytes = b"", every_s: float = 0.1) -> tuple[bytes, float]:
+    """What the server answers until it hangs up, and after how many seconds that is."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.http_port)
+
+    async def write() -> None:
+        writer.write(data)
+        for byte in drip:
+            await asyncio.sleep(every_s)
+            writer.write(bytes([byte]))
+
+    start = time.monotonic()
+    writing = asyncio.create_task(write())
+    try:
+        async with asyncio.timeout(5.0):
+            return await reader.read(), time.monotonic() - start
+    finally:
+        writing.cancel()
+        writer.close()
+
+
+@pytest.mark.parametrize("drip", [b"", b"x" * 100])
+@pytest.mark.parametrize("data", [b"", b"PO", HEAD, HEAD + b"x: ", b"PRI * HTTP/2"])
+async def test_slow_headers_are_not_waited_for(gateway: Gateway, data: bytes, drip: bytes) -> None:
+    answer, seconds = await sent(gateway, data, drip)
+    assert seconds < 3.0
+    assert b" 200 " not in answer
+
+
+async def test_slow_bodies_are_not_waited_for(gateway: Gateway) -> None:
+    answer, seconds = await sent(gateway, HEAD + b"content-length: 1000\r\n\r\n{", drip=b" " * 100)
+    assert b" 408 " in answer
+    assert b'"code":"body_timeout"' in answer
+    assert 0.4 < seconds < 3.0
+
+
+@pytest.mark.parametrize("chunk", [b"ZZ\r\n", b"5\r\n{}\r\n0\r\n\r\n", b"-1\r\n\r\n", b"fffffffffffffffff\r\n"])
+async def test_malformed_chunks_are_the_clients_fault(gateway: Gateway, http: httpx.AsyncClient, chunk: bytes) -> None:
+    answer, _ = await sent(gateway, HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk)
+    assert b" 400 " in answer.partition(b"\r\n")[0]
+    assert (await http.get("/health")).status_code == 200
+
+
+async def called(gateway: Gateway, method: str, data: bytes) -> grpc.StatusCode:
+    """The status that these bytes get from a method, whatever its kind."""
+    async with aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        name = f"/tandem.v1.LLMService/{method}"
+        call: Any = (channel.unary_stream if method == "Generate" else channel.unary_unary)(name)(data, timeout=5.0)
+        try:
+            await (call.read() if method == "Generate" else call)
+        except aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateUnary", "ListModels"])
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05x", b"\x0a\x02\xff\xfe", b"\x00" * 9])
+async def test_malformed_messages_are_the_clients_fault(gateway: Gateway, method: str, data: bytes) -> None:
+    assert await called(gateway, method, data) in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OK)
+    assert await called(gateway, method, b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_message_has_a_bound(gateway: Gateway, http: httpx.AsyncClient) -> None:
+    for size, status in ((1 << 19, grpc.StatusCode.INVALID_ARGUMENT), (2 << 20, grpc.StatusCode.RESOURCE_EXHAUSTED)):
+        asked = llm_pb2.GenerateRequest(model=MODEL, prompt="x" * size).SerializeToString()
+        assert await called(gateway, "Generate", asked) is status
+    answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * (2 << 20)})
+    assert answer.status_code == 413
