@@ -56,5 +56,5 @@ $(VENV)/run.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	@$(PIP) --editable '.[gateway,worker,local,dev]'
+	@$(PIP) --editable '.[gateway,worker,local,loader,dev]'
 	@touch $@

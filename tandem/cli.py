@@ -13,6 +13,7 @@ commands:
   generate   send a prompt to a running cluster and stream the answer
   drain      have the service on this machine finish what it has, before it is stopped
   keys       add, list or revoke API keys; what their tenants used
+  fetch      a model's files from the Hub, S3 or elsewhere, checked by their digests
   doctor     check a running cluster: Redis, workers, a block over every prefill-decode pair, the gateway
 
 `tandem <command> --help` lists a command's options, `tandem --version` says which Tandem this is."""
@@ -51,6 +52,10 @@ def _command(name: str) -> Callable[[list[str]], None] | None:
         from tandem.commands.keys import main as keys
 
         return keys
+    if name == "fetch":
+        from tandem.commands.fetch import main as fetch
+
+        return fetch
     if name == "doctor":
         from tandem.commands.doctor import main as doctor
 

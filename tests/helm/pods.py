@@ -111,6 +111,13 @@ class Pod:
     def start(self) -> None:
         self.folder.mkdir()
         self._mount()
+        for init in self.template["spec"].get("initContainers", ()):
+            words = [*init["command"], *init["args"]]
+            done = subprocess.run(
+                self._command(words), env=self._environment(init), cwd=ROOT, timeout=60, capture_output=True, text=True,
+                check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 self._command([*self.container["command"], *self.container.get("args", ())]),
@@ -210,10 +217,10 @@ class Pod:
         programs = {"python": sys.executable, "redis-server": str(redis_program())}
         return [programs.get(words[0], words[0]), *(self._placed(word) for word in words[1:])]
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, container: Object | None = None) -> dict[str, str]:
         found = {"PATH": os.environ["PATH"], "HOME": str(self.folder / "tmp"), "OMP_WAIT_POLICY": "PASSIVE"}
         found["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
-        for variable in self.container.get("env", ()):
+        for variable in (container or self.container).get("env", ()):
             text = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], self._value(variable))
             text = self.ip if text in ANY_ADDRESS else text
             found[variable["name"]] = self.node.resolve(self._placed(text))

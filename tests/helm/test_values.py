@@ -32,7 +32,7 @@ Path = tuple[str | int, ...]
         ({"gateway": {"settings": {"disaggregation": "never"}}}, "'/gateway/settings/disaggregation': value must be"),
         ({"gateway": {"env": [{"name": "TANDEM_HOST", "value": "x"}]}}, "'/gateway/env/0/name'"),
         ({"models": [{"id": "m", "name": "m", "weights": {"kind": "claim"}}]}, "missing property 'claim'"),
-        ({"models": [{"id": "m", "name": "m", "weights": {"kind": "download", "url": "hf://m"}}]}, "'sha256'"),
+        ({"models": [{"id": "m", "name": "m", "weights": {"kind": "download", "url": "hf://m"}}]}, "'files'"),
         ({"gateway": {"autoscaling": {"kind": "hpa", "min": 9}}}, "autoscaling.min must not be above"),
         ({"ingress": {"enabled": True}}, "models: demo: an Ingress or a route needs hostnames"),
         ({"gatewayApi": {"http": True}}, "gatewayApi.parents: name the Gateway"),
@@ -118,7 +118,7 @@ def test_generated_parts_are_up_to_date() -> None:
 NAMED_BY_OTHERS = {("models", 0, "id"), ("pools", 0, "model")}
 WORDS: list[Any] = [
     "changed", "9Gi", "99mb", "https://changed.example", "IPv6", "redis://changed", "29%", "keda", "cuda", "none",
-    "Always", "NodePort", "claim", "baked", "decode", "a" * 64, "/changed", "29s", "s3://changed",
+    "Always", "NodePort", "claim", "baked", "decode", "/changed", "29s", "s3://changed",
 ]  # fmt: skip
 LISTS: list[Any] = [
     ["changed"], [{"key": "changed"}], [{"podSelector": {}}], [{"name": "CHANGED", "value": "x"}], [{"name": "edge"}],
@@ -131,7 +131,7 @@ def changes(value: Any) -> list[Any]:
     if isinstance(value, int | float):
         return [value + 1, value / 2]
     if isinstance(value, dict):
-        return [{"changed": "changed"}, {"log_level": "debug"}]
+        return [{"changed": "changed"}, {"log_level": "debug"}, {"config.json": "1" * 64}]
     return LISTS if isinstance(value, list) else WORDS
 
 
@@ -164,7 +164,7 @@ def contexts() -> dict[str, Values]:
     found = {"whole": whole, "keda": keda, "hpa": hpa}
     for kind, more in {
         "claim": {"claim": "c"}, "hostPath": {"hostPath": "/h"}, "image": {"image": "i"},
-        "download": {"url": "s3://b", "sha256": "0" * 64},
+        "download": {"url": "s3://b", "files": {"config.json": "0" * 64}},
     }.items():  # fmt: skip
         found[kind] = deepcopy(whole)
         found[kind]["models"][0]["weights"] |= {"kind": kind, **more}

@@ -136,7 +136,7 @@ readinessProbe:
 {{- end }}
 {{- end }}
 
-{{/* Puts weights into the volume `models` and checks them; gateways take only what is no weight. */}}
+{{/* Puts the model's files into the volume `models` and checks them; gateways take all but the weights. */}}
 {{- define "tandem.loader" -}}
 {{- $weights := .model.weights -}}
 - name: weights
@@ -146,10 +146,12 @@ readinessProbe:
   args:
     - {{ $weights.url | quote }}
     - /models/weights
-    - --sha256={{ $weights.sha256 }}
     {{- if eq .component "gateway" }}
-    - --words-only
+    - --without-weights
     {{- end }}
+  env:
+    - name: TANDEM_FILES
+      value: {{ toJson $weights.files | quote }}
   {{- with $weights.secret }}
   envFrom:
     - secretRef: { name: {{ . }} }
