@@ -144,7 +144,7 @@ class Line(asyncio.Protocol):
             self._replies.feed(data)
             while self._take_next():
                 pass
-        except ProtocolError as error:
+        except (ProtocolError, ValueError) as error:  # no RESP, or no UTF-8
             self.end(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
