@@ -211,7 +211,7 @@ class Sequences:
         for request_id in list(self._held):
             self._fail(request_id, "UNAVAILABLE", "the worker is stopping")
         if self._releasing:
-            await asyncio.wait(self._releasing, timeout=HAND_OVER_S)
+            await asyncio.wait(self._releasing, timeout=HAND_OVER_S)  # longer only where the engine is stuck
 
     async def close(self) -> None:
         """End all that runs, without waiting for it."""

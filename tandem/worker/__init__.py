@@ -2,7 +2,7 @@
 
 from tandem.worker.build import Ports, Server, Worker, WorkerContext, WorkerService
 from tandem.worker.engine_inline import InlineEngine
-from tandem.worker.engine_port import EngineDied, EnginePort
+from tandem.worker.engine_port import EngineDied, EnginePort, EngineStuck
 from tandem.worker.engine_thread import EngineThread
 from tandem.worker.errors import SequenceFailed
 from tandem.worker.process import process_ports, run_worker
@@ -11,6 +11,7 @@ from tandem.worker.settings import WorkerSettings
 __all__ = [
     "EngineDied",
     "EnginePort",
+    "EngineStuck",
     "EngineThread",
     "InlineEngine",
     "Ports",

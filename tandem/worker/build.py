@@ -4,7 +4,8 @@
 2 serve      its gRPC service; not healthy yet
 3 register   a lease in the registry, renewed by a task; healthy from the first renewal on, or from the first link on
 4 drain      nothing new; until no request runs and no gateway holds a reservation, or `drain_s` is over
-5 end        `stop`, or the death of the engine or of any task: drain, release the lease, close everything
+5 end        after `stop` and the drain, or when the engine or any task has ended or a step does not: release the
+             lease, hand over what still runs, close everything
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tandem.registry import Worker as Registered
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import Driver, Network
 from tandem.worker.block_publisher import BlockPublisher
-from tandem.worker.engine_port import EnginePort
+from tandem.worker.engine_port import EnginePort, EngineStuck
 from tandem.worker.lease import Lease
 from tandem.worker.settings import WorkerSettings
 
@@ -31,6 +32,7 @@ log = structlog.get_logger(__name__)
 STOP_GRACE_S = 2.0
 DRAIN_CHECK_S = 0.05
 LINK_CHECK_S = 0.25
+ENGINE_CHECK_S = 0.25
 
 
 class Server(Protocol):
@@ -125,12 +127,12 @@ class Worker:
             try:
                 tasks += self._start(server)
                 await self._ended
-                if not await self.drain():
-                    await service.hand_over()
+                await self.drain()
             finally:
-                await server.stop(STOP_GRACE_S)
                 if tasks:
                     await self._lease.release()
+                    await service.hand_over()
+                await server.stop(STOP_GRACE_S)
         finally:
             tasks += [self._draining] if self._draining else []
             for task in tasks:
@@ -165,7 +167,10 @@ class Worker:
             registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again
         )
         self._ports.engine.start(self._service.on_outputs, self._fail)
-        life = (self._lease.hold(), self._announce(server), self._publish(publisher), *self._service.tasks())
+        life = (
+            self._lease.hold(), self._announce(server), self._publish(publisher), self._watch_engine(),
+            *self._service.tasks(),
+        )  # fmt: skip
         tasks = [asyncio.create_task(task) for task in life]
         for task in tasks:
             task.add_done_callback(self._task_ended)
@@ -199,6 +204,16 @@ class Worker:
     async def _publish(self, publisher: BlockPublisher) -> None:
         await self._lease.held.wait()
         await publisher.run()
+
+    async def _watch_engine(self) -> None:
+        """
+        Raises:
+            EngineStuck: a step takes longer than `max_step_s`.
+        """
+        engine, longest = self._ports.engine, self.context.settings.max_step_s
+        while engine.busy_s <= longest:
+            await asyncio.sleep(min(ENGINE_CHECK_S, longest / 2))
+        raise EngineStuck(f"max_step_s: an engine step is not over after {engine.busy_s:.1f} s")
 
     async def _drain(self) -> bool:
         self._leaving.set()

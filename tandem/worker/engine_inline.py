@@ -27,6 +27,11 @@ class InlineEngine(EnginePort):
         self._inbox: deque[Submission[Any]] = deque()
         self._next: asyncio.Handle | None = None
         self._closed = False
+        self._stepping_since: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        return 0.0 if self._stepping_since is None else self._loop.time() - self._stepping_since
 
     def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
         self._loop = asyncio.get_running_loop()
@@ -65,9 +70,11 @@ class InlineEngine(EnginePort):
             self._on_death(error)
             return
         seconds = max(self._slept_s, LEAST_STEP_S)
+        self._stepping_since = self._loop.time()
         self._next = self._loop.call_later(seconds, self._stepped, outputs, seconds)
 
     def _stepped(self, outputs: list[SequenceOutput], seconds: float) -> None:
+        self._stepping_since = None
         self._measure(seconds)
         if outputs:
             self._on_outputs(outputs)

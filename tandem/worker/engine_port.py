@@ -25,6 +25,10 @@ class EngineDied(RuntimeError):
     """The engine has ended: no function will run on it any more."""
 
 
+class EngineStuck(RuntimeError):
+    """The engine does not come to the end of a step."""
+
+
 class EnginePort(ABC):
     """An engine and what steps it. Only what never changes is read from `engine` directly: its layout, its cache."""
 
@@ -40,6 +44,11 @@ class EnginePort(ABC):
     @abstractmethod
     def submit(self, fn: Callable[[Engine], T]) -> Future[T]:
         """Have `fn` run before the engine's next step; from any thread. EngineDied if that does not come."""
+
+    @property
+    @abstractmethod
+    def busy_s(self) -> float:
+        """How long the step or function that runs now has taken; 0 if none does."""
 
     @abstractmethod
     def close(self) -> None:

@@ -29,6 +29,7 @@ class EngineThread(EnginePort):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._inbox: SimpleQueue[Submission[Any] | None] = SimpleQueue()
+        self._busy_since: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -44,6 +45,11 @@ class EngineThread(EnginePort):
             self._refuse_inbox()
         return submission.future
 
+    @property
+    def busy_s(self) -> float:
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def close(self) -> None:
         self._ended.set()
         self._inbox.put(None)
@@ -57,8 +63,9 @@ class EngineThread(EnginePort):
                 self._serve_inbox(stalled)
                 stalled = not self._step()
         except BaseException as error:
-            self._loop.call_soon_threadsafe(self._on_death, error)
             log.error("engine died", exc_info=error)
+            if not self._ended.is_set():
+                self._loop.call_soon_threadsafe(self._on_death, error)
         finally:
             self._ended.set()
             self._refuse_inbox()
@@ -77,7 +84,9 @@ class EngineThread(EnginePort):
 
     def _serve(self, submission: Submission[Any] | None) -> None:
         if submission is not None:
+            self._busy_since = time.monotonic()
             submission.run(self.engine)
+            self._busy_since = None
 
     def _refuse_inbox(self) -> None:
         try:
@@ -90,8 +99,9 @@ class EngineThread(EnginePort):
 
     def _step(self) -> bool:
         """Whether it brought anything on."""
-        started = time.monotonic()
+        started = self._busy_since = time.monotonic()
         outputs = self.engine.step() if self.engine.has_work() else []
-        if outputs:
+        self._busy_since = None
+        if outputs and not self._ended.is_set():
             self._loop.call_soon_threadsafe(self._on_outputs, outputs)
         return self._measure(time.monotonic() - started) or bool(outputs)

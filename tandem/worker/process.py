@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import signal
 import socket
@@ -23,11 +24,13 @@ from tandem.engine import Engine
 from tandem.registry import Registry, Role
 from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
+from tandem.worker.engine_port import EngineStuck
 from tandem.worker.engine_thread import EngineThread
 from tandem.worker.metrics import metrics_served
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
+LOOP_STALL_S = 20.0
 
 
 def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerContext], WorkerService]) -> None:
@@ -37,7 +40,7 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
     try:
         engine = Engine(settings.engine_config(), on_progress=_Progress(worker_id))
         uvloop.run(_run(settings, worker_id, engine, build))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EngineStuck) as error:
         raise SystemExit(f"{worker_id}: {error}") from error
     finally:
         traces.close()
@@ -75,8 +78,22 @@ async def _run(
     # What a worker is made of stays until it ends: looking for garbage there would stop every answer for 0.1 s.
     gc.collect()
     gc.freeze()
-    with metrics_served(lambda: ports.engine.stats, settings.host, settings.metrics_port):
-        await worker.run()
+    turning = asyncio.create_task(_end_if_the_loop_stands_still())
+    try:
+        with metrics_served(lambda: ports.engine.stats, settings.host, settings.metrics_port):
+            await worker.run()
+    finally:
+        turning.cancel()
+
+
+async def _end_if_the_loop_stands_still() -> None:
+    """Needs no lock of the interpreter: code that holds it for ever cannot hold this up. Leaves a traceback."""
+    try:
+        while True:
+            faulthandler.dump_traceback_later(LOOP_STALL_S, exit=True)
+            await asyncio.sleep(LOOP_STALL_S / 10)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class _Progress:

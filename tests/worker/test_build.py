@@ -14,10 +14,10 @@ from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
-from tandem.engine import Engine
+from tandem.engine import Engine, Request, SamplingParams
 from tandem.local import RedisServer
 from tandem.registry import Registry
-from tandem.worker import Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
+from tandem.worker import EngineStuck, Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
 from tests.registry.cluster import eventually
 
 Build = Callable[[WorkerContext], WorkerService]
@@ -72,3 +72,28 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
         assert not await ours.workers()
         await ours.close()
         await others.close()
+
+
+async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) -> None:
+    """Its lease is released and its sequence handed over at once, though the engine answers nothing any more."""
+    with RedisServer.start() as redis:
+        registry = Registry.connect(redis.url)
+        settings = DecodeSettings(
+            model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16,
+            null_decode_step_s=4, null_prefill_tokens_per_s=1e6, max_step_s=0.3,
+        )  # fmt: skip
+
+        async def gone() -> bool:
+            return not await registry.workers()
+
+        async def live() -> None:
+            async with running(settings, DecodeWorker) as worker:
+                while not worker.ready.is_set():
+                    await asyncio.sleep(0.01)
+                request = Request("stuck", [1, 2, 3], SamplingParams(max_tokens=4))
+                await asyncio.wrap_future(worker.context.ports.engine.submit(lambda engine: engine.add(request)))
+                await eventually(gone, 5.0, "its lease is released")
+
+        with pytest.raises(EngineStuck, match="max_step_s"):
+            await live()
+        await registry.close()
