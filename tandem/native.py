@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,16 +26,21 @@ class NotCompiled(RuntimeError):
 
 
 def compiled(
-    source: Path, instructions: Sequence[str], *flags: str, also: Sequence[str] = (), cache: Path | None = None
+    source: Path,
+    instructions: Sequence[str],
+    *flags: str,
+    also: Sequence[str] = (),
+    cache: Path | None = None,
+    cpu: Set[str] | None = None,
 ) -> Path:
     """The library made of `source` for a CPU with `instructions` (as /proc/cpuinfo spells them), kept in `cache`.
 
-    `also`: instructions to use if the CPU has them all.
+    `also`: instructions to use if the CPU has them all. `cpu`: all that the CPU has; by default, this one.
 
     Raises NotCompiled.
     """
     try:
-        found = cpu_instructions()
+        found = cpu_instructions() if cpu is None else cpu
         if missing := sorted(set(instructions) - found):
             raise NotCompiled(f"this CPU lacks {', '.join(missing)}")
         machine = [machine_flag(name) for name in (*instructions, *(also if found.issuperset(also) else ()))]

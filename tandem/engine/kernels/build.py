@@ -7,7 +7,7 @@ missing, the reason is logged and the engine computes with torch alone. AMX is u
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import structlog
@@ -34,14 +34,24 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 _log = structlog.get_logger(__name__)
 
 
+def library_path(
+    cache: Path | None = None, amx: bool = True, flags: Sequence[str] = (), cpu: Set[str] | None = None
+) -> Path:
+    """Compiled if need be. `cpu`: instructions of the CPU that it is for; by default, this one's.
+
+    Raises NotCompiled.
+    """
+    also = AMX if amx else ()
+    return compiled(SOURCE, INSTRUCTIONS, "-fno-math-errno", *flags, also=also, cache=cache, cpu=cpu)
+
+
 def load_library(cache: Path | None = None, amx: bool = True, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
     """The compiled kernels, kept in `cache`; None, and the reason logged, where there can be none.
 
     `amx` False keeps to AVX512. `flags`: more of the compiler's.
     """
     try:
-        also = AMX if amx else ()
-        library = ctypes.CDLL(str(compiled(SOURCE, INSTRUCTIONS, "-fno-math-errno", *flags, also=also, cache=cache)))
+        library = ctypes.CDLL(str(library_path(cache, amx, flags)))
         # torch's own extension finds whichever OpenMP it was linked with.
         openmp = ctypes.CDLL(torch._C.__file__)
         for name, (result, arguments) in _SIGNATURES.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,18 @@ class CompiledCopier(Copier):
         return found
 
 
+def copier_path(cache: Path | None = None, cpu: Set[str] | None = None) -> Path:
+    """The library, compiled if need be. `cpu`: instructions of the CPU that it is for; by default, this one's.
+
+    Raises NotCompiled.
+    """
+    return compiled(_SOURCE, ("avx2",), cache=cache, cpu=cpu)
+
+
 def load_copier(cache: Path | None = None) -> Copier:
     """The compiled one, its library kept in `cache`; where it cannot be had, numpy's, and the reason logged."""
     try:
-        return CompiledCopier(ctypes.CDLL(str(compiled(_SOURCE, ("avx2",), cache=cache))))
+        return CompiledCopier(ctypes.CDLL(str(copier_path(cache))))
     except (OSError, AttributeError, NotCompiled) as error:
         _log.warning("KV blocks are copied by numpy: %s", error)
         return Copier()
