@@ -40,7 +40,7 @@ def compiled(
     Raises NotCompiled.
     """
     try:
-        found = cpu_instructions() if cpu is None else cpu
+        found = cpu_instructions() if cpu is None else frozenset(cpu)
         if missing := sorted(set(instructions) - found):
             raise NotCompiled(f"this CPU lacks {', '.join(missing)}")
         machine = [machine_flag(name) for name in (*instructions, *(also if found.issuperset(also) else ()))]

@@ -112,15 +112,11 @@ class Pod:
         self.folder.mkdir()
         self._mount()
         for init in self.template["spec"].get("initContainers", ()):
-            words = [*init["command"], *init["args"]]
-            done = subprocess.run(
-                self._command(words), env=self._environment(init), cwd=ROOT, timeout=60, capture_output=True, text=True,
-                check=False,
-            )  # fmt: skip
+            done = self.run(self._words(init), 60, init)
             assert done.returncode == 0, done.stderr
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                self._command([*self.container["command"], *self.container.get("args", ())]),
+                self._command(self._words(self.container)),
                 env=self._environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
@@ -137,10 +133,12 @@ class Pod:
             return self._grpc(probe["grpc"]["port"], probe["grpc"].get("service", ""), probe.get("timeoutSeconds", 1))
         return self._connects(self._port(probe["tcpSocket"]["port"]))
 
-    def run(self, command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, command: list[str], timeout: float, container: Object | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Beside the container's own process, with its environment."""
         return subprocess.run(
-            self._command(command), env=self._environment(), cwd=ROOT, timeout=timeout, capture_output=True, text=True,
+            self._command(command), env=self._environment(container), cwd=ROOT, timeout=timeout, capture_output=True, text=True,
             check=False,
         )  # fmt: skip
 
@@ -212,6 +210,10 @@ class Pod:
         places = {"/app": ROOT, **self._mounts()}
         known = "|".join(sorted(map(re.escape, places), key=len, reverse=True))
         return re.sub(rf"(?<![\w/])({known})(?=/|\s|$)", lambda found: str(places[found[1]]), text)
+
+    def _words(self, container: Object) -> list[str]:
+        """After the image's own entry point, which only passes signals on."""
+        return [*container.get("command", ()), *container.get("args", ())]
 
     def _command(self, words: list[str]) -> list[str]:
         programs = {"python": sys.executable, "redis-server": str(redis_program())}

@@ -142,8 +142,11 @@ readinessProbe:
 - name: weights
   image: {{ include "tandem.image" (dict "root" .root "name" "loader") }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [python, -m, tandem, fetch]
   args:
+    - python
+    - -m
+    - tandem
+    - fetch
     - {{ $weights.url | quote }}
     - /models/weights
     {{- if eq .component "gateway" }}
