@@ -138,8 +138,8 @@ class Pod:
     ) -> subprocess.CompletedProcess[str]:
         """Beside the container's own process, with its environment."""
         return subprocess.run(
-            self._command(command), env=self._environment(container), cwd=ROOT, timeout=timeout, capture_output=True, text=True,
-            check=False,
+            self._command(command), env=self._environment(container), cwd=ROOT, timeout=timeout, check=False,
+            capture_output=True, text=True,
         )  # fmt: skip
 
     def terminate(self) -> tuple[float, float]:
