@@ -42,7 +42,8 @@ class SamplingParams:
     `logprobs` n reports the chosen token and the n most likely ones, from the model's own distribution. The draw for
     token t depends only on (`seed`, t). For workers `stop` and `bad_words` are empty, for they know no text:
     `stop_token_ids` has the model's end-of-text ids unless `ignore_eos`, `bad_words_token_ids` the ways to spell
-    `bad_words`, of each of which the last token is not chosen behind the others.
+    `bad_words`, of each of which the last token is not chosen behind the others. `grammar` (tandem/grammar.py) goes
+    before all else: where nothing that it allows is left, it alone decides.
     """
 
     max_tokens: int = _number(2**31 - 1, 1, 2**31 - 1)  # the model's context ends an answer, too
@@ -65,6 +66,7 @@ class SamplingParams:
     allowed_token_ids: frozenset[int] = field(default_factory=frozenset)
     bad_words: tuple[str, ...] = field(default_factory=tuple)
     bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default_factory=tuple)
+    grammar: str = ""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -173,4 +175,4 @@ CONTAINERS: dict[str, Any] = {
 }
 CONTAINERS["bad_words_token_ids"] = lambda value: tuple(tuple(one.ids) for one in value)
 # What clients do not set.
-INTERNAL = frozenset({"bad_words_token_ids"})
+INTERNAL = frozenset({"bad_words_token_ids", "grammar"})

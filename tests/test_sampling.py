@@ -17,7 +17,7 @@ FULL = SamplingParams(
     presence_penalty=-0.5, frequency_penalty=0.25, logit_bias={5: -2.0, 9: 1.5}, stop=("b", "a"),
     stop_token_ids=frozenset({4, 2}), logprobs=0, seed=2**64 - 1, ignore_eos=True,
     include_stop_str_in_output=True, skip_special_tokens=False, allowed_token_ids=frozenset({8, 1}),
-    bad_words=("y", "x"), bad_words_token_ids=((3, 1), (2,)),
+    bad_words=("y", "x"), bad_words_token_ids=((3, 1), (2,)), grammar="g",
 )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ def test_rooms_without_torch(room: str) -> None:
         ("redis", ("tandem/registry",)),
         ("cupy", ("tandem/transfer",)),
         ("fastapi", ("services/gateway",)),
+        ("llguidance", ("tandem/grammar.py",)),
         ("opentelemetry.sdk", ("tandem/telemetry.py",)),
     ],
 )

@@ -102,6 +102,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _reserve(self, request: decode_pb2.ReserveRequest) -> worker_pb2.LandingTicket | None:
         sequence, timeout_s = wire.request_of(request.sequence), request.sequence.timeout_ms / 1000
+        await self._context.ports.engine.prepare(sequence, timeout_s)
         if request.local_prefill:
             await self._sequences.add(sequence, request.stream_id, timeout_s)
             return None

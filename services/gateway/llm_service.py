@@ -19,6 +19,7 @@ from services.gateway.generation import (
     Answer,
     Delta,
     Generation,
+    Structure,
     check_salt,
     read_sampling,
     read_speculative,
@@ -103,7 +104,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         llm.check_choices(1, n)
         prompt, param = await self._prompt(request)
         given = given_in(request.sampling)
-        sampling = await read_sampling(given, model)
+        sampling = await read_sampling(given, model, structure=_structure(request.structured_outputs))
         if request.priority not in PRIORITIES:
             raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
@@ -138,6 +139,14 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
 def _speculative(said: llm_pb2.Speculative) -> Speculative:
     return read_speculative(said.method, said.num_tokens if said.HasField("num_tokens") else None)
+
+
+def _structure(said: llm_pb2.StructuredOutputs) -> Structure | None:
+    kind = said.WhichOneof("kind")
+    if kind is None:
+        return None
+    value = list(said.choice.texts) if kind == "choice" else getattr(said, kind)
+    return Structure(kind, value, f"structured_outputs.{kind}")
 
 
 def _options(said: llm_pb2.ChatMessages) -> TemplateOptions:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services.gateway.text import ChatTemplate, Tokenizer
+from tandem.grammar import end_tokens
 from tandem.sampling import OF_MODEL
 
 
@@ -40,7 +41,7 @@ class ServedModel:
             name=name or folder.resolve().name,
             tokenizer=Tokenizer.load(folder),
             chat_template=ChatTemplate.load(folder),
-            eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+            eos_token_ids=end_tokens(folder),
             defaults={key: generation[key] for key in OF_MODEL if generation.get(key) is not None},
             max_model_len=_context_length(config, folder),
             created=created,
@@ -54,12 +55,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _read_if_there(file: Path) -> dict[str, Any]:
     return _read(file) if file.is_file() else {}
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _context_length(config: Mapping[str, Any], folder: Path) -> int:

@@ -35,6 +35,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             secret=context.ports.secret,
         )  # fmt: skip
         self._secret, self._block_size = context.ports.secret, context.engine.layout.block_size
+        self._engine = context.ports.engine
         self._links = LinkKeeper(self._sender, context.ports.registry, local.layout_hash, context.renew_lease)
         self._sequences = Sequences(
             context.ports.engine,
@@ -83,7 +84,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         )
         timeout_s = request.sequence.timeout_ms / 1000
         try:
-            done = await self._sequences.prefill(wire.request_of(request.sequence), ticket, timeout_s)
+            sequence = wire.request_of(request.sequence)
+            await self._engine.prepare(sequence, timeout_s)
+            done = await self._sequences.prefill(sequence, ticket, timeout_s)
         except SequenceFailed as error:
             raise rpc.Refused(getattr(grpc.StatusCode, error.code), str(error)) from None
         return prefill_pb2.PrefillResponse(

@@ -33,6 +33,7 @@ from tandem.engine.types import (
     SampledToken,
     SequenceOutput,
 )
+from tandem.grammar import Grammars
 from tandem.local import Cores
 from tandem.speculative import OFF, Speculative
 
@@ -42,7 +43,7 @@ class Engine:
 
     `layout` names the KV bytes, `kv_cache[layer]` holds them, `model_config` describes the model. Raises ValueError
     naming what in the config or the checkpoint is wrong. `on_progress` is called while weights load; `sleep` is how a
-    null engine spends its steps' time, and `now` how any engine measures them.
+    null engine spends its steps' time, and `now` how any engine measures them. `grammars` may be used by any thread.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Engine:
         self._cores = Cores(torch.get_num_threads(), config.shared_cores)
         parts = build(config, self._cores, on_progress, sleep)
         self.model_config, self.layout, self.kv_cache, self._runner = parts[:4]
+        self.grammars = Grammars(config.model_path, self.model_config.vocab_size)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._scheduler = Scheduler(
             self._pool,
@@ -206,7 +208,10 @@ class Engine:
         if needed > there_are:
             raise ValueError(f"token_ids: with max_tokens they need {needed} KV blocks, there are {there_are}")
         self._num_arrived += 1
-        return new_sequence(request, self._num_arrived, self.layout, speculative)
+        seq = new_sequence(request, self._num_arrived, self.layout, speculative)
+        if request.sampling.grammar:
+            seq.guide = self.grammars.start(request.sampling.grammar)
+        return seq
 
     def _check_token_ids(self, field: str, token_ids: list[int]) -> None:
         vocab_size = self.model_config.vocab_size

@@ -1,12 +1,12 @@
 """From logits to tokens, all rows of a step at once.
 
-    logits ─ logit_bias ─ repetition, presence, frequency ─ masks ─┬─ temperature 0: argmax
-                                                                   └─ / temperature ─ top_k, top_p, min_p ─ draw
+    logits ─ logit_bias ─ repetition, presence, frequency ─ masks ─ grammar ─┬─ temperature 0: argmax
+                                                                             └─ / temperature ─ filters ─ draw
     logits ─ log_softmax ─> logprobs: the model's own, before any of the above
 
-A row's token depends on nothing but that row: filters are thresholds on values, so ties are kept whatever order a sort
-leaves them in, and the draw turns one number made from (seed, token index) into a token by the inverse CDF over the
-vocabulary in its natural order.
+A row's token depends on nothing but that row: filters (top_k, top_p, min_p) are thresholds on values, so ties are kept
+whatever order a sort leaves them in, and the draw turns one number made from (seed, token index) into a token by the
+inverse CDF over the vocabulary in its natural order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tandem.engine.guided import apply_grammars
 from tandem.engine.sequence import Row
 from tandem.engine.types import SampledToken
 from tandem.sampling import SamplingParams
@@ -52,7 +53,10 @@ def sample(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[SampledToken
 
 def draw(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[int]:
     """The token ids of `sample`, -1 where there is none."""
-    adjusted = logits if all(seq.takes_logits_as_they_are for seq in seqs) else _adjust(logits.clone(), seqs)
+    if all(seq.takes_logits_as_they_are for seq in seqs):
+        return choose(logits, seqs)
+    adjusted = _adjust(logits.clone(), seqs)
+    apply_grammars(adjusted, logits, seqs)
     return choose(adjusted, seqs)
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from tandem.block_hash import next_hash, root_hash
 from tandem.engine.layout import KVLayout
 from tandem.engine.types import FinishReason, KVSink, Request
+from tandem.grammar import Guide
 from tandem.sampling import SamplingParams
 from tandem.speculative import OFF, Speculative
 
@@ -64,6 +65,7 @@ class Sequence:
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     num_drafted_tokens: int = 0
+    guide: Guide | None = None
     answer_start: int = field(init=False)
     draw: bytes = field(init=False)  # what a draw depends on, as the kernels read it
     adjusts: bool = field(init=False)  # whether logits change before every choice
@@ -74,7 +76,7 @@ class Sequence:
         top_k = min(sampling.top_k, 2**31)
         self.draw = DRAW.pack(sampling.temperature, sampling.top_p, sampling.min_p, top_k, sampling.seed % 2**64)
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-        lists = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words_token_ids
+        lists = sampling.grammar, sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words_token_ids
         self.adjusts = penalties != (1.0, 0.0, 0.0) or any(lists)
 
     @property
@@ -94,6 +96,10 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def ahead(self) -> array[int]:
+        return array("q")
 
     @property
     def takes_logits_as_they_are(self) -> bool:
@@ -135,6 +141,12 @@ class Row(Protocol):
     @property
     def num_output_tokens(self) -> int: ...
     @property
+    def guide(self) -> Guide | None: ...
+    @property
+    def ahead(self) -> array[int]:
+        """Those of `token_ids` that are only proposed, the last ones."""
+
+    @property
     def takes_logits_as_they_are(self) -> bool: ...
 
 
@@ -156,7 +168,15 @@ class Ahead:
 
     @property
     def token_ids(self) -> array[int]:
-        return self.seq.token_ids + self.seq.proposed[: self.count]
+        return self.seq.token_ids + self.ahead
+
+    @property
+    def guide(self) -> Guide | None:
+        return self.seq.guide
+
+    @property
+    def ahead(self) -> array[int]:
+        return self.seq.proposed[: self.count]
 
     @property
     def answer_start(self) -> int:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from tandem.engine import Engine, SequenceOutput
+from tandem.engine import Engine, Request, SequenceOutput
+from tandem.worker.errors import SequenceFailed
 from tandem.worker.rates import Rates
 
 T = TypeVar("T")
@@ -53,6 +54,22 @@ class EnginePort(ABC):
     @abstractmethod
     def close(self) -> None:
         """No more steps."""
+
+    async def prepare(self, request: Request, timeout_s: float) -> None:
+        """Compile the request's grammar, if it has one that is not known yet, beside the engine's steps.
+
+        Raises:
+            SequenceFailed
+        """
+        if not request.sampling.grammar:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.to_thread(self.engine.grammars.compile, request.sampling.grammar)
+        except ValueError as error:
+            raise SequenceFailed("INVALID_ARGUMENT", str(error)) from None
+        except TimeoutError:
+            raise SequenceFailed("DEADLINE_EXCEEDED", "the deadline passed while the grammar was compiled") from None
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
         """`submit`, awaited. What `fn` raises is raised here."""

@@ -19,6 +19,7 @@ from services.gateway.generation.request import (
     read_speculative,
     truncated,
 )
+from services.gateway.generation.structured import Structure, read_response_format, read_structure
 
 __all__ = [
     "CLIENT_LEFT",
@@ -32,11 +33,14 @@ __all__ = [
     "MigrationLimits",
     "Outcome",
     "Pipeline",
+    "Structure",
     "check_length",
     "check_prompt",
     "check_salt",
+    "read_response_format",
     "read_sampling",
     "read_speculative",
+    "read_structure",
     "tracing",
     "truncated",
 ]

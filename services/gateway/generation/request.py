@@ -15,6 +15,7 @@ from opentelemetry.context import Context
 
 from services.gateway.access import ANYONE, Client
 from services.gateway.errors import InvalidRequest
+from services.gateway.generation.structured import Structure, grammar_for
 from services.gateway.model import ServedModel
 from tandem.sampling import InvalidParameter, SamplingParams, check_token_ids
 from tandem.speculative import Speculative
@@ -55,7 +56,8 @@ class Generation:
         )
         if self.speculative is not None:
             spec.speculative.method, spec.speculative.num_tokens = self.speculative.method, self.speculative.num_tokens
-        ends = () if sampling.ignore_eos else self.model.eos_token_ids
+        # A grammar ends an answer by the end-of-text token.
+        ends = () if sampling.ignore_eos and not sampling.grammar else self.model.eos_token_ids
         room = max_model_len - len(prompt)
         replace(
             sampling,
@@ -69,7 +71,10 @@ class Generation:
 
 
 async def read_sampling(
-    given: Mapping[str, Any], model: ServedModel, names: Mapping[str, str] | None = None
+    given: Mapping[str, Any],
+    model: ServedModel,
+    names: Mapping[str, str] | None = None,
+    structure: Structure | None = None,
 ) -> SamplingParams:
     """
     Args:
@@ -90,7 +95,11 @@ async def read_sampling(
         name = (names or {}).get(error.name, error.name)
         raise InvalidRequest(f"{name} {error.problem}", name) from None
     spellings = [ids for word in sampling.bad_words for ids in await model.tokenizer.spellings(word)]
-    return replace(sampling, bad_words_token_ids=tuple(sorted({tuple(ids) for ids in spellings if ids})))
+    return replace(
+        sampling,
+        grammar=await grammar_for(structure),
+        bad_words_token_ids=tuple(sorted({tuple(ids) for ids in spellings if ids})),
+    )
 
 
 def truncated(prompt: Sequence[int], keep: int | None) -> Sequence[int]:

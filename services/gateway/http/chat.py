@@ -8,7 +8,7 @@ from typing import Any
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, read_sampling, truncated
 from services.gateway.http import schema
-from services.gateway.http.format import Format, ParsedBody, logprob_entries
+from services.gateway.http.format import Format, ParsedBody, logprob_entries, structure_of
 from services.gateway.llm import LLM
 from services.gateway.text import ROLES, TemplateOptions, Tokenizer
 
@@ -34,7 +34,7 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
         body=found,
         n=found.n or 1,
         given=given,
-        sampling=await read_sampling(given, llm.model, names),
+        sampling=await read_sampling(given, llm.model, names, structure_of(found)),
         prompts=[truncated(await llm.encode_chat(messages, _options(found)), found.truncate_prompt_tokens)],
         param="messages",
         operation="chat",

@@ -8,7 +8,7 @@ from typing import Any
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, read_sampling, truncated
 from services.gateway.http import schema
-from services.gateway.http.format import Format, ParsedBody, token_text
+from services.gateway.http.format import Format, ParsedBody, structure_of, token_text
 from services.gateway.llm import LLM
 from services.gateway.text import Tokenizer
 from tandem.v1 import llm_pb2
@@ -30,7 +30,7 @@ async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
     with_logprobs, n = "logprobs" in given, _choices(found)
     if n > (found.n or 1):
         given.setdefault("logprobs", 0)  # to rank by
-    sampling = await read_sampling(given, llm.model)
+    sampling = await read_sampling(given, llm.model, structure=structure_of(found))
     said = _prompts(found.prompt)
     llm.check_choices(len(said), n)
     read = [await llm.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in said]

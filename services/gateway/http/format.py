@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.gateway.generation import REASONS, Answer, Delta, Outcome
+from services.gateway.errors import InvalidRequest
+from services.gateway.generation import REASONS, Answer, Delta, Outcome, Structure, read_response_format, read_structure
 from services.gateway.http.schema import GenerationBody
 from services.gateway.metrics import PATHS
 from services.gateway.text import Tokenizer
@@ -46,6 +47,26 @@ class ParsedBody:
     param: str
     operation: str
     format: Format
+
+
+def structure_of(body: GenerationBody) -> Structure | None:
+    """What the answer must look like, by whichever of its names.
+
+    Raises:
+        InvalidRequest: two of them say so.
+    """
+    found = []
+    if body.response_format is not None and (said := read_response_format(body.response_format)) is not None:
+        found.append(said)
+    if body.structured_outputs is not None:
+        found.append(read_structure(body.structured_outputs, "structured_outputs"))
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{kind}")) is not None:
+            found.append(Structure(kind, value, f"guided_{kind}"))
+    if len(found) > 1:
+        names = " and ".join(one.param for one in found)
+        raise InvalidRequest(f"{names} say what the answer must look like: give only one of them", found[1].param)
+    return found[0] if found else None
 
 
 class Envelope:

@@ -20,7 +20,6 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -35,11 +34,6 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
@@ -87,6 +81,12 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     speculative: SpeculativeBody | None = None
     # Taken, for they change nothing here.
     metadata: dict[str, str] | None = None

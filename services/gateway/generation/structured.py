@@ -1,0 +1,189 @@
+"""What an answer must look like, as clients say it, and the grammar that workers hold it to.
+
+response_format       {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": ...}}
+structured_outputs    {"json" | "regex" | "choice" | "grammar" | "json_object" | "structural_tag": ...}
+guided_json, guided_regex, guided_choice, guided_grammar      older names of the same
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.errors import InvalidRequest
+from tandem import grammar
+from tandem.grammar import InvalidGrammar
+
+MAX_LENGTH = 256 * 1024  # of a schema or grammar, in characters
+MAX_DEPTH = 64
+MAX_CHOICES = 1024
+MAX_PLACES = 64  # looked at in search of what is wrong with a schema
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+NESTED = ("properties", "patternProperties", "$defs", "definitions")
+INSIDE = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems")
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    kind: str
+    value: Any
+    param: str  # the client's name of the field
+
+
+async def grammar_for(structure: Structure | None) -> str:
+    """Checked; "" where nothing was asked for.
+
+    Raises:
+        InvalidRequest: naming the place.
+    """
+    if structure is None:
+        return ""
+    return await asyncio.to_thread(_grammar, structure)
+
+
+def _grammar(structure: Structure) -> str:
+    value, param = structure.value, structure.param
+    if len(value if isinstance(value, str) else json.dumps(value)) > MAX_LENGTH:
+        raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters", param)
+    try:
+        made = BUILDERS[structure.kind](value, param)
+        grammar.check(made)
+    except InvalidGrammar as error:
+        place = _place(value, str(error)) if structure.kind == "json" else ""
+        raise InvalidRequest(f"{param}{place}: {error}", f"{param}{place}") from None
+    return made
+
+
+def _json(value: Any, param: str) -> str:
+    schema = _parsed(value, param)
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param} must be a JSON schema, an object", param)
+    if _depth(schema) > MAX_DEPTH:
+        raise InvalidRequest(f"{param} must not be nested deeper than {MAX_DEPTH}", param)
+    return grammar.of_json_schema(schema)
+
+
+def _regex(value: Any, param: str) -> str:
+    return grammar.of_regex(_text(value, param))
+
+
+def _choice(value: Any, param: str) -> str:
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+        raise InvalidRequest(f"{param} must be a list of strings that are not empty", param)
+    if len(value) > MAX_CHOICES:
+        raise InvalidRequest(f"{param} must have at most {MAX_CHOICES} strings, got {len(value)}", param)
+    return grammar.of_choice(value)
+
+
+def _own(value: Any, param: str) -> str:
+    return grammar.of_grammar(_text(value, param))
+
+
+def _json_object(value: Any, param: str) -> str:
+    if value is not True:
+        raise InvalidRequest(f"{param} must be true", param)
+    return grammar.of_json_schema({"type": "object"})
+
+
+def _structural_tag(value: Any, param: str) -> str:
+    said = _parsed(value, param)
+    structures = said.get("structures") if isinstance(said, dict) else None
+    triggers = said.get("triggers") if isinstance(said, dict) else None
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise InvalidRequest(f"{param} must have structures and triggers, two lists", param)
+    for i, tag in enumerate(structures):
+        if not isinstance(tag, dict) or not all(isinstance(tag.get(key), str) for key in ("begin", "end")):
+            raise InvalidRequest(f"{param}.structures[{i}] must have begin, schema and end", f"{param}.structures[{i}]")
+        if not isinstance(tag.get("schema"), dict):
+            raise InvalidRequest(f"{param}.structures[{i}].schema must be an object", f"{param}.structures[{i}].schema")
+    if not all(isinstance(one, str) and one for one in triggers):
+        raise InvalidRequest(f"{param}.triggers must be strings that are not empty", f"{param}.triggers")
+    return grammar.of_tags(structures, triggers)
+
+
+BUILDERS = dict(zip(KINDS, (_json, _regex, _choice, _own, _json_object, _structural_tag), strict=True))
+
+
+def read_structure(said: Mapping[str, Any], param: str) -> Structure:
+    """The one kind that an object of `structured_outputs` names.
+
+    Raises:
+        InvalidRequest
+    """
+    kinds = [name for name, value in said.items() if value is not None]
+    if len(kinds) != 1 or kinds[0] not in KINDS:
+        raise InvalidRequest(f"{param} must have exactly one of {', '.join(KINDS)}", param)
+    return Structure(kinds[0], said[kinds[0]], f"{param}.{kinds[0]}")
+
+
+def read_response_format(said: Mapping[str, Any]) -> Structure | None:
+    """
+    Raises:
+        InvalidRequest
+    """
+    param = "response_format"
+    match said.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return Structure("json_object", True, param)
+        case "json_schema":
+            inner = said.get("json_schema")
+            if not isinstance(inner, dict) or "schema" not in inner:
+                raise InvalidRequest(f"{param}.json_schema.schema is required", f"{param}.json_schema.schema")
+            return Structure("json", inner["schema"], f"{param}.json_schema.schema")
+        case "structural_tag":
+            return Structure("structural_tag", said, param)
+    raise InvalidRequest(
+        f"{param}.type must be text, json_object, json_schema or structural_tag, got {said.get('type')!r}",
+        f"{param}.type",
+    )
+
+
+def _parsed(value: Any, param: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise InvalidRequest(f"{param} is not valid JSON: {error}", param) from None
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{param} must be a string that is not empty", param)
+    return value
+
+
+def _depth(value: Any) -> int:
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return 1 + max(map(_depth, inside), default=0)
+
+
+def _place(schema: Any, message: str) -> str:
+    """Where in a schema the part is that is refused with this message, as a path."""
+    found, looked_at = "", 0
+    parts = _parts(_parsed(schema, ""))
+    while parts and looked_at < MAX_PLACES:
+        place, part = parts.pop()
+        looked_at += 1
+        try:
+            grammar.check(grammar.of_json_schema(part))
+        except InvalidGrammar as error:
+            if str(error) == message:
+                found, parts = found + place, _parts(part)
+    return found
+
+
+def _parts(schema: Any) -> list[tuple[str, Any]]:
+    if not isinstance(schema, dict):
+        return []
+    parts = [(f".{key}.{name}", part) for key in NESTED for name, part in (schema.get(key) or {}).items()]
+    for key in INSIDE:
+        inside = schema.get(key)
+        many = enumerate(inside) if isinstance(inside, list) else ()
+        parts += [(f".{key}[{i}]", part) for i, part in many] or [(f".{key}", inside)]
+    return [(place, part) for place, part in parts if isinstance(part, dict)]

@@ -1,0 +1,134 @@
+"""What an answer must look like: read at both doors, checked before anything is reserved, a grammar for workers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc import aio
+
+from tandem import grammar
+from tandem.v1 import llm_pb2
+from tests.gateway.peers import MODEL, Peers
+from tests.gateway.test_fields import service, unary
+from tests.gateway.test_http import CHAT, TEXTUAL
+
+__all__ = ["service"]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAGS = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+LARK = 'start: "a" | "b"'
+
+SAME: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"json": json.dumps(SCHEMA)},
+        grammar.of_json_schema(SCHEMA),
+    ),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}, grammar.of_json_schema({"type": "object"})),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json": json.dumps(SCHEMA)}, grammar.of_json_schema(SCHEMA)),
+    ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}, grammar.of_regex("a+")),
+    (
+        {"structured_outputs": {"choice": ["x", "y"]}},
+        {"choice": llm_pb2.Choices(texts=["x", "y"])},
+        grammar.of_choice(["x", "y"]),
+    ),
+    ({"structured_outputs": {"grammar": LARK}}, {"grammar": LARK}, grammar.of_grammar(LARK)),
+    (
+        {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
+        {"structural_tag": json.dumps(TAGS)},
+        grammar.of_tags(TAGS["structures"], ["<f"]),  # type: ignore[arg-type]
+    ),
+    ({"guided_json": SCHEMA}, {"json": json.dumps(SCHEMA)}, grammar.of_json_schema(SCHEMA)),
+    ({"guided_regex": "a+"}, {"regex": "a+"}, grammar.of_regex("a+")),
+    ({"guided_choice": ["x"]}, {"choice": llm_pb2.Choices(texts=["x"])}, grammar.of_choice(["x"])),
+    ({"guided_grammar": LARK}, {"grammar": LARK}, grammar.of_grammar(LARK)),
+]
+
+
+@pytest.mark.parametrize(("over_http", "over_grpc", "expected"), SAME, ids=lambda value: str(value)[:40])
+async def test_workers_get_the_same_grammar(
+    http: httpx.AsyncClient, service: Any, peers: Peers, over_http: dict[str, Any], over_grpc: dict[str, Any],
+    expected: str,
+) -> None:  # fmt: skip
+    for path, body in (("/v1/completions", TEXTUAL), ("/v1/chat/completions", CHAT)):
+        answer = await http.post(path, json={**body, **over_http, "ignore_eos": True, "max_tokens": 9})
+        assert answer.status_code == 200, answer.text
+    sampling = llm_pb2.SamplingParams(max_tokens=9, grammar="not this")
+    await unary(service, structured_outputs=llm_pb2.StructuredOutputs(**over_grpc), sampling=sampling)
+    assert [spec.sampling.grammar for spec in peers.decode.seen] == [expected] * 3
+    assert peers.prefill.seen[0].sampling.grammar == expected
+    assert list(peers.decode.seen[0].sampling.stop_token_ids) == [0], "the end of the grammar ends the answer"
+
+
+async def test_plain_text_has_none(http: httpx.AsyncClient, service: Any, peers: Peers) -> None:
+    await http.post("/v1/chat/completions", json={**CHAT, "response_format": {"type": "text"}})
+    await unary(service, sampling=llm_pb2.SamplingParams(max_tokens=9, grammar="not this"))
+    assert [spec.sampling.grammar for spec in peers.decode.seen] == ["", ""]
+
+
+DEEP: Any = {}
+for _ in range(70):
+    DEEP = {"type": "array", "items": DEEP}
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "required"),
+    ({"response_format": "json"}, "response_format", "object"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+        "response_format.json_schema.schema",
+        "objekt",
+    ),
+    (
+        {"guided_json": {"properties": {"a": {"items": {"properties": {"b": {"type": "intger"}}}}}}},
+        "guided_json.properties.a.items.properties.b",
+        "intger",
+    ),
+    ({"guided_json": {"anyOf": [{}, {"uniqueItems": True}]}}, "guided_json.anyOf[1]", "uniqueItems"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": "7"}, "guided_json", "an object"),
+    ({"guided_json": DEEP}, "guided_json", "nested deeper than 64"),
+    ({"guided_json": {"description": "x" * 300_000}}, "guided_json", "at most"),
+    ({"guided_regex": "(["}, "guided_regex", "unclosed"),
+    ({"guided_regex": ""}, "guided_regex", "not empty"),
+    ({"guided_choice": []}, "guided_choice", "not empty"),
+    ({"structured_outputs": {"choice": ["x"] * 1025}}, "structured_outputs.choice", "at most 1024"),
+    ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "strings"),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar", "nothing"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "true"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "structures"),
+    (
+        {"structured_outputs": {"structural_tag": json.dumps({**TAGS, "triggers": ["x"]})}},
+        "structured_outputs.structural_tag",
+        "trigger",
+    ),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "only one"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "param", "words"), WRONG, ids=lambda value: str(value)[:40])
+async def test_what_no_answer_could_follow_is_refused(
+    http: httpx.AsyncClient, peers: Peers, wrong: dict[str, Any], param: str, words: str
+) -> None:
+    answer = await http.post("/v1/chat/completions", json={**CHAT, **wrong})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert not peers.decode.seen
+    assert await peers.reserved() == 0
+
+
+async def test_grpc_names_the_place(service: Any) -> None:
+    asked = llm_pb2.StructuredOutputs(json=json.dumps({"properties": {"a": {"type": "intger"}}}))
+    request = llm_pb2.GenerateRequest(model=MODEL, prompt="x", structured_outputs=asked)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "structured_outputs.json.properties.a" in (refused.value.details() or "")
