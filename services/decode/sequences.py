@@ -88,12 +88,16 @@ class Sequences:
         self._first_token, self._new_id, self._worker_id = first_token, new_id, worker_id
         self._admission = Admission(engine)
         self._held: dict[str, Held] = {}
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._releasing: dict[asyncio.Task[None], str] = {}
         self._loop = asyncio.get_running_loop()
         self.stuck: asyncio.Future[str] = self._loop.create_future()
 
     def __len__(self) -> int:
         return len(self._held) + len(self._releasing)
+
+    def request_ids(self) -> set[str]:
+        """Those that are being released included."""
+        return self._held.keys() | set(self._releasing.values())
 
     # --- in ---
 
@@ -249,7 +253,7 @@ class Sequences:
         if held.entering is not None:
             held.entering.cancel()
         task = asyncio.create_task(self._fence_and_abort(request_id, held.transfer_id))
-        self._releasing.add(task)
+        self._releasing[task] = request_id
         task.add_done_callback(self._released)
         return task
 
@@ -263,7 +267,7 @@ class Sequences:
         await self._engine.call(lambda engine: engine.abort(request_id))
 
     def _released(self, task: asyncio.Task[None]) -> None:
-        self._releasing.discard(task)
+        self._releasing.pop(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a sequence could not be released", exc_info=task.exception())
         self._admission.look_again()

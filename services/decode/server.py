@@ -60,6 +60,9 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
     def on_outputs(self, outputs: list[SequenceOutput]) -> None:
         self._sequences.on_outputs(outputs)
 
+    def request_ids(self) -> set[str]:
+        return self._sequences.request_ids()
+
     async def hand_over(self) -> None:
         await self._sequences.hand_over()
 

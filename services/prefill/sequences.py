@@ -66,6 +66,9 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._computing)
 
+    def request_ids(self) -> set[str]:
+        return set(self._computing)
+
     async def prefill(self, request: Request, ticket: Ticket, timeout_s: float) -> Prefilled:
         """
         Raises:

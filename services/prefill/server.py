@@ -60,6 +60,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     def on_outputs(self, outputs: list[SequenceOutput]) -> None:
         self._sequences.on_outputs(outputs)
 
+    def request_ids(self) -> set[str]:
+        return self._sequences.request_ids()
+
     async def hand_over(self) -> None:
         """Nothing to do: the end of a call says enough."""
 

@@ -17,7 +17,7 @@ from tandem import rpc
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
 from tandem.security import ClusterSettings
 from tandem.settings import load
-from tandem.v1 import llm_pb2, llm_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tandem.v1 import llm_pb2, llm_pb2_grpc, prefill_pb2, prefill_pb2_grpc, process_pb2, process_pb2_grpc
 
 UP_ADDRESSES = {
     "redis_url": "redis://127.0.0.1:6380",
@@ -35,6 +35,7 @@ class DoctorSettings(ClusterSettings):
     gateway_url: str = Field("", description="the gateway's HTTP address: checks whether it is ready")
     grpc_address: str = Field("", description="the gateway's gRPC address: checks whether it serves a model")
     api_key: str = Field("", description="as `tandem keys add` printed it, where the gateway asks for one")
+    integrity: bool = Field(False, description="look into every worker for what is held by no request")
     timeout_s: float = Field(5.0, gt=0, description="bound of each check")
 
     def addressed(self) -> DoctorSettings:
@@ -93,6 +94,7 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
     if all(by_role.values()) and not meant:
         findings.append(Finding("pairs", False, "no prefill and decode worker serve the same weights"))
     checks += [_pair(p, d, settings) for p, d in meant]
+    checks += [_integrity(w, settings) for w in workers if settings.integrity]
     return [*findings, *await asyncio.gather(*checks)]
 
 
@@ -113,6 +115,18 @@ async def _worker(worker: Worker, settings: DoctorSettings) -> Finding:
     state = "serving" if serving else "not serving"
     blocks = f"{load_.free_blocks} of {info.num_blocks} blocks free"
     return Finding(info.worker_id, serving, f"{info.grpc_address}: {state} {info.model}, {blocks}")
+
+
+async def _integrity(worker: Worker, settings: DoctorSettings) -> Finding:
+    what = f"{worker.info.worker_id}, integrity"
+    try:
+        async with rpc.channel(worker.info.grpc_address, settings.security) as channel:
+            stub = process_pb2_grpc.IntegrityServiceStub(channel)
+            answer = await stub.CheckIntegrity(process_pb2.CheckIntegrityRequest(), timeout=settings.timeout_s)
+    except aio.AioRpcError as error:
+        return Finding(what, False, f"not checked: {error.code().name}: {error.details()}")
+    held = f"{answer.num_sequences} sequences hold {answer.num_blocks} blocks"
+    return Finding(what, not answer.violations, "; ".join([held, *answer.violations]))
 
 
 async def _pair(prefill: Worker, decode: Worker, settings: DoctorSettings) -> Finding:

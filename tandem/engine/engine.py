@@ -170,6 +170,10 @@ class Engine:
             num_accepted_tokens=self._speculator.num_accepted,
         )
 
+    def request_ids(self) -> list[str]:
+        """Of every sequence in the engine."""
+        return list(self._live)
+
     def check_integrity(self) -> None:
         """AssertionError saying which block or sequence is not where it belongs."""
         self._scheduler.check_integrity()

@@ -1,5 +1,7 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -13,3 +15,17 @@ class DrainResponse(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     drained: bool
     def __init__(self, drained: _Optional[bool] = ...) -> None: ...
+
+class CheckIntegrityRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckIntegrityResponse(_message.Message):
+    __slots__ = ("violations", "num_sequences", "num_blocks")
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    violations: _containers.RepeatedScalarFieldContainer[str]
+    num_sequences: int
+    num_blocks: int
+    def __init__(self, violations: _Optional[_Iterable[str]] = ..., num_sequences: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...

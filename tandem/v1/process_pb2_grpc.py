@@ -99,3 +99,79 @@ class ProcessService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class IntegrityServiceStub:
+    """Served by every worker beside its own service.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.CheckIntegrity = channel.unary_unary(
+                '/tandem.v1.IntegrityService/CheckIntegrity',
+                request_serializer=tandem_dot_v1_dot_process__pb2.CheckIntegrityRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_process__pb2.CheckIntegrityResponse.FromString,
+                _registered_method=True)
+
+
+class IntegrityServiceServicer:
+    """Served by every worker beside its own service.
+    """
+
+    def CheckIntegrity(self, request, context):
+        """Looks into a live worker for what is held by no request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_IntegrityServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckIntegrity,
+                    request_deserializer=tandem_dot_v1_dot_process__pb2.CheckIntegrityRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_process__pb2.CheckIntegrityResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.IntegrityService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.IntegrityService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class IntegrityService:
+    """Served by every worker beside its own service.
+    """
+
+    @staticmethod
+    def CheckIntegrity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.IntegrityService/CheckIntegrity',
+            tandem_dot_v1_dot_process__pb2.CheckIntegrityRequest.SerializeToString,
+            tandem_dot_v1_dot_process__pb2.CheckIntegrityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

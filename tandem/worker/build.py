@@ -25,6 +25,7 @@ from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import Driver, Network
 from tandem.worker.block_publisher import BlockPublisher
 from tandem.worker.engine_port import EnginePort, EngineStuck
+from tandem.worker.integrity import IntegrityService
 from tandem.worker.lease import Lease
 from tandem.worker.settings import WorkerSettings
 
@@ -93,6 +94,9 @@ class WorkerService(Protocol):
     def num_running(self) -> int:
         """Requests that still run here."""
 
+    def request_ids(self) -> set[str]:
+        """Of the requests that run here, those that are just being released included."""
+
     async def hand_over(self) -> None:
         """End what still runs, so that it goes on elsewhere."""
 
@@ -123,7 +127,8 @@ class Worker:
         context, ports, service = self.context, self._ports, self._service
         tasks: list[asyncio.Task[Any]] = []
         try:
-            server = await ports.serve([service.servicer], context.settings.host, context.settings.grpc_port)
+            servicers = [service.servicer, IntegrityService(ports.engine, service.request_ids).servicer]
+            server = await ports.serve(servicers, context.settings.host, context.settings.grpc_port)
             try:
                 tasks += self._start(server)
                 await self._ended

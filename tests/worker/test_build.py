@@ -14,6 +14,7 @@ from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
+from tandem.commands.doctor import DoctorSettings, examine
 from tandem.engine import Engine, Request, SamplingParams
 from tandem.local import RedisServer
 from tandem.registry import Registry
@@ -97,3 +98,23 @@ async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) ->
         with pytest.raises(EngineStuck, match="max_step_s"):
             await live()
         await registry.close()
+
+
+async def test_a_sequence_that_no_request_accounts_for_is_named(demo_model: Path) -> None:
+    with RedisServer.start() as redis:
+        settings = DecodeSettings(
+            model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16
+        )
+        doctor = DoctorSettings(redis_url=redis.url, integrity=True)
+
+        async def findings() -> list[tuple[bool, str]]:
+            found = [finding for finding in await examine(doctor) if finding.what == "w0, integrity"]
+            return [(finding.good, finding.detail) for finding in found]
+
+        async with running(settings, DecodeWorker) as worker:
+            while not worker.ready.is_set():
+                await asyncio.sleep(0.01)
+            assert await findings() == [(True, "0 sequences hold 0 blocks")]
+            request, engine = Request("lost", [1] * 20, SamplingParams(max_tokens=4)), worker.context.ports.engine
+            await asyncio.wrap_future(engine.submit(lambda engine: engine.reserve(request)))
+            assert await findings() == [(False, "1 sequences hold 2 blocks; lost: in the engine, but no request's")]
