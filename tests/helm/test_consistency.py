@@ -108,6 +108,7 @@ def references(pod: Object) -> Iterator[tuple[str, str, str | None]]:
         if "configMap" in volume:
             yield "ConfigMap", volume["configMap"]["name"], None
         if "secret" in volume:
+            yield "Secret", volume["secret"]["secretName"], None
             for item in volume["secret"].get("items", ()):
                 yield "Secret", volume["secret"]["secretName"], item["key"]
 
@@ -115,7 +116,8 @@ def references(pod: Object) -> Iterator[tuple[str, str, str | None]]:
 def brought(value_set: str) -> set[str]:
     """Names of Secrets that the user says exist."""
     values = values_of(value_set)
-    names = {values.get(owner, {}).get("existingSecret") for owner in ("redis", "apiKeys")}
+    names = {values.get(owner, {}).get("existingSecret") for owner in ("redis", "apiKeys", "cluster")}
+    names.add(values.get("cluster", {}).get("tlsSecret"))
     names |= {*values.get("image", {}).get("pullSecrets", ())}
     return names | {m["weights"].get("secret") for m in values.get("models", ())} - {None, ""}
 

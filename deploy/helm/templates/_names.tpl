@@ -45,3 +45,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- define "tandem.kept" -}}
 {{- dig "data" .key "" (lookup "v1" "Secret" .root.Release.Namespace .name) | b64dec -}}
 {{- end }}
+
+{{- define "tandem.clusterSecret" -}}
+{{- .Values.cluster.existingSecret | default (include "tandem.name" (dict "root" . "part" "cluster")) -}}
+{{- end }}

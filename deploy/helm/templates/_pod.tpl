@@ -33,6 +33,37 @@ capabilities:
   valueFrom: { secretKeyRef: { name: {{ include "tandem.redisSecret" .root }}, key: url } }
 - name: TANDEM_NAMESPACE
   value: {{ include "tandem.namespace" .root | quote }}
+- name: TANDEM_CLUSTER_SECRET
+  value: /etc/tandem/cluster/secret
+{{- if .root.Values.cluster.tlsSecret }}
+- name: TANDEM_TLS_CERT
+  value: /etc/tandem/tls/tls.crt
+- name: TANDEM_TLS_KEY
+  value: /etc/tandem/tls/tls.key
+- name: TANDEM_TLS_CA
+  value: /etc/tandem/tls/ca.crt
+{{- end }}
+{{- end }}
+
+{{- define "tandem.sharedVolumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: cluster
+  secret:
+    secretName: {{ include "tandem.clusterSecret" .root }}
+    items: [{ key: secret, path: secret }]
+{{- with .root.Values.cluster.tlsSecret }}
+- name: tls
+  secret: { secretName: {{ . }} }
+{{- end }}
+{{- end }}
+
+{{- define "tandem.sharedMounts" -}}
+- { name: tmp, mountPath: /tmp }
+- { name: cluster, mountPath: /etc/tandem/cluster, readOnly: true }
+{{- if .root.Values.cluster.tlsSecret }}
+- { name: tls, mountPath: /etc/tandem/tls, readOnly: true }
+{{- end }}
 {{- end }}
 
 {{- define "tandem.env" -}}
@@ -95,8 +126,7 @@ readinessProbe:
 {{- end }}
 
 {{- define "tandem.volumes" -}}
-- name: tmp
-  emptyDir: {}
+{{ include "tandem.sharedVolumes" . }}
 {{- if has .component (list "prefill" "decode") }}
 - name: shm
   emptyDir: { medium: Memory, sizeLimit: {{ .block.sharedMemory | quote }} }
@@ -124,7 +154,7 @@ readinessProbe:
 {{- end }}
 
 {{- define "tandem.mounts" -}}
-- { name: tmp, mountPath: /tmp }
+{{ include "tandem.sharedMounts" . }}
 {{- if has .component (list "prefill" "decode") }}
 - { name: shm, mountPath: /dev/shm }
 {{- end }}
