@@ -53,6 +53,9 @@ class UpSettings(ClusterSettings):
     )
     null_speedup: float = Field(1.0, gt=0, description="null engine: divides the time that its steps take")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as the weights are")
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="what weights are made when loaded: 8 or 4 bits a number"
+    )
     transports: str = Field("shm,tcp", description="how KV may move, best first")
     disaggregation: Literal["require", "prefer", "auto"] = Field(
         "auto", description="who reads prompts: prefill workers, those if there are any, or whoever costs less"
@@ -124,7 +127,7 @@ def workers(settings: UpSettings) -> list[Service]:
     shutil.rmtree(cores, ignore_errors=True)
     threads = settings.threads or max(1, (os.cpu_count() or 1) // (settings.prefill + settings.decode))
     same = _shared(settings)
-    same |= settings.model_dump(include={"engine", "dtype", "transports", "max_num_seqs", "drain_s"})
+    same |= settings.model_dump(include={"engine", "dtype", "quantization", "transports", "max_num_seqs", "drain_s"})
     same |= settings.model_dump(include={"null_speedup", "max_model_len"}, exclude_none=True)
     same |= {"threads": threads, "shared_cores": cores}
     pools = {
@@ -135,8 +138,8 @@ def workers(settings: UpSettings) -> list[Service]:
     only = {"prefill": {}, "decode": settings.model_dump(include=speculative, exclude_none=True)}
 
     def worker(role: str, number: int, memory: ByteSize) -> Service:
-        own = {"worker_id": f"{role}-{number}", "kv_memory": int(memory), **only[role]}
-        return Service(f"{role}-{number}", f"services.{role}", same | own, threads)
+        its = {"worker_id": f"{role}-{number}", "kv_memory": int(memory), **only[role]}
+        return Service(f"{role}-{number}", f"services.{role}", same | its, threads)
 
     return [
         worker(role, number, memory or KV_MEMORY[settings.engine, role])

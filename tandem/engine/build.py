@@ -57,7 +57,10 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
         kv_cache = _kv_cache(layout, config.device, _num_blocks(config, layout))
         runner = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
         return Parts(model, layout, kv_cache, runner, {"ngram": NgramProposer()})
-    layout = _layout(config, model, config.revision or weights_revision(config.model_path))
+    revision = config.revision or weights_revision(config.model_path)
+    if config.quantization != "none":
+        revision += f"+{config.quantization}"
+    layout = _layout(config, model, revision)
     draft = _read_draft(config, model)
     num_blocks = _num_blocks(config, *(layout, _layout(config, draft, "draft")) if draft else (layout,))
     kv_cache = _kv_cache(layout, config.device, num_blocks)
@@ -126,6 +129,8 @@ def _load(
 ) -> tuple[Forward, list[Tensor], Choose]:  # fmt: skip
     model = Decoder(model_config, kv_cache[0].dtype, config.device)
     load_weights(model, path, on_progress)
+    if config.quantization != "none" and path == config.model_path:
+        model.quantize(config.quantization)
     if config.cpu_kernels and config.device == "cpu" and kv_cache[0].dtype == torch.bfloat16:
         if misfit := CpuForward.misfit(model_config):
             log.warning("CPU kernels are off, torch computes everything", reason=misfit)

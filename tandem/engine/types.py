@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from tandem.engine.quantization import METHODS
 from tandem.engine.step_time import StepTime
 from tandem.sampling import SamplingParams
 from tandem.speculative import OFF, Speculative
@@ -131,7 +132,7 @@ class EngineConfig:
     null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
 
     `speculative` is how tokens are proposed where a request does not say; `draft` needs the `speculative_model`, a
-    folder of a model with the same vocabulary.
+    folder of a model with the same vocabulary. `quantization` int8 or int4 makes the model's weights that when loaded.
     """
 
     model_path: Path
@@ -153,6 +154,7 @@ class EngineConfig:
     null: StepTime | None = None
     speculative: Speculative = OFF
     speculative_model: Path | None = None
+    quantization: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
@@ -164,6 +166,8 @@ class EngineConfig:
                 raise ValueError(f"{name}: {value} is not at least 1")
         if self.num_blocks is None and self.kv_budget_bytes is None:
             raise ValueError("kv_budget_bytes: set it or num_blocks")
+        if self.quantization not in METHODS:
+            raise ValueError(f"quantization: {self.quantization!r} is not one of {', '.join(METHODS)}")
         if self.null and self.speculative_model:
             raise ValueError("speculative_model: the null engine has no model to draft for")
 

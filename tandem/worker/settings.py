@@ -45,6 +45,9 @@ class WorkerSettings(ClusterSettings):
     null_speedup: float = Field(StepTime.speedup, gt=0, description="null engine: divides all its times")
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
     dtype: str = Field("auto", description="float32, bfloat16, or auto: as the weights are stored")
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="what weights are made when loaded: 8 or 4 bits a number"
+    )
     kv_memory: ByteSize = Field(ByteSize(256 * 2**20), description="memory for the KV cache, such as 4GiB")
     num_blocks: int | None = Field(None, ge=2, description="size of the KV cache in blocks, instead of kv-memory")
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
@@ -93,6 +96,7 @@ class WorkerSettings(ClusterSettings):
             max_model_len=self.max_model_len,
             speculative=Speculative(self.speculative_method, self.speculative_num_tokens),
             speculative_model=self.speculative_model,
+            quantization=self.quantization,
             num_threads=self.threads,
             shared_cores=self.shared_cores,
             null=self._step_time() if self.engine == "null" else None,

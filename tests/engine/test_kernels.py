@@ -28,6 +28,7 @@ from tandem.engine.kernels.build import INSTRUCTIONS, SOURCE
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.models.decoder import rms_norm
+from tandem.engine.quantization import quantize
 from tests.engine.tiny import SIZES, VOCAB, can_compile, greedy, make_engine, prompt_of, run, sampled, tokens
 
 WIDE = SIZES | {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32, "max_position_embeddings": 256}
@@ -89,18 +90,24 @@ def steps(sizes: Sizes, tables: list[list[int]]) -> Iterator[StepInput]:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("threads", "quantization"), [(1, "none"), (2, "none"), (3, "none"), (2, "int8"), (3, "int4")])
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_a_pass_computes_what_torch_does(library: ctypes.CDLL, sizes: Sizes, threads: int, tmp_path: Path) -> None:
+def test_a_pass_computes_what_torch_does(
+    library: ctypes.CDLL, sizes: Sizes, threads: int, quantization: str, tmp_path: Path
+) -> None:
     """Hidden states, logits and the cache itself beside float32, on contexts in scattered blocks of a dirty cache."""
     config = sizes.config(tmp_path)
     rounded, exact = Decoder(config, torch.bfloat16), Decoder(config, torch.float32)
     fill(rounded, 3)
     fill(exact, 3)
+    if quantization != "none":
+        rounded.quantize(quantization)
+        exact.quantize(quantization)
     shape = (200, 2, sizes.kv_heads, sizes.block_size, sizes.head_dim)
     caches = [[torch.zeros(shape, dtype=dtype) for _ in exact.layers] for dtype in (torch.bfloat16, torch.float32)]
     expected = TorchForward(exact, caches[1])
     assert not CpuForward.misfit(config)
+    tolerance = 0.03 if quantization == "int4" else 0.02  # its numbers are rounded, too
     for kv in caches[0]:
         kv.fill_(math.nan)
     found = CpuForward(library, rounded, caches[0], 512, lambda: threads)
@@ -113,7 +120,7 @@ def test_a_pass_computes_what_torch_does(library: ctypes.CDLL, sizes: Sizes, thr
             ours, theirs = found(step, written.append if number % 2 else None), expected(step)
             rows = [0, len(step.input_ids) - 1]
             for a, b in ((ours, theirs), (found.logits(ours, rows), expected.logits(theirs, rows))):
-                assert float((a.float() - b).abs().max()) < 0.02 * float(b.abs().max())
+                assert float((a.float() - b).abs().max()) < tolerance * float(b.abs().max())
     assert written == list(range(len(exact.layers))) * (len(STEPS) // 2)
     used = [block for table in tables for block in table]
     for ours, theirs in zip(*caches, strict=True):
@@ -135,6 +142,22 @@ def test_a_packed_weight_is_what_it_was(library: ctypes.CDLL, halves: bool) -> N
     if halves:  # a panel is 16 outputs of either half
         expected = weight.view(2, 4, 16, 96).transpose(0, 1).reshape(128, 96)
     assert torch.equal(found.view(torch.int16), expected[ids].view(torch.int16))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("method", "inputs"), [("int8", 96), ("int4", 192), ("int4", 48)])
+def test_a_quantized_weight_is_read_as_torch_reads_it(
+    library: ctypes.CDLL, method: str, inputs: int, halves: bool
+) -> None:
+    chance = torch.Generator().manual_seed(1)
+    weight = quantize(0.02 * torch.randn(128, inputs, generator=chance), method)
+    found, ids = torch.empty(128, inputs, dtype=torch.bfloat16), torch.randperm(128, generator=chance)
+    packed = PackedWeight(library, weight, halves)
+    library.tandem_unpack_rows(ctypes.byref(packed.struct), ids.data_ptr(), 128, found.data_ptr())
+    expected = weight.dense(torch.bfloat16)
+    if halves:
+        expected = expected.view(2, 4, 16, inputs).transpose(0, 1).reshape(128, inputs)
+    torch.testing.assert_close(found, expected[ids], rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -250,8 +273,12 @@ from tests.engine import test_kernels, test_sampler
 for number, sizes in enumerate(test_kernels.SHAPES[3:6:2]):
     folder = pathlib.Path(sys.argv[2], str(number))
     folder.mkdir()
-    test_kernels.test_a_pass_computes_what_torch_does(library, sizes, 1 + number, folder)
+    test_kernels.test_a_pass_computes_what_torch_does(library, sizes, 1 + number, "none", folder)
+folder = pathlib.Path(sys.argv[2], "quantized")
+folder.mkdir()
+test_kernels.test_a_pass_computes_what_torch_does(library, test_kernels.SHAPES[0], 2, "int4", folder)
 test_kernels.test_a_packed_weight_is_what_it_was(library, True)
+test_kernels.test_a_quantized_weight_is_read_as_torch_reads_it(library, "int8", 96, True)
 test_sampler.test_the_kernels_choose_as_torch_does(library, 64)
 """
 OUT_OF_BOUNDS = """

@@ -11,10 +11,11 @@
 
 static int64_t has_amx; /* whether this process may use it */
 
+enum { AMX_PAIRS = 16 }; /* steps that it multiplies at once */
+
 #ifdef __AMX_BF16__
 
-/* RING: of blocks of AMX_PAIRS steps, so that opening one does not wait for the tiles of the last. */
-enum { AMX_PAIRS = 16, RING = 4 };
+enum { RING = 4 }; /* of blocks of AMX_PAIRS steps, so that opening one does not wait for the tiles of the last */
 
 static void ask_for_amx(void) {
     enum { ASK_FOR_STATE = 0x1023, TILES = 18 }; /* of arch_prctl */

@@ -50,7 +50,7 @@ class CpuForward:
         self._kv_cache = tuple(kv_cache)  # the structs below only point at it
         self._embed = PackedWeight(library, model.embed)
         self._head = self._embed if model.lm_head is model.embed else PackedWeight(library, model.lm_head)
-        model.embed = model.lm_head = model.embed.new_empty(0)
+        model.embed = model.lm_head = model.norm.new_empty(0)
         self._weights = [_pack(library, layer) for layer in model.layers]
         self._layers = (Layer * len(model.layers))(*map(_layer, model.layers, self._weights, kv_cache))
         config = model.config
@@ -64,7 +64,7 @@ class CpuForward:
         self._angles = torch.empty(2, max_tokens, config.head_dim // 2)
         self._logits = torch.empty(0)
         rows = max_tokens + _TILE_ROWS - 1  # the last tile reads past the rows, and drops those results
-        self._room = [model.embed.new_empty(rows, width) for width in (*widths, config.intermediate_size)]
+        self._room = [model.norm.new_empty(rows, width) for width in (*widths, config.intermediate_size)]
         self._room_at = [room.data_ptr() for room in (*self._room, *self._angles)]
 
     @staticmethod
@@ -128,7 +128,7 @@ def _pack(library: ctypes.CDLL, layer: DecoderLayer) -> list[PackedWeight]:
     packed = []
     for linear in layer.linears():
         packed.append(PackedWeight(library, linear.weight, halves=linear is layer.mlp.gate_up))
-        linear.weight = linear.weight.new_empty(0)
+        linear.weight = layer.input_norm.new_empty(0)
     return packed
 
 

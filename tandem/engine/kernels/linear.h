@@ -57,13 +57,104 @@ static inline __m512i exponents(int32_t base) {
     return _mm512_maskz_slli_epi16(0xfffefffe, _mm512_add_epi16(n, _mm512_set1_epi16((short)base)), 7);
 }
 
-static inline int64_t panel_bytes(const struct weight *w) { return w->inputs / 2 * STEP_BYTES; }
-
 /* The block that tile `at` of `tiles` fetches: all blocks where there are no more of them than tiles, each by the
    thread that will most likely attend to it. */
 static inline const char *upcoming_block(const struct upcoming *s, int64_t at, int64_t tiles) {
     const int64_t block = at * s->count / tiles;
     return block < (at + 1) * s->count / tiles ? s->kv + s->blocks[block] * s->bytes : 0;
+}
+
+/* Of `words`, codes of 16 outputs' two inputs each; `scales`, `offsets`: of those outputs, each twice. */
+static inline __m512i dequantize(__m256i words, const __m512 *scales, const __m512 *offsets) {
+    const __m512i low = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(words));
+    const __m512i high = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(words, 1));
+    const __m512 a = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scales[0], offsets[0]);
+    const __m512 b = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), scales[1], offsets[1]);
+    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
+}
+
+/* 32 numbers, each twice. */
+static inline void doubled(const bf16 *from, __m512 *to) {
+    const __m512i first = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int half = 0; half < 2; half++) {
+        const __m512 numbers = load16(from + half * 16);
+        to[half * 2] = _mm512_permutexvar_ps(first, numbers), to[half * 2 + 1] = _mm512_permutexvar_ps(last, numbers);
+    }
+}
+
+/* `pairs` steps of one group of a quantized panel, opened; `ahead` is fetched meanwhile. */
+static inline __attribute__((always_inline)) void open_group(const uint8_t *group, const uint8_t *codes, int64_t pairs,
+                                                             const int bits, uint32_t *to, const char *ahead) {
+    __m512 scales[4], offsets[4];
+    doubled((const bf16 *)group, scales), doubled((const bf16 *)group + 32, offsets);
+    for (int64_t k = 0; k < pairs; k++, to += 32, codes += bits * 8) {
+        __m256i first = _mm256_loadu_si256((const void *)codes), last;
+        if (bits == 8) last = _mm256_loadu_si256((const void *)(codes + 32));
+        else {
+            const __m256i mask = _mm256_set1_epi8(0xf);
+            last = _mm256_and_si256(_mm256_srli_epi16(first, 4), mask), first = _mm256_and_si256(first, mask);
+        }
+        _mm512_store_si512(to, dequantize(first, scales, offsets));
+        _mm512_store_si512(to + 16, dequantize(last, scales + 2, offsets + 2));
+        if (ahead) _mm_prefetch(ahead, _MM_HINT_T1), ahead += bits * 8;
+    }
+}
+
+/* Steps begin ... end of a quantized panel; meanwhile the same of the panel `ahead` are fetched. */
+static void open_quantized(const struct weight *w, int64_t panel, int64_t begin, int64_t end, uint32_t *to,
+                           const char *ahead) {
+    const int64_t each = w->group / 2;
+    const uint8_t *bytes = w->bytes + panel * panel_bytes(w);
+    for (int64_t k = begin, count; k < end; k += count, to += count * 32) {
+        const uint8_t *group = bytes + k / each * group_bytes(w), *codes = group + 128 + k % each * w->bits * 8;
+        const char *next = ahead ? ahead + (codes - bytes) : 0;
+        count = each - k % each < end - k ? each - k % each : end - k;
+        if (w->bits == 8) open_group(group, codes, count, 8, to, next);
+        else open_group(group, codes, count, 4, to, next);
+    }
+}
+
+static void finish_rows(const struct linear *j, int64_t panel, int64_t row, int64_t rows, const float *sums) {
+    for (int64_t m = 0; m < rows; m++) {
+        const __m512 a = _mm512_loadu_ps(sums + m * 32), b = _mm512_loadu_ps(sums + m * 32 + 16);
+        if (j->kind == SILU) finish_silu(j, row + m, panel * 16, a, b);
+        else finish16(j, row + m, panel * 32, a), finish16(j, row + m, panel * 32 + 16, b);
+    }
+}
+
+/* AMX multiplies AMX_PAIRS steps at once, and reads the last of a panel behind zeros. */
+static void pad_steps(uint32_t *open, int64_t pairs) {
+    const int64_t tail = pairs % AMX_PAIRS;
+    if (!has_amx || !tail) return;
+    memmove(open + (pairs + AMX_PAIRS - 2 * tail) * 32, open + (pairs - tail) * 32, tail * 128);
+    memset(open + (pairs - tail) * 32, 0, (AMX_PAIRS - tail) * 128);
+}
+
+enum { CHUNK_PAIRS = 64 }; /* of a quantized panel, so that what is open is in the L1 cache when a single tile reads it */
+
+/* As linear_panel, of a quantized weight. Sums are of chunks, whatever the rows are, so that they do not depend on them;
+   with AMX the whole panel is one. Each of the tiles fetches KV. */
+static void quantized_panel(const struct thread *thread, const struct linear *j, int64_t panel, const char *ahead) {
+    const struct weight *w = j->weight;
+    const int64_t pairs = w->inputs / 2, count = num_tiles(j->rows), chunk = has_amx ? pairs : CHUNK_PAIRS;
+    _Alignas(64) float sums[MOST_ROWS * 32], part[MOST_ROWS * 32];
+    if (count > 1 || has_amx) open_quantized(w, panel, 0, pairs, thread->opened, ahead), pad_steps(thread->opened, pairs);
+    for (int64_t t = 0; t < count; t++) {
+        const int64_t row = tile_begin(j->rows, t, count), rows = tile_begin(j->rows, t + 1, count) - row;
+        struct panel_at at = {.ahead = upcoming_block(&j->upcoming, panel * count + t, w->outputs / 32 * count)};
+        if (at.ahead) at.lines = j->upcoming.bytes / 64;
+        for (int64_t begin = 0; begin < pairs; begin += chunk, at.lines = 0) {
+            const int64_t end = begin + chunk < pairs ? begin + chunk : pairs;
+            const int whole = count > 1 || has_amx;
+            if (!whole) open_quantized(w, panel, begin, end, thread->opened, ahead);
+            at.open = thread->opened + (whole ? begin * 32 : 0);
+            multiply((const int32_t *)j->x + row * pairs + begin, rows, pairs, end - begin, begin ? part : sums, &at);
+            for (int64_t i = 0; begin && i < rows * 32; i += 16)
+                _mm512_store_ps(sums + i, _mm512_add_ps(_mm512_load_ps(sums + i), _mm512_load_ps(part + i)));
+        }
+        finish_rows(j, panel, row, rows, sums);
+    }
 }
 
 /* The next panel is `ahead`: it is fetched while the first tile is computed, or the first two of AVX512. The other
@@ -85,11 +176,7 @@ static void linear_panel(const struct thread *thread, const struct linear *j, in
         if (at.ahead) at.lines = t >= walks ? j->upcoming.bytes / 64 : walks < 2 ? 2 : t ? pairs : 1;
         multiply((const int32_t *)j->x + row * pairs, rows, pairs, pairs, sums, &at);
         if (!has_amx) add_rare(j, panel, row, rows, sums);
-        for (int64_t m = 0; m < rows; m++) {
-            __m512 a = _mm512_loadu_ps(sums + m * 32), b = _mm512_loadu_ps(sums + m * 32 + 16);
-            if (j->kind == SILU) finish_silu(j, row + m, panel * 16, a, b);
-            else finish16(j, row + m, panel * 32, a), finish16(j, row + m, panel * 32 + 16, b);
-        }
+        finish_rows(j, panel, row, rows, sums);
     }
 }
 
@@ -97,7 +184,8 @@ static void linear_rows(struct thread *thread, const struct linear *job) {
     const char *bytes = (const char *)job->weight->bytes;
     begin(thread, job->weight->outputs / 32);
     for (int64_t next, panel; (panel = take(thread, &next)) >= 0;)
-        linear_panel(thread, job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job->weight));
+        (job->weight->bits ? quantized_panel : linear_panel)(
+            thread, job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job->weight));
 }
 
 enum { L2_BYTES = 1 << 20, LEAST_ROWS = 128 }; /* about half of the cache */

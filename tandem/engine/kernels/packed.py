@@ -1,6 +1,7 @@
-"""A weight in 12 bits a number, without loss: see packing.h.
+"""Weights as the kernels read them, in panels of 32 outputs: see packing.h.
 
-survey ─> panels: the exponents that each counts from ──> pack ─> bytes, and the rare numbers that are listed
+bfloat16 in 12 bits   survey ─> panels: the exponents that each counts from ──> pack ─> bytes, and rare numbers, listed
+quantized             for each group of inputs scales, offsets and codes
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import torch
 from torch import Tensor
 
 from tandem.engine.kernels.structs import Rare, Weight
+from tandem.engine.quantization import QuantizedWeight
 
 _OUTPUTS, _STEP_BYTES = 32, 96  # of a panel; of two inputs of it
 
 
 class PackedWeight:
-    """`weight` (outputs, inputs) bfloat16, packed. `halves`: the outputs are (gate | up).
+    """`weight` (outputs, inputs) bfloat16 or quantized, packed. `halves`: the outputs are (gate | up).
 
     `struct` points at it.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, halves: bool = False) -> None:
+    def __init__(self, library: ctypes.CDLL, weight: Tensor | QuantizedWeight, halves: bool = False) -> None:
+        if isinstance(weight, QuantizedWeight):
+            self._bytes = _panels(weight, halves)
+            self.struct = Weight(self._bytes.data_ptr(), None, None, *weight.shape, weight.bits, weight.group)
+            return
         outputs, inputs = weight.shape
         panels = outputs // _OUTPUTS
         self._panels = torch.empty(panels + 1, 2, dtype=torch.int32)
@@ -31,3 +37,18 @@ class PackedWeight:
         parts = (self._bytes, self._panels, self._rare)
         self.struct = Weight(*(part.data_ptr() for part in parts), outputs, inputs)
         library.tandem_pack(weight.data_ptr(), halves, ctypes.byref(self.struct))
+
+
+def _panels(weight: QuantizedWeight, halves: bool) -> Tensor:
+    """(panels, groups, bytes of a group)"""
+    outputs, inputs = weight.shape
+    order: slice | Tensor = slice(None)
+    if halves:  # a panel is 16 outputs of either half
+        order = torch.arange(outputs).view(2, -1, 16).transpose(0, 1).reshape(-1)
+    groups = inputs // weight.group
+    numbers = torch.stack((weight.scales[order], weight.offsets[order]))  # (2, outputs, groups)
+    head = numbers.view(2, -1, _OUTPUTS, groups).permute(1, 3, 0, 2).contiguous().view(-1, groups, 2 * _OUTPUTS)
+    codes = weight.codes[order].view(-1, _OUTPUTS, groups, weight.group // 2, 2).permute(0, 2, 3, 1, 4).flatten(3)
+    if weight.bits == 4:
+        codes = codes[..., :_OUTPUTS] | codes[..., _OUTPUTS:] << 4
+    return torch.cat((head.view(torch.uint8), codes.flatten(2)), dim=2)

@@ -3,7 +3,11 @@
    It lies in panels of 32 outputs, one after the other. The numbers of a panel have few exponents, so a code of 4 bits
    tells which: 0 is the number zero, c is the panel's base + c. A step of a panel, two inputs of its 32 outputs, is 64
    bytes of sign and mantissa and 32 bytes of codes, those of the last 16 outputs in the upper halves. The rare numbers
-   with another exponent are zero there, and listed in the order of `at`. */
+   with another exponent are zero there, and listed in the order of `at`.
+
+   Or, where `bits` are 8 or 4, quantized, a number being code * scale + offset: then a panel has, for each `group` of
+   inputs, 32 scales and 32 offsets in bfloat16, and a step is its codes: of 8 bits in the order (output, input), of 4
+   bits those of the last 16 outputs in the upper halves. */
 
 #pragma once
 #include <stdlib.h>
@@ -16,11 +20,15 @@ enum { STEP_BYTES = 96, CODES = 16 };
 /* structs.py has the same structs. */
 struct rare { uint32_t at; float value; };  /* at: input * 32 + the output's place in the panel */
 struct panel { int32_t base, first_rare; }; /* one more of them than there are panels */
-struct weight { uint8_t *bytes; struct panel *panels; struct rare *rare; int64_t outputs, inputs; };
+struct weight { uint8_t *bytes; struct panel *panels; struct rare *rare; int64_t outputs, inputs, bits, group; };
 
 union number { uint32_t bits; float value; };
 
 static inline float wide(bf16 x) { return (union number){(uint32_t)x << 16}.value; }
+static inline bf16 nearest(float x) {
+    const uint32_t bits = (union number){.value = x}.bits;
+    return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
 static inline bf16 narrow(float x) { return (bf16)((union number){.value = x}.bits >> 16); } /* of what a bf16 was */
 
 /* Where `halves` is set the outputs are (gate | up), and each panel is 16 of gate and the same 16 of up. */
@@ -84,8 +92,33 @@ void tandem_pack(const bf16 *from, int64_t halves, const struct weight *to) {
     }
 }
 
-/* Rows `ids` of a packed weight, as they were. */
+static inline int64_t group_bytes(const struct weight *w) { return 4 * 32 + w->group / 2 * w->bits * 8; }
+
+static inline int64_t panel_bytes(const struct weight *w) {
+    return w->bits ? w->inputs / w->group * group_bytes(w) : w->inputs / 2 * STEP_BYTES;
+}
+
+static void dequantize_rows(const struct weight *from, const int64_t *ids, int64_t count, bf16 *out) {
+    for (; count--; ids++, out += from->inputs) {
+        const int64_t n = *ids % 32;
+        const uint8_t *group = from->bytes + *ids / 32 * panel_bytes(from);
+        for (int64_t k = 0; k < from->inputs; k += from->group, group += group_bytes(from)) {
+            const float scale = wide(((const bf16 *)group)[n]), offset = wide(((const bf16 *)group)[32 + n]);
+            const uint8_t *step = group + 128;
+            for (int64_t i = 0; i < from->group; i++, step += i % 2 ? 0 : from->bits * 8) {
+                const int code = from->bits == 8 ? step[n * 2 + i % 2] : step[n % 16 * 2 + i % 2] >> n / 16 * 4 & 0xf;
+                out[k + i] = nearest((float)code * scale + offset);
+            }
+        }
+    }
+}
+
+/* Rows `ids` of a packed weight, as they were; of a quantized one, as it has them. */
 void tandem_unpack_rows(const struct weight *from, const int64_t *ids, int64_t count, bf16 *out) {
+    if (from->bits) {
+        dequantize_rows(from, ids, count, out);
+        return;
+    }
     const int64_t inputs = from->inputs;
     for (; count--; ids++, out += inputs) {
         const int64_t panel = *ids / 32, n = *ids % 32;

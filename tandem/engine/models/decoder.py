@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tandem.engine.models.config import ModelConfig
 from tandem.engine.models.rope import cos_sin, inverse_frequencies, rotate
+from tandem.engine.quantization import QuantizedWeight, quantize
 
 
 class Attend(Protocol):
@@ -33,16 +34,16 @@ class Attend(Protocol):
 
 class Linear:
     def __init__(self, inputs: int, outputs: int, bias: bool, place: Tensor) -> None:
-        self.weight = place.new_empty(outputs, inputs)
+        self.weight: Tensor | QuantizedWeight = place.new_empty(outputs, inputs)
         self.bias = place.new_empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, dense(self.weight, x.dtype), self.bias)
 
     def parts(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors for `names`, whose outputs lie one after the other."""
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None:
+            if isinstance(tensor, Tensor):
                 for name, part in zip(names, torch.split(tensor, list(sizes)), strict=True):
                     yield f"{name}.{kind}", part
 
@@ -66,7 +67,7 @@ class Attention:
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.qkv.parts(("q_proj", "k_proj", "v_proj"), self.sizes)
-        yield from self.o.parts(("o_proj",), (len(self.o.weight),))
+        yield from self.o.parts(("o_proj",), (self.o.weight.shape[0],))
         yield from zip(("q_norm.weight", "k_norm.weight"), self.norms or (), strict=False)
 
 
@@ -80,9 +81,9 @@ class MLP:
         return self.down(F.silu(gate) * up)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        size = len(self.gate_up.weight) // 2
+        size = self.gate_up.weight.shape[0] // 2
         yield from self.gate_up.parts(("gate_proj", "up_proj"), (size, size))
-        yield from self.down.parts(("down_proj",), (len(self.down.weight),))
+        yield from self.down.parts(("down_proj",), (self.down.weight.shape[0],))
 
 
 class DecoderLayer:
@@ -112,31 +113,55 @@ class Decoder:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
         place = torch.empty(0, dtype=dtype, device=device)
         self.config, self.inverse = config, inverse_frequencies(config.rope, config.head_dim).to(device)
-        self.embed = place.new_empty(config.vocab_size, config.hidden_size)
+        self.embed: Tensor | QuantizedWeight = place.new_empty(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_layers)]
         self.norm = place.new_empty(config.hidden_size)
-        self.lm_head = self.embed if config.tie_word_embeddings else torch.empty_like(self.embed)
+        self.lm_head: Tensor | QuantizedWeight = self.embed
+        if not config.tie_word_embeddings:
+            self.lm_head = place.new_empty(config.vocab_size, config.hidden_size)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Last hidden states (tokens, hidden_size) of `input_ids` (tokens,) at `positions` (tokens,)."""
-        x = F.embedding(input_ids, self.embed)
+        x = self._embedded(input_ids)
         angles = cos_sin(self.inverse, positions, x.dtype)
         for layer in self.layers:
             x = layer(x, angles, attend)
         return x
 
+    def quantize(self, method: str) -> None:
+        """All weights but norms and biases, and an embedding that is not the head, too, by the method int8 or int4."""
+        for linear in (linear for layer in self.layers for linear in layer.linears()):
+            assert isinstance(linear.weight, Tensor)
+            linear.weight = quantize(linear.weight, method)
+        tied = self.lm_head is self.embed
+        assert isinstance(self.lm_head, Tensor)
+        self.lm_head = quantize(self.lm_head, "int8")
+        self.embed = self.lm_head if tied else self.embed
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        if isinstance(self.embed, QuantizedWeight):
+            return self.embed.rows(input_ids, self.norm.dtype)
+        return F.embedding(input_ids, self.embed)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) float32 for the hidden states of some tokens, (rows, hidden_size)."""
-        return F.linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.lm_head).float()
+        normed = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        return F.linear(normed, dense(self.lm_head, normed.dtype)).float()
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor a checkpoint must hold, by its Hugging Face name, as the storage it is to fill."""
+        assert isinstance(self.embed, Tensor)
+        assert isinstance(self.lm_head, Tensor)
         tensors = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
         if self.lm_head is not self.embed:
             tensors["lm_head.weight"] = self.lm_head
         for number, layer in enumerate(self.layers):
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors()}
         return tensors
+
+
+def dense(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dense(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,90 @@
+"""What quantized weights cost: perplexity on text that the demo model was not trained on, and greedy answers that stay.
+
+`python -m benchmarks.quality` prints a table; the same figures are bounded in tests/engine/test_quantization.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tandem.engine.loader import load_weights
+from tandem.engine.models import Decoder, read_model_config
+
+DEMO = Path(__file__).parents[1] / "models" / "demo" / "target"
+LENGTH = 512
+
+
+def held_out(model: Path, count: int) -> list[list[int]]:
+    """Sequences of `LENGTH` + 1 tokens from test suites of the standard library, which training left out."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tests = sorted((Path(sysconfig.get_path("stdlib")) / "test").glob("test_*.py"))
+    random.Random(0).shuffle(tests)
+    found: list[list[int]] = []
+    for path in tests:
+        ids: list[int] = tokenizer.encode(path.read_text(encoding="utf-8", errors="ignore")[:8000]).ids
+        if len(ids) > LENGTH:
+            found.append(ids[: LENGTH + 1])
+        if len(found) == count:
+            return found
+    raise ValueError(f"count: the standard library has no {count} test files as long as that")
+
+
+def load(path: Path, quantization: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = Decoder(read_model_config(path), dtype)
+    load_weights(model, path)
+    if quantization != "none":
+        model.quantize(quantization)
+    return model
+
+
+def perplexity(model: Decoder, sequences: Sequence[Sequence[int]]) -> float:
+    total = 0.0
+    for ids in sequences:
+        logits = logits_of(model, ids[:-1])
+        total += float(F.cross_entropy(logits, torch.tensor(ids[1:])))
+    return math.exp(total / len(sequences))
+
+
+def agreement(model: Decoder, other: Decoder, sequences: Sequence[Sequence[int]]) -> float:
+    """Of all positions, how many where both would say the same."""
+    same = [(logits_of(model, ids).argmax(-1) == logits_of(other, ids).argmax(-1)).float().mean() for ids in sequences]
+    return float(torch.stack(same).mean())
+
+
+@torch.inference_mode()
+def logits_of(model: Decoder, ids: Sequence[int]) -> Tensor:
+    return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), _attend))
+
+
+def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--sequences", type=int, default=16)
+    arguments = parser.parse_args()
+    sequences, plain = held_out(arguments.model, arguments.sequences), load(arguments.model, "none")
+    base = perplexity(plain, sequences)
+    print(f"| weights | perplexity | beside plain | same greedy token |\n|---|---|---|---|\n| plain | {base:.3f} | | |")
+    for quantization in ("int8", "int4"):
+        model = load(arguments.model, quantization)
+        found = perplexity(model, sequences)
+        same = agreement(model, plain, sequences)
+        print(f"| {quantization} | {found:.3f} | {found / base - 1:+.2%} | {same:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
