@@ -76,8 +76,13 @@ class BodyTooLarge(GatewayError):
 
 
 class Overloaded(GatewayError):
+    """More than the cluster can do in time, or than its queue takes. Nothing was begun."""
+
     status, type, grpc = 429, "overloaded_error", StatusCode.RESOURCE_EXHAUSTED
-    headers = MappingProxyType({"retry-after": "1"})
+
+    def __init__(self, message: str, code: str | None = None, wait_s: float = 1.0) -> None:
+        super().__init__(message, code=code)
+        self.headers = {"retry-after": str(max(1, ceil(wait_s)))}
 
 
 class RateLimited(GatewayError):

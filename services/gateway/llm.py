@@ -43,8 +43,11 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """The model's own, or what the smallest of its workers allows."""
-        return min([self.model.max_model_len, *(worker.info.max_model_len for worker in self.pool.workers)])
+        """The model's own, or what the smallest of its workers allows, or what the largest decode pool can hold."""
+        infos = [worker.info for worker in self.pool.workers]
+        pools = (info.num_blocks * info.block_size for info in infos if info.role is Role.DECODE)
+        longest = min([self.model.max_model_len, *(info.max_model_len for info in infos)])
+        return min(longest, max(pools, default=longest))
 
     def served(self, name: str) -> ServedModel:
         """

@@ -182,7 +182,12 @@ class Gateway:
             PriorityClass.BATCH: settings.batch_weight,
         }
         queue = FairQueue(weights, settings.tenant_weights)
-        self.admission = Admission(queue, settings.max_queued)
+        targets = {
+            PriorityClass.REALTIME: settings.realtime_ttft_s,
+            PriorityClass.INTERACTIVE: settings.interactive_ttft_s,
+            PriorityClass.BATCH: settings.batch_ttft_s,
+        }
+        self.admission = Admission(queue, settings.max_queued, targets)
         metrics.watch(self.admission)
         bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens
         self._run(self.admission.run(view, lambda: capacity_of(pool.workers, *bounds)))

@@ -54,6 +54,11 @@ class GatewaySettings(ClusterSettings):
     realtime_weight: float = Field(8, gt=0, description="share of tokens when every class has requests waiting")
     interactive_weight: float = Field(4, gt=0)
     batch_weight: float = Field(1, gt=0)
+    realtime_ttft_s: float | None = Field(
+        5, gt=0, description="what would get its first token later than this is refused; none: as late as its deadline"
+    )
+    interactive_ttft_s: float | None = Field(30, gt=0)
+    batch_ttft_s: float | None = Field(None, gt=0)
     tenant_weights: dict[str, PositiveFloat] = Field({}, description="share of tokens within a class; 1 if not named")
     max_queued: int = Field(1024, ge=1, description="most choices waiting for their turn; beyond it, 429")
     max_admitted_tokens: int | None = Field(

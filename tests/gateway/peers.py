@@ -241,11 +241,11 @@ class Peers:
         servicer: PrefillPeer = self.workers["p"].servicer
         return servicer
 
-    async def add_decode(self, worker_id: str = "d", revision: str = REVISION) -> Peer:
+    async def add_decode(self, worker_id: str = "d", revision: str = REVISION, num_blocks: int = 64) -> Peer:
         incarnation = uuid4().hex
         peer = self._decodes[incarnation] = DecodePeer(incarnation, layout_of(revision), self.generator)
         servicer = rpc.Servicer("tandem.v1.DecodeService", peer, decode_pb2_grpc.add_DecodeServiceServicer_to_server)
-        return await self._add(worker_id, Role.DECODE, incarnation, revision, servicer)
+        return await self._add(worker_id, Role.DECODE, incarnation, revision, servicer, num_blocks)
 
     async def add_prefill(self, worker_id: str = "p", revision: str = REVISION) -> Peer:
         peer = PrefillPeer(layout_of(revision), self.generator, self._by_incarnation)
@@ -274,12 +274,14 @@ class Peers:
         decodes = [p.info.incarnation for p in self.workers.values() if p.info.role is Role.DECODE]
         return WorkerLoad(free_blocks=64, num_waiting=0, num_running=0, queued_tokens=0, linked=tuple(decodes))
 
-    async def _add(self, worker_id: str, role: Role, incarnation: str, revision: str, servicer: rpc.Servicer) -> Peer:
+    async def _add(
+        self, worker_id: str, role: Role, incarnation: str, revision: str, servicer: rpc.Servicer, num_blocks: int = 64
+    ) -> Peer:
         server = await rpc.serve([servicer], "127.0.0.1", 0)
         info = WorkerInfo(
             worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
             transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=revision,
-            layout_hash=layout_of(revision), block_size=16, num_blocks=64, max_num_seqs=64, max_model_len=256,
+            layout_hash=layout_of(revision), block_size=16, num_blocks=num_blocks, max_num_seqs=64, max_model_len=256,
             transports=("tcp",), host="test",
         )  # fmt: skip
         await self.registry.register(info, self._load(), TTL_S)

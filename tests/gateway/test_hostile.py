@@ -13,7 +13,8 @@ from grpc import aio
 
 from services.gateway import Gateway, GatewaySettings
 from tandem.v1 import llm_pb2
-from tests.gateway.peers import MODEL
+from tests.gateway.conftest import eventually
+from tests.gateway.peers import MODEL, Peers
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
@@ -84,6 +85,15 @@ async def called(gateway: Gateway, method: str, data: bytes) -> grpc.StatusCode:
 async def test_malformed_messages_are_the_clients_fault(gateway: Gateway, method: str, data: bytes) -> None:
     assert await called(gateway, method, data) in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OK)
     assert await called(gateway, method, b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_no_pool_could_hold_is_refused_at_once(
+    gateway: Gateway, http: httpx.AsyncClient, peers: Peers
+) -> None:
+    await peers.add_decode(num_blocks=4)
+    await eventually(lambda: gateway.llm.max_model_len == 64)
+    answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": [5] * 10, "max_tokens": 60})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 async def test_a_message_has_a_bound(gateway: Gateway, http: httpx.AsyncClient) -> None:

@@ -1,6 +1,7 @@
 """Waiting to be let into the cluster, and being inside.
 
     enter ──> it is this work's turn, and there is room ──> inside ── first token ──> read ── end ──> leave
+         ├──> it would come too late: refused at once (forecast.py), for its deadline or its class's time to first token
          ├──> too many wait: the last of the tenant with most waiting is refused, this one or another
          ├──> the deadline passes
          └──> the gateway stops
@@ -12,22 +13,36 @@ everything. The queue is looked at again when work leaves, when a prompt was rea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
+from types import MappingProxyType
 
 from services.gateway.admission.capacity import Admitted, Capacity
 from services.gateway.admission.fair_queue import FairQueue, Work
+from services.gateway.admission.forecast import Forecast
 from services.gateway.errors import GatewayError, Overloaded, TimedOut
 from services.gateway.priority import PriorityClass
 from tandem.registry import ClusterView
 
 FOLLOW_S = 1.0
+# A forecast is not exact: what would come later than this part of its time is not waited for.
+SURE = 0.7
+NO_TARGETS: Mapping[PriorityClass, float | None] = MappingProxyType({})
 
 
 class Admission:
     """Owns who waits and who is inside. `run` follows the cluster's capacity."""
 
-    def __init__(self, queue: FairQueue, max_queued: int) -> None:
+    def __init__(
+        self, queue: FairQueue, max_queued: int, ttft_s: Mapping[PriorityClass, float | None] = NO_TARGETS
+    ) -> None:
+        """
+        Args:
+            ttft_s: how late a first token may come to a class; None: as late as its deadline.
+        """
         self.admitted = Admitted()
+        self._forecast = Forecast()
+        self._ttft_s = ttft_s
         self._queue = queue
         self._max_queued = max_queued
         # Done when it is let in, or with why not.
@@ -41,7 +56,7 @@ class Admission:
         """Return when `work` may go on. Whatever comes of it, `leave` follows.
 
         Raises:
-            Overloaded: too many wait, and this is the one to go.
+            Overloaded: it would come too late, or too many wait and this is the one to go.
             TimedOut: the deadline came first.
             GatewayError: the error passed to `stop`.
         """
@@ -52,14 +67,17 @@ class Admission:
         self._let_in()
         if len(self._queue) > self._max_queued:
             self._refuse(self._queue.last(), self._full())
+        if not turn.done() and (late := self._too_late(work)):
+            self._refuse(work, late)
         if not turn.done():
-            await _until(turn, work.deadline)
+            await self._until(turn, work)
         if error := turn.result():
             raise error
 
     def wrote(self, work: Work, num_tokens: int) -> None:
         """So many new tokens of work that is inside."""
         if num_tokens and not work.new_tokens:
+            self._forecast.read(work, asyncio.get_running_loop().time())
             self.admitted.read(work)
             self._let_in()
         work.new_tokens += num_tokens
@@ -67,6 +85,7 @@ class Admission:
     def leave(self, work: Work) -> None:
         """It has ended, well or not, inside or waiting; nothing happens where it is neither."""
         if work in self.admitted:
+            self._forecast.ended(work, asyncio.get_running_loop().time())
             self.admitted.leave(work)
             self._queue.correct(work)
         elif work in self._turns:
@@ -101,6 +120,7 @@ class Admission:
     def _let_in(self) -> None:
         while (first := self._queue.first()) is not None and self.admitted.fits(first):
             self._queue.take()
+            first.entered_at = asyncio.get_running_loop().time()
             self.admitted.enter(first)
             self._turns.pop(first).set_result(None)
 
@@ -111,16 +131,39 @@ class Admission:
         self._queue.remove(work)
         return self._turns.pop(work)
 
+    def _too_late(self, work: Work) -> Overloaded | None:
+        """Why work that has to wait had better not: others, in time, would only come later."""
+        forecast, left = self._forecast, work.deadline - asyncio.get_running_loop().time()
+        target = self._ttft_s.get(work.priority_class)
+        turn_s = forecast.turn_s(self._queue.tokens_ahead(work), self.admitted.tokens)
+        if not turn_s:
+            return None
+        last_s, first_s = forecast.last_token_s(turn_s, work), forecast.first_token_s(turn_s)
+        if last_s > SURE * left:
+            said = f"it would end in about {last_s:.1f} s, and its deadline is in {left:.1f} s"
+            return Overloaded(said, "deadline_unreachable", wait_s=last_s - SURE * left)
+        if target is not None and first_s > SURE * target:
+            said = f"its first token would come in about {first_s:.1f} s, and class {work.priority_class.label} has"
+            return Overloaded(f"{said} {target:g} s", "too_late", wait_s=first_s - SURE * target)
+        return None
+
     def _full(self) -> Overloaded:
         return Overloaded(
             f"{self._max_queued} choices wait already, and this one's tenant has most of them", code="queue_full"
         )
 
-
-async def _until(turn: asyncio.Future[GatewayError | None], deadline: float) -> None:
-    try:
-        async with asyncio.timeout_at(deadline):
-            await asyncio.wait({turn})
-    except TimeoutError:
-        if not turn.done():
-            raise TimedOut("the request's deadline passed while it waited for its turn", code="queue_timeout") from None
+    async def _until(self, turn: asyncio.Future[GatewayError | None], work: Work) -> None:
+        target = self._ttft_s.get(work.priority_class)
+        waits_s = inf if target is None else max(target - self._forecast.first_token_s(0.0), 0.0)
+        bound = min(work.deadline, asyncio.get_running_loop().time() + waits_s)
+        try:
+            async with asyncio.timeout_at(bound):
+                await asyncio.wait({turn})
+        except TimeoutError:
+            if turn.done():
+                return
+            if bound < work.deadline:
+                said = f"it has waited {waits_s:.1f} s, and its first token would come later than class"
+                raise Overloaded(f"{said} {work.priority_class.label} has, {target:g} s", "too_late") from None
+            late = "the request's deadline passed while it waited for its turn"
+            raise TimedOut(late, code="queue_timeout") from None

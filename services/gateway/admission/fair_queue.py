@@ -37,6 +37,8 @@ class Work:
     max_new_tokens: int
     new_tokens: int = 0  # written so far
     arrival: int = 0  # set by the queue
+    entered_at: float = 0.0  # on the event loop's clock, as is
+    first_at: float = 0.0  # when its first token came
 
     @property
     def cost(self) -> int:
@@ -109,6 +111,20 @@ class FairQueue:
         self.remove(work)
         return work
 
+    def tokens_ahead(self, work: Work) -> int:
+        """About what is given to others before this work, which waits, has had its turn: parties that share are served
+        alike by weight, until each has had what stands before it or has nothing left."""
+        group = self._classes[work.priority_class]
+        tenant = group.tenants[work.tenant]
+        own = sum(other.cost for other in tenant.works if _last_first(other) >= _last_first(work))
+        others = (other for other in group.tenants.values() if other is not tenant and other.works)
+        within = own + sum(min(_cost(other), own * other.weight / tenant.weight) for other in others)
+        classes = (other for other in self._classes.values() if other is not group and other.num_waiting)
+        beside = (
+            min(sum(map(_cost, other.tenants.values())), within * other.weight / group.weight) for other in classes
+        )
+        return round(within + sum(beside)) - work.cost
+
     def remove(self, work: Work) -> None:
         """It waits no longer."""
         group = self._classes[work.priority_class]
@@ -159,6 +175,10 @@ class FairQueue:
             known = _Tenant(name, self._tenant_weights.get(name, 1.0), next(self._numbers))
             group.tenants[name] = known
         return known
+
+
+def _cost(tenant: _Tenant) -> int:
+    return sum(work.cost for work in tenant.works)
 
 
 def _last_first(work: Work) -> tuple[float, int]:

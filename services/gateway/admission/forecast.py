@@ -1,0 +1,66 @@
+"""When work that would have to wait gets its first token, and its last: from how it went for others.
+
+    its turn      what goes before it, in tokens  /  what flows through the cluster: tokens inside / time spent inside
+    first token   as long after its turn as it took others
+    last token    as many more as others wrote of what they were allowed, at others' pace
+
+Nothing is said before others have ended, nor of work that need not wait: whatever was measured of a bad time, an idle
+cluster takes work, and measures anew.
+"""
+
+from __future__ import annotations
+
+from services.gateway.admission.fair_queue import Work
+
+WEIGHT = 1 / 16
+
+
+class Average:
+    """Of recent values, with their usual deviation."""
+
+    def __init__(self) -> None:
+        self.mean = self._deviation = 0.0
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    @property
+    def high(self) -> float:
+        """What few values exceed."""
+        return self.mean + self._deviation
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        weight = max(WEIGHT, 1 / self._count)
+        self._deviation += weight * (abs(value - self.mean) * (self._count > 1) - self._deviation)
+        self.mean += weight * (value - self.mean)
+
+
+class Forecast:
+    def __init__(self) -> None:
+        self._inside_s, self._first_s = Average(), Average()
+        self._token_s, self._used = Average(), Average()
+
+    def read(self, work: Work, now: float) -> None:
+        """Its first token has come."""
+        work.first_at = now
+        self._first_s.add(now - work.entered_at)
+
+    def ended(self, work: Work, now: float) -> None:
+        if not work.new_tokens:
+            return
+        self._inside_s.add(now - work.entered_at)
+        self._used.add(work.new_tokens / work.max_new_tokens)
+        if work.new_tokens > 1:
+            self._token_s.add((now - work.first_at) / (work.new_tokens - 1))
+
+    def turn_s(self, tokens_ahead: int, tokens_inside: int) -> float:
+        """Seconds until its turn; 0 while nothing is known."""
+        return tokens_ahead * self._inside_s.mean / tokens_inside if tokens_inside else 0.0
+
+    def first_token_s(self, turn_s: float) -> float:
+        return turn_s + self._first_s.high
+
+    def last_token_s(self, turn_s: float, work: Work) -> float:
+        return self.first_token_s(turn_s) + self._used.mean * work.max_new_tokens * self._token_s.mean

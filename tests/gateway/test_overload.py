@@ -1,0 +1,125 @@
+"""More work than fits, on virtual time: what is accepted comes in time, the rest is refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from services.gateway.admission import Admission, Capacity, FairQueue, Work
+from services.gateway.errors import GatewayError, Overloaded
+from services.gateway.priority import PriorityClass
+from tests.simulation.world import World
+
+INTERACTIVE = PriorityClass.INTERACTIVE
+WEIGHTS = {PriorityClass.REALTIME: 8.0, INTERACTIVE: 4.0, PriorityClass.BATCH: 1.0}
+SLOTS, READ_S, STEP_S, TOKENS = 32, 0.1, 0.02, 32
+PEAK = SLOTS / (READ_S + STEP_S * TOKENS)  # choices a second
+TTFT_S, WARM_S, RUN_S = 2.0, 5.0, 25.0
+
+
+@dataclass
+class Outcomes:
+    good: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    refused_after: list[float] = field(default_factory=list)
+
+
+class Overload:
+    """A cluster of so many slots, and clients that come at random, whatever becomes of others."""
+
+    def __init__(self, world: World, deadline_s: float | None, spread: bool) -> None:
+        self.admission = Admission(FairQueue(WEIGHTS, {}), 100_000, {INTERACTIVE: TTFT_S})
+        self.outcomes = Outcomes()
+        self._world, self._deadline_s, self._spread = world, deadline_s, spread
+
+    async def run(self, rate: float) -> None:
+        self.admission.resize(Capacity(tokens=10**9, sequences=SLOTS, prompt_tokens=10**9, prompts=SLOTS))
+        now, tasks = asyncio.get_running_loop().time, set[asyncio.Task[None]]()
+        start = now()
+        while now() < start + RUN_S:
+            await asyncio.sleep(self._world.random.expovariate(rate))
+            tasks.add(asyncio.ensure_future(self._request(now() > start + WARM_S)))
+        await asyncio.gather(*tasks)
+        assert self.admission.check_integrity() == []
+
+    async def _request(self, counted: bool) -> None:
+        now = asyncio.get_running_loop().time
+        born, tokens = now(), TOKENS
+        if self._spread:
+            tokens = self._world.random.choice((TOKENS // 4, TOKENS, TOKENS * 7 // 4))
+        work = Work(INTERACTIVE, "t", born + (self._deadline_s or 600.0), 100, tokens)
+        end, first_s = "done", 0.0
+        try:
+            await self.admission.enter(work)
+            await asyncio.sleep(READ_S)
+            self.admission.wrote(work, 1)
+            first_s = now() - born
+            await asyncio.sleep(STEP_S * tokens)
+            self.admission.wrote(work, tokens - 1)
+            if now() > work.deadline:
+                end = "late"
+        except GatewayError as error:
+            end = str(error.code)
+            if isinstance(error, Overloaded) and counted:
+                self.outcomes.refused_after.append(now() - born)
+        finally:
+            self.admission.leave(work)
+        if counted:
+            self.outcomes.ends[end] += 1
+            self.outcomes.good += end == "done" and first_s <= TTFT_S
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("deadline_s", [None, 3.0])
+@pytest.mark.parametrize("times", [2.0, 7.5])
+def test_goodput_stays_at_its_peak(times: float, deadline_s: float | None, spread: bool) -> None:
+    with World(1) as world:
+        process = world.process("gateway")
+        overload = Overload(world, deadline_s, spread)
+        world.run(process, overload.run(times * PEAK))
+        outcomes = overload.outcomes
+    goodput = outcomes.good / (RUN_S - WARM_S)
+    assert goodput >= 0.95 * PEAK, outcomes.ends
+    assert outcomes.ends["late"] + outcomes.ends["queue_timeout"] <= 0.02 * outcomes.good
+    refused = sorted(outcomes.refused_after)
+    assert refused[int(0.99 * len(refused))] < 0.010
+
+
+def test_who_is_refused_is_told_when_to_come_again() -> None:
+    with World(2) as world:
+        overload = Overload(world, None, spread=False)
+        world.run(process := world.process("gateway"), overload.run(2 * PEAK))
+
+        async def flood() -> list[BaseException | None]:
+            works = [Work(INTERACTIVE, "t", 1e9, 100, TOKENS) for _ in range(500)]
+            ended = await asyncio.gather(*map(overload.admission.enter, works), return_exceptions=True)
+            for work in works:
+                overload.admission.leave(work)
+            return ended
+
+        task = process.spawn(flood())
+        while not task.done():
+            world.step()
+    refusals = [error for error in task.result() if isinstance(error, Overloaded)]
+    assert refusals
+    assert {error.code for error in refusals} == {"too_late"}
+    assert max(int(error.headers["retry-after"]) for error in refusals) >= 1
+    assert any("would come in about" in error.message for error in refusals)
+
+
+def test_an_idle_cluster_takes_what_a_bad_time_would_have_refused() -> None:
+    with World(3) as world:
+        overload = Overload(world, None, spread=False)
+        process = world.process("gateway")
+        world.run(process, overload.run(7.5 * PEAK))
+
+        async def once() -> None:
+            loop = asyncio.get_running_loop()
+            work = Work(INTERACTIVE, "t", loop.time() + 0.01, 100, TOKENS)
+            await overload.admission.enter(work)
+            overload.admission.leave(work)
+
+        world.run(process, once())
