@@ -70,13 +70,13 @@ class LLM:
             raise InvalidRequest(f"{param} must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds", param)
         return asyncio.get_running_loop().time() + (self.settings.timeout_s if seconds is None else seconds)
 
-    async def encode(self, text: str, param: str) -> list[int]:
+    async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         """
         Raises:
             InvalidRequest: it is longer than any text of so many tokens as the model takes.
         """
         self._check_characters(len(text), param)
-        return await self.model.tokenizer.encode(text, add_special_tokens=True)
+        return await self.model.tokenizer.encode(text, add_special_tokens)
 
     async def encode_chat(self, messages: list[Mapping[str, Any]], options: TemplateOptions) -> list[int]:
         """

@@ -7,7 +7,7 @@ fallback  a choice that did not take the path it should: no pair could take it, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission
 from services.gateway.priority import PriorityClass
-from tandem.registry import BlockReplica
+from tandem.registry import BlockReplica, Role, Worker
 from tandem.v1 import llm_pb2
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -48,6 +48,8 @@ class Metrics:
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", E2E)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered choices.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens written.")
+        self.prefix_cache_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked for in prefix caches.")
+        self.prefix_cache_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
         self.proposed_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed ahead.")
         self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens that were right.")
         self._success = Counter(
@@ -103,6 +105,17 @@ class Metrics:
             ("tandem_admitted_tokens", "Their prompts and all they may write.", lambda: admission.admitted.tokens),
         ):
             Gauge(name, text, LABELS, registry=self._registry).labels(self._model).set_function(count)
+
+    def watch_workers(self, workers: Callable[[], Sequence[Worker]]) -> None:
+        """Report how full the decode workers' KV caches are, as last seen."""
+
+        def used() -> float:
+            decodes = [worker for worker in workers() if worker.info.role is Role.DECODE]
+            blocks = sum(worker.info.num_blocks for worker in decodes)
+            return 1 - sum(worker.load.free_blocks for worker in decodes) / blocks if blocks else 0.0
+
+        text = "KV blocks of the decode workers that sequences hold; 1 is all."
+        Gauge("vllm:kv_cache_usage_perc", text, LABELS, registry=self._registry).labels(self._model).set_function(used)
 
     def watch_replica(self, replica: BlockReplica) -> None:
         """Report what is known of prefix caches, as of when Prometheus asks."""

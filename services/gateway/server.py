@@ -148,6 +148,7 @@ class Gateway:
         metrics = Metrics(CollectorRegistry(), model.name)
         replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
         metrics.watch_replica(replica)
+        metrics.watch_workers(lambda: pool.workers)
         self._run(replica.run())
         router = self._make_router(registry, view, replica, model.name, settings.disaggregation)
         self._admit(view, pool, metrics)

@@ -167,6 +167,9 @@ class Answer:
         )
         span.end()
         metrics.request(kind, status)
+        if status == 200:
+            metrics.prefix_cache_queries.inc(usage.prompt_tokens)
+            metrics.prefix_cache_hits.inc(usage.cached_tokens)
         metrics.proposed_tokens.inc(usage.proposed_tokens)
         metrics.accepted_tokens.inc(usage.accepted_tokens)
         for outcome in self.outcomes:

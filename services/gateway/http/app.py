@@ -14,8 +14,9 @@ from starlette.routing import Route
 from services.gateway.errors import GatewayError, Internal, InvalidRequest, unexpected
 from services.gateway.http.chat import read_chat
 from services.gateway.http.completions import read_completion
-from services.gateway.http.endpoint import GenerateEndpoint
+from services.gateway.http.endpoint import GenerateEndpoint, JsonEndpoint
 from services.gateway.http.exchange import request_id_of
+from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
 
@@ -31,6 +32,8 @@ def build_app(llm: LLM, wall: Callable[[], float]) -> FastAPI:
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, telemetry={"tracing": False, "metrics": False})
     for path, read in (("/v1/chat/completions", read_chat), ("/v1/completions", read_completion)):
         app.router.routes.append(Route(path, GenerateEndpoint(llm, read, wall), methods=["POST"]))
+    for path, respond in (("/tokenize", tokenize), ("/detokenize", detokenize)):
+        app.router.routes.append(Route(path, JsonEndpoint(llm, respond), methods=["POST"]))
     _add_errors(app, llm)
     _add_models(app, llm)
     _add_health(app, llm)

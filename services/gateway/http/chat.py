@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
@@ -20,10 +20,8 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
     """
     found, given = schema.read(schema.ChatBody, body)
     llm.served(found.model)
-    if not found.messages:
-        raise InvalidRequest("messages must not be empty", "messages")
     llm.check_choices(1, found.n or 1)
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(found.messages)]
+    messages = read_messages(found.messages)
     names = {"logprobs": "top_logprobs"}
     if (logprobs := _logprobs(found)) is not None:
         given["logprobs"] = logprobs
@@ -35,7 +33,7 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
         n=found.n or 1,
         given=given,
         sampling=await read_sampling(given, llm.model, names, structure_of(found)),
-        prompts=[truncated(await llm.encode_chat(messages, _options(found)), found.truncate_prompt_tokens)],
+        prompts=[truncated(await llm.encode_chat(messages, template_options(found)), found.truncate_prompt_tokens)],
         param="messages",
         operation="chat",
         format=ChatFormat(llm.model.tokenizer),
@@ -66,7 +64,7 @@ class ChatFormat(Format):
         return {"content": logprob_entries(self._tokenizer, delta.tokens.logprobs), "refusal": None}
 
 
-def _options(body: schema.ChatBody) -> TemplateOptions:
+def template_options(body: schema.ChatBody | schema.TokenizeBody) -> TemplateOptions:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
@@ -76,6 +74,16 @@ def _options(body: schema.ChatBody) -> TemplateOptions:
         continue_final_message=bool(body.continue_final_message),
         variables=variables,
     )
+
+
+def read_messages(said: Sequence[schema.Message]) -> list[Mapping[str, Any]]:
+    """
+    Raises:
+        InvalidRequest
+    """
+    if not said:
+        raise InvalidRequest("messages must not be empty", "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(said)]
 
 
 def _logprobs(body: schema.ChatBody) -> int | None:

@@ -11,8 +11,10 @@ All but the first end cancel the answer, which frees everything it holds on work
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from typing import Any
 
 import structlog
 from starlette.types import Receive, Scope, Send
@@ -38,18 +40,11 @@ log = structlog.get_logger(__name__)
 STALLED_S = 0.5
 
 
-class GenerateEndpoint:
+class Endpoint(ABC):
     """An ASGI app for one path."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        read: Callable[[LLM, bytes], Awaitable[ParsedBody]],
-        wall: Callable[[], float],
-    ) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._read = read
-        self._wall = wall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._llm.new_id, lambda: self._llm.leaving)
@@ -63,6 +58,42 @@ class GenerateEndpoint:
         except Exception as error:
             log.error("request failed", request_id=exchange.request_id, exc_info=error)
             await exchange.fail(unexpected(exchange.request_id), {})
+
+    @abstractmethod
+    async def _serve(self, exchange: Exchange) -> None:
+        """Answer it.
+
+        Raises:
+            GatewayError | ClientLeft
+        """
+
+
+class JsonEndpoint(Endpoint):
+    """One body in, one out, nothing of the cluster asked for."""
+
+    def __init__(self, llm: LLM, respond: Callable[[LLM, bytes], Awaitable[Any]]) -> None:
+        super().__init__(llm)
+        self._respond = respond
+
+    async def _serve(self, exchange: Exchange) -> None:
+        self._llm.access.authenticate(exchange.headers)
+        settings = self._llm.settings
+        body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s)
+        await exchange.json(200, await self._respond(self._llm, body), {})
+
+
+class GenerateEndpoint(Endpoint):
+    """Answers as they are written."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        read: Callable[[LLM, bytes], Awaitable[ParsedBody]],
+        wall: Callable[[], float],
+    ) -> None:
+        super().__init__(llm)
+        self._read = read
+        self._wall = wall
 
     async def _serve(self, exchange: Exchange) -> None:
         try:

@@ -120,6 +120,24 @@ class ChatBody(GenerationBody):
     reasoning_effort: str | None = None
 
 
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+M = TypeVar("M", bound=Body)
 B = TypeVar("B", bound=GenerationBody)
 # What OpenAI types more loosely than SamplingParams does.
 LOOSE = {"stop": Strings, "bad_words": Strings}
@@ -134,6 +152,17 @@ def _with_sampling(schema: type[B]) -> type[B]:
     return create_model(schema.__name__, __base__=schema, **fields)
 
 
+def validated(schema: type[M], body: bytes) -> M:
+    """
+    Raises:
+        InvalidRequest: naming the first field that is wrong.
+    """
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise _complaint(error) from None
+
+
 def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
     """The body, and the sampling parameters that it gives.
 
@@ -141,10 +170,7 @@ def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
         InvalidRequest: naming the first field that is wrong.
     """
     full = _with_sampling(schema)
-    try:
-        found = full.model_validate_json(body)
-    except ValidationError as error:
-        raise _complaint(error) from None
+    found = validated(full, body)
     _refuse_extras(found, "")
     if found.n is not None and found.n < 1:
         raise InvalidRequest(f"n must be at least 1, got {found.n}", "n")
