@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem import native
+from tandem.engine.decode_graphs import DecodeGraphs, cuda_capture, padded
 from tandem.engine.device import memory_checked, open_device
 from tandem.engine.forward import Forward, TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
@@ -118,9 +119,12 @@ def _num_blocks(config: EngineConfig, *layouts: KVLayout) -> int:
 
 
 def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
-    """All blocks at once, zeroed: what was never written must be a number, for a masked one still is multiplied."""
-    shape = layout.block_shape(num_blocks)
-    return [torch.zeros(shape, dtype=layout.torch_dtype, device=device) for _ in range(layout.num_layers)]
+    """All blocks at once, zeroed: what was never written must be a number, for a masked one still is multiplied.
+
+    Behind each layer's lies one block more, which belongs to no sequence: see `padded`.
+    """
+    shape = layout.block_shape(num_blocks + 1)
+    return [torch.zeros(shape, dtype=layout.torch_dtype, device=device)[:-1] for _ in range(layout.num_layers)]
 
 
 def _load(
@@ -137,4 +141,7 @@ def _load(
         elif (library := load_library()) is not None:
             forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
             return forward, kv_cache, CpuChoose(library, cores.threads)
-    return TorchForward(model, kv_cache), kv_cache, choose
+    plain = TorchForward(model, kv_cache)
+    if config.cuda_graphs:
+        return DecodeGraphs(plain, model, padded(kv_cache), cuda_capture), kv_cache, choose
+    return plain, kv_cache, choose

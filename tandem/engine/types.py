@@ -127,7 +127,8 @@ class EngineConfig:
     such chunks is no slower for; and all that fit elsewhere.
 
     `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a fingerprint
-    of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used. Through the folder
+    of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used; `cuda_graphs`
+    replays steps that only decode. Through the folder
     `shared_cores` engines on one machine lend each other idle cores, beyond their own `num_threads`. `null` makes it a
     null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
 
@@ -151,6 +152,7 @@ class EngineConfig:
     shared_cores: Path | None = None
     revision: str = ""
     cpu_kernels: bool = True
+    cuda_graphs: bool = False
     null: StepTime | None = None
     speculative: Speculative = OFF
     speculative_model: Path | None = None
@@ -168,6 +170,8 @@ class EngineConfig:
             raise ValueError("kv_budget_bytes: set it or num_blocks")
         if self.quantization not in METHODS:
             raise ValueError(f"quantization: {self.quantization!r} is not one of {', '.join(METHODS)}")
+        if self.cuda_graphs and self.device == "cpu":
+            raise ValueError("cuda_graphs: the device is cpu, which has none")
         if self.null and self.speculative_model:
             raise ValueError("speculative_model: the null engine has no model to draft for")
 

@@ -44,6 +44,7 @@ class WorkerSettings(ClusterSettings):
     )
     null_speedup: float = Field(StepTime.speedup, gt=0, description="null engine: divides all its times")
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
+    cuda_graphs: bool = Field(False, description="replay decode steps as CUDA graphs (see docs/gpu.md)")
     dtype: str = Field("auto", description="float32, bfloat16, or auto: as the weights are stored")
     quantization: Literal["none", "int8", "int4"] = Field(
         "none", description="what weights are made when loaded: 8 or 4 bits a number"
@@ -87,6 +88,7 @@ class WorkerSettings(ClusterSettings):
             model_name=self.served_name,
             dtype=self.dtype,
             device=self.device,
+            cuda_graphs=self.cuda_graphs,
             block_size=self.block_size,
             kv_budget_bytes=int(self.kv_memory),
             num_blocks=self.num_blocks,

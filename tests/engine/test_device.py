@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.engine import EngineConfig
 from tandem.engine.device import memory_checked, open_device
 
 
@@ -57,6 +58,11 @@ def test_what_cannot_be_used_is_named(name: str, built_for: str | None, problem:
         open_device(name, TwoDevices(problem), built_for)
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_graphs_need_a_gpu(demo_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"cuda_graphs: the device is cpu"):
+        EngineConfig(model_path=demo_model, model_name="demo", cuda_graphs=True)
 
 
 def test_a_cache_that_does_not_fit_is_named_with_what_is_free() -> None:

@@ -1,0 +1,148 @@
+"""Decode steps as graphs: one token of each sequence, padded to a size that was captured, replayed from static memory.
+
+    step ──fill──> static inputs [ ids | positions | slots | lengths | tables ] ──replay──> hidden states, a row each
+
+Rows and blocks are padded: a row to the next of SIZES, a table to a power of two. A row of padding is a sequence of one
+token in a block that belongs to nobody, so it writes where nothing is read. A graph is captured when a step first needs
+it; steps that read prompts, and those whose KV is pushed, go to the plain forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.engine.attention import write_kv
+from tandem.engine.forward import Forward, StepInput
+from tandem.engine.models import Decoder
+
+SIZES = (1, 2, 4, *range(8, 257, 8))
+
+# Runs what it is given, and returns what runs it again over the same memory.
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+class DecodeGraphs:
+    """A Forward of `model`. `cache` has one block more per layer than sequences use: its last is the padding's."""
+
+    def __init__(self, plain: Forward, model: Decoder, cache: list[Tensor], capture: Capture) -> None:
+        self._plain, self._model, self._cache, self._capture = plain, model, cache, capture
+        self._padding_block = len(cache[0]) - 1
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self.logits = plain.logits
+
+    def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
+        count = len(step.counts)
+        if written is not None or count != len(step.input_ids) or count > SIZES[-1]:
+            return self._plain(step, written)
+        size = next(size for size in SIZES if size >= count)
+        width = 1 << (max(map(len, step.tables)) - 1).bit_length()
+        graph = self._graphs.get((size, width)) or self._captured(size, width)
+        graph.fill(step)
+        return graph.replay()[:count]
+
+    def _captured(self, size: int, width: int) -> Graph:
+        inputs = StaticInputs.of(size, width, self._padding_block, self._cache[0])
+        replay = self._capture(lambda: self._model(inputs.ids, inputs.positions, StaticContext(self._cache, inputs)))
+        graph = self._graphs[size, width] = Graph(inputs, replay)
+        return graph
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInputs:
+    """Views of one row of int64 on the device, and its like on the host, which a step is written to."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    lengths: Tensor
+    tables: Tensor
+    device: Tensor
+    host: Tensor
+    padding: Tensor
+
+    @classmethod
+    def of(cls, size: int, width: int, padding_block: int, kv: Tensor) -> StaticInputs:
+        slot = padding_block * kv.shape[3]
+        rows = torch.tensor([0, 0, slot, 1]).repeat_interleave(size)
+        padding = torch.cat([rows, torch.full((size * width,), padding_block)])
+        host = padding.pin_memory() if kv.is_cuda else padding.clone()
+        device = padding.to(kv.device, copy=True)
+        ids, positions, slots, lengths = device[: 4 * size].view(4, size)
+        return cls(ids, positions, slots, lengths, device[4 * size :].view(size, width), device, host, padding)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    inputs: StaticInputs
+    replay: Callable[[], Tensor]
+
+    def fill(self, step: StepInput) -> None:
+        """One copy to the device. The last step's is over: its tokens have been read since."""
+        host, (size, width) = self.inputs.host.copy_(self.inputs.padding), self.inputs.tables.shape
+        count = len(step.counts)
+        rows, tables = host[: 4 * size].view(4, size), host[4 * size :].view(size, width)
+        rows[0, :count], rows[1, :count], rows[2, :count] = step.input_ids, step.positions, step.slots
+        rows[3, :count] = torch.tensor(step.lengths)
+        tables[:count] = _rectangle(step.tables, width)
+        self.inputs.device.copy_(host, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticContext:
+    """What a model's `attend` means: no shape and no branch depends on what the inputs hold."""
+
+    cache: list[Tensor]
+    inputs: StaticInputs
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = self.cache[layer]
+        write_kv(kv, self.inputs.slots, k, v)
+        return paged_decode(q, kv, self.inputs.tables, self.inputs.lengths)
+
+
+def padded(cache: list[Tensor]) -> list[Tensor]:
+    """The same caches with the block that lies behind each."""
+    return [kv.as_strided((len(kv) + 1, *kv.shape[1:]), kv.stride()) for kv in cache]
+
+
+def paged_decode(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
+    """q (sequences, heads, head_dim), one token each, over contexts of `lengths` tokens in blocks `tables`."""
+    num_seqs, _, head_dim = q.shape
+    _, _, kv_heads, block_size, _ = kv.shape
+    past = kv[tables].permute(2, 0, 3, 1, 4, 5).reshape(2, num_seqs, kv_heads, -1, head_dim)
+    visible = torch.arange(tables.shape[1] * block_size, device=q.device) < lengths[:, None]
+    # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
+    k, v = past.masked_fill(~visible[None, :, None, :, None], 0)
+    out = F.scaled_dot_product_attention(
+        q.view(num_seqs, kv_heads, -1, head_dim), k, v, attn_mask=visible[:, None, None, :]
+    )
+    return out.reshape(q.shape)
+
+
+def cuda_capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Into a CUDA graph, after runs on another stream that let libraries allocate what they keep."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def _rectangle(tables: Sequence[Sequence[int]], width: int) -> Tensor:
+    """Each padded with its own first block, which is masked."""
+    return torch.tensor([[*table, *[table[0]] * (width - len(table))] for table in tables])

@@ -1,0 +1,95 @@
+"""Padded decode steps equal plain ones, and none of their operations depends on what a step holds.
+
+On a CPU a step is traced into its operations, which are replayed over the same memory, as those of a CUDA graph are.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tandem.engine.decode_graphs import SIZES, DecodeGraphs, padded
+from tandem.engine.forward import StepInput, TorchForward
+from tandem.engine.models import Decoder
+from tests.engine.test_kernels import VOCAB, Sizes, fill
+
+SHAPES = [Sizes(4, 2, 32, 4), Sizes(8, 2, 16, 16, biased=True), Sizes(2, 1, 64, 8)]
+BLOCKS = 120
+
+
+class Traced:
+    """A Capture: the operations that one run made, and no Python of it, run again."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.count += 1
+        traced: Callable[[], Tensor] = make_fx(run)()
+        return traced
+
+
+def decode_step(lengths: list[int], tables: list[list[int]], size: int, dice: random.Random) -> StepInput:
+    last = [length - 1 for length in lengths]
+    return StepInput(
+        torch.tensor([dice.randrange(VOCAB) for _ in lengths]), torch.tensor(last),
+        torch.tensor([table[p // size] * size + p % size for table, p in zip(tables, last, strict=True)]),
+        [1] * len(lengths), array("q", lengths), tables,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_replayed_steps_equal_plain_ones_and_touch_nobody_elses_blocks(sizes: Sizes, tmp_path: Path) -> None:
+    model = Decoder(sizes.config(tmp_path), torch.float32)
+    fill(model, 3)
+    dice, generator = random.Random(1), torch.Generator().manual_seed(1)
+    shape = (BLOCKS, 2, sizes.kv_heads, sizes.block_size, sizes.head_dim)
+    start = [torch.randn(shape, generator=generator) for _ in model.layers]
+    plain_cache = [kv.clone() for kv in start]
+    longer = [torch.cat([kv, torch.zeros_like(kv[:1])]) for kv in start]
+    cache = padded([kv[:-1] for kv in longer])  # the last is the padding's
+    plain, capture = TorchForward(model, plain_cache), Traced()
+    graphs = DecodeGraphs(TorchForward(model, [kv[:-1] for kv in longer]), model, cache, capture)
+    keys = set()
+    with torch.no_grad():
+        for count in (1, 3, 3, 4, 7, 9, 8, 3, 1):
+            order = dice.sample(range(BLOCKS), BLOCKS)
+            lengths = sorted(dice.randrange(1, 5 * sizes.block_size) for _ in range(count))
+            tables = [[order.pop() for _ in range(-(-length // sizes.block_size))] for length in lengths]
+            for kv, filled in zip((*plain_cache, *cache), start * 2, strict=True):
+                kv[:BLOCKS] = filled
+                for length, table in zip(lengths, tables, strict=True):  # what was never written may be anything
+                    kv[table[-1], :, :, (length - 1) % sizes.block_size + 1 :] = math.nan
+            step = decode_step(lengths, tables, sizes.block_size, dice)
+            torch.testing.assert_close(graphs(step), plain(step), rtol=1e-4, atol=1e-4)
+            size = next(size for size in SIZES if size >= count)
+            keys.add((size, 1 << (max(map(len, tables)) - 1).bit_length()))
+            for ours, theirs in zip(cache, plain_cache, strict=True):
+                torch.testing.assert_close(ours[:-1], theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert capture.count == len(keys) < 9
+
+
+def test_steps_that_read_or_push_go_to_the_plain_forward(tmp_path: Path) -> None:
+    sizes = SHAPES[0]
+    model = Decoder(sizes.config(tmp_path), torch.float32)
+    fill(model, 3)
+    cache = [torch.zeros(9, 2, sizes.kv_heads, sizes.block_size, sizes.head_dim) for _ in model.layers]
+    capture = Traced()
+    graphs = DecodeGraphs(TorchForward(model, [kv[:-1] for kv in cache]), model, cache, capture)
+    chunk = StepInput(
+        torch.tensor([1, 2, 3]), torch.arange(3), torch.arange(3) + sizes.block_size, [3], array("q", [3]), [[1]]
+    )
+    written: list[int] = []
+    with torch.no_grad():
+        graphs(chunk)
+        graphs(decode_step([4], [[1]], sizes.block_size, random.Random(1)), written.append)
+    assert written == list(range(len(model.layers)))
+    assert capture.count == 0
