@@ -144,7 +144,7 @@ class Session:
         raise AssertionError(f"{self.live} never ended: {self.engine.stats()}")
 
 
-@pytest.fixture(scope="module", params=["none", "ngram", "draft"])
+@pytest.fixture(scope="module", params=["none", "draft"])
 def engines(llama: Path, family: Families, request: pytest.FixtureRequest) -> tuple[Engine, Engine, Oracle]:
     """The engine under test has 9 blocks of 4: one long sequence, or two or three short ones.
 
