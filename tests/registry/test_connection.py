@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
 from tandem.local import RedisServer
-from tandem.registry import Registry, RegistryUnavailable
+from tandem.registry import BlockReplica, Limits, Registry, RegistryUnavailable
 from tandem.registry.address import RedisAddress
-from tests.registry.cluster import register_pool
+from tests.registry.cluster import MODEL, known_prefix, register_pool
 
 
 @pytest.fixture
@@ -35,6 +36,35 @@ async def test_user_password_and_database_are_as_the_url_says(guarded: str) -> N
     await registry.close()
     async with Redis.from_url(f"redis://tandem:%2Ba%20p%3Ass@{guarded}/3") as client:
         assert await client.dbsize() > 0
+
+
+async def test_the_rights_that_docs_name_are_enough(own_redis: RedisServer) -> None:
+    said = re.search(r"ACL SETUSER tandem (.*)", (Path(__file__).parents[2] / "docs" / "security.md").read_text())
+    assert said
+    async with Redis.from_url(own_redis.url) as admin:
+        await admin.execute_command("ACL", "SETUSER", "tandem", *said[1].split())
+        await admin.acl_setuser("default", enabled=False)
+    registry = Registry.connect(f"redis://tandem:PASSWORD@127.0.0.1:{own_redis.port}")
+    async with registry.changes() as changes:
+        await register_pool(registry)
+        assert await changes.wait(2.0)
+    await registry.publish_blocks("d0", "d0-first", [b"a" * 16], [])
+    replica = BlockReplica(registry.block_feed)
+    await replica.refresh()
+    assert len(replica) == 1
+    route = await registry.select_and_reserve(
+        request_id="r", model=MODEL, prompt_tokens=40, max_new_tokens=8, prefill="require", ttl=5.0,
+        prefix=await known_prefix(registry, [b"a" * 16, b"b" * 16]),
+    )  # fmt: skip
+    assert await registry.release(route.reservation_id)
+    taken = await registry.take("t", Limits(1, 100, 1, 1.0), request_id="r", tokens=5, cost=0.1, ttl=5.0)
+    await registry.settle(taken, 1, 1, 0.1)
+    assert (await registry.usage("t")).requests == 1
+    assert await registry.locate([b"a" * 16]) == [["d0"]]
+    await registry.deregister("p0", "p0-first")
+    await registry.sweep()
+    assert await registry.check_integrity() == []
+    await registry.close()
 
 
 @pytest.mark.parametrize("user", ["", "tandem:wrong@", "nobody:secret@"])
