@@ -76,6 +76,12 @@ def test_rows_of_a_device_go_through_this_machines_memory(copier: Copier, ids: l
     assert not there.kv[[row for row in range(NUM_ROWS) if row not in ids]].any()
 
 
+@pytest.mark.skipif(not can_compile(), reason="no C compiler, or no AVX2")
+def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
+    source = Path(native.__file__).parent / "transfer" / "copy" / "rows.c"
+    assert native.compiled(source, ("avx2",), "-Wall", "-Wextra", "-Werror", cache=tmp_path).exists()
+
+
 def test_without_a_compiler_numpy_copies_and_meets_the_compiled_side(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, meet: Meet, transport: str
 ) -> None:
