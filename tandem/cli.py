@@ -9,7 +9,9 @@ from importlib.metadata import version
 USAGE = """usage: tandem <command> [options]
 
 commands:
-  up         start a whole cluster on this machine and serve until Ctrl-C
+  up         start a whole cluster, on this machine or on Ray, and serve until Ctrl-C
+  status     show the services of a cluster that `up --ray --detach` left running
+  down       end such a cluster
   generate   send a prompt to a running cluster and stream the answer
   drain      have the service on this machine finish what it has, before it is stopped
   keys       add, list or revoke API keys; what their tenants used
@@ -56,6 +58,14 @@ def _command(name: str) -> Callable[[list[str]], None] | None:
         from tandem.commands.fetch import main as fetch
 
         return fetch
+    if name == "status":
+        from tandem.commands.detached import status
+
+        return status
+    if name == "down":
+        from tandem.commands.detached import down
+
+        return down
     if name == "doctor":
         from tandem.commands.doctor import main as doctor
 

@@ -54,11 +54,17 @@ def test_rooms_without_torch(room: str) -> None:
     subprocess.run([sys.executable, "-c", BLOCKED.format(room=room)], check=True, timeout=60)
 
 
+def test_ray_is_imported_only_where_it_is_asked_for() -> None:
+    code = "import sys, tandem.cli, tandem.local.cluster, tandem.commands.detached, tandem.commands.up, tandem.worker"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'ray' not in sys.modules"], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("package", "homes"),
     [
         ("redis", ("tandem/registry",)),
         ("cupy", ("tandem/transfer",)),
+        ("ray", ("tandem/local/ray.py",)),
         ("fastapi", ("services/gateway",)),
         ("llguidance", ("tandem/grammar.py",)),
         ("opentelemetry.sdk", ("tandem/telemetry.py",)),

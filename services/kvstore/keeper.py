@@ -27,9 +27,10 @@ class OwnRedis:
     """The redis-server that this process runs. Starting again loses its memory, which workers and gateways bear."""
 
     def __init__(self, settings: KVStoreSettings) -> None:
-        self._memory_mb = settings.redis_memory_mb
-        self._server = RedisServer.start(settings.redis_port, max_memory_mb=self._memory_mb)
+        self._settings = settings
+        self._server = self._start(settings.redis_port)
         self.url = self._server.url
+        self.shown_url = f"redis://{settings.redis_host}:{self._server.port}"
 
     async def keep(self) -> None:
         """Start it again whenever it dies, until cancelled.
@@ -43,10 +44,16 @@ class OwnRedis:
                 log.error("redis-server died: starting it again, empty", port=self._server.port)
                 self._server.stop()
                 # On this thread on purpose: the child dies with the thread that starts it.
-                self._server = RedisServer.start(self._server.port, max_memory_mb=self._memory_mb)
+                self._server = self._start(self._server.port)
 
     def stop(self) -> None:
         self._server.stop()
+
+    def _start(self, port: int) -> RedisServer:
+        settings = self._settings
+        return RedisServer.start(
+            port, host=settings.redis_host, password=settings.redis_password, max_memory_mb=settings.redis_memory_mb
+        )
 
 
 async def sweep(registry: Registry, server: rpc.Server, interval: float) -> None:
@@ -94,7 +101,7 @@ async def _serve(settings: KVStoreSettings, registry: Registry, own: OwnRedis | 
     tasks = [asyncio.create_task(sweep(registry, server, settings.sweep_s), name="sweep")]
     if own:
         tasks.append(asyncio.create_task(own.keep(), name="redis"))
-    log.info("serving", host=settings.host, grpc_port=server.port, redis_url=own.url if own else "given")
+    log.info("serving", host=settings.host, grpc_port=server.port, redis_url=own.shown_url if own else "given")
     try:
         await _stopped_or_failed(tasks)
     finally:

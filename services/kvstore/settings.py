@@ -24,6 +24,8 @@ class KVStoreSettings(ClusterSettings):
     redis_port: int = Field(
         6379, ge=0, le=65535, description="port of the redis-server started here; 0 takes a free one"
     )
+    redis_host: str = Field("127.0.0.1", description="address of the redis-server started here")
+    redis_password: str = Field("", description="of the redis-server started here; needed where others can reach it")
     redis_memory_mb: int = Field(512, ge=16, description="memory bound of the redis-server started here")
     namespace: str = Field("tandem", min_length=1, description="prefix of every key: one per cluster")
     host: str = Field("127.0.0.1", description="address to listen on")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import shutil
 import signal
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from tempfile import gettempdir
+from typing import Any, Literal
 
 import httpx
 from pydantic import ByteSize, Field
@@ -20,12 +21,15 @@ from rich.table import Table
 
 from tandem.api_keys import check_exposed
 from tandem.local import Launcher, LocalLauncher, Service, ServiceFailed, check_free, unless_failed
-from tandem.registry import Registry, RegistryUnavailable
+from tandem.local.cluster import Cluster, check_settings, read_cluster
+from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 from tandem.security import ClusterSettings
 from tandem.settings import load
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo" / "target"
 SAMPLE_TOKENS = 96
+# Options that say how, not what: a file leaves them to the command line.
+BESIDE_FILE = {"file", "ray", "ray_namespace", "detach", "logs", "ready_timeout_s", "sample"}
 KV_MEMORY = {
     ("model", "prefill"): ByteSize(256 * 2**20), ("model", "decode"): ByteSize(512 * 2**20),
     ("null", "prefill"): ByteSize(4 * 2**20), ("null", "decode"): ByteSize(8 * 2**20),
@@ -75,128 +79,197 @@ class UpSettings(ClusterSettings):
     speculative_model: Path | None = Field(None, description="folder of a draft model with the same vocabulary")
     threads: int | None = Field(None, ge=1, description="CPU threads per worker; if not given, cores / workers")
     drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for what a worker runs to end; then it moves")
+    file: Path | None = Field(None, description="a cluster.yaml that says what runs, instead of options; docs/ray.md")
+    ray: str = Field("", description="run on the Ray cluster at this address; auto: the one of this machine")
+    ray_namespace: str = Field("tandem", min_length=1, description="Ray's name for this cluster's actors")
+    detach: bool = Field(False, description="with --ray: leave the cluster running, or change the one that runs")
     logs: Path = Field(Path(".run/logs"), description="folder for the processes' logs")
     ready_timeout_s: float = Field(120.0, gt=0, description="how long the cluster may take to become ready")
     sample: str = Field("", description="a prompt to stream one answer for when ready")
+
+    def cluster(self) -> Cluster:
+        """
+        Raises:
+            ValueError: the file, or an option beside it, is wrong.
+        """
+        if self.file is not None:
+            if beside := sorted(self.model_fields_set - BESIDE_FILE):
+                options = ", ".join(f"--{name.replace('_', '-')}" for name in beside)
+                raise ValueError(f"{options}: --file says what runs; set it there")
+            return read_cluster(self.file)
+        weights = {"path": self.model_path}
+        gateway = {"host", "http_port", "grpc_port", "disaggregation", "api_keys", "insecure"}
+        return Cluster.model_validate(
+            {
+                "models": [{"id": "model", "name": self.served_name, "weights": weights}],
+                "workers": {"settings": self._worker_settings()},
+                "pools": [
+                    self._pool("prefill", self.prefill, self.prefill_kv_memory),
+                    self._pool("decode", self.decode, self.decode_kv_memory),
+                ],
+                "gateway": {"settings": self.model_dump(include=gateway, exclude_none=True)},
+                "redis": {"url": self.redis_url, "port": self.redis_port},
+                "security": self.model_dump(include=set(ClusterSettings.model_fields), exclude_none=True),
+            }
+        )
 
     @property
     def served_name(self) -> str:
         return self.model_name or ("tandem-demo" if self.model_path == DEMO_MODEL else self.model_path.resolve().name)
 
-    @property
-    def registry_url(self) -> str:
-        return self.redis_url or f"redis://127.0.0.1:{self.redis_port}"
+    def _worker_settings(self) -> dict[str, object]:
+        fields = {
+            "engine",
+            "dtype",
+            "quantization",
+            "max_num_seqs",
+            "null_speedup",
+            "max_model_len",
+            "threads",
+            "drain_s",
+        }
+        return self.model_dump(include=fields, exclude_none=True) | {"transports": self.transports.split(",")}
 
-    @property
-    def reachable_host(self) -> str:
-        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+    def _pool(self, role: str, replicas: int, memory: ByteSize | None) -> dict[str, object]:
+        settings: dict[str, object] = {"kv_memory": int(memory or KV_MEMORY[self.engine, role])}
+        if role == "decode":
+            speculative = {"speculative_method", "speculative_num_tokens", "speculative_model"}
+            settings |= self.model_dump(include=speculative, exclude_none=True)
+        return {"name": role, "role": role, "model": "model", "replicas": replicas, "settings": settings}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is started, in this order, and where it will answer."""
+
+    cluster: Cluster
+    redis_url: str
+    kvstore: Service
+    workers: list[Service]
+    gateways: list[Service]
+
+    def url(self, gateway: Service, port: str = "http_port") -> str:
+        host = str(gateway.settings.get("host", "127.0.0.1"))
+        return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{gateway.settings[port]}"
 
 
 def main(arguments: list[str]) -> None:
-    settings = load(UpSettings, arguments, "tandem up")
-    if not (settings.model_path / "config.json").is_file():
-        raise SystemExit(f"--model-path: {settings.model_path} is no Hugging Face folder: it has no config.json")
+    settings = load(UpSettings, _with_ray_address(arguments), "tandem up")
     try:
-        check_exposed(settings.host, settings.api_keys, settings.insecure)
-        check_free(_addresses(settings))
-        asyncio.run(_up(settings))
-    except (ServiceFailed, TimeoutError, ValueError) as error:
+        cluster = settings.cluster()
+        _check(settings, cluster)
+        asyncio.run(_up_on_ray(settings, cluster) if settings.ray else _up_here(settings, cluster))
+    except (ServiceFailed, ConnectionError, TimeoutError, ValueError) as error:
         raise SystemExit(f"tandem up: {error}") from None
 
 
-def _addresses(settings: UpSettings) -> dict[str, tuple[str, int]]:
-    """What will be listened on, by the option that says so."""
-    addresses = {"--http-port": (settings.host, settings.http_port), "--grpc-port": (settings.host, settings.grpc_port)}
-    return addresses if settings.redis_url else {**addresses, "--redis-port": ("127.0.0.1", settings.redis_port)}
-
-
-def kvstore(settings: UpSettings) -> Service:
-    redis = {"redis_url": settings.redis_url} if settings.redis_url else {"redis_port": settings.redis_port}
-    return Service("kvstore", "services.kvstore", {**redis, "grpc_port": 0, **_security(settings)})
-
-
-def gateway(settings: UpSettings) -> Service:
-    own = settings.model_dump(
-        include={"host", "http_port", "grpc_port", "disaggregation", "api_keys", "insecure"}, exclude_none=True
-    )
-    return Service("gateway", "services.gateway", {**_shared(settings), **own})
-
-
-def workers(settings: UpSettings) -> list[Service]:
-    cores = settings.logs / "cores"
-    shutil.rmtree(cores, ignore_errors=True)
-    threads = settings.threads or max(1, (os.cpu_count() or 1) // (settings.prefill + settings.decode))
-    same = _shared(settings)
-    same |= settings.model_dump(include={"engine", "dtype", "quantization", "transports", "max_num_seqs", "drain_s"})
-    same |= settings.model_dump(include={"null_speedup", "max_model_len"}, exclude_none=True)
-    same |= {"threads": threads, "shared_cores": cores}
-    pools = {
-        "prefill": (settings.prefill, settings.prefill_kv_memory),
-        "decode": (settings.decode, settings.decode_kv_memory),
-    }
-    speculative = {"speculative_method", "speculative_num_tokens", "speculative_model"}
-    only = {"prefill": {}, "decode": settings.model_dump(include=speculative, exclude_none=True)}
-
-    def worker(role: str, number: int, memory: ByteSize) -> Service:
-        its = {"worker_id": f"{role}-{number}", "kv_memory": int(memory), **only[role]}
-        return Service(f"{role}-{number}", f"services.{role}", same | its, threads)
-
+def _with_ray_address(arguments: list[str]) -> list[str]:
+    """`--ray` alone is `--ray auto`."""
+    following = [*arguments[1:], "--"]
     return [
-        worker(role, number, memory or KV_MEMORY[settings.engine, role])
-        for role, (count, memory) in pools.items()
-        for number in range(count)
+        "--ray=auto" if argument == "--ray" and after.startswith("-") else argument
+        for argument, after in zip(arguments, following, strict=True)
     ]
 
 
-def _shared(settings: UpSettings) -> dict[str, object]:
-    return {
-        "model_path": settings.model_path, "model_name": settings.served_name, "redis_url": settings.registry_url,
-        **_security(settings),
-    }  # fmt: skip
+def _check(settings: UpSettings, cluster: Cluster) -> None:
+    for model in cluster.models:
+        if not (model.weights.path / "config.json").is_file():
+            name = f"models.{model.id}.weights.path" if settings.file else "--model-path"
+            raise ValueError(f"{name}: {model.weights.path} is no Hugging Face folder: it has no config.json")
+    if settings.file is not None:
+        _check_settings(cluster)
+    gateway = cluster.gateway.settings
+    check_exposed(gateway.get("host", "127.0.0.1"), gateway.get("api_keys"), bool(gateway.get("insecure")))
+    if settings.detach and not settings.ray:
+        raise ValueError("--detach: only a cluster on Ray can be left running; add --ray")
+    if not settings.detach:
+        check_free(cluster.addresses())
 
 
-def _security(settings: UpSettings) -> dict[str, object]:
-    return settings.model_dump(include=set(ClusterSettings.model_fields), exclude_none=True)
+def _check_settings(cluster: Cluster) -> None:
+    from services.gateway.settings import GatewaySettings
+    from tandem.worker import WorkerSettings
+
+    check_settings([(f"pools.{pool.name}.settings", pool.settings) for pool in cluster.pools], WorkerSettings)
+    check_settings([("gateway.settings", cluster.gateway.settings)], GatewaySettings)
 
 
-async def _up(settings: UpSettings) -> None:
+async def _up_here(settings: UpSettings, cluster: Cluster) -> None:
+    cores = settings.logs / "cores"
+    shutil.rmtree(cores, ignore_errors=True)
+    redis_url = cluster.redis.url or f"redis://127.0.0.1:{cluster.redis.port}"
+    workers = cluster.worker_services(redis_url, cores)
+    plan = Plan(cluster, redis_url, cluster.kvstore_service(), workers, cluster.gateway_services(redis_url))
     console = Console()
     launcher = LocalLauncher(settings.logs, lambda text: console.print(escape(text), style="yellow"))
+    await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
+
+
+async def _up_on_ray(settings: UpSettings, cluster: Cluster) -> None:
+    from tandem.local.ray import RayLauncher, connect, kvstore_on_ray, service_address
+
+    connect(settings.ray, settings.ray_namespace)
+    console = Console()
+    launcher = RayLauncher(lambda text: console.print(escape(text), style="yellow"), detached=settings.detach)
+    kvstore = await launcher.kvstore() or kvstore_on_ray(cluster)
+    redis_url = service_address(kvstore)
+    cores = Path(gettempdir()) / f"{settings.ray_namespace}-cores"  # of each node
+    plan = Plan(
+        cluster, redis_url, kvstore, cluster.worker_services(redis_url, cores), cluster.gateway_services(redis_url)
+    )
+    if not settings.detach:
+        await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
+        return
+    before = launcher.names
+    try:
+        await _start(settings, plan, launcher, console)
+    except ServiceFailed:
+        await launcher.stop(launcher.names - before)
+        raise
+    wanted = {service.name for service in (plan.kvstore, *plan.workers, *plan.gateways)}
+    await launcher.stop(launcher.names - wanted)
+
+
+async def _until_stopped(life: Coroutine[Any, Any, None], launcher: Launcher, console: Console) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    life = asyncio.create_task(_serve(settings, launcher, console))
-    stopped = asyncio.create_task(stop.wait())
+    living, stopped = asyncio.create_task(life), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((life, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if life.done():
-            life.result()
+        await asyncio.wait((living, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if living.done():
+            living.result()
     finally:
-        for task in (life, stopped):
+        for task in (living, stopped):
             task.cancel()
-        await asyncio.gather(life, stopped, return_exceptions=True)
+        await asyncio.gather(living, stopped, return_exceptions=True)
         console.print("stopping")
         await launcher.stop()
 
 
-async def _serve(settings: UpSettings, launcher: Launcher, console: Console) -> None:
-    """A service that ends before the cluster is ready ends it; from then on it is started again."""
-    now = asyncio.get_running_loop().time
-    started = now()
-    await launcher.start([kvstore(settings)])
-    await unless_failed(launcher, _registry_answers(settings))
-    await launcher.start(workers(settings))
-    await launcher.start([gateway(settings)])
-    await unless_failed(launcher, _wait_until_ready(settings, launcher, console))
-    console.print(_status(settings, now() - started))
-    if settings.sample and not settings.api_keys:
-        await _stream_sample(settings, console)
-    console.print(_lines_to_try(settings), soft_wrap=True)
+async def _serve(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
+    await _start(settings, plan, launcher, console)
     await launcher.watch(restart=True)
 
 
-async def _registry_answers(settings: UpSettings) -> None:
-    registry = Registry.connect(settings.registry_url)
+async def _start(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
+    """A service that ends before the cluster is ready ends it; from then on it is started again."""
+    now = asyncio.get_running_loop().time
+    started = now()
+    await launcher.start([plan.kvstore])
+    await unless_failed(launcher, _registry_answers(settings, plan.redis_url))
+    await launcher.start(plan.workers)
+    await launcher.start(plan.gateways)
+    await unless_failed(launcher, _wait_until_ready(settings, plan, launcher, console))
+    console.print(_status(settings, plan, now() - started))
+    if settings.sample and not plan.cluster.gateway.settings.get("api_keys"):
+        await _stream_sample(settings, plan, console)
+    console.print(_lines_to_try(settings, plan), soft_wrap=True)
+
+
+async def _registry_answers(settings: UpSettings, url: str) -> None:
+    registry = Registry.connect(url)
     try:
         async with asyncio.timeout(settings.ready_timeout_s):
             while True:
@@ -205,35 +278,35 @@ async def _registry_answers(settings: UpSettings) -> None:
                 except RegistryUnavailable:
                     await asyncio.sleep(0.05)
     except TimeoutError:
-        raise TimeoutError(f"{settings.registry_url} does not answer; logs are in {settings.logs}") from None
+        raise TimeoutError(f"{RedisAddress.parse(url)} does not answer; logs are in {settings.logs}") from None
     finally:
         await registry.close()
 
 
-async def _wait_until_ready(settings: UpSettings, launcher: Launcher, console: Console) -> None:
-    """Until the gateway says that every worker is there and every prefill-decode pair has moved a real block."""
-    url = f"http://{settings.reachable_host}:{settings.http_port}/health/ready"
-    missing = "the gateway does not answer"
+async def _wait_until_ready(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
+    """Until each gateway says that every worker is there and every prefill-decode pair has moved a real block."""
+    missing = "no gateway answers"
     try:
         async with asyncio.timeout(settings.ready_timeout_s), httpx.AsyncClient(timeout=2.0) as client:
             with Live(console=console, refresh_per_second=8, transient=True) as live:
-                while True:
-                    with contextlib.suppress(httpx.TransportError):
-                        answer = await client.get(url)
-                        if answer.status_code == 200 and _whole(settings, answer.json()):
-                            return
-                        missing = answer.text
-                    live.update(_progress(launcher))
-                    await asyncio.sleep(0.1)
+                for gateway in plan.gateways:
+                    expected = plan.cluster.expected(str(gateway.settings["model_name"]))
+                    while missing := await _missing(client, plan.url(gateway), expected):
+                        live.update(_progress(launcher))
+                        await asyncio.sleep(0.1)
     except TimeoutError:
         raise TimeoutError(
             f"not ready after {settings.ready_timeout_s:.0f} s: {missing}; logs are in {settings.logs}"
         ) from None
 
 
-def _whole(settings: UpSettings, found: dict[str, int]) -> bool:
-    pairs = settings.prefill * settings.decode
-    return found["decode_workers"] >= settings.decode and found["linked_pairs"] >= pairs
+async def _missing(client: httpx.AsyncClient, address: str, expected: dict[str, int]) -> str:
+    try:
+        answer = await client.get(f"http://{address}/health/ready")
+    except httpx.TransportError:
+        return f"the gateway at {address} does not answer"
+    ready = answer.status_code == 200 and all(answer.json()[name] >= count for name, count in expected.items())
+    return "" if ready else answer.text
 
 
 def _progress(launcher: Launcher) -> Table:
@@ -244,36 +317,35 @@ def _progress(launcher: Launcher) -> Table:
     return table
 
 
-def _status(settings: UpSettings, seconds: float) -> Panel:
+def _status(settings: UpSettings, plan: Plan, seconds: float) -> Panel:
     table = Table.grid(padding=(0, 2))
-    table.add_row("model", f"{settings.served_name}  ({settings.model_path})")
+    for model in plan.cluster.models:
+        table.add_row("model", f"{model.name}  ({model.weights.path})")
+    pools = (f"{pool.replicas} {pool.name}" for pool in plan.cluster.pools)
     engine = ", null engine: no model computes" if settings.engine == "null" else ""
-    table.add_row("workers", f"{settings.prefill} prefill, {settings.decode} decode{engine}")
-    table.add_row("OpenAI HTTP", f"http://{settings.host}:{settings.http_port}/v1")
-    table.add_row("gRPC", f"{settings.host}:{settings.grpc_port}  (tandem.v1.LLMService)")
-    table.add_row("Redis", settings.registry_url)
-    table.add_row("logs", str(settings.logs))
+    table.add_row("workers", ", ".join(pools) + engine)
+    for gateway in plan.gateways:
+        table.add_row("OpenAI HTTP", f"http://{plan.url(gateway)}/v1")
+        table.add_row("gRPC", f"{plan.url(gateway, 'grpc_port')}  (tandem.v1.LLMService)")
+    table.add_row("Redis", str(RedisAddress.parse(plan.redis_url)))
+    table.add_row("logs", "with Ray's" if settings.ray else str(settings.logs))
     return Panel(table, title=f"Tandem is ready after {seconds:.1f} s", title_align="left", expand=False)
 
 
-async def _stream_sample(settings: UpSettings, console: Console) -> None:
+async def _stream_sample(settings: UpSettings, plan: Plan, console: Console) -> None:
     from tandem.commands import generate
 
-    options = [
-        f"--address={settings.reachable_host}:{settings.grpc_port}",
-        f"--max-tokens={SAMPLE_TOKENS}",
-        "--temperature=0",
-    ]
+    address = plan.url(plan.gateways[0], "grpc_port")
     console.print()
-    await generate.run([settings.sample, *options])
+    await generate.run([settings.sample, f"--address={address}", f"--max-tokens={SAMPLE_TOKENS}", "--temperature=0"])
     console.print()
 
 
-def _lines_to_try(settings: UpSettings) -> str:
-    http, name = f"http://{settings.host}:{settings.http_port}/v1", settings.served_name
-    key = (
-        ("-H 'authorization: Bearer tk-...' ", "tk-...", " --api-key tk-...") if settings.api_keys else ("", "none", "")
-    )
+def _lines_to_try(settings: UpSettings, plan: Plan) -> str:
+    gateway, closed = plan.gateways[0], plan.cluster.gateway.settings.get("api_keys")
+    http, name = f"http://{plan.url(gateway)}/v1", gateway.settings["model_name"]
+    key = ("-H 'authorization: Bearer tk-...' ", "tk-...", " --api-key tk-...") if closed else ("", "none", "")
+    end = f"tandem down --ray {settings.ray}     (stops everything)" if settings.detach else "Ctrl-C stops everything."
     return escape(f"""Try it from another terminal:
 
   curl {http}/completions -H 'content-type: application/json' {key[0]}\
@@ -282,6 +354,6 @@ def _lines_to_try(settings: UpSettings) -> str:
   python -c "from openai import OpenAI; c = OpenAI(base_url='{http}', api_key='{key[1]}'); \\
 print(c.completions.create(model='{name}', prompt='def ', max_tokens=32).choices[0].text)"
 
-  tandem generate "class " --address {settings.host}:{settings.grpc_port}{key[2]}     (gRPC)
+  tandem generate "class " --address {plan.url(gateway, "grpc_port")}{key[2]}     (gRPC)
 
-Ctrl-C stops everything.""")
+{end}""")

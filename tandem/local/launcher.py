@@ -13,7 +13,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +23,8 @@ STOP_WAIT_S = 10.0
 MIN_LIFE_S = 5.0
 MAX_QUICK_DEATHS = 3
 LAST_LINES = 15
+# Settings that may hold a password: in the environment, for every user of a machine can read command lines.
+SECRETS = frozenset({"redis_url", "redis_password"})
 
 T = TypeVar("T")
 
@@ -39,6 +41,7 @@ class Service:
     module: str
     settings: Mapping[str, object]
     threads: int = 1
+    resources: Mapping[str, float] = field(default_factory=dict)  # what a machine must have for it
 
 
 class Launcher(Protocol):
@@ -136,7 +139,7 @@ class _Process:
         self._started_at = asyncio.get_running_loop().time()
         self._child = await asyncio.create_subprocess_exec(
             *dying_with_parent(sys.executable, "-m", self.service.module, *_options(self.service)),
-            env=_environment(self.service.threads), stdin=asyncio.subprocess.DEVNULL,
+            env=_environment(self.service), stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True, limit=2**20,
         )  # fmt: skip
@@ -182,17 +185,29 @@ class _Process:
             self.loading = (event["done"], event["total"])
 
 
+def threads_environment(threads: int) -> dict[str, str]:
+    """Idle threads sleep: another service may need their core."""
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def is_setting(variable: str) -> bool:
+    """Whether a service would read this environment variable as one of its settings."""
+    return variable.startswith(("TANDEM_", "REDIS_URL"))
+
+
 def _options(service: Service) -> list[str]:
-    return [_option(name.replace("_", "-"), value) for name, value in service.settings.items()]
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """This process's, without anybody's settings. Idle threads sleep: another service may need their core."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_URL"))}
-    return inherited | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    shown = {name: value for name, value in service.settings.items() if name not in SECRETS}
+    return [_option(name.replace("_", "-"), value) for name, value in shown.items()]
 
 
 def _option(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
-    return f"--{name}={value}"
+    return f"--{name}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+
+
+def _environment(service: Service) -> dict[str, str]:
+    """This process's, with no settings but the secrets."""
+    inherited = {name: value for name, value in os.environ.items() if not is_setting(name)}
+    secrets = {f"TANDEM_{name}".upper(): str(service.settings[name]) for name in SECRETS & service.settings.keys()}
+    return inherited | threads_environment(service.threads) | secrets

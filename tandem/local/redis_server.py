@@ -27,20 +27,33 @@ from tandem.local.ports import free_port
 class RedisServer:
     """A running redis-server. Use as a context manager, or `stop` it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], host: str, port: int, password: str, log: IO[bytes]) -> None:
+        self.host = host
         self.port = port
-        self.url = f"redis://127.0.0.1:{port}"
+        self.url = f"redis://{f':{password}@' if password else ''}{host}:{port}"
+        self._password = password
         self._process = process
         self._log = log
 
     @classmethod
-    def start(cls, port: int = 0, *, max_memory_mb: int = 512, timeout: float = 10.0) -> RedisServer:
+    def start(
+        cls,
+        port: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        password: str = "",
+        max_memory_mb: int = 512,
+        timeout: float = 10.0,
+    ) -> RedisServer:
         """Start and wait until it answers. Port 0 takes a free one.
 
         Raises:
             RuntimeError: the program is not installed, or did not start; the message says why.
+            ValueError: an address that others can reach, and no password.
         """
-        server = cls._spawn(_program(), port or free_port(), max_memory_mb)
+        if not password and host != "127.0.0.1":
+            raise ValueError(f"redis_password: redis-server at {host} needs one, for others can reach it")
+        server = cls._spawn(_program(), host, port or free_port(), password, max_memory_mb)
         try:
             server._wait_until_up(timeout)
         except BaseException:
@@ -86,28 +99,41 @@ class RedisServer:
         self.stop()
 
     @classmethod
-    def _spawn(cls, program: Path, port: int, max_memory_mb: int) -> RedisServer:
+    def _spawn(cls, program: Path, host: str, port: int, password: str, max_memory_mb: int) -> RedisServer:
         options = {
-            "port": port, "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": tempfile.gettempdir(),
+            "port": port, "bind": host, "save": "", "appendonly": "no", "dir": tempfile.gettempdir(),
             "maxmemory": f"{max_memory_mb}mb", "maxmemory-policy": "noeviction", "loglevel": "warning",
             "lazyfree-lazy-expire": "yes",
         }  # fmt: skip
-        arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        if password:
+            options["requirepass"] = password
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap
-        command = dying_with_parent(str(program), *arguments)
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, process_group=0, env=_environment()
-        )
-        return cls(process, port, log)
+            dying_with_parent(str(program), "-"),
+            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, process_group=0, env=_environment(),
+        )  # fmt: skip
+        assert process.stdin is not None
+        with process.stdin as configuration:
+            configuration.write("".join(f'{name} "{value}"\n' for name, value in options.items()).encode())
+        return cls(process, host, port, password, log)
 
     def _wait_until_up(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not _answers(self.port, self.pid):
+        while not self._answers():
             if not self.running:
                 raise RuntimeError(f"redis-server on port {self.port} did not start: {self._last_words()}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"redis-server on port {self.port} did not answer within {timeout} s")
             time.sleep(0.01)
+
+    def _answers(self) -> bool:
+        """Whether the server on this port is the one we started, and ready."""
+        hello = f"AUTH {self._password}\r\n" if self._password else ""
+        address = (self.host, self.port)
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=1) as connection:
+            connection.sendall(f"{hello}INFO server\r\nQUIT\r\n".encode())
+            return f"process_id:{self.pid}\r\n".encode() in b"".join(iter(lambda: connection.recv(4096), b""))
+        return False
 
     def _last_words(self) -> str:
         self._log.seek(0)
@@ -134,11 +160,3 @@ def _environment() -> dict[str, str]:
     """
     tunables = filter(None, (os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.mxfast=0"))
     return {**os.environ, "GLIBC_TUNABLES": ":".join(tunables)}
-
-
-def _answers(port: int, pid: int) -> bool:
-    """Whether the server on this port is the one we started, and ready."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
-        connection.sendall(b"INFO server\r\nQUIT\r\n")
-        return f"process_id:{pid}\r\n".encode() in b"".join(iter(lambda: connection.recv(4096), b""))
-    return False

@@ -110,6 +110,7 @@ class Worker:
         self, settings: WorkerSettings, worker_id: str, build: Callable[[WorkerContext], WorkerService], ports: Ports
     ) -> None:
         self.ready = asyncio.Event()  # registered and healthy
+        self.address = ""  # of its gRPC service, as peers reach it
         self.context = WorkerContext(settings, worker_id, ports.new_id(), ports, lambda: self._lease.renew_now())
         self._ports = ports
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -168,6 +169,7 @@ class Worker:
         context, registry = self.context, self._ports.registry
         publisher = BlockPublisher(self._ports.engine, registry, context.worker_id, context.incarnation)
         info = _info(context, self._service, server.port)
+        self.address = info.grpc_address
         self._lease = Lease(
             registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again
         )

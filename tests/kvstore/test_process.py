@@ -188,7 +188,7 @@ def test_a_taken_grpc_port_is_an_error_that_says_so(tmp_path: Path, redis_server
 def test_bad_settings_name_the_field(tmp_path: Path) -> None:
     with kvstore(tmp_path, "--sweep-s=0") as running:
         assert running.process.wait(BOUND_S) == 2
-    assert running.log.read_text().startswith("sweep_s:")
+    assert running.log.read_text().startswith("--sweep-s:")
 
 
 def test_no_torch_is_needed() -> None:

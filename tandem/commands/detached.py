@@ -1,0 +1,59 @@
+"""`tandem status` and `tandem down`: a cluster that was left running on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from pydantic import Field
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tandem.settings import Settings, load
+
+
+class DetachedSettings(Settings):
+    """Of a cluster that `tandem up --ray --detach` left running."""
+
+    ray: str = Field("auto", description="address of the Ray cluster; auto: the one of this machine")
+    ray_namespace: str = Field("tandem", min_length=1, description="Ray's name for the cluster's actors")
+
+
+def status(arguments: list[str]) -> None:
+    asyncio.run(_status(load(DetachedSettings, arguments, "tandem status")))
+
+
+def down(arguments: list[str]) -> None:
+    asyncio.run(_down(load(DetachedSettings, arguments, "tandem down")))
+
+
+async def _status(settings: DetachedSettings) -> None:
+    from tandem.local.ray import RayLauncher, connect
+
+    connect(settings.ray, settings.ray_namespace)
+    console = Console()
+    states = await RayLauncher(print, detached=True).states()
+    if not states:
+        raise SystemExit(f"no cluster runs in Ray namespace {settings.ray_namespace!r}")
+    table = Table("service", "state", "address", "incarnation", "node", "pid", box=None)
+    for name, state in sorted(states.items()):
+        if isinstance(state, str):
+            table.add_row(name, escape(state))
+        else:
+            condition = state.error or ("ready" if state.ready else "starting")
+            address = re.sub(":[^:@/]+@", ":***@", state.address)
+            table.add_row(name, escape(condition), address, state.incarnation[:8], state.node[:8], str(state.pid))
+    console.print(table, soft_wrap=True)
+    if not all(not isinstance(state, str) and state.ready for state in states.values()):
+        raise SystemExit(1)
+
+
+async def _down(settings: DetachedSettings) -> None:
+    from tandem.local.ray import RayLauncher, connect
+
+    connect(settings.ray, settings.ray_namespace)
+    launcher = RayLauncher(print, detached=True)
+    names = sorted(launcher.names)
+    await launcher.stop()
+    print(f"stopped {', '.join(names)}" if names else f"no cluster runs in Ray namespace {settings.ray_namespace!r}")

@@ -1,0 +1,97 @@
+"""cluster.yaml: one schema for every launcher, whose errors name the field."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from tandem.local.cluster import Cluster, check_settings, read_cluster
+from tandem.worker import WorkerSettings
+
+MODEL = {"id": "demo", "name": "tandem-demo", "weights": {"path": "models/demo/target"}}
+PREFILL, DECODE = ({"name": role, "role": role, "model": "demo"} for role in ("prefill", "decode"))
+
+
+def cluster(**parts: Any) -> dict[str, Any]:
+    return {"models": [MODEL], "pools": [PREFILL, DECODE], **parts}
+
+
+def test_pools_become_services_with_all_their_settings(tmp_path: Path) -> None:
+    defaults = {"settings": {"dtype": "float32"}, "resources": {"limits": {"cpu": "1500m"}}}
+    pools = [PREFILL, DECODE | {"replicas": 2, "settings": {"threads": 3}, "resources": {"requests": {"cpu": 2}}}]
+    services = Cluster.model_validate(cluster(workers=defaults, pools=pools)).worker_services("redis://here", tmp_path)
+    assert [service.name for service in services] == ["prefill-0", "decode-0", "decode-1"]
+    assert [service.module for service in services] == ["services.prefill", "services.decode", "services.decode"]
+    assert [service.threads for service in services] == [1, 3, 3]
+    assert [service.resources for service in services] == [{"cpu": 1.5}, {"cpu": 2}, {"cpu": 2}]
+    assert services[2].settings == {
+        "model_path": Path("models/demo/target").resolve(), "model_name": "tandem-demo", "redis_url": "redis://here",
+        "dtype": "float32", "threads": 3, "worker_id": "decode-1",
+    }  # fmt: skip
+
+
+def test_workers_without_a_cpu_resource_share_the_machine(tmp_path: Path) -> None:
+    services = Cluster.model_validate(cluster()).worker_services("redis://here", tmp_path)
+    assert [service.settings["shared_cores"] for service in services] == [tmp_path, tmp_path]
+    assert [service.threads for service in services] == [max(1, (os.cpu_count() or 1) // 2)] * 2
+
+
+def test_each_model_has_gateways_with_ports_that_count_up() -> None:
+    two = [MODEL, MODEL | {"id": "other", "name": "other"}]
+    pools = [DECODE, DECODE | {"name": "others", "model": "other"}]
+    made = Cluster.model_validate(
+        cluster(models=two, pools=pools, gateway={"replicas": 2, "settings": {"http_port": 9000}})
+    )
+    gateways = made.gateway_services("redis://here")
+    assert [(g.name, g.settings["model_name"], g.settings["http_port"]) for g in gateways] == [
+        ("gateway-0", "tandem-demo", 9000), ("gateway-1", "tandem-demo", 9001),
+        ("gateway-2", "other", 9002), ("gateway-3", "other", 9003),
+    ]  # fmt: skip
+    assert made.expected("other") == {"decode_workers": 1, "linked_pairs": 0}
+    assert made.addresses()["--grpc-port of gateway-3"] == ("127.0.0.1", 50054)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"pools": [PREFILL | {"role": "both"}, DECODE]}, "pools.0.role: Input should be 'prefill' or 'decode'"),
+        ({"pools": [DECODE | {"replica": 2}]}, "pools.0.replica: Extra inputs are not permitted"),
+        ({"pools": [DECODE | {"model": "demi"}]}, "pools.decode.model: 'demi' is not an id of models: demo"),
+        ({"pools": [DECODE, DECODE]}, "pools: decode is there twice"),
+        ({"pools": [PREFILL]}, "pools: no decode pool has model demo"),
+        ({"pools": [DECODE | {"name": "gateway-a"}]}, "pools.gateway-a.name: begins as one of gateway, kvstore"),
+        ({"workers": {"resources": {"limits": {"cpu": "2 cores"}}}}, "'2 cores' is not a quantity such as 2, 500m"),
+        ({"models": [MODEL | {"weights": {"kind": "claim", "path": "x"}}]}, "models.0.weights.kind: Input should be"),
+        ({"security": {"tls_cert": "a.pem"}}, "security.tls-cert, tls-key and tls-ca belong together"),
+        ({"security": {"secret": "a"}}, "security.secret: Extra inputs are not permitted"),
+        ({"nodes": 3}, "nodes: Extra inputs are not permitted"),
+    ],
+)
+def test_what_is_wrong_is_named(parts: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(cluster(**parts)))
+    with pytest.raises(ValueError, match=r"cluster\.yaml: ") as raised:
+        read_cluster(file)
+    assert words in str(raised.value)
+
+
+def test_files_that_are_none_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        read_cluster(tmp_path / "none.yaml")
+    (tmp_path / "broken.yaml").write_text("pools: [")
+    with pytest.raises(ValueError, match=r"broken\.yaml"):
+        read_cluster(tmp_path / "broken.yaml")
+    with pytest.raises(ValidationError):
+        Cluster.model_validate(None)
+
+
+def test_a_setting_that_no_worker_has_is_named() -> None:
+    settings = {"kv_memmory": "1GiB", "dtype": "float32", "block_size": 0}
+    with pytest.raises(ValueError, match=r"pools\.decode\.settings\.kv_memmory: Extra inputs are not") as raised:
+        check_settings([("pools.decode.settings", settings)], WorkerSettings)
+    assert "pools.decode.settings.block_size: Input should be greater than or equal to 1" in str(raised.value)
