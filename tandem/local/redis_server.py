@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+from urllib.parse import quote
 
 from tandem.local.child import dying_with_parent
 from tandem.local.ports import free_port
@@ -30,7 +31,8 @@ class RedisServer:
     def __init__(self, process: subprocess.Popen[bytes], host: str, port: int, password: str, log: IO[bytes]) -> None:
         self.host = host
         self.port = port
-        self.url = f"redis://{f':{password}@' if password else ''}{host}:{port}"
+        login = f":{quote(password, safe='')}@" if password else ""
+        self.url = f"redis://{login}{host}:{port}"
         self._password = password
         self._process = process
         self._log = log
@@ -128,7 +130,7 @@ class RedisServer:
 
     def _answers(self) -> bool:
         """Whether the server on this port is the one we started, and ready."""
-        hello = f"AUTH {self._password}\r\n" if self._password else ""
+        hello = f'AUTH "{self._password}"\r\n' if self._password else ""
         address = (self.host, self.port)
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=1) as connection:
             connection.sendall(f"{hello}INFO server\r\nQUIT\r\n".encode())

@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from redis import Redis
+from redis import AuthenticationError, Redis
 
 from tandem.local import RedisServer
 
@@ -33,6 +33,17 @@ def test_it_answers_and_keeps_nothing_on_disk() -> None:
         assert server.running
     assert not server.running
     server.stop()
+
+
+def test_where_others_reach_it_a_password_is_needed() -> None:
+    with pytest.raises(ValueError, match=r"^redis_password: redis-server at 127.0.0.2 needs one"):
+        RedisServer.start(host="127.0.0.2")
+    with RedisServer.start(host="127.0.0.2", password="open sesame") as server:
+        assert Redis.from_url(server.url).ping()
+        with Redis("127.0.0.2", server.port) as stranger, pytest.raises(AuthenticationError):
+            stranger.ping()
+        command_lines = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+        assert not any("sesame" in line for line in command_lines)
 
 
 def test_it_starts_again_on_the_same_port_after_a_crash() -> None:
