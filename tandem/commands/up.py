@@ -62,7 +62,7 @@ class UpSettings(ClusterSettings):
     )
     transports: str = Field("shm,tcp", description="how KV may move, best first")
     disaggregation: Literal["require", "prefer", "auto"] = Field(
-        "auto", description="who reads prompts: prefill workers, those if there are any, or whoever costs less"
+        "auto", description="who reads prompts: prefill workers, those if there are any, or what costs less"
     )
     prefill_kv_memory: ByteSize | None = Field(
         None, description="KV cache of each prefill worker; if not given, 256MiB, or 4MiB with the null engine"

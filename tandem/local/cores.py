@@ -1,9 +1,9 @@
-"""Cores that engines on one machine share: each has some of its own and borrows those of engines that rest.
+"""Cores that engines on one machine share: each has some of its own and borrows those of idle engines.
 
-    step ── work: my file is locked ── threads? mine, and what nobody who works calls his ── no work left: unlocked
+    step ── work: own file locked ── threads: all cores less those of engines whose file is locked ── rest: unlocked
 
-Whoever computes asks anew every few milliseconds, so that a borrowed core goes back soon. A lock ends with its process,
-so a dead engine holds no core.
+An engine that computes asks again every few milliseconds, so a borrowed core is soon returned. A lock ends with its
+process, so a dead engine holds no core.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Cores:
         return max(self._own, self._total - busy)
 
     def work(self) -> None:
-        """From now on others leave this engine's cores alone."""
+        """From now on others do not borrow this engine's cores."""
         if self._folder is not None and not self._working:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # another's look at it lasts microseconds
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # others hold it for microseconds
             self._working = True
 
     def rest(self) -> None:
