@@ -26,9 +26,10 @@ SERVICES: dict[str, type[Settings]] = {
 }  # fmt: skip
 # What the chart itself sets, from other values or from the pod.
 SET_BY_CHART = {
-    "redis_url", "redis_port", "redis_host", "redis_password", "redis_memory_mb", "namespace", "host", "http_port", "grpc_port", "transfer_port",
+    "redis_url", "redis_port", "redis_memory_mb", "namespace", "host", "http_port", "grpc_port", "transfer_port",
     "health_port", "metrics_port", "model_path", "model_name", "advertise_host", "worker_id", "ready_when",
     "shared_cores", "api_keys", "insecure", "cluster_secret", "tls_cert", "tls_key", "tls_ca",
+    "redis_host", "redis_password",
 }  # fmt: skip
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
 Schema = dict[str, Any]
