@@ -125,7 +125,7 @@ def test_up_to_the_models_last_position(llama: Path) -> None:
 def test_a_draft_that_is_the_model_itself_is_always_right(llama: Path) -> None:
     engine = make_engine(llama, now=still, speculative_model=llama, speculative=Speculative("draft", 4))
     for sampling in (greedy(31), SamplingParams(31, temperature=1.0, seed=5)):
-        engine.add(Request("r", prompt_of(21), sampling))
+        engine.add(Request("r", prompt_of(14), sampling))
         outputs = run(engine)["r"]
         assert [len(output.tokens) for output in outputs] == [1] + [5] * 6
         assert (outputs[-1].num_proposed_tokens, outputs[-1].num_accepted_tokens) == (24, 24)
