@@ -48,7 +48,7 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
 
 def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
     """A thread for the engine, sockets for everything else. For any process, an actor's too."""
-    registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=settings.registry_wait_s)
     return Ports(
         engine=EngineThread(engine),
         registry=registry,

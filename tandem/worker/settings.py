@@ -75,6 +75,11 @@ class WorkerSettings(ClusterSettings):
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
 
     @property
+    def registry_wait_s(self) -> float:
+        """How long a call of Redis may take: a lease outlives several that are lost."""
+        return self.lease_ttl_s / 4
+
+    @property
     def served_name(self) -> str:
         return self.model_name or self.model_path.resolve().name
 
