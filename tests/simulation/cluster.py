@@ -41,7 +41,7 @@ from tests.simulation.redis import EPOCH_S, Redis, RedisClient, Store
 from tests.simulation.world import Process, World
 
 GRPC_PORT, TRANSFER_PORT = 9000, 9100
-WORKER_TIMEOUT_S = 2.0
+LOOKING_TIMEOUT_S = 2.0
 READY_S = 30.0
 MODEL = "demo"
 
@@ -56,6 +56,7 @@ class Shape:
     num_blocks: int = 64
     block_size: int = 4
     max_num_batched_tokens: int = 32
+    prefill_tokens_per_s: float = 8192.0
     max_num_seqs: int = 16
     disaggregation: Disaggregation = Disaggregation.PREFER
     timeout_s: float = 20.0
@@ -172,7 +173,7 @@ class Cluster:
 
     def registry_of(self, process: Process) -> Registry:
         """For a test to look at."""
-        return self._registry(process, WORKER_TIMEOUT_S)
+        return self._registry(process, LOOKING_TIMEOUT_S)
 
     # --- its processes ---
 
@@ -195,7 +196,7 @@ class Cluster:
         settings, service = self._settings.worker(name), PrefillWorker if name[0] == "p" else DecodeWorker
         ports = WorkerPorts(
             engine=InlineEngine(settings.engine_config()),
-            registry=self._registry(process, WORKER_TIMEOUT_S),
+            registry=self._registry(process, settings.registry_wait_s),
             serve=self._serve(process),
             network=KVNetwork(self.network, process, self._spoiled if name[0] == "p" else None),
             driver=LoopDriver(process),
@@ -265,6 +266,7 @@ class ClusterSettings:
             "worker_id": name, "transfer_port": TRANSFER_PORT, "transports": ("memory",), "engine": "null",
             "num_blocks": shape.num_blocks, "block_size": shape.block_size, "max_num_seqs": shape.max_num_seqs,
             "max_num_batched_tokens": shape.max_num_batched_tokens,
+            "null_prefill_tokens_per_s": shape.prefill_tokens_per_s,
         }  # fmt: skip
 
 

@@ -112,6 +112,8 @@ class Network:
         self, process: Process, address: str, connected: Callable[[End], None], refused: Callable[[str], None]
     ) -> None:
         listener = self._listeners.get(address)
+        if not process.alive:
+            return
         if listener is not None and frozenset((process, listener.process)) in self._cut:
             return
         if listener is None or not listener.process.alive:
@@ -219,6 +221,11 @@ class End:
         if self.process.alive and not self.peer.deaf:
             self.peer.lose(reason, max(0.0, self.peer.arrives_at - self.connection.network.world.now))
         self.connection.forget()
+
+    def abort(self) -> None:
+        """As RST: what is under way does not arrive any more."""
+        self.close()
+        self.peer.deaf = True
 
     def arrive(self, frame: Any) -> None:
         if self.open and not self.deaf:

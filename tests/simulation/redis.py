@@ -292,7 +292,7 @@ class RedisClient:
                         return await self._ask_once(kind, *rest)
             except TimeoutError:
                 if self._end and self._heard < began:
-                    self._end.close()
+                    self._end.abort()
                     self._lost("no answer")
                 raise
 
