@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint protos bench plot docs chart-lint clean
+.PHONY: help run test chaos lint protos bench plot docs chart-lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ run: $(VENV)/run.stamp ## serve the demo model: Redis, gateway, a prefill and a 
 
 test: $(VENV)/dev.stamp ## all tests, on real parts
 	@$(BIN)/python -m pytest $(ARGS)
+
+chaos: $(VENV)/dev.stamp ## N seeded schedules of faults over the whole cluster's code (N=100000)
+	@$(BIN)/python -m tests.chaos.explorer $(or $(N),100000) $(ARGS)
 
 lint: $(VENV)/dev.stamp ## ruff, mypy, buf (style and breaking changes)
 	@$(BIN)/ruff check .

@@ -1,0 +1,3 @@
+from tests.simulation.conftest import store
+
+__all__ = ["store"]

@@ -1,0 +1,62 @@
+"""`python -m tests.chaos.explorer`: run many schedules, or one again.
+
+python -m tests.chaos.explorer 10000 --first 0        schedules of these seeds, on every core
+python -m tests.chaos.explorer --replay 4711          one, with its shrunk form and its timeline where it fails
+python -m tests.chaos.explorer --replay 4711 --keep 0,2/1 --draw    only these requests / faults of it, drawn
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from tandem.local import RedisServer
+from tests.chaos.explorer.many import explore, replay_line, summary
+from tests.chaos.explorer.run import Explorer
+from tests.chaos.explorer.schedule import schedule_of
+from tests.chaos.explorer.shrink import parse, shrink
+from tests.chaos.explorer.timeline import draw
+from tests.simulation.redis import Store
+
+MODEL = Path(__file__).parents[3] / "models" / "demo" / "target"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.explorer")
+    parser.add_argument("count", type=int, nargs="?", default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--replay", type=int)
+    parser.add_argument("--keep", default="")
+    parser.add_argument("--draw", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.replay is not None:
+        sys.exit(replay(arguments.replay, arguments.keep, arguments.draw))
+    report = explore(MODEL, range(arguments.first, arguments.first + arguments.count), jobs=arguments.jobs)
+    print(summary(report))
+    sys.exit(bool(report.failed))
+
+
+def replay(seed: int, keep: str, drawn: bool) -> bool:
+    """Whether it fails."""
+    with RedisServer.start() as server, Store(server.port) as store:
+        explorer = Explorer(store, MODEL)
+        schedule = schedule_of(seed)
+        if keep:
+            schedule = schedule.only(*parse(keep))
+        result = explorer.run(schedule)
+        if result.violations and not keep:
+            result, kept = shrink(schedule, explorer.run)
+            print(f"shrunk: {replay_line(seed)} --keep {kept} --draw")
+        print(*(f"request {request}" for request in result.schedule.requests), sep="\n")
+        print(*(f"fault {fault}" for fault in result.schedule.faults), sep="\n")
+        if drawn or result.violations:
+            print(draw(result.events))
+        print(*(result.violations or ["no violation"]), sep="\n")
+    return bool(result.violations)
+
+
+if __name__ == "__main__":
+    main()

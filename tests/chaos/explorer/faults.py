@@ -1,0 +1,188 @@
+"""What each kind of fault does to a cluster, and how often each has had an effect."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+from tests.chaos.explorer.schedule import Fault
+from tests.simulation.cluster import Cluster
+from tests.simulation.network import Connection
+from tests.simulation.world import Process
+
+
+class Faults:
+    """Does faults to a cluster; `heal` ends all of them."""
+
+    def __init__(self, cluster: Cluster, random: Random) -> None:
+        self.fired: Counter[str] = Counter()
+        # Names of processes that were touched by a fault, and kinds of faults that touch no process.
+        self.touched: Counter[str] = Counter()
+        self._cluster = cluster
+        self._random = random
+        self._healed = False
+        self._spoiling: list[Fault] = []
+        cluster.spoil = self._spoil
+
+    def plan(self, fault: Fault) -> None:
+        """Have it happen at its moment, counted from now."""
+        network = self._cluster.network
+
+        def due() -> None:
+            if fault.moment.messages:
+                network.at_message(fault.moment.messages, lambda: self._do(fault))
+            else:
+                self._do(fault)
+
+        self._cluster.world.after(fault.moment.at_s, due)
+
+    def heal(self) -> None:
+        """From now on nothing is wrong, but what was done stays done."""
+        self._healed = True
+        cluster = self._cluster
+        self._spoiling.clear()
+        cluster.network.mend_all()
+        for process in cluster.world.processes:
+            if process.alive and process.paused:
+                process.resume()
+        cluster.redis.slowness_s = 0.0
+        cluster.redis.clock_offset_s = max(0.0, cluster.redis.clock_offset_s)
+        if not cluster.redis.process.alive:
+            cluster.redis.start(empty=False)
+        for name, process in list(cluster.processes.items()):
+            if not process.alive:
+                cluster.start(name)
+
+    def _do(self, fault: Fault) -> None:
+        if self._healed:
+            return
+        act: Callable[[Fault], bool] = getattr(self, "_" + fault.kind.replace("-", "_"))
+        if act(fault):
+            self.fired[fault.kind] += 1
+            self.touched.update(fault.targets or (fault.kind,))
+            self._cluster.world.log("fault", fault.kind, *fault.targets, fault.seconds)
+
+    def _later(self, seconds: float, callback: Callable[[], object]) -> None:
+        self._cluster.world.after(seconds, lambda: None if self._healed else callback())
+
+    # --- processes ---
+
+    def _process(self, name: str) -> Process:
+        return self._cluster.redis.process if name == "redis" else self._cluster.processes[name]
+
+    def _kill(self, fault: Fault) -> bool:
+        """And start it again at its address."""
+        (name,) = fault.targets
+        process = self._process(name)
+        if not process.alive:
+            return False
+        process.kill()
+        self._later(fault.seconds, lambda: None if self._process(name).alive else self._cluster.start(name))
+        return True
+
+    def _stop(self, fault: Fault) -> bool:
+        """In order, as on SIGTERM."""
+        (name,) = fault.targets
+        process, worker = self._process(name), self._cluster.workers.get(name)
+        if not process.alive or worker is None:
+            return False
+        process.deliver(worker.stop)
+        return True
+
+    def _pause(self, fault: Fault) -> bool:
+        (name,) = fault.targets
+        return self._paused(self._process(name), fault.seconds)
+
+    def _paused(self, process: Process, seconds: float) -> bool:
+        if not process.alive or process.paused:
+            return False
+        process.pause()
+        self._later(seconds, process.resume)
+        return True
+
+    # --- connections ---
+
+    def _between(self, fault: Fault) -> list[Connection]:
+        one, other = map(self._process, fault.targets)
+        return self._cluster.network.between(one, other)
+
+    def _cut(self, fault: Fault) -> bool:
+        one, other = map(self._process, fault.targets)
+        self._cluster.network.cut(one, other)
+        self._later(fault.seconds, lambda: self._cluster.network.mend(one, other))
+        return bool(self._between(fault)) or "g" in one.name + other.name
+
+    def _half_open(self, fault: Fault) -> bool:
+        connections = self._between(fault)
+        for connection in connections:
+            connection.blackhole(self._process(fault.targets[0]))
+        return bool(connections)
+
+    def _reset(self, fault: Fault) -> bool:
+        connections = self._between(fault)
+        for connection in connections:
+            connection.reset("connection reset by peer")
+        return bool(connections)
+
+    def _hold(self, fault: Fault) -> bool:
+        connections = self._between(fault)
+        for connection in connections:
+            connection.hold(fault.seconds)
+        return bool(connections)
+
+    # --- KV messages ---
+
+    def _kv_drop(self, fault: Fault) -> bool:
+        self._spoiling.append(fault)
+        self._later(fault.seconds, lambda: self._spoiling.remove(fault))
+        return False  # counted for each message
+
+    _kv_duplicate = _kv_reorder = _kv_corrupt = _kv_drop
+
+    def _spoil(self, message: bytes) -> list[tuple[float, bytes]]:
+        for fault in self._spoiling:
+            if self._random.random() < fault.chance:
+                self.fired[fault.kind] += 1
+                self.touched[fault.kind] += 1
+                self._cluster.world.log("fault", fault.kind)
+                return self._spoiled(fault.kind, message)
+        return [(0.0, message)]
+
+    def _spoiled(self, kind: str, message: bytes) -> list[tuple[float, bytes]]:
+        if kind == "kv-drop":
+            return []
+        if kind == "kv-duplicate":
+            return [(0.0, message), (self._random.choice((0.0, 0.01)), message)]
+        if kind == "kv-reorder":
+            return [(self._random.uniform(0.0005, 0.01), message)]
+        damaged = bytearray(message)
+        damaged[self._random.randrange(len(message))] ^= 1 << self._random.randrange(8)
+        return [(0.0, bytes(damaged))]
+
+    # --- Redis ---
+
+    def _redis_kill(self, fault: Fault) -> bool:
+        redis = self._cluster.redis
+        if not redis.process.alive:
+            return False
+        redis.process.kill()
+        self._later(fault.seconds, lambda: None if redis.process.alive else redis.start(empty=fault.empty))
+        return True
+
+    def _redis_empty(self, fault: Fault) -> bool:
+        self._cluster.redis.empty()
+        return True
+
+    def _redis_slow(self, fault: Fault) -> bool:
+        redis = self._cluster.redis
+        redis.slowness_s = self._random.choice((0.01, 0.2, 0.7))
+        self._later(fault.seconds, lambda: setattr(redis, "slowness_s", 0.0))
+        return True
+
+    def _redis_pause(self, fault: Fault) -> bool:
+        return self._paused(self._cluster.redis.process, fault.seconds)
+
+    def _redis_clock(self, fault: Fault) -> bool:
+        self._cluster.redis.clock_offset_s += self._random.choice((-1.0, 1.0)) * fault.seconds
+        return True

@@ -1,0 +1,95 @@
+"""Many schedules, on several cores: each job is a process with a redis-server of its own."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+from tandem.local import RedisServer
+from tests.chaos.explorer.run import Explorer
+from tests.chaos.explorer.schedule import KINDS, schedule_of
+from tests.simulation.redis import Store
+
+COLLECT_EVERY = 20
+
+
+@dataclass
+class Report:
+    num_run: int = 0
+    seconds: float = 0.0
+    simulated_s: float = 0.0
+    fired: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    failed: dict[int, list[str]] = field(default_factory=dict)
+
+    def add(self, other: Report) -> None:
+        self.num_run += other.num_run
+        self.simulated_s += other.simulated_s
+        self.fired += other.fired
+        self.codes += other.codes
+        self.failed |= other.failed
+
+
+def explore(
+    model: Path, seeds: Sequence[int], *, jobs: int | None = 1, within_s: float = float("inf"), at_least: int = 0
+) -> Report:
+    """Run the schedules of these seeds; after `within_s` seconds no other is begun, once there were enough."""
+    began = time.monotonic()
+    report = Report()
+    jobs = jobs or 1
+    work = partial(run_some, model, until=began + within_s, at_least=at_least // jobs)
+    if jobs == 1:
+        report.add(work(seeds))
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("forkserver")) as pool:
+            for part in pool.map(work, [seeds[i::jobs] for i in range(jobs)]):
+                report.add(part)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def run_some(model: Path, seeds: Iterable[int], until: float, at_least: int) -> Report:
+    report = Report()
+    gc.disable()  # when it runs would depend on what ran before
+    with RedisServer.start() as server, Store(server.port) as store:
+        explorer = Explorer(store, model)
+        for seed in seeds:
+            if time.monotonic() > until and report.num_run >= at_least:
+                break
+            result = explorer.run(schedule_of(seed))
+            report.num_run += 1
+            report.simulated_s += result.simulated_s
+            report.fired += result.fired
+            report.codes += result.codes
+            if result.violations:
+                report.failed[seed] = result.violations
+            if report.num_run % COLLECT_EVERY == 0:
+                gc.collect()
+    gc.enable()
+    return report
+
+
+def replay_line(seed: int) -> str:
+    return f"python -m tests.chaos.explorer --replay {seed}"
+
+
+def summary(report: Report) -> str:
+    rate = report.num_run / report.seconds * 60
+    lines = [
+        f"{report.num_run} schedules in {report.seconds:.1f} s ({rate:.0f} a minute), "
+        f"{report.simulated_s:.0f} simulated seconds, {len(report.failed)} failed",
+        "requests: " + ", ".join(f"{count} {code}" for code, count in report.codes.most_common()),
+        "faults fired: " + ", ".join(f"{count} {kind}" for kind, count in report.fired.most_common()),
+    ]
+    if never := sorted(set(KINDS) - set(report.fired)):
+        lines.append(f"never fired: {', '.join(never)}")
+    for seed, violations in sorted(report.failed.items()):
+        lines += [replay_line(seed), *(f"    {violation}" for violation in violations[:5])]
+    return "\n".join(lines)

@@ -1,0 +1,241 @@
+"""One schedule, run and judged.
+
+1 begin    every worker linked; what tasks and connections there are is noted
+2 busy     requests and faults at their moments, until every request has ended
+3 heal     what was broken is mended, what was killed is started again
+4 probe    a request to each gateway, which has to succeed
+5 check    within SETTLE_S nothing is held any more
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from grpc import StatusCode
+
+from services.gateway.model import ServedModel
+from tests.chaos.explorer.faults import Faults
+from tests.chaos.explorer.schedule import Request, Schedule, names
+from tests.simulation.baseline import leftovers, registry_leftovers, sizes
+from tests.simulation.cluster import MODEL, Cluster, ClusterSettings, Prompt, Reference, Reply, Shape
+from tests.simulation.network import NOTICE_S
+from tests.simulation.redis import Store
+from tests.simulation.world import Stuck, World
+
+SETTLE_S = 2.0
+RECOVER_S = 10.0
+LIMIT_S = 90.0
+# Deadlines this far away are met by a cluster that nothing happens to.
+AMPLE_S = 4.0
+# So often a request goes on elsewhere.
+MIGRATIONS = 8
+# Faults that a connection's ends learn of late.
+SILENT = {"cut", "half-open", "pause", "kv-drop"}
+
+
+@dataclass
+class Result:
+    schedule: Schedule
+    violations: list[str] = field(default_factory=list)
+    fired: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    simulated_s: float = 0.0
+
+
+class Explorer:
+    """Runs schedules, one after another, over one store."""
+
+    def __init__(self, store: Store, model_path: Path) -> None:
+        self._store = store
+        self._model_path = model_path
+        self._model = ServedModel.load(model_path, MODEL, 0)
+        self._settings: dict[Shape, ClusterSettings] = {}
+        self._references: dict[int, Reference] = {}
+
+    def run(self, schedule: Schedule) -> Result:
+        result = Result(schedule)
+        if schedule.shape not in self._settings:
+            self._settings[schedule.shape] = ClusterSettings(self._model_path, schedule.shape)
+        settings = self._settings[schedule.shape]
+        with World(schedule.seed) as world:
+            run = Run(Cluster(world, self._store, self._model, settings), schedule, self.tokens, result)
+            try:
+                world.run(run.cluster.client, run.play(), limit_s=LIMIT_S)
+            except Stuck as error:
+                result.violations.append(f"I1: {error}; {run.waiting()}")
+            result.violations += [f"unhandled: {error}" for error in world.errors]
+            result.events, result.simulated_s = world.events, world.now
+            result.fired += run.faults.fired
+        return result
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """What an undisturbed engine writes."""
+        if not self._references:
+            shape = Shape(num_blocks=256)
+            config = ClusterSettings(self._model_path, shape).worker("d0").engine_config()
+            self._references[0] = Reference(config)
+        return self._references[0].tokens(prompt)
+
+
+class Run:
+    def __init__(
+        self, cluster: Cluster, schedule: Schedule, tokens: Callable[[Prompt], list[int]], result: Result
+    ) -> None:
+        self.cluster = cluster
+        self.world = cluster.world
+        self.schedule = schedule
+        self.result = result
+        self.faults = Faults(cluster, Random(schedule.seed + 1))
+        self.replies = [Reply() for _ in schedule.requests]
+        self._tokens = tokens
+
+    async def play(self) -> None:
+        await self.cluster.ready()
+        await asyncio.sleep(0.3)  # streams, links and loads settle
+        before = sizes(self.cluster)
+        for fault in self.schedule.faults:
+            self.faults.plan(fault)
+        tasks = [
+            asyncio.create_task(self._ask(*asked)) for asked in zip(self.schedule.requests, self.replies, strict=True)
+        ]
+        await asyncio.gather(*tasks)
+        self._judge()
+        self.faults.heal()
+        await self._recover()
+        if self.faults.fired.keys() & SILENT:
+            await asyncio.sleep(NOTICE_S[1])  # a connection may have gone dead just now
+        await self._probe()
+        await self._settle(before)
+
+    def waiting(self) -> str:
+        late = [str(i) for i, reply in enumerate(self.replies) if reply.code is None]
+        return f"requests without an end: {', '.join(late) or 'none'}"
+
+    def _violation(self, text: str) -> None:
+        self.result.violations.append(text)
+
+    # --- requests ---
+
+    async def _ask(self, request: Request, reply: Reply) -> None:
+        await asyncio.sleep(request.at_s)
+        task = asyncio.create_task(self.cluster.ask(request.gateway, request.prompt, request.read_pause_s, reply=reply))
+        if request.abort:
+            await asyncio.sleep(request.abort.at_s)
+            if request.abort.messages:
+                reached = asyncio.get_running_loop().create_future()
+                self.cluster.network.at_message(request.abort.messages, lambda: reached.set_result(None))
+                await asyncio.wait([reached, task], return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
+            self.result.fired["abort"] += task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        self.result.codes[reply.code.name if reply.code else "aborted"] += 1
+        self.result.fired["slow reader"] += request.read_pause_s > 0
+        self.result.fired["deadline"] += reply.code is StatusCode.DEADLINE_EXCEEDED
+
+    def _judge(self) -> None:
+        for request, reply in zip(self.schedule.requests, self.replies, strict=True):
+            for problem in self._problems(request, reply):
+                self._violation(f"request at {request.at_s} to {request.gateway}: {problem}")
+
+    def _problems(self, request: Request, reply: Reply) -> list[str]:
+        problems = []
+        expected = self._tokens(request.prompt)
+        if reply.token_ids != expected[: len(reply.token_ids)]:
+            problems.append(f"I2: got {reply.token_ids}, where an undisturbed engine writes {expected}")
+        if reply.code is StatusCode.OK and len(reply.token_ids) < len(expected):
+            problems.append(f"I2: OK after {len(reply.token_ids)} of {len(expected)} tokens")
+        if reply.path and reply.cached_tokens and _is_alone(request) and "after" not in reply.path.reason:
+            problems.append(f"I4: {reply.cached_tokens} tokens of a salt that no other request has were cached")
+        timeout_s = request.prompt.timeout_s or self.schedule.shape.timeout_s
+        took = reply.ended_at - reply.began_at
+        reading = request.read_pause_s * (len(expected) + 1)
+        if took > timeout_s + 1 + reading + (NOTICE_S[1] if self._is_touched(request.gateway) else 0):
+            problems.append(f"I1: took {took:.3f} s with {timeout_s} s to its deadline")
+        if reply.code not in (None, StatusCode.OK) and not self._is_excused(request, reply, took, timeout_s):
+            problems.append(f"{reply.code.name if reply.code else ''}: {reply.details}")
+        return problems
+
+    def _is_touched(self, name: str) -> bool:
+        return self.faults.touched[name] > 0
+
+    def _is_excused(self, request: Request, reply: Reply, took: float, timeout_s: float) -> bool:
+        """Whether a request may have failed like this, given what has happened."""
+        touched = self.faults.touched
+        if reply.code is StatusCode.DEADLINE_EXCEEDED:
+            hindered = sum(touched.values()) > 0 or self.schedule.shape.num_blocks < 64 or request.read_pause_s > 0
+            return took >= timeout_s - 0.01 and (timeout_s < AMPLE_S or hindered)
+        return reply.code is StatusCode.UNAVAILABLE and self._may_be_unavailable(request, reply)
+
+    def _may_be_unavailable(self, request: Request, reply: Reply) -> bool:
+        """Its gateway died or stood still, it was lost too often, or nobody was there when it came."""
+        touched, shape = self.faults.touched, self.schedule.shape
+        gateway = any(fault.targets == (request.gateway,) for fault in self.schedule.faults)
+        decodes = sum(touched[name] > 0 for name in names(shape) if name[0] == "d") == shape.decodes
+        prefills = sum(touched[name] > 0 for name in names(shape) if name[0] == "p") == shape.prefills
+        # Once Redis' clock has jumped over leases, nobody is in the registry until the next heartbeats.
+        registry = touched["redis-clock"] > 0
+        often = sum(touched.values()) > MIGRATIONS
+        nobody = decodes or registry or (prefills and shape.disaggregation == "require")
+        return gateway or often or (nobody and not reply.token_ids)
+
+    # --- afterwards ---
+
+    async def _recover(self) -> None:
+        """Whatever happened, everything works again."""
+        try:
+            async with asyncio.timeout(RECOVER_S):
+                while not self._is_whole():
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            found = {name: gateway.llm.readiness()[1] for name, gateway in self.cluster.gateways.items()}
+            self._violation(f"not whole again {RECOVER_S} s after the last fault: {found}")
+
+    def _is_whole(self) -> bool:
+        for name, process in list(self.cluster.processes.items()):
+            if not process.alive:
+                self.cluster.start(name)
+        stopping = any(worker._draining for worker in self.cluster.workers.values())
+        return self.cluster.is_ready() and not stopping
+
+    async def _probe(self) -> None:
+        for i in range(self.schedule.shape.gateways):
+            prompt = Prompt(tuple(range(100, 117)), 6)
+            reply = await self.cluster.ask(f"g{i}", prompt)
+            if reply.code is not StatusCode.OK or reply.token_ids != self._tokens(prompt):
+                self._violation(f"a request to g{i} after all faults: {reply}")
+
+    async def _settle(self, before: dict[str, tuple[int, int]]) -> None:
+        registry = self.cluster.registry_of(self.cluster.client)
+        end = self.world.now + SETTLE_S
+        while held := await self._held(registry, before):
+            if self.world.now > end:
+                self.result.violations += [f"I3: {text}" for text in held]
+                break
+            await asyncio.sleep(0.1)
+        await registry.close()
+        for name, error in self.cluster.exits:
+            if error is not None:
+                self._violation(f"{name} ended by itself: {error!r}")
+
+    async def _held(self, registry: Any, before: dict[str, tuple[int, int]]) -> list[str]:
+        held = leftovers(self.cluster) or await registry_leftovers(registry)
+        if not held:
+            for name, (tasks, ends) in sizes(self.cluster).items():
+                if tasks > before[name][0]:
+                    held.append(f"{name}: {tasks} tasks where {before[name][0]} were")
+                if ends > before[name][1]:
+                    held.append(f"{name}: {ends} connections where {before[name][1]} were")
+        return held
+
+
+def _is_alone(request: Request) -> bool:
+    """Whether no other request may have left blocks that this one may use."""
+    return request.prompt.cache_salt.startswith("own-")

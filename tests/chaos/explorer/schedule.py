@@ -1,0 +1,141 @@
+"""What a run is made of: a cluster's shape, requests, and faults, all drawn from one seed.
+
+Swarm testing: each schedule draws from a random subset of the kinds of faults, so that they also come alone and in all
+company. A moment is a time, or so many messages behind a time: faults gather where messages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from services.gateway.settings import Disaggregation
+from tests.simulation.cluster import Prompt, Shape
+
+# Requests and faults begin within so many seconds.
+BUSY_S = 1.5
+MAX_REQUESTS, MAX_FAULTS = 8, 4
+VOCABULARY = 4096
+KINDS = (
+    "kill", "pause", "stop", "cut", "half-open", "reset", "hold", "kv-drop", "kv-duplicate", "kv-reorder", "kv-corrupt",
+    "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock",
+)  # fmt: skip
+CHANCE_OF_KIND = 0.3
+
+
+@dataclass(frozen=True)
+class Moment:
+    """So many messages behind a time."""
+
+    at_s: float
+    messages: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    gateway: str
+    at_s: float
+    prompt: Prompt
+    abort: Moment | None = None
+    read_pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    moment: Moment
+    targets: tuple[str, ...]
+    seconds: float  # how long it lasts, or until what was killed is started again
+    chance: float = 1.0  # of each message, where it is of messages
+    empty: bool = False  # without its memory
+
+
+@dataclass(frozen=True)
+class Schedule:
+    seed: int
+    shape: Shape
+    requests: tuple[Request, ...]
+    faults: tuple[Fault, ...]
+
+    def only(self, requests: frozenset[int], faults: frozenset[int]) -> Schedule:
+        """The same without the rest."""
+        return replace(
+            self,
+            requests=tuple(request for i, request in enumerate(self.requests) if i in requests),
+            faults=tuple(fault for i, fault in enumerate(self.faults) if i in faults),
+        )
+
+
+# Prompts that take long to read, in many steps.
+SLOW: dict[str, Any] = {"prefill_tokens_per_s": 400.0, "max_num_batched_tokens": 8}
+TIGHT: dict[str, Any] = {"num_blocks": 20, "timeout_s": 5.0}
+SHAPES = (
+    Shape(**SLOW),
+    Shape(decodes=2),
+    Shape(prefills=2, decodes=2, **SLOW),
+    Shape(gateways=2, decodes=2),
+    Shape(decodes=2, **TIGHT, **SLOW),
+    Shape(**TIGHT),
+    Shape(decodes=2, disaggregation=Disaggregation.AUTO),
+    Shape(prefills=2, decodes=2, disaggregation=Disaggregation.REQUIRE, **SLOW),
+)
+
+
+def schedule_of(seed: int, kinds: Sequence[str] = ()) -> Schedule:
+    """`kinds`: where given, its faults are of these kinds, and there are some."""
+    random = Random(seed)
+    shape = random.choice(SHAPES)
+    requests = tuple(_request(random, shape) for _ in range(random.randint(1, MAX_REQUESTS)))
+    num_faults = random.randint(1 if kinds else 0, MAX_FAULTS)
+    kinds = kinds or [kind for kind in KINDS if random.random() < CHANCE_OF_KIND] or KINDS
+    faults = tuple(_fault(random, random.choice(kinds), shape) for _ in range(num_faults))
+    return Schedule(seed, shape, requests, faults)
+
+
+def names(shape: Shape) -> list[str]:
+    counts = {"g": shape.gateways, "p": shape.prefills, "d": shape.decodes}
+    return [f"{role}{i}" for role, count in counts.items() for i in range(count)]
+
+
+def _request(random: Random, shape: Shape) -> Request:
+    beginning = Random(random.randrange(3)).choices(range(3, VOCABULARY), k=random.choice((0, 0, 8, 17)))
+    rest = random.choices(range(3, VOCABULARY), k=random.randint(1, 20))
+    temperature, seed = random.choice(((0.0, 0), (0.8, random.randrange(1000))))
+    prompt = Prompt(
+        token_ids=(*beginning, *rest),
+        max_tokens=random.choice((1, 2, 5, 10, 20, 40)),
+        temperature=temperature,
+        seed=seed,
+        timeout_s=random.choice((None, None, 4.0, 8.0, round(random.uniform(0.001, 0.8), 3))),
+        cache_salt=random.choice(("", "", "a", f"own-{random.getrandbits(32)}")),
+    )
+    return Request(
+        gateway=f"g{random.randrange(shape.gateways)}",
+        at_s=round(random.uniform(0, BUSY_S), 3),
+        prompt=prompt,
+        abort=_moment(random, 0.0, 0.8) if random.random() < 0.25 else None,
+        read_pause_s=random.choice((0.0, 0.0, 0.0, 0.02, 0.2)),
+    )
+
+
+def _moment(random: Random, first_s: float, last_s: float) -> Moment:
+    return Moment(round(random.uniform(first_s, last_s), 3), random.choice((0, random.randrange(1, 60))))
+
+
+def _fault(random: Random, kind: str, shape: Shape) -> Fault:
+    everybody = names(shape)
+    count = 1 if kind in ("kill", "pause", "stop") else 2
+    workers = [name for name in everybody if name[0] != "g"]
+    targets = random.sample(workers if kind == "stop" else everybody, count)
+    if kind in ("cut", "half-open", "reset", "hold") and random.random() < 0.2:
+        targets[1] = "redis"
+    return Fault(
+        kind=kind,
+        moment=_moment(random, 0.0, BUSY_S),
+        targets=() if kind.startswith(("kv", "redis")) else tuple(targets),
+        seconds=round(random.choice((random.uniform(0.001, 0.3), random.uniform(0.3, 3.0))), 3),
+        chance=random.choice((0.02, 0.1, 0.5, 1.0)),
+        empty=random.random() < 0.5,
+    )

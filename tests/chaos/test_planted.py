@@ -1,0 +1,203 @@
+"""The explorer can fail: bugs of a few lines, planted one at a time, are each found within so many schedules.
+
+Where a bug shows under few kinds of faults, the schedules are those of a swarm of these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.decode.admission import Admission as DecodeAdmission
+from services.decode.sequences import Sequences as DecodeSequences
+from services.decode.streams import Streams
+from services.gateway.admission import Admission as GatewayAdmission
+from services.gateway.errors import WorkerLost
+from services.gateway.generation import pipeline
+from services.gateway.generation.attempt import Attempt
+from services.gateway.generation.migration import Migration
+from services.gateway.generation.pipeline import Pipeline
+from services.gateway.routing import Router
+from services.gateway.workers import Mailbox, WorkerPool
+from tandem.engine import sequence
+from tandem.engine.null_runner import NullRunner
+from tandem.transfer.protocol.receiver import ReceiverProtocol
+from tests.chaos.explorer.run import Explorer
+from tests.chaos.explorer.schedule import schedule_of
+from tests.simulation.redis import Store
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A bug, how it shows, and within how many schedules it has to be found."""
+
+    plant: Callable[[Patch], None]
+    shows: str
+    within: int
+    kinds: tuple[str, ...]
+
+
+PLANTED: dict[str, Planted] = {}
+
+
+def planted(shows: str, within: int, *kinds: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """
+    Args:
+        shows: found in the violation.
+        kinds: the faults that the schedules are made of; any where none is named.
+    """
+
+    def add(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        PLANTED[plant.__name__] = Planted(plant, shows, within, kinds)
+        return plant
+
+    return add
+
+
+@pytest.fixture(scope="module")
+def explorer(store: Store, demo_model: Path) -> Explorer:
+    return Explorer(store, demo_model)
+
+
+async def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+@planted("transfers expected|KV is damaged", 60)
+def skip_the_fence(patch: Patch) -> None:
+    fence = DecodeSequences._fence_and_abort
+    patch.setattr(DecodeSequences, "_fence_and_abort", lambda self, request_id, _: fence(self, request_id, ""))
+
+
+@planted("KV is damaged", 40, "kv-drop")
+def commit_without_all_frames(patch: Patch) -> None:
+    patch.setattr(ReceiverProtocol, "_commit", lambda self, landing, payload, _: self.landings.commit(landing, payload))
+
+
+@planted("KV is damaged", 20, "kv-corrupt")
+def believe_a_damaged_frame(patch: Patch) -> None:
+    written = ReceiverProtocol.written
+    patch.setattr(ReceiverProtocol, "written", lambda self, write, _: written(self, write, write.message.payload_sum))
+
+
+@planted("I3: redis", 5)
+def drop_a_release(patch: Patch) -> None:
+    patch.setattr(Router, "release", _nothing)
+
+
+@planted("I2", 10)
+def sample_with_the_batch_index(patch: Patch) -> None:
+    execute, draw = NullRunner.execute, NullRunner._draw
+    index: dict[str, int] = {}
+
+    def numbered(self: NullRunner, batch: list[Any]) -> Any:
+        index.update({item.seq.request_id: i for i, item in enumerate(batch)})
+        return execute(self, batch)
+
+    def drawn(self: NullRunner, seq: Any, row: Any) -> Any:
+        token = draw(self, seq, row)
+        return token._replace(token_id=(token.token_id + index.get(seq.request_id, 0)) % self._vocab_size)
+
+    patch.setattr(NullRunner, "execute", numbered)
+    patch.setattr(NullRunner, "_draw", drawn)
+
+
+@planted("I2", 5)
+def emit_twice(patch: Patch) -> None:
+    """What a stream brings is taken as new, also the first token that the prefill worker's reply had brought."""
+    accept = Mailbox.accept
+
+    def all_new(self: Mailbox, output: Any) -> Any:
+        self.next_index = min(self.next_index, output.first_index)
+        return accept(self, output)
+
+    put = Streams.send
+
+    def twice(self: Streams, stream_id: str, output: Any) -> None:
+        put(self, stream_id, output)
+        if output.finished and output.first_index:
+            outbox = self._outboxes.get(stream_id)
+            if outbox is not None:
+                outbox._ready.append(outbox._ready[-1])
+
+    patch.setattr(Mailbox, "accept", all_new)
+    patch.setattr(Streams, "send", twice)
+
+
+@planted("I3", 60)
+def no_abort_on_disconnect(patch: Patch) -> None:
+    patch.setattr(Attempt, "_end_on_decode", _nothing)
+
+
+@planted("DEADLINE_EXCEEDED", 20)
+def wake_nobody_who_waits_for_blocks(patch: Patch) -> None:
+    patch.setattr(DecodeAdmission, "look_again", lambda self: None)
+
+
+@planted("I4", 60)
+def share_blocks_across_salts(patch: Patch) -> None:
+    root_hash = sequence.root_hash
+    patch.setattr(sequence, "root_hash", lambda model, revision, lora, salt: root_hash(model, revision, lora, ""))
+
+
+@planted("INTERNAL|I2", 20)
+def reuse_a_request_id(patch: Patch) -> None:
+    init, tokens = Pipeline.__init__, Pipeline.tokens
+
+    def same(self: Pipeline, *arguments: Any) -> None:
+        init(self, *arguments)
+        vars(self)["_nonce"] = lambda: "same"
+
+    patch.setattr(Pipeline, "__init__", same)
+    patch.setattr(Pipeline, "tokens", lambda self, sequence, name, *rest: tokens(self, sequence, "one", *rest))
+
+
+@planted("not whole again", 10, "kill")
+def ignore_the_incarnation(patch: Patch) -> None:
+    connection = WorkerPool.connection
+    patch.setattr(
+        WorkerPool, "connection", lambda self, info: self._connections.get(info.worker_id) or connection(self, info)
+    )
+
+
+@planted("DEADLINE_EXCEEDED", 5)
+def lose_the_end_of_an_answer(patch: Patch) -> None:
+    send = Streams.send
+    patch.setattr(Streams, "send", lambda self, stream, output: None if output.finished else send(self, stream, output))
+
+
+@planted("I2", 20, "kill", "reset")
+def go_on_behind_the_wrong_token(patch: Patch) -> None:
+    behind = pipeline._continue_behind
+    patch.setattr(pipeline, "_continue_behind", lambda sequence, written: behind(sequence, written[:-1]))
+
+
+@planted("UNAVAILABLE", 60, "kill", "reset")
+def never_go_on_elsewhere(patch: Patch) -> None:
+    def lost(self: Migration, error: WorkerLost, *_: Any) -> None:
+        raise error
+
+    patch.setattr(Migration, "lost", lost)
+
+
+@planted("I3", 5)
+def stay_admitted(patch: Patch) -> None:
+    patch.setattr(GatewayAdmission, "leave", lambda self, work: None)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(explorer: Explorer, monkeypatch: Patch, name: str) -> None:
+    bug = PLANTED[name]
+    bug.plant(monkeypatch)
+    for seed in range(bug.within):
+        violations = explorer.run(schedule_of(seed, bug.kinds)).violations
+        if any(re.search(bug.shows, violation) for violation in violations):
+            print(f"{name}: {seed + 1} schedules: {violations[0]}")
+            return
+    pytest.fail(f"not found within {bug.within} schedules")
