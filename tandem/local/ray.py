@@ -290,7 +290,7 @@ class RayLauncher:
         if problem and not restart and not problem.startswith("waits"):
             raise ServiceFailed(f"{name}: {problem}")
         said = problem or (f"runs as {state.incarnation}" if isinstance(state, State) and state.incarnation else "")
-        if self._said.get(name, said) != said or (problem and name not in self._said):
+        if said and self._said.get(name, "" if problem else said) != said:
             self._report(f"{name} {said}")
         if said:
             self._said[name] = said
@@ -345,7 +345,7 @@ def shortage(resources: Mapping[str, float]) -> str:
         for name, amount in _ray_names(resources).items()
         if amount > free.get(name, 0)
     ]
-    return "; ".join(short) or "all it needs is there, though perhaps not on one node"
+    return "; ".join(short) or "it is starting, or no single node has all that it needs"
 
 
 def _stays(service: Service) -> bool:
