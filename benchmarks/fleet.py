@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ LOGS = OUT / "logs" / "fleet"
 class Fleet:
     """How many of each, the size of each worker's KV cache in blocks of 16 tokens, and how long a step takes.
 
-    `gateways`: for each, its routing policy and its disaggregation.
+    `gateways`: for each, its routing policy and its disaggregation; `gateway_settings`: more of all of them.
     """
 
     prefill: int = 8
@@ -38,6 +38,7 @@ class Fleet:
     prefill_blocks: int = 4096
     decode_blocks: int = 4096
     gateways: tuple[tuple[str, str], ...] = (("tandem", "require"),)
+    gateway_settings: Mapping[str, object] = field(default_factory=dict)
     step_time: StepTime = field(default_factory=lambda: StepTime(decode_step_s=0.02))
 
 
@@ -103,7 +104,9 @@ def _workers(fleet: Fleet, redis: int) -> list[Service]:
 def _gateways(fleet: Fleet, http: list[int], grpc: list[int], redis: int) -> list[Service]:
     def settings(i: int, policy: str, disaggregation: str) -> dict[str, object]:
         ports = {"host": "127.0.0.1", "http_port": http[i], "grpc_port": grpc[i]}
-        return _shared(redis) | ports | {"policy": policy, "disaggregation": disaggregation}
+        return (
+            _shared(redis) | ports | dict(fleet.gateway_settings) | {"policy": policy, "disaggregation": disaggregation}
+        )
 
     return [
         Service(f"gateway-{i}", "benchmarks.routing", settings(i, *gateway)) for i, gateway in enumerate(fleet.gateways)
