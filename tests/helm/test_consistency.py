@@ -223,7 +223,16 @@ def environment(pod: Object) -> dict[str, Any]:
 def test_settings_become_variables_as_settings_read_them() -> None:
     deployments = {o["metadata"]["name"]: o["spec"]["template"] for o in of_kind(rendered("gpu-4p8d"), "Deployment")}
     found = environment(deployments["rel-prefill-h100"])
-    assert found["TANDEM_TRANSPORTS"] == '["tcp"]'
+    assert found["TANDEM_TRANSPORTS"] == '["nccl","tcp"]'
+    assert found["NCCL_IB_HCA"] == "mlx5"
     assert found["TANDEM_KV_MEMORY"] == "10GiB"
     assert found["TANDEM_MAX_NUM_BATCHED_TOKENS"] == "16384"
     assert found["TANDEM_NAMESPACE"] == f"{NAMESPACE}.{RELEASE}"
+
+
+def test_rdma_devices_are_asked_for_with_the_right_to_lock_their_memory() -> None:
+    for maker in of_kind(rendered("gpu-4p8d"), "Deployment"):
+        [container] = maker["spec"]["template"]["spec"]["containers"]
+        works = container["name"] in ("prefill", "decode")
+        assert container["resources"]["limits"].get("rdma/hca") == (1 if works else None)
+        assert ("add" in container["securityContext"]["capabilities"]) is works

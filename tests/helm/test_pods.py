@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.helm.chart import of_kind, rendered
+from tests.helm.chart import of_kind, render, rendered
 from tests.helm.pods import Node, Pod
 
 
@@ -44,6 +44,15 @@ def test_workers_are_known_by_the_names_and_addresses_of_their_pods(node: Node) 
     for worker in (pod_of(node, "prefill"), pod_of(node, "decode")):
         assert f"{worker.name} " in pod.log
         assert f"{worker.ip}:50061" in pod.log
+
+
+def test_pods_report_what_autoscalers_follow(node: Node) -> None:
+    scaled = {"gateway": {"autoscaling": {"kind": "hpa"}}, "workers": {"autoscaling": {"kind": "hpa"}}}
+    for scaler in of_kind(render(scaled), "HorizontalPodAutoscaler"):
+        pod = next(p for p in node.pods.values() if p.name.startswith(scaler["metadata"]["name"]))
+        text = httpx.get(f"http://{pod.ip}:{8000 if pod.component == 'gateway' else 9090}/metrics").text
+        for metric in scaler["spec"]["metrics"]:
+            assert f"\n{metric['pods']['metric']['name']}" in text
 
 
 def test_pods_end_within_their_grace(node: Node) -> None:

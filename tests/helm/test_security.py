@@ -11,7 +11,7 @@ from tests.helm.test_consistency import selects
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 VOLUMES |= {"image"}
 # Value sets that ask for more, and for what.
-EXCEPTIONS = {"two-models": {"volume models is hostPath"}}
+EXCEPTIONS = {"two-models": {"volume models is hostPath"}, "gpu-4p8d": {"capability IPC_LOCK is added"}}
 
 
 def violations(pod: Object) -> Iterator[str]:

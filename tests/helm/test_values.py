@@ -118,7 +118,7 @@ def test_generated_parts_are_up_to_date() -> None:
 NAMED_BY_OTHERS = {("models", 0, "id"), ("pools", 0, "model")}
 WORDS: list[Any] = [
     "changed", "9Gi", "99mb", "https://changed.example", "IPv6", "redis://changed", "29%", "keda", "cuda", "none",
-    "Always", "NodePort", "claim", "baked", "decode", "/changed", "29s", "s3://changed",
+    "Always", "NodePort", "claim", "baked", "decode", "/changed", "29s", "s3://changed", "rdma/other",
 ]  # fmt: skip
 LISTS: list[Any] = [
     ["changed"], [{"key": "changed"}], [{"podSelector": {}}], [{"name": "CHANGED", "value": "x"}], [{"name": "edge"}],
@@ -131,7 +131,7 @@ def changes(value: Any) -> list[Any]:
     if isinstance(value, int | float):
         return [value + 1, value / 2]
     if isinstance(value, dict):
-        return [{"changed": "changed"}, {"log_level": "debug"}, {"config.json": "1" * 64}]
+        return [{"changed": "changed"}, {"log_level": "debug"}, {"NCCL_DEBUG": "INFO"}, {"config.json": "1" * 64}]
     return LISTS if isinstance(value, list) else WORDS
 
 
@@ -158,6 +158,7 @@ def contexts() -> dict[str, Values]:
     whole["gatewayApi"] |= {"parents": [{"name": "edge"}], "http": True, "grpc": True}
     whole["inferencePool"]["endpointPicker"]["name"] = "picker"
     whole["workers"]["pairing"]["topologyKey"] = "rack"
+    whole["workers"]["rdma"]["resource"] = "rdma/hca"
     keda, hpa = deepcopy(whole), deepcopy(whole)
     keda["workers"]["autoscaling"]["kind"] = hpa["workers"]["autoscaling"]["kind"] = "keda"
     keda["gateway"]["autoscaling"]["kind"], hpa["gateway"]["autoscaling"]["kind"] = "hpa", "keda"

@@ -13,6 +13,9 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities:
   drop: [ALL]
+  {{- if dig "block" "rdma" "resource" "" . }}
+  add: [IPC_LOCK]
+  {{- end }}
 {{- end }}
 
 {{/* An environment variable's text: lists, maps and numbers as JSON, which settings read. */}}
@@ -102,9 +105,22 @@ capabilities:
 - name: TANDEM_{{ upper $name }}
   value: {{ include "tandem.text" $value | quote }}
 {{- end }}
+{{- range $name, $value := dig "rdma" "nccl" dict .block }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
 {{- with .block.env }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{/* Of a workload's container: with its RDMA devices, for whose memory IPC_LOCK is needed. */}}
+{{- define "tandem.resources" -}}
+{{- $resources := deepCopy .block.resources -}}
+{{- if dig "rdma" "resource" "" .block -}}
+{{- $resources = set $resources "limits" (set (default dict $resources.limits) .block.rdma.resource .block.rdma.count) -}}
+{{- end -}}
+{{- toYaml $resources -}}
 {{- end }}
 
 {{- define "tandem.probes" -}}
@@ -192,7 +208,7 @@ readinessProbe:
   resources:
     requests: { cpu: 500m, memory: 512Mi }
     limits: { memory: 2Gi }
-  securityContext: {{- include "tandem.containerSecurity" . | nindent 4 }}
+  securityContext: {{- include "tandem.containerSecurity" (dict) | nindent 4 }}
   volumeMounts:
     - { name: models, mountPath: /models }
     - { name: tmp, mountPath: /tmp }
