@@ -4,6 +4,7 @@ VENV ?= .venv
 # Another wheel index to install from as well. Where pip's default torch would bring CUDA, name PyTorch's CPU index.
 WHEEL_INDEX ?=
 BIN := $(VENV)/bin
+SCHEMAS := @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/gateway-api@2.0.0
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(if $(WHEEL_INDEX),--extra-index-url $(WHEEL_INDEX))
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
@@ -16,7 +17,7 @@ help: ## this list
 run: $(VENV)/run.stamp ## serve the demo model: Redis, gateway, a prefill and a decode worker, on CPU
 	@$(BIN)/tandem up --sample "import " $(ARGS)
 
-test: $(VENV)/dev.stamp ## all tests, on real parts
+test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## all tests, on real parts
 	@$(BIN)/python -m pytest $(ARGS)
 
 chaos: $(VENV)/dev.stamp ## N seeded schedules of faults over the whole cluster's code (N=100000)
@@ -41,7 +42,7 @@ plot: $(VENV)/dev.stamp ## draw the benchmarks' last results as PNG
 docs: $(VENV)/dev.stamp ## regenerate docs/settings.md, the values table and the chart's settings schema
 	@$(BIN)/python -m deploy.generate
 
-chart-lint: $(VENV)/dev.stamp ## the Helm chart alone: render, validate, check, and run its pods
+chart-lint: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## the Helm chart alone: render, validate, check, and run its pods
 	@$(BIN)/python -m pytest -q tests/helm $(ARGS)
 
 clean: ## remove what the other commands made
@@ -60,4 +61,9 @@ $(VENV)/run.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@$(PIP) --editable '.[gateway,worker,local,loader,dev]'
+	@touch $@
+
+# The schemas of Kubernetes operators, which only npm has; where there is no npm, their tests are skipped and say so.
+$(VENV)/schemas.stamp: $(VENV)/python.stamp
+	-@command -v npm >/dev/null && npm install --prefix $(VENV)/schemas --silent --no-audit --no-fund --ignore-scripts $(SCHEMAS)
 	@touch $@
