@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.helm.chart import of_kind, render, rendered
+from tandem.commands.fetch import FetchSettings, fetch
+from tandem.local import RedisServer
+from tandem.registry import Registry
+from tests.helm.chart import NAMESPACE, of_kind, render, rendered
 from tests.helm.pods import Node, Pod
 
 
@@ -60,3 +64,28 @@ def test_pods_end_within_their_grace(node: Node) -> None:
         pod = pod_of(node, component)
         hook, rest = pod.terminate()
         assert hook + rest < pod.grace_s
+
+
+async def test_two_releases_on_one_redis_know_nothing_of_each_other(demo_model: Path, tmp_path: Path) -> None:
+    """Their weights come by the init container, which checks them."""
+    files = fetch(FetchSettings(url=demo_model.as_uri(), folder=tmp_path / "once"))
+    weights = {"kind": "download", "url": demo_model.as_uri(), "files": files}
+    with RedisServer.start() as redis:
+        values = {
+            "redis": {"url": redis.url}, "models": [{"id": "demo", "name": "demo", "weights": weights}],
+            "pools": [{"name": "decode", "role": "decode", "model": "demo", "settings": {"threads": 1}}],
+        }  # fmt: skip
+        nodes = []
+        try:
+            for subnet, release in ((73, "one"), (74, "two")):
+                (tmp_path / release).mkdir()
+                node = Node(tmp_path / release, render(values, release=release), subnet)
+                nodes.append(node)
+                node.start(node.find("Deployment", f"{release}-decode"), f"{release}-decode-0").wait_ready()
+            for release in ("one", "two"):
+                registry = Registry.connect(redis.url, namespace=f"{NAMESPACE}.{release}")
+                assert [w.info.worker_id for w in await registry.workers()] == [f"{release}-decode-0"]
+                await registry.close()
+        finally:
+            for node in nodes:
+                node.stop()
