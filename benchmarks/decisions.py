@@ -12,7 +12,7 @@
 
 Three of four prompts go on with a conversation (800 tokens and 16 to 224 more), one is new (320 to 1024 tokens); none
 comes twice. A decision is `Router.choose`: hash the prompt, look it up, choose and reserve. In `whole` runs each is
-also given back in the two parts that a request gives back, for which no caller waits, and that is counted as its cost.
+also released in the two parts that a request releases, for which no caller waits, and that is counted as its cost.
 CPU seconds are the kernel's: of this process, in which all routers run, and of Redis.
 """
 
@@ -317,7 +317,7 @@ async def measure(redis: RedisServer) -> AsyncIterator[Figures]:
     problems = await registry.check_integrity()
     left = sum(worker.reserved_tokens + worker.reserved_blocks for worker in await registry.workers())
     if problems or left:
-        raise RuntimeError(f"not everything was given back: {problems}, {left}")
+        raise RuntimeError(f"not everything was released: {problems}, {left}")
     await registry.close()
 
 

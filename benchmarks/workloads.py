@@ -95,7 +95,7 @@ async def cached(client: Client, dice: random.Random) -> dict[str, float]:
 async def disturbed(client: Client, dice: random.Random, length: int = 1024, every_s: float = 8) -> dict[str, float]:
     """Waves of 4 decodes: one undisturbed, then others for as long as prompts arrive.
 
-    halt: the longest gap of each running answer, their median; a few long ones in hundreds of gaps move no p99.
+    longest gap: the longest gap of each running answer, their median; a few long ones in hundreds of gaps move no p99.
     """
     calm = await closed_loop(client, _wave(dice), 4)
     prompts = [Job(prompt(dice, length), 16, at=2 + every_s * i) for i in range(3)]
@@ -107,7 +107,7 @@ async def disturbed(client: Client, dice: random.Random, length: int = 1024, eve
     return {
         "itl p50": _ms(percentile(gaps(running), 50)),
         "itl p99": _ms(percentile(gaps(running), 99)),
-        "halt": _ms(percentile([max(answer.gaps) for answer in running], 50)),
+        "longest gap": _ms(percentile([max(answer.gaps) for answer in running], 50)),
         "itl max": _ms(max(gaps(running))),
         "calm p99": _ms(percentile(gaps(calm), 99)),
         "ttft": percentile([answer.ttft for answer in answers], 50),
@@ -136,7 +136,7 @@ async def batching(client: Client, dice: random.Random) -> dict[str, float]:
 def all_workloads() -> dict[str, Workload]:
     rate = ("tok/s",)
     beside = (
-        Metric("itl p50", "ms", "lower"), Metric("itl p99", "ms", "lower"), Metric("halt", "ms", "lower"),
+        Metric("itl p50", "ms", "lower"), Metric("itl p99", "ms", "lower"), Metric("longest gap", "ms", "lower"),
         Metric("itl max", "ms", "lower"), Metric("calm p99", "ms", "lower"), Metric("ttft", "s", "lower"),
         Metric("goodput", "%"),
     )  # fmt: skip

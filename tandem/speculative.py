@@ -23,7 +23,7 @@ class Speculative:
         return cls(message.method, message.num_tokens if message.HasField("num_tokens") else cls.num_tokens)
 
     def check(self, methods: Collection[str] = METHODS) -> None:
-        """Raises ValueError naming the field that whoever has these methods cannot serve."""
+        """Raises ValueError naming the field that a worker with these methods cannot serve."""
         if self.method not in methods:
             raise ValueError(f"speculative.method: {self.method!r} is not one of {', '.join(methods)}")
         if not 0 <= self.num_tokens <= MAX_NUM_TOKENS:

@@ -2,7 +2,7 @@
 
 1 see       the registry, once; from then on in the background. Redis need not be up yet
 2 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
-3 leave     asked to drain: not ready, but serving whoever still comes, until nobody has come for a while
+3 leave     asked to drain: not ready, but serving all that still comes, until nothing has come for a while
 4 end       not ready, no new requests, running ones get `drain_s`, then a
             typed error; what they held is released before the process ends
 """

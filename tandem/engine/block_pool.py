@@ -6,7 +6,7 @@
                                                                                                     to referenced
 
 A prompt's part-full last block, its tail, is findable too, in use or free, until it is taken anew. It never leaves its
-owner: whoever finds it goes on in a copy.
+owner: the sequence that finds it goes on in a copy.
 
 `free` is one queue: nameless blocks in front, cached ones behind in the order they were released. A sequence releases
 its last block first, so the leaves of a chain are evicted before the blocks that lead to them.

@@ -169,7 +169,7 @@ class Scheduler:
         return longer
 
     def _grow(self, seq: Sequence) -> bool:
-        """One block more, preempting whoever is last; False if that was the sequence itself."""
+        """One block more, preempting the last one; False if that was the sequence itself."""
         while (new := self._pool.take(1)) is None:
             last = next(s for s in reversed(self.running) if not s.holds_all_blocks)
             self._preempt(last)

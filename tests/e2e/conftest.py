@@ -39,7 +39,7 @@ def one_process_engine(demo_model: Path) -> Engine:
 
 @pytest.fixture
 def at_baseline() -> Callable[[RunningCluster], object]:
-    """Is everything given back: blocks on every worker, reservations and load in Redis?"""
+    """Is everything released: blocks on every worker, reservations and load in Redis?"""
 
     async def check(cluster: RunningCluster) -> bool:
         registry = Registry.connect(cluster.redis_url)

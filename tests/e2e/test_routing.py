@@ -53,7 +53,7 @@ def start(pairs: RunningCluster) -> Iterator[Start]:
 def idle(
     pairs: RunningCluster, at_baseline: Callable[[RunningCluster], Awaitable[bool]]
 ) -> Callable[[], Awaitable[None]]:
-    """Waits until every worker has told that it is idle and every reservation is given back."""
+    """Waits until every worker has reported that it is idle and every reservation is released."""
 
     async def wait() -> None:
         async with asyncio.timeout(10):

@@ -1,4 +1,4 @@
-"""Waiting for a turn, on the event loop: who is let in when, who is refused, and that everything is given back."""
+"""Waiting for a turn, on the event loop: who is let in when, who is refused, and that everything is released."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ async def test_ending_lets_short_requests_end(settings: GatewaySettings, peers: 
 
 
 async def test_ending_is_bounded_and_typed(settings: GatewaySettings, peers: Peers) -> None:
-    """A stream that goes on past `drain_s` ends with an error event; what it held is given back."""
+    """A stream that goes on past `drain_s` ends with an error event; what it held is released."""
     peers.decode.step_s = 0.05
     parts: list[str] = []
 

@@ -268,7 +268,7 @@ async def test_stopping_ends_those_that_wait(full: Cluster) -> None:
     assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {(503, "stopping")}
 
 
-# --- what is told of it ---
+# --- what is reported of it ---
 
 
 async def test_metrics_of_the_line(full: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""The gateway's choice of workers: what it finds cached, what it gives back, and what it does without Redis."""
+"""The gateway's choice of workers: what it finds cached, what it releases, and what it does without Redis."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Who asks: the API key that a request brings, and what follows from it.
 
-    no key file     anyone may ask; the tenant is whoever the request says it is for
+    no key file     anyone may ask; the tenant is the one that the request names
     a key file      `Authorization: Bearer tk-…` on every request, HTTP or gRPC; the tenant is the key's, whatever the
                     request says, unless the key may name others; prefix caches are apart for each tenant
 
