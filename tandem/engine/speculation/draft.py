@@ -1,6 +1,6 @@
 """A small model proposes what it would have drawn itself, with the same random numbers.
 
-1 catch up   its KV of every token but the proposed ones: at first the whole prompt, wherever that was read for the big model
+1 catch up   its KV of every token but the proposed ones: at first the whole prompt, wherever the big model read that
 2 draw       a token for each sequence, k times, each computed from the one before
 
 Its KV lies in a cache of its own, in the blocks that the sequence has in the big model's: so nothing is allocated, and
