@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +84,37 @@ def test_rows_of_a_device_go_through_this_machines_memory(copier: Copier, ids: l
 def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
     source = Path(native.__file__).parent / "transfer" / "copy" / "rows.c"
     assert native.compiled(source, ("avx2",), "-Wall", "-Wextra", "-Werror", cache=tmp_path).exists()
+
+
+SANITIZED = """
+import ctypes, pathlib, sys
+from tandem import native
+from tandem.transfer.copy.copier import CompiledCopier
+from tests.transfer import test_copier
+flags = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+source = pathlib.Path(native.__file__).parent / "transfer" / "copy" / "rows.c"
+copier = CompiledCopier(ctypes.CDLL(str(native.compiled(source, ("avx2",), *flags, cache=pathlib.Path(sys.argv[1])))))
+"""
+AS_IT_IS = "test_copier.test_rows_go_out_and_in_bit_for_bit_under_the_same_sum(copier)"
+PAST_THE_END = """
+import numpy as np
+rows, payload, ids = np.zeros(1 << 20, np.uint8), np.zeros(1 << 12, np.uint8), np.array([255, 256], np.int64)
+copier._gather(rows.ctypes.data, 4096, ids.ctypes.data, 2, payload.ctypes.data, 0)  # row 256 of 256; room for one
+"""
+
+
+@pytest.mark.skipif(not can_compile() or shutil.which("gcc") is None, reason="no AVX2, or no gcc")
+@pytest.mark.parametrize(("code", "problem"), [(AS_IT_IS, ""), (PAST_THE_END, "AddressSanitizer: ")])
+def test_sanitizers_find_nothing_and_would_find_an_overrun(code: str, problem: str, tmp_path: Path) -> None:
+    named = (
+        subprocess.check_output(["gcc", f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan")
+    )
+    preloaded = " ".join(line.strip() for line in named)
+    environment = os.environ | {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, "-c", SANITIZED + code, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert (done.returncode == 0) is not bool(problem), done.stderr[-4000:]
+    assert problem in done.stderr
 
 
 def test_without_a_compiler_numpy_copies_and_meets_the_compiled_side(
