@@ -76,6 +76,10 @@ async def examine(settings: DoctorSettings) -> list[Finding]:
 
 async def _registry(settings: DoctorSettings) -> list[Finding]:
     try:
+        redis = RedisAddress.parse(settings.redis_url)
+    except ValueError as error:
+        return [Finding("redis", False, str(error))]
+    try:
         registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
         try:
             workers = [w for w in await registry.workers() if settings.model in ("", w.info.model)]
@@ -83,7 +87,6 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
             await registry.close()
     except RegistryUnavailable as error:
         return [Finding("redis", False, str(error))]
-    redis = RedisAddress.parse(settings.redis_url)
     by_role = {role: [w for w in workers if w.info.role is role] for role in Role}
     findings = [Finding("redis", True, f"{redis}: {len(workers)} workers registered")]
     for role, of_role in by_role.items():

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from tandem.registry.address import RedisAddress
 from tandem.registry.errors import RegistryUnavailable
+from tandem.registry.master import Master
 from tandem.registry.scripts import Script, key_prefix, load_scripts
 from tandem.registry.wire import Argument, ConnectionLost, Line, ReplyError, Wire
 
@@ -80,7 +81,8 @@ class RedisConnection:
         self._prefix = key_prefix(namespace)
         self._timeout = timeout
         self._scripts = load_scripts()
-        self._calls, self._reads = Wire(self._address), Wire(self._address)
+        self._master = Master(self._address)
+        self._calls, self._reads = Wire(self._master.open), Wire(self._master.open)
 
     async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
         return await self._bounded(self._calls, self._run(self._scripts[name], arguments, binary))
@@ -99,7 +101,7 @@ class RedisConnection:
         pushed = asyncio.Event()
         with self._translated():
             async with asyncio.timeout(self._timeout):
-                line = await Line.open(self._address, pushed.set)
+                line = await self._master.open(pushed.set)
                 try:
                     await line.ask(("SUBSCRIBE", self._prefix + "changed"), binary=False)
                 except BaseException:
@@ -130,6 +132,10 @@ class RedisConnection:
                     return await asking
             except TimeoutError:
                 wire.doubt(start)
+                raise
+            except ReplyError as error:
+                if "READONLY" in str(error):  # no master any more: another is where the address leads now
+                    wire.renew("read-only")
                 raise
 
     @contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from hiredis import ProtocolError, Reader, pack_command
@@ -41,8 +41,8 @@ class ReplyError(Exception):
 class Wire:
     """Connects when first used, and again after that connection ended. `close` ends it."""
 
-    def __init__(self, address: RedisAddress) -> None:
-        self._address = address
+    def __init__(self, open_line: Callable[[], Awaitable[Line]]) -> None:
+        self._open_line = open_line
         self._line: Line | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
@@ -63,12 +63,16 @@ class Wire:
     def doubt(self, since: float) -> None:
         """Ends the connection if nothing came since then (the loop's time)."""
         if self._line and self._line.heard < since:
-            self._line.end("no answer")
+            self.renew("no answer")
+
+    def renew(self, why: str) -> None:
+        """Ends the connection; what waits there, and what comes next, goes out on another."""
+        if self._line:
+            self._line.end(why)
 
     def close(self) -> None:
         self._closed = True
-        if self._line:
-            self._line.end("closed")
+        self.renew("closed")
 
     async def _connected(self) -> Line:
         if self._line and not self._line.ended:
@@ -77,7 +81,7 @@ class Wire:
             if self._closed:
                 raise ConnectionLost("closed")
             if self._line is None or self._line.ended:
-                self._line = await Line.open(self._address)
+                self._line = await self._open_line()
         return self._line
 
 

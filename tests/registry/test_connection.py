@@ -98,15 +98,35 @@ def test_an_address_is_all_that_a_url_may_say() -> None:
     assert str(RedisAddress.parse("redis://")) == "localhost:6379"
 
 
+def test_an_address_behind_sentinels_has_theirs() -> None:
+    address = RedisAddress.parse(
+        "rediss+sentinel://u:p%40@[::1]:5,Two/my%20master/3?sentinel_username=s&sentinel_password=q"
+    )
+    assert (address.master, address.tls, address.database) == ("my master", True, 3)
+    assert address.handshake() == [("AUTH", "u", "p@"), ("SELECT", "3")]
+    assert [(s.host, s.port, s.tls, s.handshake()) for s in address.sentinels] == [
+        ("::1", 5, True, [("AUTH", "s", "q")]),
+        ("two", 26379, True, [("AUTH", "s", "q")]),
+    ]
+    assert str(address) == "my master of ::1:5,two:26379"
+    assert "'q'" not in repr(address)
+
+
 @pytest.mark.parametrize(
     ("url", "wrong"),
     [
         ("http://x", "must begin with redis://"),
         ("redis://x/one", "names database 'one', which must be a number"),
         ("redis://:secret@x/?timeout=1", "unknown option timeout"),
+        ("redis://:secret@x/?sentinel_password=secret", "unknown option sentinel_password"),
+        ("redis+sentinel://:secret@x:26379,y", "names no master behind its sentinels"),
+        ("redis+sentinel://:secret@x,/mymaster", "names sentinels 'x,', which must be"),
+        ("redis+sentinel://:secret@/mymaster", "names sentinels '', which must be"),
+        ("redis+sentinel://:secret@x:y/mymaster", "names sentinels 'x:y', which must be"),
+        ("redis+sentinel://:secret@x/mymaster/one", "names database 'one'"),
     ],
 )
 def test_a_malformed_url_is_named_without_its_password(url: str, wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong) as raised:
+    with pytest.raises(ValueError, match=f"^redis_url .*{wrong}") as raised:
         RedisAddress.parse(url)
     assert "secret" not in str(raised.value)

@@ -1,0 +1,62 @@
+"""Connections to the Redis that takes writes: the one of the address, or the one that its sentinels name.
+
+    sentinel ──> where the master is ──> connect there ──> HELLO: it is a master ──> the connection
+        └── fails, or is behind the times: the next sentinel
+
+A caller may give up on a sentinel that does not answer; the next connection then begins with the one after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tandem.registry.address import RedisAddress
+from tandem.registry.wire import Line, ReplyError
+
+
+class Master:
+    def __init__(self, address: RedisAddress) -> None:
+        self._address = address
+        self._first = 0  # of the sentinels to ask
+
+    async def open(self, on_push: Callable[[], None] = lambda: None) -> Line:
+        """
+        Raises:
+            ReplyError: user, password or database are refused.
+            OSError: it cannot be reached, or no sentinel knows it.
+        """
+        sentinels = self._address.sentinels
+        if not sentinels:
+            return await Line.open(self._address, on_push)
+        reasons = []
+        for number in [(self._first + turn) % len(sentinels) for turn in range(len(sentinels))]:
+            self._first = (number + 1) % len(sentinels)
+            try:
+                line = await self._named_by(sentinels[number], on_push)
+            except (OSError, ReplyError) as error:
+                reasons.append(f"{sentinels[number]}: {error}")
+            else:
+                self._first = number
+                return line
+        raise OSError("; ".join(reasons))
+
+    async def _named_by(self, sentinel: RedisAddress, on_push: Callable[[], None]) -> Line:
+        asking = await Line.open(sentinel)
+        try:
+            named = await asking.ask(("SENTINEL", "get-master-addr-by-name", self._address.master), binary=False)
+        finally:
+            asking.end("asked")
+        if not named:
+            raise OSError(f"knows no master {self._address.master}")
+        host, port = named
+        line = await Line.open(replace(self._address, host=host, port=int(port)), on_push)
+        try:
+            # Unlike ROLE, a user may ask this without the rights of an administrator.
+            said = await line.ask(("HELLO", "2"), binary=False)
+            if (role := dict(zip(said[::2], said[1::2], strict=True))["role"]) != "master":
+                raise OSError(f"names {host}:{port}, which is a {role}")
+        except BaseException:
+            line.end("no master")
+            raise
+        return line
