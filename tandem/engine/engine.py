@@ -200,11 +200,11 @@ class Engine:
         length, longest = len(request.token_ids), self.model_config.max_model_len
         if not 0 < length < longest:
             raise ValueError(f"token_ids: {length} tokens are not between 1 and max_model_len - 1 = {longest - 1}")
+        self._check_token_ids("token_ids", request.token_ids)
+        request.sampling.check()
         prior, most = request.num_prior_tokens, min(length, request.sampling.max_tokens)
         if not 0 <= prior < most:
             raise ValueError(f"num_prior_tokens: {prior} is not between 0 and {most - 1}")
-        self._check_token_ids("token_ids", request.token_ids)
-        request.sampling.check()
         request.sampling.check_vocabulary(self.model_config.vocab_size)
         speculative = speculative or self._speculative
         speculative.check(self._speculator.methods)

@@ -17,6 +17,7 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
 WORKERS, SHARED, BLOCK = 3, 64, 16
+EOS = frozenset({0})  # what the gateway adds, and the null engine never draws
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,9 @@ def prompts() -> list[list[int]]:
     """Some begin alike."""
     dice = random.Random(5)
     shared = dice.choices(range(1, 4096), k=SHARED)
-    return [shared[: SHARED * (i % 2)] + dice.choices(range(1, 4096), k=dice.randint(1, 200)) for i in range(24)]
+    return [
+        shared[: SHARED * (i % 2)] + dice.choices(range(1, 4096), k=dice.randint(40, 200)) for i in range(16 * WORKERS)
+    ]
 
 
 async def generate(service: llm_pb2_grpc.LLMServiceAsyncStub, prompt: list[int]) -> llm_pb2.GenerateUnaryResponse:
@@ -53,7 +56,7 @@ async def generate(service: llm_pb2_grpc.LLMServiceAsyncStub, prompt: list[int])
 
 def oracle(folder: Path, prompt: list[int]) -> list[int]:
     engine = Engine(EngineConfig(folder, "null", num_blocks=64, null=StepTime(speedup=1e6)))
-    engine.add(Request("r", prompt, SamplingParams(max_tokens=12, seed=3)))
+    engine.add(Request("r", prompt, SamplingParams(max_tokens=12, seed=3, stop_token_ids=EOS)))
     return [token.token_id for _ in range(12) for output in engine.step() for token in output.tokens]
 
 

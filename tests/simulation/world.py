@@ -24,6 +24,8 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import structlog
+from opentelemetry import propagate
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
 
 T = TypeVar("T")
 # So many turns without time moving on: something runs in circles.
@@ -76,6 +78,8 @@ class World:
     def __enter__(self) -> World:
         self._logging = structlog.get_config()
         structlog.configure(processors=[self._log_line], cache_logger_on_first_use=False)
+        self._textmap = propagate.get_global_textmap()
+        propagate.set_global_textmap(W3CBaggagePropagator())  # trace ids are random, where traces are recorded
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -83,6 +87,7 @@ class World:
         for process in self.processes:
             process.end()
         structlog.configure(**self._logging)
+        propagate.set_global_textmap(self._textmap)
 
     def process(self, name: str) -> Process:
         """A new process. Its clock shows another time than everybody else's."""
