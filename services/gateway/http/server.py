@@ -41,7 +41,7 @@ class HttpServer:
         Raises:
             OSError: the address cannot be bound.
         """
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((self._host, self._port))
         self._task = asyncio.create_task(self._server.serve())
@@ -69,7 +69,7 @@ class HttpServer:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _answers(self) -> bool:
-        host = "127.0.0.1" if self._host in ("0.0.0.0", "") else self._host
+        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         try:
             _, writer = await asyncio.open_connection(host, self._port)
         except OSError:
