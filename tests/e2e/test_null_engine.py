@@ -67,6 +67,7 @@ async def test_a_fleet_answers_as_one_engine_and_moves_every_byte(
     async with grpc.aio.insecure_channel(fleet.grpc) as channel:
         service = llm_pb2_grpc.LLMServiceStub(channel)
         answers = await asyncio.gather(*(generate(service, prompt) for prompt in asked))
+        await until_everyone_tells_what_was_measured(fleet, service)
     assert [list(answer.token_ids) for answer in answers] == [oracle(config_only, prompt) for prompt in asked]
     for role in ("prefill_worker", "decode_worker"):
         assert len({getattr(answer.path, role) for answer in answers}) == WORKERS
@@ -77,8 +78,17 @@ async def test_a_fleet_answers_as_one_engine_and_moves_every_byte(
     async with asyncio.timeout(10):
         while not await at_baseline(fleet):
             await asyncio.sleep(0.05)
+
+
+async def until_everyone_tells_what_was_measured(
+    fleet: RunningCluster, service: llm_pb2_grpc.LLMServiceAsyncStub
+) -> None:
+    """Workers say a rate once they have seen some steps, however many prompts went into one."""
+    dice = random.Random(6)
+    async with asyncio.timeout(60):
         while not await everyone_tells_what_was_measured(fleet):
-            await asyncio.sleep(0.05)
+            wave = [dice.choices(range(1, 4096), k=100) for _ in range(WORKERS)]
+            await asyncio.gather(*(generate(service, prompt) for prompt in wave))
 
 
 async def everyone_tells_what_was_measured(fleet: RunningCluster) -> bool:
