@@ -78,10 +78,14 @@ class Answers:
                 await asyncio.sleep(0.005)
 
     async def going_on(self) -> None:
-        """Until each has more tokens than now: those that lost their worker go on on another."""
+        """Until each that has not ended has more tokens than now: those that lost their worker go on on another."""
         now = [len(tokens) for tokens in self.tokens]
+
+        def stands_still(i: int) -> bool:
+            return not self._tasks[i].done() and len(self.tokens[i]) <= now[i]
+
         async with asyncio.timeout(30):
-            while any(len(tokens) <= before for tokens, before in zip(self.tokens, now, strict=True)):
+            while any(map(stands_still, range(len(now)))):
                 await asyncio.sleep(0.005)
 
     async def all(self) -> list[list[int]]:
@@ -157,7 +161,7 @@ async def test_two_killed_one_after_the_other_fail_nothing(
         await answers.going_on()
         os.kill(second, signal.SIGKILL)
         assert await answers.all() == expected
-    assert max(last.path.migrated for last in answers.last) >= 2
+    assert answers.migrated > MANY // 6
     await restored(fleet, at_baseline)
 
 
