@@ -6,6 +6,7 @@ receiver   payload -> staging memory, summed there -> rows, only where the sum i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -135,9 +136,9 @@ class DeviceReceiveSide(ReceiveSide):
         self._queue = device.queue()
         self._sum = DeviceSum(device.place)
 
+    @abstractmethod
     def payload(self, message: Message) -> torch.Tensor:
         """Int64 words, those behind the payload's last byte padded with zeros."""
-        raise NotImplementedError
 
     def scatter(self, message: Message, rows: Rows, ids: NDArray[np.int64]) -> int:
         with self._queue.use():
