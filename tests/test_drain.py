@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem import rpc
 from tandem.commands.drain import DrainSettings, drain
 from tandem.drain import DrainService, is_local
-from tests.e2e.cluster import free_ports
+from tandem.local import free_ports
 
 
 @pytest.mark.parametrize(

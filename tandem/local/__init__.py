@@ -2,9 +2,10 @@
 
 from tandem.local.cores import Cores
 from tandem.local.launcher import Launcher, LocalLauncher, Service, ServiceFailed, unless_failed
-from tandem.local.ports import check_free
+from tandem.local.ports import check_free, free_ports
 from tandem.local.redis_server import RedisServer
 
 __all__ = [
-    "Cores", "Launcher", "LocalLauncher", "RedisServer", "Service", "ServiceFailed", "check_free", "unless_failed",
+    "Cores", "Launcher", "LocalLauncher", "RedisServer", "Service", "ServiceFailed", "check_free",
+    "free_ports", "unless_failed",
 ]  # fmt: skip

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
+
+_FIRST, _END = 10_240, 32_768  # Linux takes the ports of outgoing connections from 32,768 up
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 for processes that will be started.
+
+    All processes of this user take them in turn, from below the range of outgoing connections: nobody else gets a
+    port between this call and the moment it is listened on.
+
+    Raises:
+        OSError: every port is taken.
+    """
+    with (Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}").open("a+") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        turn.seek(0)
+        start = int(turn.read() or _FIRST)
+        found: list[int] = []
+        for offset in range(_END - _FIRST):
+            port = _FIRST + (start - _FIRST + offset) % (_END - _FIRST)
+            if len(found) == count:
+                turn.truncate(0)
+                turn.write(str(port))
+                return found
+            if _is_free(port):
+                found.append(port)
+    raise OSError(f"no {count} free ports between {_FIRST} and {_END}")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def check_free(addresses: Mapping[str, tuple[str, int]]) -> None:

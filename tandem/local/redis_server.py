@@ -22,7 +22,7 @@ from typing import IO
 from urllib.parse import quote
 
 from tandem.local.child import dying_with_parent
-from tandem.local.ports import free_port
+from tandem.local.ports import free_ports
 
 
 class RedisServer:
@@ -55,7 +55,7 @@ class RedisServer:
         """
         if not password and host != "127.0.0.1":
             raise ValueError(f"redis_password: redis-server at {host} needs one, for others can reach it")
-        server = cls._spawn(_program(), host, port or free_port(), password, max_memory_mb)
+        server = cls._spawn(_program(), host, port or free_ports(1)[0], password, max_memory_mb)
         try:
             server._wait_until_up(timeout)
         except BaseException:

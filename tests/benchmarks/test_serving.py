@@ -11,10 +11,11 @@ from rich.console import Console
 from benchmarks.chart import draw
 from benchmarks.floors import Floors
 from benchmarks.load import Client, Job, closed_loop
-from benchmarks.peers import Unavailable, by_url, free_ports, known, started
+from benchmarks.peers import Unavailable, by_url, known, started
 from benchmarks.results import Figure, Metric, throughput
 from benchmarks.serving import Report, measure, table
 from benchmarks.workloads import Workload, all_workloads
+from tandem.local import free_ports
 from tests.benchmarks.conftest import TINY
 
 FLOORS = Floors(2, 20.0, 30.0, 200.0, 400.0)

@@ -12,9 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.local import RedisServer
+from tandem.local import RedisServer, free_ports
 from tests.docker.replay import DOCKERFILE, Replay, stages
-from tests.e2e.cluster import eventually, free_ports
+from tests.e2e.cluster import eventually
 
 SERVICES = ("gateway", "kvstore", "prefill", "decode")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,16 +15,10 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tandem.local import free_ports
+
 START_BOUND_S = 90.0
 STOP_BOUND_S = 30.0
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def eventually(check: Callable[[], bool], within_s: float, what: str) -> float:

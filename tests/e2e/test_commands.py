@@ -16,8 +16,9 @@ import pytest
 from tandem.commands.doctor import DoctorSettings
 from tandem.commands.generate import GenerateSettings
 from tandem.commands.up import UpSettings
+from tandem.local import free_ports
 from tandem.settings import Settings
-from tests.e2e.cluster import RunningCluster, eventually, free_ports, running_cluster
+from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
 
 def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:

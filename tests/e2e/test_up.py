@@ -10,7 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import RunningCluster, eventually, free_ports, running_cluster
+from tandem.local import free_ports
+from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
 BOUND_S = 60.0
 

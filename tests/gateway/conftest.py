@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
 from services.gateway.settings import Disaggregation
 from services.gateway.text import Tokenizer
-from tandem.local import RedisServer
+from tandem.local import RedisServer, free_ports
 from tandem.registry import Registry
 from tandem.v1 import worker_pb2
 from tests.gateway.peers import MODEL, Peers, peers_on
@@ -22,13 +21,6 @@ from tests.gateway.tiny_model import byte_level_tokenizer, write_model
 
 T = TypeVar("T")
 TEXT = "the quick brown fox 狐狸 jumps over 🦊 the lazy dog"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def eventually(check: Callable[[], bool | Awaitable[bool]], within_s: float = 2.0) -> None:
@@ -66,7 +58,7 @@ def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> Gatew
     said = {"disaggregation": Disaggregation.PREFER, "migration_wait_s": 0.5} | other  # short prompts use both workers
     return GatewaySettings(
         model_path=model_folder, model_name=MODEL, redis_url=redis.url, namespace=f"t{uuid4().hex[:8]}",
-        host="127.0.0.1", http_port=free_port(), grpc_port=0, drain_s=0.2, **said,
+        host="127.0.0.1", http_port=free_ports(1)[0], grpc_port=0, drain_s=0.2, **said,
     )  # fmt: skip
 
 

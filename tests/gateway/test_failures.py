@@ -19,9 +19,9 @@ from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
 from services.gateway.generation import Outcome
 from services.gateway.settings import Disaggregation
-from tandem.local import RedisServer
+from tandem.local import RedisServer, free_ports
 from tandem.v1 import llm_pb2, worker_pb2
-from tests.gateway.conftest import TEXT, eventually, free_port, make_settings
+from tests.gateway.conftest import TEXT, eventually, make_settings
 from tests.gateway.peers import MODEL, Peers
 
 LONG = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 200, "ignore_eos": True}
@@ -308,7 +308,7 @@ async def test_a_restarted_decode_worker_serves_at_once(
 async def test_redis_frozen_fails_no_request(model_folder: Path, settings: GatewaySettings, peers: Peers) -> None:
     """The last view is served from, and the reason says so."""
     with RedisServer.start() as own:
-        port = free_port()
+        port = free_ports(1)[0]
         frozen = make_settings(model_folder, own, disaggregation=Disaggregation.PREFER).model_copy(
             update={"http_port": port}
         )

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from services.gateway.http import HttpServer
-from tests.e2e.cluster import free_ports
+from tandem.local import free_ports
 
 
 async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:

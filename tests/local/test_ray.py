@@ -24,7 +24,7 @@ from grpc import aio
 from ray.cluster_utils import Cluster as Raylets
 
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
-from tandem.local.ports import free_port
+from tandem.local import free_ports
 from tandem.local.ray import RayLauncher, State
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import eventually
@@ -57,7 +57,7 @@ class OnRay:
             "workers": {"settings": settings},
             "pools": pools + ([common | pool] if pool else []),
             "gateway": {"settings": {"http_port": self.http_port, "grpc_port": self.grpc_port}},
-            "redis": {"port": free_port()},
+            "redis": {"port": free_ports(1)[0]},
         }
         self.file.write_text(yaml.safe_dump(cluster))
         timeout = "--ready-timeout-s=12" if pool else "--ready-timeout-s=120"
@@ -113,7 +113,7 @@ def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
         raylets.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
     ray.init(raylets.address, namespace="tandem", log_to_driver=False, configure_logging=False)
     try:
-        yield OnRay(raylets, tmp_path_factory.mktemp("ray") / "cluster.yaml", free_port(), free_port())
+        yield OnRay(raylets, tmp_path_factory.mktemp("ray") / "cluster.yaml", free_ports(1)[0], free_ports(1)[0])
     finally:
         ray.shutdown()
         raylets.shutdown()

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from tandem.local import RedisServer
+from tandem.local import RedisServer, free_ports
 from tandem.local.child import dying_with_parent
-from tandem.local.ports import free_port
 from tandem.registry import Registry, RegistryUnavailable
 from tests.registry.cluster import eventually, register_pool
 
@@ -48,7 +47,7 @@ def watch(tmp_path: Path, master: RedisServer) -> Iterator[Watch]:
     with ExitStack() as started:
 
         def start(port: int, down_after_ms: int = FOR_EVER_MS) -> Sentinel:
-            own = free_port()
+            own = free_ports(1)[0]
             file = tmp_path / f"{own}.conf"
             file.write_text(
                 f"port {own}\nbind 127.0.0.1\ndir {tmp_path}\nsentinel monitor tandem 127.0.0.1 {port} 1\n"
@@ -103,7 +102,7 @@ async def test_after_a_failover_the_same_registry_works_on_the_new_master(
     master: RedisServer, replica: RedisServer, watch: Watch
 ) -> None:
     sentinel = watch(master.port, down_after_ms=300)
-    registry = Registry.connect(url(free_port(), sentinel.port))
+    registry = Registry.connect(url(free_ports(1)[0], sentinel.port))
     await eventually(sentinel.answers, 5.0, "the sentinel runs")
 
     async def replica_is_known() -> bool:

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from tandem.engine import EngineStats
+from tandem.local import free_ports
 from tandem.worker.metrics import metrics_served
-from tests.e2e.cluster import free_ports
 
 
 def stats(**changes: int) -> EngineStats:
