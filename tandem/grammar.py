@@ -19,6 +19,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from
 
+from tandem.model_files import end_tokens
 from tandem.vocabulary import Vocabulary, load_tokenizer
 
 MAX_COMPILED = 64
@@ -175,13 +176,3 @@ def _tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
     if not ends:
         raise InvalidGrammar("grammar: the model has no end-of-text token, so no answer could end with its grammar")
     return LLTokenizer(TokenizerWrapper(_Words(folder, ends[0])), n_vocab=vocab_size, eos_token=list(ends))
-
-
-def end_tokens(folder: Path) -> tuple[int, ...]:
-    """The model's end-of-text ids: of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()

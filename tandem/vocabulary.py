@@ -7,16 +7,25 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders
 
+from tandem.model_files import read_bytes
+
 
 def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """
     Raises:
         FileNotFoundError: the folder has no tokenizer.json.
+        ValueError: it is malformed.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
-    return tokenizers.Tokenizer.from_file(str(file))
+    data = read_bytes(file)
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # some damage makes the library panic, which is no Exception
+        raise ValueError(f"{file}: {error}") from None
 
 
 class Vocabulary:

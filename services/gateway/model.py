@@ -8,15 +8,15 @@ config.json                                     -> end-of-text ids, context leng
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import Field
 
 from services.gateway.text import ChatTemplate, Tokenizer
-from tandem.grammar import end_tokens
-from tandem.sampling import OF_MODEL
+from tandem.model_files import GenerationFile, ModelFile, end_tokens, read_file
+from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +34,32 @@ class ServedModel:
         """
         Raises:
             FileNotFoundError: the folder lacks tokenizer.json or config.json.
-            ValueError: config.json does not say how long a context may be.
+            ValueError: one of them is malformed; names the file and the field.
         """
-        config, generation = _read(folder / "config.json"), _read_if_there(folder / "generation_config.json")
+        generation = folder / "generation_config.json"
         return cls(
             name=name or folder.resolve().name,
             tokenizer=Tokenizer.load(folder),
             chat_template=ChatTemplate.load(folder),
             eos_token_ids=end_tokens(folder),
-            defaults={key: generation[key] for key in OF_MODEL if generation.get(key) is not None},
-            max_model_len=_context_length(config, folder),
+            defaults=_defaults(generation) if generation.is_file() else {},
+            max_model_len=read_file(_ConfigFile, folder / "config.json").max_position_embeddings,
             created=created,
         )
 
 
-def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text())
+class _ConfigFile(ModelFile):
+    max_position_embeddings: int = Field(ge=1, lt=2**31)
+
+
+def _defaults(file: Path) -> dict[str, float]:
+    """
+    Raises:
+        ValueError: one that cannot be served.
+    """
+    found: dict[str, float] = read_file(GenerationFile, file).model_dump(include=set(OF_MODEL), exclude_none=True)
+    try:
+        SamplingParams.of(found)
+    except InvalidParameter as error:
+        raise ValueError(f"{file}: {error}") from None
     return found
-
-
-def _read_if_there(file: Path) -> dict[str, Any]:
-    return _read(file) if file.is_file() else {}
-
-
-def _context_length(config: Mapping[str, Any], folder: Path) -> int:
-    length = config.get("max_position_embeddings")
-    if not isinstance(length, int):
-        raise ValueError(f"{folder / 'config.json'}: max_position_embeddings is missing")
-    return length

@@ -20,7 +20,7 @@ from tandem.engine.device import memory_checked, open_device
 from tandem.engine.forward import Forward, TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
-from tandem.engine.loader import load_weights, weights_revision
+from tandem.engine.loader import find_weights, load_weights, weights_revision
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
 from tandem.engine.runner import Runner
@@ -58,6 +58,8 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
         kv_cache = _kv_cache(layout, config.device, _num_blocks(config, layout))
         runner = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
         return Parts(model, layout, kv_cache, runner, {"ngram": NgramProposer()})
+    # Before any memory is taken for what a wrong config says.
+    find_weights(Decoder(model, torch.float32, "meta"), config.model_path)
     revision = config.revision or weights_revision(config.model_path)
     if config.quantization != "none":
         revision += f"+{config.quantization}"

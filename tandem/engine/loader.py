@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -18,21 +17,20 @@ from torch import Tensor
 
 from tandem.engine.models import Decoder
 from tandem.engine.types import Progress
+from tandem.model_files import ModelFile, read_file
 
 _PAGE = 4096
 _PAGES_PER_SHARD = 1024
+_MAX_HEADER = 100 * 10**6  # safetensors' own
+
+
+class IndexFile(ModelFile):
+    weight_map: dict[str, str]
 
 
 def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None) -> None:
     """Fill `model` from the folder at `path`. ValueError says which tensor or file is wrong."""
-    targets = model.checkpoint_tensors()
-    sources, shapes = {}, {}
-    for shard in shard_paths(path):
-        with _open(shard) as file:
-            for name in file.keys():  # noqa: SIM118
-                if not _redundant(name, targets):
-                    sources[name], shapes[name] = shard, list(file.get_slice(name).get_shape())
-    _compare(shapes, targets, path)
+    targets, sources = model.checkpoint_tensors(), find_weights(model, path)
     total, done = sum(t.nbytes for t in targets.values()), 0
     for name, shard in sources.items():
         with _open(shard) as file:
@@ -42,13 +40,28 @@ def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None
             on_progress("weights", done, total)
 
 
+def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
+    """Which shard holds each tensor that `model` needs, even one without memory. ValueError says what is wrong."""
+    targets = model.checkpoint_tensors()
+    sources, shapes = {}, {}
+    for shard in shard_paths(path):
+        with _open(shard) as file:
+            for name in file.keys():  # noqa: SIM118
+                if not _redundant(name, targets):
+                    sources[name], shapes[name] = shard, list(file.get_slice(name).get_shape())
+    _compare(shapes, targets, path)
+    return sources
+
+
 def shard_paths(path: Path) -> list[Path]:
     """The safetensors files of the folder at `path`, in a fixed order."""
     index = path / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_file(IndexFile, index).weight_map.values()))
     for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{index}: weight_map: {name!r} is no file's name within the folder")
         if not (path / name).is_file():
             raise ValueError(f"model_path: {path / name} does not exist")
     return [path / name for name in names]
@@ -71,7 +84,7 @@ def _pages(shard: Path) -> Iterator[bytes]:
     size = shard.stat().st_size
     with shard.open("rb") as file:
         header = file.read(8)
-        yield header + file.read(int.from_bytes(header, "little"))
+        yield header + file.read(min(int.from_bytes(header, "little"), _MAX_HEADER))
         for offset in range(0, size, max(_PAGE, size // _PAGES_PER_SHARD)):
             file.seek(offset)
             yield file.read(_PAGE)

@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import ConfigDict
+
+from tandem.model_files import ModelFile, read_bytes, read_file
 
 # What clients call the roles, and what templates do.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -50,12 +53,18 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
-        """From chat_template.jinja, else tokenizer_config.json; None where the model has none."""
-        file = folder / "tokenizer_config.json"
-        config = json.loads(file.read_text()) if file.is_file() else {}
-        beside = folder / "chat_template.jinja"
-        source = beside.read_text() if beside.is_file() else _default(config.get("chat_template"))
-        return cls(source, _special_tokens(config)) if source else None
+        """From chat_template.jinja, else tokenizer_config.json; None where the model has none.
+
+        Raises:
+            ValueError: one of them is malformed.
+        """
+        file, beside = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        config = read_file(_ConfigFile, file) if file.is_file() else _ConfigFile()
+        source = read_bytes(beside).decode() if beside.is_file() else _default(config.chat_template)
+        try:
+            return cls(source, _special_tokens(config.model_extra or {})) if source else None
+        except (TemplateError, RecursionError) as error:
+            raise ValueError(f"{beside if beside.is_file() else file}: chat_template: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = DEFAULTS) -> str:
         """The prompt, ready for the assistant's answer.
@@ -100,11 +109,24 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 
 
-def _default(template: Any) -> str | None:
+class _Named(ModelFile):
+    name: str
+    template: str
+
+
+class _ConfigFile(ModelFile):
+    """tokenizer_config.json, whose other fields may be special tokens."""
+
+    model_config = ConfigDict(extra="allow")
+
+    chat_template: str | list[_Named] | None = None
+
+
+def _default(template: str | list[_Named] | None) -> str | None:
     """A template, or of several named ones the default."""
     if isinstance(template, list):
-        return next((str(t["template"]) for t in template if t["name"] == "default"), None)
-    return template if isinstance(template, str) else None
+        return next((one.template for one in template if one.name == "default"), None)
+    return template
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

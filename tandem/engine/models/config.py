@@ -7,13 +7,18 @@ config.json ── family (model_type) ──> which biases and norms exist
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-Json = Mapping[str, Any]
+from pydantic import Field
+
+from tandem.model_files import ModelFile, end_tokens, read_file
+
+# Far beyond any model there is: what is larger would fill the machine before it is found to be wrong.
+Size = Annotated[int, Field(ge=1, le=2**22)]
+Count = Annotated[int, Field(ge=1, le=2**12)]
+Positive = Annotated[float, Field(gt=0, le=1e12)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,91 +63,147 @@ class ModelConfig:
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
 
+class RopeFile(ModelFile):
+    """`rope_parameters` of transformers 5; before it there were `rope_theta` and `rope_scaling`."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+
+
+class ConfigFile(ModelFile):
+    """What is read of config.json."""
+
+    model_type: str
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    rms_norm_eps: Positive = 1e-6
+    max_position_embeddings: Annotated[int, Field(ge=1, lt=2**31)]
+    rope_parameters: RopeFile | None = None
+    rope_scaling: RopeFile | None = None
+    rope_theta: Positive | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    tie_word_embeddings: bool | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    hidden_act: Any = "silu"
+    quantization_config: Any = None
+    partial_rotary_factor: float | None = 1.0
+    sliding_window: Size | None = None
+    use_sliding_window: bool | None = None
+
+
 def read_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
     """Read the model folder at `path`; `max_model_len` shortens the context. ValueError names what is unsupported."""
-    config_path = path / "config.json"
-    if not config_path.is_file():
-        raise ValueError(f"model_path: {config_path} does not exist")
-    raw = json.loads(config_path.read_text())
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model_path: {file} does not exist")
+    raw = read_file(ConfigFile, file)
     try:
-        return _model_config(raw, _eos_token_ids(path, raw), max_model_len)
-    except KeyError as error:
-        raise ValueError(f"{config_path}: {error.args[0]} is missing") from None
+        return _model_config(raw, frozenset(end_tokens(path)), max_model_len)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
-def _model_config(raw: Json, eos_token_ids: frozenset[int], max_model_len: int | None) -> ModelConfig:
-    family = raw["model_type"]
-    heads = raw["num_attention_heads"]
+def _model_config(raw: ConfigFile, eos_token_ids: frozenset[int], max_model_len: int | None) -> ModelConfig:
+    family, heads = raw.model_type, raw.num_attention_heads
     rope = _rope(raw)
     length = _max_model_len(raw, rope, max_model_len)
-    _refuse_unsupported(raw, family, length)
-    attention_bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias"))
+    _refuse_unsupported(raw, length)
+    attention_bias = family in ("llama", "qwen3") and bool(raw.attention_bias)
     return ModelConfig(
         model_type=family,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_layers=raw.num_hidden_layers,
         num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or (128 if family == "qwen3" else raw["hidden_size"] // heads),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        num_kv_heads=_kv_heads(raw),
+        head_dim=_head_dim(raw),
+        rms_norm_eps=raw.rms_norm_eps,
         rope=rope,
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=family == "llama" and bool(raw.get("mlp_bias")),
+        mlp_bias=family == "llama" and bool(raw.mlp_bias),
         qk_norm=family == "qwen3",
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(raw.tie_word_embeddings),
         max_model_len=length,
         eos_token_ids=eos_token_ids,
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        dtype=raw.dtype or raw.torch_dtype or "float32",
     )
 
 
-def _rope(raw: Json) -> Rope:
-    """transformers 5 writes `rope_parameters`; before it there were `rope_theta` and `rope_scaling`."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+def _kv_heads(raw: ConfigFile) -> int:
+    heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads: {kv_heads} do not divide {heads} attention heads")
+    return kv_heads
+
+
+def _head_dim(raw: ConfigFile) -> int:
+    head_dim = raw.head_dim or (128 if raw.model_type == "qwen3" else raw.hidden_size // raw.num_attention_heads)
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim: {head_dim} is not an even number of channels")
+    return head_dim
+
+
+def _rope(raw: ConfigFile) -> Rope:
+    rope = raw.rope_parameters or raw.rope_scaling or RopeFile()
+    kind = rope.rope_type or rope.type or "default"
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"rope_type: {kind!r} is not one of default, linear, llama3")
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    theta = rope.rope_theta or raw.rope_theta or 10000.0
     if kind == "default":
         return Rope(theta)
+    factor = _needed(rope, "factor")
     if kind == "linear":
-        return Rope(theta, kind, float(rope["factor"]))
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    return Rope(theta, kind, float(rope["factor"]), low, high, int(rope["original_max_position_embeddings"]))
+        return Rope(theta, kind, factor)
+    low, high = _needed(rope, "low_freq_factor"), _needed(rope, "high_freq_factor")
+    if low == high:
+        raise ValueError(f"high_freq_factor: must not be low_freq_factor, {low}")
+    return Rope(theta, kind, factor, low, high, int(_needed(rope, "original_max_position_embeddings")))
 
 
-def _max_model_len(raw: Json, rope: Rope, wanted: int | None) -> int:
-    longest = raw["max_position_embeddings"]
+def _needed(rope: RopeFile, name: str) -> float:
+    value: float | None = getattr(rope, name)
+    if value is None:
+        raise ValueError(f"{name} is missing")
+    return float(value)
+
+
+def _max_model_len(raw: ConfigFile, rope: Rope, wanted: int | None) -> int:
+    longest = raw.max_position_embeddings
     if rope.kind == "linear":  # max_position_embeddings counts unstretched positions
         longest = int(longest * rope.factor)
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_model_len: {wanted} is more than the model's {longest}")
-    return int(wanted or longest)
+    return wanted or longest
 
 
-def _refuse_unsupported(raw: Json, family: str, max_model_len: int) -> None:
-    if family not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise ValueError(f"model_type: {family!r} is not one of llama, mistral, qwen2, qwen3")
+def _refuse_unsupported(raw: ConfigFile, max_model_len: int) -> None:
+    if raw.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise ValueError(f"model_type: {raw.model_type!r} is not one of llama, mistral, qwen2, qwen3")
     for field, served in (("hidden_act", "silu"), ("quantization_config", None), ("partial_rotary_factor", 1.0)):
-        if raw.get(field, served) not in (served, None):
-            raise ValueError(f"{field}: {raw[field]!r} is not supported")
-    window = _sliding_window(raw, family)
+        value = getattr(raw, field)
+        if value not in (served, None):
+            raise ValueError(f"{field}: {value!r} is not supported")
+    window = _sliding_window(raw)
     if window is not None and window < max_model_len:
         raise ValueError(f"sliding_window: {window} is less than max_model_len {max_model_len}; set a smaller one")
 
 
-def _sliding_window(raw: Json, family: str) -> int | None:
-    if family == "mistral":
-        window: int | None = raw.get("sliding_window", 4096)  # what the family means by leaving it out
-        return window
-    return raw.get("sliding_window") if family.startswith("qwen") and raw.get("use_sliding_window") else None
-
-
-def _eos_token_ids(path: Path, raw: Json) -> frozenset[int]:
-    generation = path / "generation_config.json"
-    eos = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-    eos = raw.get("eos_token_id") if eos is None else eos
-    return frozenset(eos) if isinstance(eos, list) else frozenset(() if eos is None else (eos,))
+def _sliding_window(raw: ConfigFile) -> int | None:
+    if raw.model_type == "mistral":
+        said = "sliding_window" in raw.model_fields_set
+        return raw.sliding_window if said else 4096  # what the family means by leaving it out
+    return raw.sliding_window if raw.model_type.startswith("qwen") and raw.use_sliding_window else None

@@ -1,0 +1,80 @@
+"""The JSON files of a Hugging Face folder, read by what each field must be: an error names the file and the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from tandem.sampling import OF_MODEL, TYPES
+
+MAX_BYTES = 64 * 2**20
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class ModelFile(BaseModel):
+    """Fields that nobody here reads may be anything."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class _Ends(ModelFile):
+    eos_token_id: TokenId | list[TokenId] | None = None
+
+
+_defaults: dict[str, Any] = {name: (TYPES[name] | None, None) for name in OF_MODEL}
+# With the sampling parameters that a request which says nothing gets.
+GenerationFile = create_model("GenerationFile", __base__=_Ends, **_defaults)
+F = TypeVar("F", bound=ModelFile)
+
+
+def read_file(kind: type[F], file: Path) -> F:
+    """
+    Raises:
+        OSError: it is not there.
+        ValueError: it is not what it should be; names the file, and the field.
+    """
+    return parsed(kind, read_bytes(file), file)
+
+
+def read_bytes(file: Path) -> bytes:
+    """
+    Raises:
+        OSError: it is not there.
+        ValueError: it is too long to be read whole.
+    """
+    size = file.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"{file}: at most {MAX_BYTES} bytes, got {size}")
+    return file.read_bytes()
+
+
+def parsed(kind: type[F], data: bytes, file: Path) -> F:
+    """
+    Raises:
+        ValueError
+    """
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "missing":
+            raise ValueError(f"{file}: {field} is missing") from None
+        said = problem["msg"][0].lower() + problem["msg"][1:]
+        raise ValueError(f"{file}: {field}: {said}" if field else f"{file}: {said}") from None
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """The model's end-of-text ids: of generation_config.json, else of config.json.
+
+    Raises:
+        ValueError: one of them is malformed.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        ids = read_file(_Ends, file).eos_token_id if file.is_file() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
