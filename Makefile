@@ -17,8 +17,8 @@ help: ## this list
 run: $(VENV)/run.stamp ## serve the demo model: Redis, gateway, a prefill and a decode worker, on CPU
 	@$(BIN)/tandem up --sample "import " $(ARGS)
 
-test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## all tests, on real parts
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## all tests, on real parts: three files at a time, for many of them wait
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: $(VENV)/dev.stamp ## N seeded schedules of faults over the whole cluster's code (N=100000)
 	@$(BIN)/python -m tests.chaos.explorer $(or $(N),100000) $(ARGS)
