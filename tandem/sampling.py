@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, get_type_hints
 
 MAX_LOGPROBS = 20  # for clients
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOPS = 16
 MAX_BAD_WORDS = 64
 MAX_STOP_LENGTH = 1024
@@ -37,16 +38,18 @@ def _number(default: float | None, low: float, high: float, of_model: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Every default resolved. `temperature` 0 is greedy; `top_k` 0 and `logprobs` None are off.
+    """Every default resolved. `temperature` 0 is greedy; `top_k` 0, `logprobs` and `prompt_logprobs` None are off.
 
-    `logprobs` n reports the chosen token and the n most likely ones, from the model's own distribution. The draw for
+    `logprobs` n reports the chosen token and the n most likely ones, or those of `logprob_token_ids` instead of these,
+    from the model's own distribution; `prompt_logprobs` n does so for the prompt's tokens but the first. `max_tokens` 0
+    only reads the prompt; workers do not know it. The draw for
     token t depends only on (`seed`, t). For workers `stop` and `bad_words` are empty, for they know no text:
     `stop_token_ids` has the model's end-of-text ids unless `ignore_eos`, `bad_words_token_ids` the ways to spell
     `bad_words`, of each of which the last token is not chosen behind the others. `grammar` (tandem/grammar.py) goes
     before all else: where nothing that it allows is left, it alone decides.
     """
 
-    max_tokens: int = _number(2**31 - 1, 1, 2**31 - 1)  # the model's context ends an answer, too
+    max_tokens: int = _number(2**31 - 1, 0, 2**31 - 1)  # the model's context ends an answer, too
     min_tokens: int = _number(0, 0, 2**31 - 1)
     temperature: float = _number(1.0, 0.0, 2.0, of_model=True)
     top_k: int = _number(0, 0, 2**31 - 1, of_model=True)
@@ -67,6 +70,8 @@ class SamplingParams:
     bad_words: tuple[str, ...] = field(default_factory=tuple)
     bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default_factory=tuple)
     grammar: str = ""
+    prompt_logprobs: int | None = _number(None, 0, 2**31 - 1)
+    logprob_token_ids: tuple[int, ...] = field(default_factory=tuple)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -78,9 +83,17 @@ class SamplingParams:
         made = cls(**given)
         if made.top_k == -1:
             made = dataclasses.replace(made, top_k=0)
+        if made.logprob_token_ids and made.logprobs is None:
+            made = dataclasses.replace(made, logprobs=0)
         made.check()
-        if (made.logprobs or 0) > MAX_LOGPROBS:
-            raise InvalidParameter("logprobs", f"must be between 0 and {MAX_LOGPROBS}, got {made.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(made, name) or 0) > MAX_LOGPROBS:
+                raise InvalidParameter(name, f"must be between 0 and {MAX_LOGPROBS}, got {count}")
+        if made.max_tokens == 0 and made.prompt_logprobs is None:
+            raise InvalidParameter("max_tokens", "must be at least 1 where nothing of the prompt is asked for, got 0")
+        if len(made.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            count = len(made.logprob_token_ids)
+            raise InvalidParameter("logprob_token_ids", f"must have at most {MAX_LOGPROB_TOKEN_IDS} ids, got {count}")
         return dataclasses.replace(made, seed=made.seed % 2**64)
 
     @classmethod
@@ -142,8 +155,10 @@ class SamplingParams:
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         for ids in self.bad_words_token_ids:
             check_token_ids("bad_words_token_ids", ids, vocab_size)
-        if (self.logprobs or 0) > vocab_size:
-            raise InvalidParameter("logprobs", f"must be at most {vocab_size}, the size of the vocabulary")
+        check_token_ids("logprob_token_ids", self.logprob_token_ids, vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise InvalidParameter(name, f"must be at most {vocab_size}, the size of the vocabulary")
 
 
 def check_token_ids(name: str, ids: Collection[int], vocab_size: int) -> None:

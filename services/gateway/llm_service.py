@@ -195,7 +195,11 @@ def _messages(said: llm_pb2.ChatMessages) -> list[Any]:
 
 
 def _choice(delta: Delta) -> llm_pb2.Choice:
-    return llm_pb2.Choice(token_ids=delta.tokens.ids, logprobs=delta.tokens.logprobs, finish_reason=delta.finish_reason)
+    tokens = delta.tokens
+    return llm_pb2.Choice(
+        token_ids=tokens.ids, logprobs=tokens.logprobs, finish_reason=delta.finish_reason,
+        prompt_logprobs=tokens.prompt_logprobs,
+    )  # fmt: skip
 
 
 def _response(answer: Answer, delta: Delta) -> llm_pb2.GenerateResponse:
@@ -207,6 +211,7 @@ def _response(answer: Answer, delta: Delta) -> llm_pb2.GenerateResponse:
         logprobs=delta.tokens.logprobs,
         finish_reason=delta.finish_reason,
         index=delta.choice,
+        prompt_logprobs=delta.tokens.prompt_logprobs,
     )
     if delta.finish_reason:
         message.usage.CopyFrom(answer.usage)

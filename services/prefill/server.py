@@ -40,7 +40,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self._sequences = Sequences(
             context.ports.engine,
             self._links.link_to,
-            payload=lambda output: wire.output_to_proto(output).SerializeToString(),
+            payload=wire.first_token,
             now=context.ports.driver.now,
             worker_id=context.worker_id,
         )

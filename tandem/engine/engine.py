@@ -88,6 +88,8 @@ class Engine:
         total = len(request.token_ids) if prefill_only else self._max_tokens(request)
         seq = self._new_sequence(request, total, OFF if prefill_only else request.speculative)
         seq.sink, seq.num_pushed_blocks, seq.prefill_only = sink, first_block, prefill_only
+        if request.sampling.prompt_logprobs is not None and not request.num_prior_tokens:
+            seq.num_prompt_logprobs = seq.num_prompt_tokens - 1
         self._scheduler.add(seq)
         self._live[seq.request_id] = seq
 
@@ -202,6 +204,8 @@ class Engine:
             raise ValueError(f"token_ids: {length} tokens are not between 1 and max_model_len - 1 = {longest - 1}")
         self._check_token_ids("token_ids", request.token_ids)
         request.sampling.check()
+        if request.sampling.max_tokens < 1:
+            raise ValueError(f"max_tokens: {request.sampling.max_tokens} is not at least 1")
         prior, most = request.num_prior_tokens, min(length, request.sampling.max_tokens)
         if not 0 <= prior < most:
             raise ValueError(f"num_prior_tokens: {prior} is not between 0 and {most - 1}")
@@ -265,6 +269,8 @@ class Engine:
             self._scheduler.release_ahead(seq)
             finished = reason is not None or seq.prefill_only
             output = SequenceOutput(seq.request_id, index, tokens[:new], reason, cached, finished=finished)
+            if reading:
+                output.prompt_logprobs = seq.prompt_logprobs
             output.num_proposed_tokens, output.num_accepted_tokens = seq.num_proposed_tokens, seq.num_accepted_tokens
         if output.finished:
             self._remove(seq)

@@ -58,6 +58,9 @@ class NullRunner:
         for item in batch:
             self._attend(item.seq)
         batch = [item for item in batch if item.seq.error is None]
+        for seq, num_tokens, _ in batch:
+            end = min(seq.num_computed_tokens + num_tokens, seq.num_prompt_logprobs)
+            seq.prompt_logprobs += map(_certain, seq.token_ids[len(seq.prompt_logprobs) + 1 : end + 1])
         self._run_layers(batch, [self._next_digests(item) for item in batch])
         return {item.seq.request_id: self._sample(item.seq) for item in batch if item.samples}
 
@@ -104,10 +107,9 @@ class NullRunner:
         first = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
         drawn = ((first + i) % self._vocab_size for i in range(self._vocab_size))
         token_id = next((t for t in drawn if t not in sampling.stop_token_ids), first % self._vocab_size)
-        certain = sampling.logprobs is not None
-        return (
-            SampledToken(token_id, 0.0, ((token_id, 0.0),)[: sampling.logprobs]) if certain else SampledToken(token_id)
-        )
+        if sampling.logprobs is None:
+            return SampledToken(token_id)
+        return _certain(token_id)._replace(top=((token_id, 0.0),)[: sampling.logprobs])
 
     def _slots(self, seq: Sequence, start: int, count: int) -> tuple[NDArray[np.int64], slice, NDArray[np.int64]]:
         """Where the KV of `count` tokens from `start` on lies: an index into a layer's cells."""
@@ -115,6 +117,10 @@ class NullRunner:
         blocks = np.array(seq.block_table[first : -(-(start + count) // self._block_size)])
         positions = np.arange(start, start + count)
         return blocks[positions // self._block_size - first], slice(None), positions % self._block_size
+
+
+def _certain(token_id: int) -> SampledToken:
+    return SampledToken(token_id, 0.0, ((token_id, 0.0),), 1)
 
 
 def _cells(kv: Tensor) -> Digests:

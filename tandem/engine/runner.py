@@ -3,7 +3,8 @@
 1 order    sequences with one token first, alike lengths together; then the longer chunks
 2 forward  all tokens lie in one row; when a layer's K and V are in the cache, blocks that became complete are pushed to
            the sinks of their sequences
-3 sample   logits only for the sequences whose last token was computed: of that token, and of proposed ones behind it
+3 report   log-probabilities of the prompt's tokens, for sequences that want them
+4 sample   logits only for the sequences whose last token was computed: of that token, and of proposed ones behind it
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from tandem.engine.forward import Chunk, Forward, StepInput, step_input
 from tandem.engine.push import push_of
-from tandem.engine.sampler import Choose, sample
+from tandem.engine.sampler import Choose, reported, sample
 from tandem.engine.scheduler import Scheduled
 from tandem.engine.sequence import Ahead, Row
 from tandem.engine.types import SampledToken
+
+LOGITS_ROWS = 64  # of prompts, at once: a vocabulary is wide
 
 
 class Runner:
@@ -50,7 +53,21 @@ class Runner:
         hidden = self._forward(self._input(batch), written if pushes else None)
         for push in pushes:
             push.done()
+        self._report_prompts(batch, hidden)
         return self._sample(batch, hidden)
+
+    def _report_prompts(self, batch: list[Scheduled], hidden: Tensor) -> None:
+        row = 0
+        for seq, num_tokens, _ in batch:
+            # The row of a position is of the token behind it.
+            first, to_row = len(seq.prompt_logprobs), row - seq.num_computed_tokens
+            end = min(seq.num_computed_tokens + num_tokens, seq.num_prompt_logprobs)
+            for start in range(first, end, LOGITS_ROWS):
+                positions = range(start, min(start + LOGITS_ROWS, end))
+                logits = self._forward.logits(hidden, [to_row + position for position in positions])
+                token_ids = seq.token_ids[positions.start + 1 : positions.stop + 1]
+                seq.prompt_logprobs += reported(logits, token_ids, seq.sampling.prompt_logprobs or 0)
+            row += num_tokens
 
     def _sample(self, batch: list[Scheduled], hidden: Tensor) -> dict[str, list[SampledToken]]:
         rows, drawn = list[int](), list[Row]()

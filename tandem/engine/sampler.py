@@ -260,14 +260,28 @@ def _needed(best: Tensor, total: Tensor, top_p: list[float]) -> Tensor:
 def _report(logits: Tensor, seqs: Rows[Row], token_ids: list[int]) -> list[SampledToken]:
     """Tokens with log-probabilities for the rows that want them."""
     tokens = list(map(SampledToken, token_ids))
-    wanted = {row: seq.sampling.logprobs for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None}
+    wanted = [row for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None]
     if not wanted:
         return tokens
-    rows = list(wanted)
-    logprobs = logits[rows].log_softmax(dim=-1)
-    chosen = logprobs[range(len(rows)), [token_ids[row] for row in rows]].tolist()
-    best = logprobs.topk(max(wanted.values()))
-    for row, logprob, ids, values in zip(rows, chosen, best.indices.tolist(), best.values.tolist(), strict=True):
-        top = tuple(zip(ids, values, strict=True))[: wanted[row]]
-        tokens[row] = SampledToken(token_ids[row], logprob, top)
+    most = max(seqs[row].sampling.logprobs or 0 for row in wanted)
+    of_rows = reported(logits[wanted], [token_ids[row] for row in wanted], most)
+    for row, token in zip(wanted, of_rows, strict=True):
+        sampling = seqs[row].sampling
+        tokens[row] = token._replace(top=token.top[: sampling.logprobs])
+        if named := sampling.logprob_token_ids:
+            values = logits[row].log_softmax(dim=-1)[list(named)].tolist()
+            tokens[row] = token._replace(top=tuple(zip(named, values, strict=True)))
     return tokens
+
+
+def reported(logits: Tensor, token_ids: Rows[int], most: int) -> list[SampledToken]:
+    """The token of each row with its log-probability, its rank and the `most` likely ones."""
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs[range(len(token_ids)), list(token_ids)]
+    ranks = (logprobs >= chosen[:, None]).sum(dim=-1).tolist()
+    best = logprobs.topk(most)
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        SampledToken(token_id, logprob, tuple(zip(ids, values, strict=True)), rank)
+        for token_id, logprob, rank, (ids, values) in zip(token_ids, chosen.tolist(), ranks, tops, strict=True)
+    ]

@@ -188,7 +188,7 @@ class Scheduler:
         for seq in tuple(self.waiting):
             if not batch.budget or self._num_free_seats() < 1:
                 return
-            if self._prefix_caching and self._first_missing(seq) in reading:
+            if self._may_share(seq) and self._first_missing(seq) in reading:
                 continue
             if not self._take_blocks(seq, seq.num_tokens, seq.num_tokens, copy_tail=True):
                 return
@@ -235,7 +235,7 @@ class Scheduler:
 
     def _tail_source(self, seq: Sequence, num_known: int, num_cached: int) -> int | None:
         """The block that holds what cached ones lack of the `num_known` tokens, if more than one is lacking."""
-        if not self._prefix_caching or num_cached < (num_known - 1) // self._block_size or self._ends_alone(num_known):
+        if not self._may_share(seq) or num_cached < (num_known - 1) // self._block_size or self._ends_alone(num_known):
             return None
         return self._pool.match_tail(seq.hashes.tail(seq.token_ids, num_known))
 
@@ -249,9 +249,13 @@ class Scheduler:
         return num_tokens % self._block_size == 1 or self._block_size == 1
 
     def _cached_blocks(self, seq: Sequence, num_tokens: int) -> list[int]:
-        if not self._prefix_caching:
+        if not self._may_share(seq):
             return []
         return self._pool.match(seq.hashes.up_to(seq.token_ids, num_tokens // self._block_size))
+
+    def _may_share(self, seq: Sequence) -> bool:
+        """Whether KV that others have computed will do."""
+        return self._prefix_caching and not seq.reads_whole_prompt
 
     def _release_blocks(self, seq: Sequence) -> None:
         self._pool.release(seq.block_table)

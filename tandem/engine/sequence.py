@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tandem.block_hash import next_hash, root_hash
 from tandem.engine.layout import KVLayout
-from tandem.engine.types import FinishReason, KVSink, Request
+from tandem.engine.types import FinishReason, KVSink, Request, SampledToken
 from tandem.grammar import Guide
 from tandem.sampling import SamplingParams
 from tandem.speculative import OFF, Speculative
@@ -39,7 +39,8 @@ class Sequence:
 
     The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
     `proposed` are the tokens that a step tries ahead; `chance` is how often such were right of late, and the draft
-    model has KV for `num_drafted_tokens` of `token_ids`.
+    model has KV for `num_drafted_tokens` of `token_ids`. Of `num_prompt_logprobs` to be reported `prompt_logprobs` are
+    there so far.
     """
 
     request_id: str
@@ -66,6 +67,8 @@ class Sequence:
     num_accepted_tokens: int = 0
     num_drafted_tokens: int = 0
     guide: Guide | None = None
+    num_prompt_logprobs: int = 0
+    prompt_logprobs: list[SampledToken] = field(default_factory=list)
     answer_start: int = field(init=False)
     draw: bytes = field(init=False)  # what a draw depends on, as the kernels read it
     adjusts: bool = field(init=False)  # whether logits change before every choice
@@ -92,6 +95,11 @@ class Sequence:
     def is_reading(self) -> bool:
         """Whether nothing has been drawn here yet."""
         return len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether what is cached of the prompt has to be computed all the same."""
+        return len(self.prompt_logprobs) < self.num_prompt_logprobs
 
     @property
     def num_uncomputed_tokens(self) -> int:

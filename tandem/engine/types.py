@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -46,11 +46,15 @@ class Request:
 
 
 class SampledToken(NamedTuple):
-    """A token and, where asked for, its log-probability and the most likely (token id, log-probability), best first."""
+    """A token and, where asked for, its log-probability and the most likely (token id, log-probability), best first.
+
+    `rank`: how many tokens are at least as likely.
+    """
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class SequenceOutput:
 
     `finished`: the sequence left the engine: with a finish reason, with an `error`, or (prefill only) with neither when
     decode should go on. Of `num_proposed_tokens` proposed so far `num_accepted_tokens` were right, each a step saved.
+    `prompt_logprobs`: where asked for, with the first token: the prompt's tokens but the first.
     """
 
     request_id: str
@@ -70,6 +75,7 @@ class SequenceOutput:
     finished: bool = False
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
+    prompt_logprobs: list[SampledToken] = field(default_factory=list)
 
 
 class KVSink(Protocol):

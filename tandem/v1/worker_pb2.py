@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import llm_pb2 as tandem_dot_v1_dot_llm__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x13tandem/v1/llm.proto\"\xf3\x01\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12+\n\x0bspeculative\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculative\x12\x18\n\x10num_prior_tokens\x18\t \x01(\r\"\xce\x01\n\rLandingTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x16\n\x0ekv_layout_hash\x18\x05 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_blocks\x18\x07 \x01(\r\x12\r\n\x05proof\x18\x08 \x01(\t\"\xa2\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Failure\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1b\n\x13num_proposed_tokens\x18\x08 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\r\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x13tandem/v1/llm.proto\"\xf3\x01\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12+\n\x0bspeculative\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculative\x12\x18\n\x10num_prior_tokens\x18\t \x01(\r\"\xce\x01\n\rLandingTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x16\n\x0ekv_layout_hash\x18\x05 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_blocks\x18\x07 \x01(\r\x12\r\n\x05proof\x18\x08 \x01(\t\"\xd5\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Failure\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1b\n\x13num_proposed_tokens\x18\x08 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,7 +37,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LANDINGTICKET']._serialized_start=305
   _globals['_LANDINGTICKET']._serialized_end=511
   _globals['_SEQUENCEOUTPUT']._serialized_start=514
-  _globals['_SEQUENCEOUTPUT']._serialized_end=804
-  _globals['_FAILURE']._serialized_start=806
-  _globals['_FAILURE']._serialized_end=846
+  _globals['_SEQUENCEOUTPUT']._serialized_end=855
+  _globals['_FAILURE']._serialized_start=857
+  _globals['_FAILURE']._serialized_end=897
 # @@protoc_insertion_point(module_scope)

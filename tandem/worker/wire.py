@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tandem.engine import FinishReason, Request, SampledToken, SequenceOutput
 from tandem.sampling import SamplingParams
 from tandem.security import ClusterSecret
@@ -33,7 +35,12 @@ def token_of(output: worker_pb2.SequenceOutput) -> SampledToken:
     if not output.logprobs:
         return SampledToken(output.token_ids[0])
     top = tuple((t.token_id, t.logprob) for t in output.logprobs[0].top)
-    return SampledToken(output.token_ids[0], output.logprobs[0].logprob, top)
+    return SampledToken(output.token_ids[0], output.logprobs[0].logprob, top, output.logprobs[0].rank)
+
+
+def first_token(output: SequenceOutput) -> bytes:
+    """What `token_of` reads: a prefill's output, less what only its caller wants."""
+    return output_to_proto(replace(output, prompt_logprobs=[])).SerializeToString()
 
 
 def output_to_proto(output: SequenceOutput) -> worker_pb2.SequenceOutput:
@@ -46,6 +53,7 @@ def output_to_proto(output: SequenceOutput) -> worker_pb2.SequenceOutput:
         logprobs=[_logprobs(token) for token in output.tokens if token.logprob is not None],
         num_proposed_tokens=output.num_proposed_tokens,
         num_accepted_tokens=output.num_accepted_tokens,
+        prompt_logprobs=map(_logprobs, output.prompt_logprobs),
     )
     if output.error:
         proto.failure.CopyFrom(worker_pb2.Failure(code="INTERNAL", message=output.error))
@@ -59,7 +67,7 @@ def failed(request_id: str, code: str, message: str) -> worker_pb2.SequenceOutpu
 
 def _logprobs(token: SampledToken) -> llm_pb2.TokenLogprobs:
     top = [llm_pb2.TopLogprob(token_id=i, logprob=p) for i, p in token.top]
-    return llm_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=top)
+    return llm_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=top, rank=token.rank)
 
 
 def sign(ticket: worker_pb2.LandingTicket, secret: ClusterSecret) -> None:

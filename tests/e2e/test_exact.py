@@ -171,3 +171,25 @@ def test_a_follow_up_turn_moves_only_the_blocks_that_decode_lacks(
     assert last.usage.cached_tokens == held * BLOCK
     lacking = -(-len(prompt) // BLOCK) - held
     assert last.path.transfer_bytes == lacking * layout.num_layers * layout.block_bytes
+
+
+def test_a_prompts_logprobs_are_those_of_the_one_process_engine(
+    service: llm_pb2_grpc.LLMServiceStub, one_process_engine: Engine
+) -> None:
+    """Cached on the second time, and computed all the same."""
+    prompt = prompt_of(600, seed=31)
+    one_process_engine.add(Request("oracle", prompt, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)))
+    expected = next(out[0].prompt_logprobs for _ in range(9) if (out := one_process_engine.step()))
+    for _ in range(2):
+        sampling = llm_pb2.SamplingParams(prompt_logprobs=2, max_tokens=0)
+        request = llm_pb2.GenerateRequest(
+            model="tandem-demo", token_ids=llm_pb2.TokenIds(ids=prompt), sampling=sampling
+        )
+        answer = service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request), timeout=60)
+        found = answer.choices[0].prompt_logprobs
+        assert answer.path.kind == llm_pb2.Path.KIND_REMOTE_PREFILL
+        assert not answer.token_ids
+        assert [one.token_id for one in found] == prompt[1:]
+        assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+        assert [one.rank for one in found] == [one.rank for one in expected]
+        assert [[top.token_id for top in one.top] for one in found] == [[i for i, _ in one.top] for one in expected]

@@ -59,6 +59,14 @@ class Generator:
             logprob = self.logprob(spec)
             top = [llm_pb2.TopLogprob(token_id=token + i, logprob=logprob - i) for i in range(spec.sampling.logprobs)]
             output.logprobs.append(llm_pb2.TokenLogprobs(token_id=token, logprob=logprob, top=top))
+        if spec.sampling.HasField("prompt_logprobs") and index == 0:
+            output.prompt_logprobs.extend(
+                llm_pb2.TokenLogprobs(
+                    token_id=token_id, logprob=-0.25 * token_id, rank=3,
+                    top=[llm_pb2.TopLogprob(token_id=1, logprob=-0.125)][: spec.sampling.prompt_logprobs],
+                )
+                for token_id in spec.token_ids[1:]
+            )  # fmt: skip
         if token in spec.sampling.stop_token_ids:
             output.finish_reason = llm_pb2.FINISH_REASON_STOP
         elif index + 1 == spec.sampling.max_tokens or index + 1 == len(tokens):

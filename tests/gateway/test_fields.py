@@ -143,3 +143,49 @@ async def test_several_answers_over_grpc(service: Any, http: httpx.AsyncClient) 
     async for message in service.Generate(request):
         streamed[message.index] += message.text
     assert streamed == texts
+
+
+async def test_an_echo_has_the_prompts_logprobs(http: httpx.AsyncClient) -> None:
+    """As lm-eval asks for them, and for scoring alone."""
+    ids = [40, 41, 42, 300]
+    asked = {"prompt": ids, "echo": True, "logprobs": 1}
+    choice = (await completion(http, **asked, max_tokens=1))["choices"][0]
+    assert "prompt_logprobs" not in choice
+    found = choice["logprobs"]
+    assert found["token_logprobs"] == [None, -10.25, -10.5, -75.0, -0.5]
+    assert found["top_logprobs"][0] is None
+    assert set(found["top_logprobs"][1].values()) == {-0.125, -10.25}
+    assert len(found["tokens"]) == len(found["text_offset"]) == 5
+    echoed = len(choice["text"]) - len(found["tokens"][4])
+    assert found["text_offset"] == [0, *(len("".join(found["tokens"][:i])) for i in range(1, 4)), echoed]
+
+    whole = await completion(http, **asked, max_tokens=0)
+    assert whole["choices"][0]["logprobs"]["token_logprobs"] == [None, -10.25, -10.5, -75.0]
+    assert (whole["choices"][0]["finish_reason"], whole["usage"]["completion_tokens"]) == ("length", 0)
+    parts = [p["choices"][0] for p in await events(http, "/v1/completions", {**TEXTUAL, **asked, "max_tokens": 3})]
+    streamed = [logprob for part in parts if part["logprobs"] for logprob in part["logprobs"]["token_logprobs"]]
+    assert streamed == [None, -10.25, -10.5, -75.0, *[-0.5] * 3]
+    assert (await completion(http, prompt=ids, echo=True, max_tokens=0))["choices"][0]["logprobs"] is None
+
+
+async def test_logprobs_of_the_prompt(http: httpx.AsyncClient, service: Any) -> None:
+    second = {"logprob": -10.25, "rank": 3, "decoded_token": "I"}
+    likeliest = {"logprob": -0.125, "rank": 1, "decoded_token": "!"}
+    plain = (await completion(http, prompt=[40, 41], prompt_logprobs=1))["choices"][0]
+    assert plain["prompt_logprobs"] == [None, {"41": second, "1": likeliest}]
+    alone = (await completion(http, prompt=[40], prompt_logprobs=1))["choices"][0]
+    assert alone["prompt_logprobs"] == [None]
+    chat = await http.post("/v1/chat/completions", json={**CHAT, "prompt_logprobs": 0, "max_tokens": 0})
+    assert len(chat.json()["prompt_logprobs"]) == chat.json()["usage"]["prompt_tokens"]
+    assert chat.json()["choices"][0]["message"]["content"] == ""
+    answer = await unary(service, prompt="once upon", sampling=Sampling(prompt_logprobs=1, max_tokens=0))
+    assert [one.rank for one in answer.choices[0].prompt_logprobs] == [3] * (answer.usage.prompt_tokens - 1)
+    assert not answer.token_ids
+
+
+async def test_named_tokens_are_sent_to_workers(http: httpx.AsyncClient, service: Any, peers: Peers) -> None:
+    await completion(http, logprob_token_ids=[7, 5])
+    await unary(service, sampling=Sampling(logprob_token_ids=[7, 5]))
+    for spec in [*peers.decode.seen, *peers.prefill.seen][-2:]:
+        assert list(spec.sampling.logprob_token_ids) == [7, 5]
+        assert spec.sampling.HasField("logprobs")

@@ -39,9 +39,13 @@ class Choice:
         self._show_stop = sampling.include_stop_str_in_output
         self._stop_ids = frozenset(stop_ids)
         self._length = 0
+        self._unseen = sampling.max_tokens == 0  # workers write a token all the same
 
     def feed(self, tokens: Tokens, finish_reason: llm_pb2.FinishReason) -> Delta:
         """Tokens as they came, and the finish reason that came with them."""
+        if self._unseen:
+            self.finish_reason = llm_pb2.FINISH_REASON_LENGTH
+            return Delta(self.index, "", Tokens([], [], tokens.prompt_logprobs), [], self.finish_reason)
         shown, offsets = [], []
         last = len(tokens.ids) - 1 if finish_reason == llm_pb2.FINISH_REASON_STOP else -1
         for i, token_id in enumerate(tokens.ids):
@@ -50,7 +54,7 @@ class Choice:
             shown.append("" if silent else self._show(self._detokenizer.feed(token_id)))
             if self._stops.matched is not None:
                 finish_reason = llm_pb2.FINISH_REASON_STOP
-                tokens = Tokens(tokens.ids[: i + 1], tokens.logprobs[: i + 1])
+                tokens = Tokens(tokens.ids[: i + 1], tokens.logprobs[: i + 1], tokens.prompt_logprobs)
                 break
         if finish_reason:
             shown.append(self._rest())

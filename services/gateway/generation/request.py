@@ -61,7 +61,7 @@ class Generation:
         room = max_model_len - len(prompt)
         replace(
             sampling,
-            max_tokens=min(sampling.max_tokens, self.client.tier.max_new_tokens or room, room),
+            max_tokens=min(max(1, sampling.max_tokens), self.client.tier.max_new_tokens or room, room),
             stop=(),
             bad_words=(),
             stop_token_ids=sampling.stop_token_ids.union(ends),

@@ -37,11 +37,13 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
         param="messages",
         operation="chat",
         format=ChatFormat(llm.model.tokenizer),
+        with_prompt_logprobs="prompt_logprobs" in given,
     )
 
 
 class ChatFormat(Format):
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_logprobs_in_choice = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
@@ -24,10 +25,11 @@ async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
     """
     found, given = schema.read(schema.CompletionBody, body)
     llm.served(found.model)
-    if found.echo and "logprobs" in given:
-        raise InvalidRequest("echo: logprobs of the prompt are not supported by this server", "echo")
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
-    with_logprobs, n = "logprobs" in given, _choices(found)
+    with_logprobs, n = bool({"logprobs", "logprob_token_ids"} & given.keys()), _choices(found)
+    with_prompt_logprobs = "prompt_logprobs" in given
+    if found.echo and (with_logprobs or given["max_tokens"] == 0):
+        given["prompt_logprobs"] = max(given.get("logprobs", 0), given.get("prompt_logprobs", 0))
     if n > (found.n or 1):
         given.setdefault("logprobs", 0)  # to rank by
     sampling = await read_sampling(given, llm.model, structure=structure_of(found))
@@ -36,7 +38,9 @@ async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
     read = [await llm.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in said]
     prompts = [truncated(prompt, found.truncate_prompt_tokens) for prompt in read]
     tokenizer = llm.model.tokenizer
-    echoes = [_text(prompt, tokenizer) for prompt in said] if found.echo else []
+    echoes = [
+        Echo(_text(text, tokenizer), list(prompt)) for text, prompt in zip(said, prompts, strict=True) if found.echo
+    ]
     return ParsedBody(
         body=found,
         n=n,
@@ -46,34 +50,63 @@ async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
         param="prompt",
         operation="text_completion",
         format=CompletionFormat(tokenizer, echoes, found.n or 1, with_logprobs),
+        with_prompt_logprobs=with_prompt_logprobs,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as its answers repeat it."""
+
+    text: str
+    token_ids: list[int]
 
 
 class CompletionFormat(Format):
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+    prompt_logprobs_in_choice = True
 
-    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[str], n: int, with_logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[Echo], n: int, with_logprobs: bool) -> None:
+        """`n`: choices of each prompt."""
         self._with_logprobs = with_logprobs
         self._tokenizer = tokenizer
-        self._echoes = {i: echoes[i // n] for i in range(len(echoes) * n)}
+        self._echoes, self._n = echoes, n
+        self._begun: set[int] = set()
 
     def delta(self, delta: Delta) -> dict[str, Any]:
-        return self.choice(delta)
+        echo = self._echoes[delta.choice // self._n] if self._echoes else None
+        if echo is None or delta.choice in self._begun:
+            return {"text": delta.text, "logprobs": self._logprobs(delta, None, len(echo.text) if echo else 0)}
+        self._begun.add(delta.choice)
+        return {"text": echo.text + delta.text, "logprobs": self._logprobs(delta, echo, len(echo.text))}
 
     def choice(self, delta: Delta) -> dict[str, Any]:
-        text = self._echoes.pop(delta.choice, "") + delta.text
-        return {"text": text, "logprobs": self._logprobs(delta)}
+        return self.delta(delta)
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        logprobs = delta.tokens.logprobs
-        if not logprobs or not self._with_logprobs:
+    def _logprobs(self, delta: Delta, echo: Echo | None, begin: int) -> dict[str, Any] | None:
+        """`begin`: where the answer begins in the text. `echo` comes before it, if given."""
+        logprobs = list(delta.tokens.logprobs)
+        if not self._with_logprobs or not (logprobs or echo):
             return None
+        offsets = [begin + offset for offset in delta.offsets[: len(logprobs)]]
+        if echo is not None:
+            logprobs = delta.tokens.prompt_logprobs + logprobs
+            offsets = self._offsets(echo) + offsets
+        # Nothing comes before a prompt's first token that could make it likely.
+        first = [token_text(self._tokenizer, echo.token_ids[0])] if echo else []
         return {
-            "tokens": [token_text(self._tokenizer, one.token_id) for one in logprobs],
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [self._top(one) for one in logprobs],
-            "text_offset": delta.offsets,
+            "tokens": first + [token_text(self._tokenizer, one.token_id) for one in logprobs],
+            "token_logprobs": [None for _ in first] + [one.logprob for one in logprobs],
+            "top_logprobs": [None for _ in first] + [self._top(one) for one in logprobs],
+            "text_offset": offsets,
         }
+
+    def _offsets(self, echo: Echo) -> list[int]:
+        detokenizer, length, offsets = self._tokenizer.detokenizer(), 0, []
+        for token_id in echo.token_ids:
+            offsets.append(length)
+            length += len(detokenizer.feed(token_id))
+        return offsets
 
     def _top(self, one: llm_pb2.TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens and, as OpenAI has it, the chosen one whether it is among them or not."""

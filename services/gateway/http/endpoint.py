@@ -168,7 +168,9 @@ class GenerateEndpoint(Endpoint):
 
     async def _write_events(self, exchange: Exchange, envelope: Envelope, deltas: AsyncIterator[Delta]) -> None:
         async for delta in deltas:
-            if delta.text or delta.finish_reason or delta.tokens.logprobs or envelope.with_token_ids:
+            tokens = delta.tokens
+            reports = tokens.logprobs or tokens.prompt_logprobs or envelope.with_token_ids
+            if delta.text or delta.finish_reason or reports:
                 await exchange.event(envelope.chunk(delta))
 
     async def _write_whole(

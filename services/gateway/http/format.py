@@ -21,6 +21,10 @@ from tandem.v1 import llm_pb2
 
 # What a response calls the service tier that was asked for by another name.
 TIERS_SERVED = {"auto": "default"}
+# Predictions are OpenAI's `prediction`, which is not served; tokens proposed ahead are reported under `tandem`.
+COMPLETION_DETAILS = dict.fromkeys(
+    ("reasoning_tokens", "audio_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"), 0
+)
 
 
 class Format(Protocol):
@@ -29,6 +33,7 @@ class Format(Protocol):
     prefix: str
     whole: str
     chunk: str
+    prompt_logprobs_in_choice: bool  # or beside all choices, as vLLM has it in a chat
 
     def delta(self, delta: Delta) -> dict[str, Any]: ...
 
@@ -47,6 +52,7 @@ class ParsedBody:
     param: str
     operation: str
     format: Format
+    with_prompt_logprobs: bool
 
 
 def structure_of(body: GenerationBody) -> Structure | None:
@@ -81,6 +87,7 @@ class Envelope:
         self.with_token_ids = bool(found.body.return_token_ids)
         self._continuous = self.with_usage and bool(options and options.continuous_usage_stats)
         self._begun: set[int] = set()
+        self._with_prompt_logprobs = found.with_prompt_logprobs
         request = answer.request
         self._frame = {"id": f"{form.prefix}-{request.request_id}", "created": created, "model": request.model.name}
         if found.body.service_tier is not None:
@@ -88,6 +95,7 @@ class Envelope:
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         chunk = self._framed(self._form.chunk, [self._numbered(delta, self._form.delta(delta))])
+        chunk |= self._prompt_logprobs(delta, in_choice=False)
         if self.with_usage:
             chunk["usage"] = usage(self._answer) if self._continuous else None
         return chunk
@@ -98,7 +106,8 @@ class Envelope:
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         kept = self._best(deltas) if self._n < self._answer.request.n else deltas
         choices = [self._numbered(delta, self._form.choice(delta)) for delta in kept]
-        return {**self._framed(self._form.whole, choices), "usage": usage(self._answer)}
+        beside = self._prompt_logprobs(kept[0], in_choice=False)
+        return {**self._framed(self._form.whole, choices), **beside, "usage": usage(self._answer)}
 
     def _best(self, deltas: Sequence[Delta]) -> list[Delta]:
         """Of each prompt's choices the `n` likeliest per token, best first."""
@@ -115,12 +124,29 @@ class Envelope:
 
     def _numbered(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
         numbered = {"index": delta.choice, **said, "finish_reason": REASONS.get(delta.finish_reason)}
+        numbered |= self._prompt_logprobs(delta, in_choice=True)
         if self.with_token_ids:
             numbered["token_ids"] = delta.tokens.ids
             if delta.choice not in self._begun:
                 self._begun.add(delta.choice)
                 numbered["prompt_token_ids"] = list(self._answer.request.prompts[delta.choice // self._n])
         return numbered
+
+    def _prompt_logprobs(self, delta: Delta, in_choice: bool) -> dict[str, Any]:
+        """As vLLM words them: for each token of the prompt, by token id."""
+        if not self._with_prompt_logprobs or self._form.prompt_logprobs_in_choice is not in_choice:
+            return {}
+        if self._answer.request.streamed and not delta.tokens.prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": [None, *map(self._by_id, delta.tokens.prompt_logprobs)]}
+
+    def _by_id(self, one: llm_pb2.TokenLogprobs) -> dict[str, dict[str, Any]]:
+        ranked = [(top.token_id, top.logprob, i) for i, top in enumerate(one.top, 1)]
+        tokenizer = self._answer.request.model.tokenizer
+        return {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
+            for token_id, logprob, rank in [*ranked, (one.token_id, one.logprob, one.rank)]
+        }
 
 
 def _mean_logprob(delta: Delta) -> float:
@@ -135,7 +161,8 @@ def usage(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": used.prompt_tokens,
         "completion_tokens": used.completion_tokens,
         "total_tokens": used.prompt_tokens + used.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": COMPLETION_DETAILS,
         "tandem": [_path(outcome) for outcome in answer.outcomes],
     }
 
@@ -160,8 +187,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     """All deltas of one choice as one."""
     tokens = Tokens([], [])
     for delta in deltas:
-        tokens.ids += delta.tokens.ids
-        tokens.logprobs += delta.tokens.logprobs
+        tokens.add(delta.tokens)
     offsets = [offset for delta in deltas for offset in delta.offsets]
     text = "".join(delta.text for delta in deltas)
     return Delta(deltas[-1].choice, text, tokens, offsets, deltas[-1].finish_reason)

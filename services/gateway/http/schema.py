@@ -29,7 +29,6 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
-    "prompt_logprobs": (),
     "add_special_tokens": (),
     "chat_template": (),
     "documents": ([],),

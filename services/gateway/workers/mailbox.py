@@ -9,7 +9,7 @@ A slow client costs memory bounded by its max_tokens: tokens wait here, never in
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.gateway.errors import GatewayError, Internal, from_failure
 from tandem.v1 import llm_pb2, worker_pb2
@@ -17,10 +17,19 @@ from tandem.v1 import llm_pb2, worker_pb2
 
 @dataclass(slots=True)
 class Tokens:
-    """Consecutive tokens of one answer. There is one of `logprobs` for each, or none at all."""
+    """Consecutive tokens of one answer. There is one of `logprobs` for each, or none at all.
+
+    `prompt_logprobs` of the prompt's tokens but the first come with the answer's first token, where asked for.
+    """
 
     ids: list[int]
     logprobs: list[llm_pb2.TokenLogprobs]
+    prompt_logprobs: list[llm_pb2.TokenLogprobs] = field(default_factory=list)
+
+    def add(self, new: Tokens) -> None:
+        self.ids += new.ids
+        self.logprobs += new.logprobs
+        self.prompt_logprobs += new.prompt_logprobs
 
 
 class Mailbox:
@@ -90,7 +99,8 @@ class Mailbox:
         self.num_accepted_tokens = max(self.num_accepted_tokens, output.num_accepted_tokens)
         self.finish_reason = output.finish_reason or self.finish_reason
         seen = self.next_index - output.first_index
-        new = Tokens(list(output.token_ids[seen:]), list(output.logprobs[seen:]))
+        prompt = [] if seen else list(output.prompt_logprobs)
+        new = Tokens(list(output.token_ids[seen:]), list(output.logprobs[seen:]), prompt)
         self.next_index += len(new.ids)
         return new
 
@@ -98,7 +108,5 @@ class Mailbox:
         outputs, self._outputs = self._outputs, []
         taken = Tokens([], [])
         for output in outputs:
-            new = self.accept(output)
-            taken.ids += new.ids
-            taken.logprobs += new.logprobs
+            taken.add(self.accept(output))
         return taken
