@@ -53,9 +53,10 @@ class BlockPool:
         """A block that begins with these tokens, whose contents may be copied until the next step computes."""
         return self._tail_of.get(name, self._block_of.get(name))
 
-    def take(self, num_new: int, cached: Sequence[int] = ()) -> list[int] | None:
-        """Reference `cached` blocks and `num_new` more, in this order; None, and nothing taken, without room."""
-        if num_new > len(self._free) - sum(block in self._free for block in cached):
+    def take(self, num_new: int, cached: Sequence[int] = (), spare: int = 0) -> list[int] | None:
+        """Reference `cached` blocks and `num_new` more, in this order; None, and nothing taken, without room for these
+        and `spare` ones that stay free."""
+        if num_new + spare > len(self._free) - sum(block in self._free for block in cached):
             return None
         for block in cached:
             self._references[block] += 1

@@ -16,6 +16,7 @@ from itertools import chain
 
 import torch
 
+from tandem.engine.answer_lengths import AnswerLengths
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.build import build, max_prefill_beside_decode
 from tandem.engine.scheduler import Scheduled, Scheduler
@@ -35,6 +36,7 @@ from tandem.engine.types import (
 )
 from tandem.grammar import Grammars
 from tandem.local import Cores
+from tandem.sampling import InvalidParameter
 from tandem.speculative import OFF, Speculative
 
 
@@ -75,6 +77,7 @@ class Engine:
         self._live: dict[str, Sequence] = {}
         self._num_arrived = self._num_computed = self._num_written = 0
         self._ended_at_join: dict[str, SequenceOutput] = {}
+        self._lengths = AnswerLengths(config.likely_answer)
 
     def add(
         self, request: Request, *, sink: KVSink | None = None, first_block: int = 0, prefill_only: bool = False
@@ -94,14 +97,15 @@ class Engine:
         self._live[seq.request_id] = seq
 
     def reserve(self, request: Request) -> int | None:
-        """Take blocks for the prompt and max_tokens and park the sequence until `join`; None if there is no room now.
+        """Take blocks for the prompt and a likely answer and park the sequence until `join`; None if there is no room
+        now. An answer that outgrows them goes on in others, or waits for them and is exactly as it would have been.
 
         Returns how many of the prompt's tokens, a multiple of block_size and never all, are in this engine's blocks
         already. ValueError names the field that can never be served.
         """
         total = self._max_tokens(request)
         seq = self._new_sequence(request, total, request.speculative)
-        if not self._scheduler.reserve(seq, total):
+        if not self._scheduler.reserve(seq, min(total, seq.num_prompt_tokens + self._lengths.likely_left)):
             return None
         self._live[seq.request_id] = seq
         return seq.num_cached_tokens
@@ -205,7 +209,7 @@ class Engine:
         self._check_token_ids("token_ids", request.token_ids)
         request.sampling.check()
         if request.sampling.max_tokens < 1:
-            raise ValueError(f"max_tokens: {request.sampling.max_tokens} is not at least 1")
+            raise InvalidParameter("max_tokens", f"must be at least 1, got {request.sampling.max_tokens}")
         prior, most = request.num_prior_tokens, min(length, request.sampling.max_tokens)
         if not 0 <= prior < most:
             raise ValueError(f"num_prior_tokens: {prior} is not between 0 and {most - 1}")
@@ -286,5 +290,7 @@ class Engine:
         return None
 
     def _remove(self, seq: Sequence) -> None:
+        if not seq.is_reading and not seq.prefill_only:
+            self._lengths.ended(seq.num_output_tokens)
         self._scheduler.remove(seq)
         del self._live[seq.request_id]

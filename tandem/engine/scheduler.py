@@ -7,7 +7,10 @@
     3 admit     waiting sequences take blocks for all their tokens and join the running ones, in order; one whose prefix
                 another is reading waits for it, then takes those blocks and copies the part-full last one
 
-Order is (priority, arrival). A sequence that came by reserve holds all its blocks, so it is never preempted.
+Order is (priority, arrival). A reservation holds blocks for the prompt and what is likely to follow; beyond that its
+sequence grows as any other does. While it waits for its prompt it is not preempted, but that ends by itself, and what
+is behind everything in order has then all blocks there are: nobody waits for ever. New reservations do not pass a
+preempted sequence that comes before them, and both leave a block for each running one, or would be preempted at once.
 """
 
 from __future__ import annotations
@@ -92,9 +95,11 @@ class Scheduler:
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Take blocks for `num_tokens` tokens and park the sequence; False without room for it."""
-        if self._num_free_seats() < 1 or not self._take_blocks(seq, num_tokens, seq.num_prompt_tokens):
+        if self._num_free_seats() < 1 or any(s.was_preempted and s.key < seq.key for s in self.waiting):
             return False
-        seq.holds_all_blocks = True
+        if not self._take_blocks(seq, num_tokens, seq.num_prompt_tokens, spare=len(self.running)):
+            return False
+        seq.num_reserved_blocks = len(seq.block_table)
         self._enter(seq, Status.RESERVED)
         return True
 
@@ -131,8 +136,8 @@ class Scheduler:
 
     def release_ahead(self, seq: Sequence) -> None:
         """The blocks that only refused tokens needed go back."""
-        needed = self.blocks_for(seq.num_tokens)
-        if needed < len(seq.block_table) and not seq.holds_all_blocks:
+        needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
+        if needed < len(seq.block_table):
             self._pool.release(seq.block_table[needed:])
             del seq.block_table[needed:]
 
@@ -171,7 +176,7 @@ class Scheduler:
     def _grow(self, seq: Sequence) -> bool:
         """One block more, preempting the last one; False if that was the sequence itself."""
         while (new := self._pool.take(1)) is None:
-            last = next(s for s in reversed(self.running) if not s.holds_all_blocks)
+            last = next(reversed(self.running))
             self._preempt(last)
             if last is seq:
                 return False
@@ -190,7 +195,8 @@ class Scheduler:
                 return
             if self._may_share(seq) and self._first_missing(seq) in reading:
                 continue
-            if not self._take_blocks(seq, seq.num_tokens, seq.num_tokens, copy_tail=True):
+            spare = len(self.running) if seq.was_preempted else 0
+            if not self._take_blocks(seq, seq.num_tokens, seq.num_tokens, copy_tail=True, spare=spare):
                 return
             self._move(seq, Status.RUNNING)
             batch.add(seq)
@@ -218,11 +224,16 @@ class Scheduler:
     def _num_free_seats(self) -> int:
         return self._max_num_seqs - len(self.running) - len(self.reserved)
 
-    def _take_blocks(self, seq: Sequence, num_tokens: int, num_known: int, copy_tail: bool = False) -> bool:
-        """Blocks for `num_tokens`, cached ones first; one of the `num_known` tokens is left to compute."""
+    def _take_blocks(
+        self, seq: Sequence, num_tokens: int, num_known: int, *, copy_tail: bool = False, spare: int = 0
+    ) -> bool:
+        """Blocks for `num_tokens`, cached ones first; one of the `num_known` tokens is left to compute.
+
+        `spare`: so many blocks stay free, or none is taken.
+        """
         cached = self._cached_blocks(seq, num_known - 1)
         source = self._tail_source(seq, num_known, len(cached)) if copy_tail else None
-        blocks = self._pool.take(self.blocks_for(num_tokens) - len(cached), cached)
+        blocks = self._pool.take(self.blocks_for(num_tokens) - len(cached), cached, spare)
         if blocks is None:
             return False
         seq.block_table, seq.num_registered_blocks = blocks, len(cached)
@@ -260,6 +271,7 @@ class Scheduler:
     def _release_blocks(self, seq: Sequence) -> None:
         self._pool.release(seq.block_table)
         seq.block_table, seq.num_registered_blocks, seq.num_drafted_tokens = [], 0, 0
+        seq.num_reserved_blocks = 0
 
     def _enter(self, seq: Sequence, status: Status) -> None:
         seq.status = status
@@ -278,6 +290,6 @@ class Scheduler:
                 assert seq.status is status, f"{seq.request_id}: {seq.status.value} among the {status.value}"
                 room = len(seq.block_table) * self._block_size
                 assert seq.num_computed_tokens <= room, f"{seq.request_id}: KV for more tokens than it has blocks"
-                idle = room - seq.num_tokens >= self._block_size and not seq.holds_all_blocks
-                assert not idle, f"{seq.request_id}: more blocks than its tokens need"
+                needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
+                assert len(seq.block_table) <= needed, f"{seq.request_id}: more blocks than its tokens need"
         self._pool.check_integrity(seq.block_table for queue in self._queues.values() for seq in queue)

@@ -38,6 +38,7 @@ class Sequence:
     another engine has written the first tokens of it.
 
     The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
+    `num_reserved_blocks`: kept although fewer may do for now.
     `proposed` are the tokens that a step tries ahead; `chance` is how often such were right of late, and the draft
     model has KV for `num_drafted_tokens` of `token_ids`. Of `num_prompt_logprobs` to be reported `prompt_logprobs` are
     there so far.
@@ -54,7 +55,7 @@ class Sequence:
     num_pushed_blocks: int = 0
     prefill_only: bool = False
     status: Status = Status.WAITING
-    holds_all_blocks: bool = False
+    num_reserved_blocks: int = 0
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_registered_blocks: int = 0
@@ -95,6 +96,11 @@ class Sequence:
     def is_reading(self) -> bool:
         """Whether nothing has been drawn here yet."""
         return len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def was_preempted(self) -> bool:
+        """Whether it waits to go on where it was."""
+        return self.status is Status.WAITING and not self.is_reading
 
     @property
     def reads_whole_prompt(self) -> bool:

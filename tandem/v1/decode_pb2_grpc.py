@@ -55,7 +55,8 @@ class DecodeServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Reserve(self, request, context):
-        """Holds blocks for the prompt and every token that may follow, waiting for room until the sequence's deadline.
+        """Holds blocks for the prompt and a likely answer, waiting for room until the sequence's deadline. A longer answer
+        takes more as it grows, and may wait for them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,7 +32,9 @@ class DecodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Reserve: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]
-    """Holds blocks for the prompt and every token that may follow, waiting for room until the sequence's deadline."""
+    """Holds blocks for the prompt and a likely answer, waiting for room until the sequence's deadline. A longer answer
+    takes more as it grows, and may wait for them.
+    """
     StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
     """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
     such stream open; when it breaks, its sequences are aborted. A stream that is opened again has another stream_id.
@@ -44,7 +46,9 @@ class DecodeServiceStub:
 class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Holds blocks for the prompt and every token that may follow, waiting for room until the sequence's deadline."""
+    """Holds blocks for the prompt and a likely answer, waiting for room until the sequence's deadline. A longer answer
+    takes more as it grows, and may wait for them.
+    """
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """Every new token of this gateway's sequences, those of one or a few engine steps in a message. The gateway keeps one
     such stream open; when it breaks, its sequences are aborted. A stream that is opened again has another stream_id.
@@ -59,7 +63,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.ReserveResponse, _abc.Awaitable[_decode_pb2.ReserveResponse]]:
-        """Holds blocks for the prompt and every token that may follow, waiting for room until the sequence's deadline."""
+        """Holds blocks for the prompt and a likely answer, waiting for room until the sequence's deadline. A longer answer
+        takes more as it grows, and may wait for them.
+        """
 
     @_abc_1.abstractmethod
     def StreamTokens(

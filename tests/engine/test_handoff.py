@@ -208,3 +208,27 @@ def test_join_and_landing_need_a_reservation(llama: Path) -> None:
     engine.reserve(Request("c", prompt_of(5), greedy(2)))
     with pytest.raises(ValueError, match="first_token: 96 is outside the vocabulary"):
         engine.join("c", SampledToken(96))
+
+
+@pytest.mark.parametrize("sampling", [greedy(25), SamplingParams(max_tokens=25, temperature=1.3, seed=11)])
+def test_more_are_let_in_than_fit_whole_and_all_end_exactly(llama: Path, sampling: SamplingParams) -> None:
+    """Eight need nine blocks each, of twenty: four begin at once."""
+    source, target, one = make_engine(llama), make_engine(llama, num_blocks=20, likely_answer=8), make_engine(llama)
+    prompts = {f"r{i}": prompt_of(9, seed=i) for i in range(8)}
+    waiting, most, found = dict(prompts), 0, {name: list[int]() for name in prompts}
+    for _ in range(500):
+        for name, prompt in list(waiting.items()):
+            request = Request(name, prompt, sampling)
+            if target.reserve(request) is None:
+                break
+            first = prefill(source, request, Copy(target, target.landing_blocks(name)), 0)
+            target.join(name, first.tokens[0])
+            found[name].append(first.tokens[0].token_id)
+            del waiting[name]
+        most = max(most, target.stats().num_running)
+        for output in target.step():
+            found[output.request_id] += tokens([output])
+        target.check_integrity()
+    assert most >= 4
+    assert found == {name: generate(one, prompt, sampling) for name, prompt in prompts.items()}
+    assert_idle(target)

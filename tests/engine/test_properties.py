@@ -151,7 +151,9 @@ def engines(llama: Path, family: Families, request: pytest.FixtureRequest) -> tu
     Where it speculates, by a clock that stands still every proposal pays.
     """
     speculation = {"speculative": Speculative(request.param, 3), "speculative_model": family("llama2")[1]}
-    tiny = make_engine(llama, num_blocks=9, max_num_batched_tokens=7, max_num_seqs=4, now=lambda: 0.0, **speculation)
+    tiny = make_engine(
+        llama, num_blocks=9, max_num_batched_tokens=7, max_num_seqs=4, likely_answer=4, now=lambda: 0.0, **speculation
+    )
     return tiny, make_engine(llama, max_num_batched_tokens=5), Oracle(llama)
 
 
