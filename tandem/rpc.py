@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 # A health service that is SERVING from a process's start to its end; "" and the others say whether it is ready.
 LIVE = "live"
 MAX_MESSAGE_BYTES = 64 * 2**20
+# A prompt of three million tokens.
+MAX_REQUEST_BYTES = 16 * 2**20
 # grpcio ignores keepalive_timeout_ms; a peer is lost when it leaves a ping unanswered for ping_timeout_ms.
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", 500),
@@ -119,7 +121,7 @@ async def serve(
     port: int,
     *,
     security: Security = OPEN,
-    max_receive_bytes: int = MAX_MESSAGE_BYTES,
+    max_receive_bytes: int = MAX_REQUEST_BYTES,
     make_server: Callable[..., aio.Server] = aio.server,
 ) -> Server:
     """Start serving on host:port (0 chooses a free one, see `Server.port`); not healthy until `set_serving(True)`.

@@ -100,7 +100,8 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
     async def Abort(
         self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.AbortResponse:
-        await asyncio.gather(*(self._sequences.abort(request_id) for request_id in request.request_ids))
+        held = self._sequences.request_ids().intersection(request.request_ids)
+        await asyncio.gather(*(self._sequences.abort(request_id) for request_id in held))
         return decode_pb2.AbortResponse()
 
     async def _reserve(self, request: decode_pb2.ReserveRequest) -> worker_pb2.LandingTicket | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from tandem.api_keys import check_exposed
 from tandem.security import ClusterSettings
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@,]+")
 
 
 class Disaggregation(StrEnum):
@@ -30,6 +33,9 @@ class GatewaySettings(ClusterSettings):
     )
     insecure: bool = Field(False, description="serve anyone who reaches the gateway, without API keys")
     share_prefixes: bool = Field(False, description="with API keys: let tenants find each other's prefixes cached")
+    cors_origins: tuple[str, ...] = Field(
+        (), description="web pages that may ask from a browser: https://host[:port], or * for any; none: no page"
+    )
     http_port: int = Field(8000, ge=1, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 chooses a free one")
     health_port: int | None = Field(
@@ -71,6 +77,14 @@ class GatewaySettings(ClusterSettings):
         2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"
     )
     log_level: str = "info"
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin: scheme://host or scheme://host:port, or *")
+        return origins
 
     @model_validator(mode="after")
     def _closed(self) -> GatewaySettings:

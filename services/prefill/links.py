@@ -89,7 +89,8 @@ class LinkKeeper:
             )  # fmt: skip
             self._refused.pop(remote.incarnation, None)
         elif self._refused.get(remote.incarnation) != str(error):
-            self._refused[remote.incarnation] = str(error)
+            if any(info.incarnation == remote.incarnation for info in self._peers.values()):
+                self._refused[remote.incarnation] = str(error)
             log.warning("no link", decode_worker=remote.worker_id, reason=str(error))
         self._publish()
 

@@ -8,17 +8,13 @@ from typing import Any
 import grpc
 import httpx
 from grpc import aio
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.gateway import Gateway
 from tandem.v1 import llm_pb2
+from tests.fuzzing import collected
 from tests.gateway.peers import MODEL
 
-FUZZED = settings(
-    max_examples=60, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
 FIELDS = (
     "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "stop", "seed",
     "user", "temperature", "top_p", "top_k", "logprobs", "logit_bias", "cache_salt", "priority", "service_tier",
@@ -81,16 +77,3 @@ async def test_messages_of_grpc(gateway: Gateway) -> None:
                 if await call.code() not in allowed:
                     wrong.append((method, data, await call.code()))
     assert wrong == []
-
-
-def collected(strategy: st.SearchStrategy[bytes]) -> list[bytes]:
-    """Examples of it, the same each time."""
-    found: list[bytes] = []
-
-    @FUZZED
-    @given(strategy)
-    def collect(example: bytes) -> None:
-        found.append(example)
-
-    collect()
-    return found

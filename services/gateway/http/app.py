@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
@@ -37,6 +38,11 @@ def build_app(llm: LLM, wall: Callable[[], float]) -> FastAPI:
     _add_errors(app, llm)
     _add_models(app, llm)
     _add_health(app, llm)
+    if origins := llm.settings.cors_origins:
+        # No cookies are asked for: a page shows its key itself.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+        )
     return app
 
 

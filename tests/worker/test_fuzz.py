@@ -1,0 +1,200 @@
+"""Anything at all at the gRPC ports of workers and kvstore: refusals that say why, and nothing is held afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from grpc import aio
+from hypothesis import strategies as st
+
+from services.decode.server import DecodeWorker
+from services.decode.settings import DecodeSettings
+from services.kvstore.server import KVStoreService
+from services.prefill.server import PrefillWorker
+from services.prefill.settings import PrefillSettings
+from tandem import rpc
+from tandem.local import RedisServer
+from tandem.registry import Registry
+from tandem.v1 import decode_pb2, kvstore_pb2, prefill_pb2, process_pb2
+from tests.fuzzing import collected
+from tests.registry.cluster import eventually
+from tests.worker.test_build import running
+
+EXAMPLES = 30  # of each method
+# What the client did wrong, or its own deadline. A ticket may name an address where nobody is: UNAVAILABLE.
+ITS_FAULT = {
+    grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED,
+}  # fmt: skip
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_STRING: st.sampled_from(["", "x", "127.0.0.1:1", "a" * 5000]) | st.text(max_size=8),
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=40),
+    FieldDescriptor.TYPE_FLOAT: st.floats(width=32),
+    FieldDescriptor.TYPE_DOUBLE: st.floats(),
+    FieldDescriptor.TYPE_ENUM: st.integers(-2, 5),
+    FieldDescriptor.TYPE_INT32: st.sampled_from([0, 1, -1, 7, 2**31 - 1, -(2**31)]),
+    FieldDescriptor.TYPE_INT64: st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63)]),
+    FieldDescriptor.TYPE_UINT32: st.sampled_from([0, 1, 2, 16, 17, 100, 500, 2**31, 2**32 - 1]),
+    FieldDescriptor.TYPE_UINT64: st.sampled_from([0, 1, 2**64 - 1]),
+}
+METHODS: Sequence[MethodDescriptor] = [
+    method
+    for service in (
+        decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
+        prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
+        kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"],
+        process_pb2.DESCRIPTOR.services_by_name["IntegrityService"],
+    )
+    for method in service.methods
+]
+Known = Mapping[str, Sequence[Any]]
+
+
+def messages(kind: Descriptor, known: Known) -> st.SearchStrategy[Any]:
+    """Any message of a kind; fields that `known` names are often one of those values, so that some get further."""
+
+    @st.composite
+    def message(draw: st.DrawFn) -> Any:
+        made = message_factory.GetMessageClass(kind)()
+        for found in kind.fields:
+            if found.name in known and draw(st.integers(0, 9)) < 9:
+                _put(made, found, draw(st.sampled_from(known[found.name])))
+            elif draw(st.integers(0, 24)) < (20 if found.message_type else 1):
+                _put(made, found, draw(_values(found, known)))
+        return made
+
+    return message()
+
+
+def _values(found: FieldDescriptor, known: Known) -> st.SearchStrategy[Any]:
+    kind = found.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        key, value = (SCALARS[kind.fields_by_name[name].type] for name in ("key", "value"))
+        return st.dictionaries(key, value, max_size=3)
+    one = SCALARS[found.type] if kind is None else messages(kind, known)
+    return st.lists(one, max_size=40) if found.is_repeated else one
+
+
+def _put(made: Any, found: FieldDescriptor, value: Any) -> None:
+    if isinstance(value, dict):
+        getattr(made, found.name).update(value)
+    elif found.is_repeated:
+        getattr(made, found.name).extend(value)
+    elif found.message_type is not None:
+        getattr(made, found.name).CopyFrom(value)
+    else:
+        setattr(made, found.name, value)
+
+
+@st.composite
+def bytes_for(draw: st.DrawFn, method: MethodDescriptor, known: Known) -> bytes:
+    """A message, perhaps with some bytes that are others; or no message at all."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(st.binary(max_size=60))
+    data = bytearray(draw(messages(method.input_type, known)).SerializeToString())
+    for _ in range(draw(st.integers(0, 2)) if data else 0):
+        data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+    return bytes(data)
+
+
+@pytest.fixture
+async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
+    """Address by service name; and, as "known", what a message has to say to get further."""
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(RedisServer.start())
+        shared = {"model_path": demo_model, "redis_url": redis.url, "engine": "null", "num_blocks": 256}
+        decode = await stack.enter_async_context(running(DecodeSettings(worker_id="d0", **shared), DecodeWorker))
+        prefill = await stack.enter_async_context(running(PrefillSettings(worker_id="p0", **shared), PrefillWorker))
+        registry = Registry.connect(redis.url)
+        stack.push_async_callback(registry.close)
+        kvstore = await rpc.serve([KVStoreService(registry).servicer], "127.0.0.1", 0)
+        stack.push_async_callback(kvstore.stop, 0)
+
+        async def linked() -> bool:
+            return decode.ready.is_set() and any(w.load.linked for w in await registry.workers())
+
+        await eventually(linked, 20.0, "a link is open")
+        infos = {worker.info.worker_id: worker.info for worker in await registry.workers()}
+        channel = await stack.enter_async_context(aio.insecure_channel(decode.address))
+        stream = channel.unary_stream("/tandem.v1.DecodeService/StreamTokens")(
+            decode_pb2.StreamTokensRequest(stream_id="open").SerializeToString()
+        )
+        await stream.read()
+        d0 = infos["d0"]
+        yield {
+            "tandem.v1.DecodeService": decode.address,
+            "tandem.v1.PrefillService": prefill.address,
+            "tandem.v1.IntegrityService": decode.address,
+            "tandem.v1.KVStoreService": f"127.0.0.1:{kvstore.port}",
+            "known": {
+                "decode_incarnation": [d0.incarnation],
+                "stream_id": ["open"],
+                "prefill_incarnation": ["", infos["p0"].incarnation],
+                "decode_worker": ["d0"],
+                "transfer_address": [d0.transfer_address, "127.0.0.1:1"],
+                "kv_layout_hash": [d0.layout_hash],
+                "request_id": [f"r{i}" for i in range(50)],
+                "request_ids": [[f"r{i}" for i in range(50)]],
+                "token_ids": [[5] * 20, [5] * 500, [7]],
+                "num_prompt_blocks": [2, 1, 32],
+                "num_cached_blocks": [0, 1],
+                "max_tokens": [4, 400, 1],
+                "timeout_ms": [300, 1000],
+                "seed": [1],
+            },
+        }
+        stream.cancel()
+
+
+async def answered(channel: aio.Channel, method: MethodDescriptor, data: bytes) -> grpc.StatusCode:
+    name = f"/{method.containing_service.full_name}/{method.name}"
+    make = channel.unary_stream if method.server_streaming else channel.unary_unary
+    call: Any = make(name)(data, timeout=2.0)
+    try:
+        await (call.read() if method.server_streaming else call)
+    except aio.AioRpcError as error:
+        return error.code()
+    call.cancel()
+    return grpc.StatusCode.OK
+
+
+async def test_messages_at_the_workers_ports(ports: dict[str, Any]) -> None:
+    for method in METHODS:
+        address = ports[method.containing_service.full_name]
+        examples = collected(bytes_for(method, ports["known"]), EXAMPLES)
+        async with aio.insecure_channel(address) as channel:
+            codes = await asyncio.gather(*(answered(channel, method, data) for data in examples))
+            assert await answered(channel, method, b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
+        assert [(data, code) for data, code in zip(examples, codes, strict=True) if code not in ITS_FAULT] == []
+    good = decode_pb2.ReserveRequest(stream_id="open", decode_incarnation=ports["known"]["decode_incarnation"][0])
+    good.sequence.request_id, good.sequence.timeout_ms = "good", 5000
+    good.sequence.token_ids.extend([5] * 20)
+    good.sequence.sampling.max_tokens = 4
+    async with aio.insecure_channel(ports["tandem.v1.DecodeService"]) as channel:
+        reserve = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].methods_by_name["Reserve"]
+        assert await answered(channel, reserve, good.SerializeToString()) is grpc.StatusCode.OK
+        abort = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].methods_by_name["Abort"]
+        stop = decode_pb2.AbortRequest(request_ids=["good"]).SerializeToString()
+        assert await answered(channel, abort, stop) is grpc.StatusCode.OK
+
+    async def nothing_held() -> bool:
+        for service in ("DecodeService", "PrefillService"):
+            async with aio.insecure_channel(ports[f"tandem.v1.{service}"]) as channel:
+                call: Any = channel.unary_unary("/tandem.v1.IntegrityService/CheckIntegrity")
+                found = process_pb2.CheckIntegrityResponse.FromString(await call(b"", timeout=5.0))
+            if found.violations or found.num_sequences or found.num_blocks:
+                return False
+        return True
+
+    await eventually(nothing_held, 5.0, "all that was held is released")
