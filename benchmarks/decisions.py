@@ -314,7 +314,7 @@ async def measure(redis: RedisServer) -> AsyncIterator[Figures]:
                 yield await bench.open(rate)
             if count == 1:
                 yield await bench.bare(OPEN_RATES[0], registry)
-    problems = await registry.check_integrity()
+    problems = (await registry.check_integrity()).violations
     left = sum(worker.reserved_tokens + worker.reserved_blocks for worker in await registry.workers())
     if problems or left:
         raise RuntimeError(f"not everything was released: {problems}, {left}")

@@ -89,6 +89,7 @@ class Sequences:
         self._admission = Admission(engine)
         self._held: dict[str, Held] = {}
         self._releasing: dict[asyncio.Task[None], str] = {}
+        self._fencing: dict[asyncio.Task[None], str] = {}
         self._loop = asyncio.get_running_loop()
         self.stuck: asyncio.Future[str] = self._loop.create_future()
 
@@ -98,6 +99,10 @@ class Sequences:
     def request_ids(self) -> set[str]:
         """Those that are being released included."""
         return self._held.keys() | set(self._releasing.values())
+
+    def transfer_ids(self) -> set[str]:
+        """Of those, once their prompt's KV is expected."""
+        return {held.transfer_id for held in self._held.values()} | set(self._fencing.values())
 
     # --- in ---
 
@@ -253,7 +258,7 @@ class Sequences:
         if held.entering is not None:
             held.entering.cancel()
         task = asyncio.create_task(self._fence_and_abort(request_id, held.transfer_id))
-        self._releasing[task] = request_id
+        self._releasing[task], self._fencing[task] = request_id, held.transfer_id
         task.add_done_callback(self._released)
         return task
 
@@ -267,7 +272,7 @@ class Sequences:
         await self._engine.call(lambda engine: engine.abort(request_id))
 
     def _released(self, task: asyncio.Task[None]) -> None:
-        self._releasing.pop(task)
+        del self._releasing[task], self._fencing[task]
         if not task.cancelled() and task.exception() is not None:
             log.error("a sequence could not be released", exc_info=task.exception())
         self._admission.look_again()

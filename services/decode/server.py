@@ -13,6 +13,7 @@ from services.decode.sequences import Sequences
 from services.decode.streams import Streams
 from tandem import rpc
 from tandem.engine import SampledToken, SequenceOutput
+from tandem.integrity import IntegrityReport
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
@@ -62,6 +63,9 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
 
     def request_ids(self) -> set[str]:
         return self._sequences.request_ids()
+
+    def check_integrity(self) -> IntegrityReport:
+        return self._receiver.check_integrity(self._sequences.transfer_ids())
 
     async def hand_over(self) -> None:
         await self._sequences.hand_over()

@@ -25,6 +25,7 @@ from services.gateway.admission import Admission, FairQueue, capacity_of
 from services.gateway.errors import Unavailable
 from services.gateway.generation import BackgroundTasks, ClusterAccess, MigrationLimits, Pipeline, tracing
 from services.gateway.http import build_app
+from services.gateway.integrity import check_gateway
 from services.gateway.llm import LLM
 from services.gateway.llm_service import LLMService
 from services.gateway.metrics import Metrics
@@ -35,6 +36,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerPool
 from tandem import rpc
 from tandem.drain import DrainService
+from tandem.integrity import IntegrityReport
 from tandem.registry import BlockReplica, ClusterView, Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
@@ -113,6 +115,9 @@ class Gateway:
         for task in done:
             task.result()
         raise RuntimeError("a background task of the gateway ended by itself")
+
+    async def check_integrity(self) -> IntegrityReport:
+        return check_gateway(self.llm, self.admission, self._background)
 
     async def drain(self) -> bool:
         """Turn unready and serve on until no request has come or run for QUIET_S; False if `drain_s` was over first."""
@@ -199,7 +204,8 @@ class Gateway:
         self._stack.push_async_callback(self._grpc.stop, GRPC_GRACE_S)
         if settings.health_port is not None:
             await self._grpc.add_probes(settings.host, settings.health_port, DrainService(self.drain).servicer)
-        self._http = self._ports.serve_http(build_app(self.llm, self._ports.wall), settings.host, settings.http_port)
+        app = build_app(self.llm, self._ports.wall, self.check_integrity)
+        self._http = self._ports.serve_http(app, settings.host, settings.http_port)
         self._stack.push_async_callback(self._http.stop)
         await self._http.start()
         self._run(self._http.run())

@@ -16,6 +16,7 @@ import structlog
 from services.kvstore.server import KVStoreService
 from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
+from tandem.integrity_service import IntegrityService
 from tandem.local import RedisServer
 from tandem.registry import Registry, RegistryUnavailable
 
@@ -94,7 +95,7 @@ async def run(settings: KVStoreSettings) -> None:
 
 
 async def _serve(settings: KVStoreSettings, registry: Registry, own: OwnRedis | None) -> None:
-    servicers = [KVStoreService(registry).servicer]
+    servicers = [KVStoreService(registry).servicer, IntegrityService(registry.check_integrity).servicer]
     server = await rpc.serve(servicers, settings.host, settings.grpc_port, security=settings.security)
     if settings.health_port is not None:
         await server.add_probes(settings.host, settings.health_port)

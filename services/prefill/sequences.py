@@ -62,12 +62,17 @@ class Sequences:
         self._engine, self._link_to = engine, link_to
         self._payload, self._now, self._worker_id = payload, now, worker_id
         self._computing: dict[str, asyncio.Future[SequenceOutput]] = {}
+        self._pushing: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._computing)
 
     def request_ids(self) -> set[str]:
         return set(self._computing)
+
+    def transfer_ids(self) -> set[str]:
+        """Of the pushes that are not committed yet."""
+        return set(self._pushing)
 
     async def prefill(self, request: Request, ticket: Ticket, timeout_s: float) -> Prefilled:
         """
@@ -94,11 +99,14 @@ class Sequences:
         start = self._now()
         link = await self._link_to(ticket.decode, ticket.address)
         push = self._begin(link, ticket, timeout_s, span)
+        self._pushing.add(ticket.transfer_id)
         try:
             output = await self._compute(request, ticket, push)
         except BaseException as error:
             push.abort(f"prefill ended: {type(error).__name__}")
             raise
+        finally:
+            self._pushing.discard(ticket.transfer_id)
         push.commit(self._payload(output))
         end = self._now()
         computing = push.first_push_at or end

@@ -13,6 +13,7 @@ from services.prefill.links import LinkKeeper
 from services.prefill.sequences import Sequences, Ticket
 from tandem import rpc
 from tandem.engine import Engine, SequenceOutput
+from tandem.integrity import IntegrityReport
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
@@ -62,6 +63,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
 
     def request_ids(self) -> set[str]:
         return self._sequences.request_ids()
+
+    def check_integrity(self) -> IntegrityReport:
+        return self._sender.check_integrity(self._sequences.transfer_ids())
 
     async def hand_over(self) -> None:
         """Nothing to do: the end of a call says enough."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem import rpc
+from tandem.integrity import IntegrityReport
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
 from tandem.security import ClusterSettings
 from tandem.settings import load
@@ -35,7 +36,7 @@ class DoctorSettings(ClusterSettings):
     gateway_url: str = Field("", description="the gateway's HTTP address: checks whether it is ready")
     grpc_address: str = Field("", description="the gateway's gRPC address: checks whether it serves a model")
     api_key: str = Field("", description="as `tandem keys add` printed it, where the gateway asks for one")
-    integrity: bool = Field(False, description="look into every worker for what is held by no request")
+    integrity: bool = Field(False, description="look into every process for what is held by no request")
     timeout_s: float = Field(5.0, gt=0, description="bound of each check")
 
     def addressed(self) -> DoctorSettings:
@@ -69,6 +70,7 @@ async def examine(settings: DoctorSettings) -> list[Finding]:
     findings = await _registry(settings) if settings.redis_url else []
     if settings.gateway_url:
         findings.append(await _http(settings))
+        findings += [await _gateway_integrity(settings)] if settings.integrity else []
     if settings.grpc_address:
         findings.append(await _grpc(settings))
     return findings
@@ -83,12 +85,15 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
         registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
         try:
             workers = [w for w in await registry.workers() if settings.model in ("", w.info.model)]
+            held = await registry.check_integrity()
         finally:
             await registry.close()
     except RegistryUnavailable as error:
         return [Finding("redis", False, str(error))]
     by_role = {role: [w for w in workers if w.info.role is role] for role in Role}
     findings = [Finding("redis", True, f"{redis}: {len(workers)} workers registered")]
+    if settings.integrity:
+        findings.append(_whole("redis", held))
     for role, of_role in by_role.items():
         if not of_role:
             findings.append(Finding(f"{role.value} workers", False, "none is registered: start one, or read its log"))
@@ -97,7 +102,7 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
     if all(by_role.values()) and not meant:
         findings.append(Finding("pairs", False, "no prefill and decode worker serve the same weights"))
     checks += [_pair(p, d, settings) for p, d in meant]
-    checks += [_integrity(w, settings) for w in workers if settings.integrity]
+    checks += [_worker_integrity(w, settings) for w in workers if settings.integrity]
     return [*findings, *await asyncio.gather(*checks)]
 
 
@@ -120,16 +125,32 @@ async def _worker(worker: Worker, settings: DoctorSettings) -> Finding:
     return Finding(info.worker_id, serving, f"{info.grpc_address}: {state} {info.model}, {blocks}")
 
 
-async def _integrity(worker: Worker, settings: DoctorSettings) -> Finding:
-    what = f"{worker.info.worker_id}, integrity"
+def _whole(who: str, report: IntegrityReport) -> Finding:
+    return Finding(f"{who}, integrity", not report.violations, str(report))
+
+
+async def _worker_integrity(worker: Worker, settings: DoctorSettings) -> Finding:
     try:
         async with rpc.channel(worker.info.grpc_address, settings.security) as channel:
             stub = process_pb2_grpc.IntegrityServiceStub(channel)
             answer = await stub.CheckIntegrity(process_pb2.CheckIntegrityRequest(), timeout=settings.timeout_s)
     except aio.AioRpcError as error:
-        return Finding(what, False, f"not checked: {error.code().name}: {error.details()}")
-    held = f"{answer.num_sequences} sequences hold {answer.num_blocks} blocks"
-    return Finding(what, not answer.violations, "; ".join([held, *answer.violations]))
+        return _whole(worker.info.worker_id, _unchecked(f"{error.code().name}: {error.details()}"))
+    return _whole(worker.info.worker_id, IntegrityReport(dict(answer.held), tuple(answer.violations)))
+
+
+async def _gateway_integrity(settings: DoctorSettings) -> Finding:
+    url = f"{settings.gateway_url}/debug/integrity"
+    try:
+        async with httpx.AsyncClient(timeout=settings.timeout_s) as client:
+            answer = (await client.get(url)).raise_for_status().json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        return _whole("gateway", _unchecked(f"{url}: {error or type(error).__name__}"))
+    return _whole("gateway", IntegrityReport(answer["held"], tuple(answer["violations"])))
+
+
+def _unchecked(why: str) -> IntegrityReport:
+    return IntegrityReport(violations=(f"not checked: {why}",))
 
 
 async def _pair(prefill: Worker, decode: Worker, settings: DoctorSettings) -> Finding:

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 import structlog
 
+from tandem.integrity import IntegrityReport
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, Connection, RedisConnection
@@ -264,10 +265,10 @@ class Registry:
             if not reservations:
                 return total
 
-    async def check_integrity(self) -> list[str]:
-        """Compare counters with reservations. One line for each contradiction; none is what should be."""
-        problems: list[str] = await self._connection.call("check")
-        return problems
+    async def check_integrity(self) -> IntegrityReport:
+        """Compare counters with reservations."""
+        leases, reservations, clients, wrong = await self._connection.call("check")
+        return IntegrityReport({"leases": leases, "reservations": reservations, "clients": clients}, tuple(wrong))
 
     async def close(self) -> None:
         """Try the releases that are still due once more, end the client's lease and all connections."""

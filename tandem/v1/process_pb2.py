@@ -24,23 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/process.proto\x12\ttandem.v1\"\x0e\n\x0c\x44rainRequest\" \n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\"\x17\n\x15\x43heckIntegrityRequest\"W\n\x16\x43heckIntegrityResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r2L\n\x0eProcessService\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse2i\n\x10IntegrityService\x12U\n\x0e\x43heckIntegrity\x12 .tandem.v1.CheckIntegrityRequest\x1a!.tandem.v1.CheckIntegrityResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/process.proto\x12\ttandem.v1\"\x0e\n\x0c\x44rainRequest\" \n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\"\x17\n\x15\x43heckIntegrityRequest\"\xc7\x01\n\x16\x43heckIntegrityResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x19\n\rnum_sequences\x18\x02 \x01(\rB\x02\x18\x01\x12\x16\n\nnum_blocks\x18\x03 \x01(\rB\x02\x18\x01\x12\x39\n\x04held\x18\x04 \x03(\x0b\x32+.tandem.v1.CheckIntegrityResponse.HeldEntry\x1a+\n\tHeldEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32L\n\x0eProcessService\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse2i\n\x10IntegrityService\x12U\n\x0e\x43heckIntegrity\x12 .tandem.v1.CheckIntegrityRequest\x1a!.tandem.v1.CheckIntegrityResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.process_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CHECKINTEGRITYRESPONSE_HELDENTRY']._loaded_options = None
+  _globals['_CHECKINTEGRITYRESPONSE_HELDENTRY']._serialized_options = b'8\001'
+  _globals['_CHECKINTEGRITYRESPONSE'].fields_by_name['num_sequences']._loaded_options = None
+  _globals['_CHECKINTEGRITYRESPONSE'].fields_by_name['num_sequences']._serialized_options = b'\030\001'
+  _globals['_CHECKINTEGRITYRESPONSE'].fields_by_name['num_blocks']._loaded_options = None
+  _globals['_CHECKINTEGRITYRESPONSE'].fields_by_name['num_blocks']._serialized_options = b'\030\001'
   _globals['_DRAINREQUEST']._serialized_start=38
   _globals['_DRAINREQUEST']._serialized_end=52
   _globals['_DRAINRESPONSE']._serialized_start=54
   _globals['_DRAINRESPONSE']._serialized_end=86
   _globals['_CHECKINTEGRITYREQUEST']._serialized_start=88
   _globals['_CHECKINTEGRITYREQUEST']._serialized_end=111
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=113
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=200
-  _globals['_PROCESSSERVICE']._serialized_start=202
-  _globals['_PROCESSSERVICE']._serialized_end=278
-  _globals['_INTEGRITYSERVICE']._serialized_start=280
-  _globals['_INTEGRITYSERVICE']._serialized_end=385
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=114
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=313
+  _globals['_CHECKINTEGRITYRESPONSE_HELDENTRY']._serialized_start=270
+  _globals['_CHECKINTEGRITYRESPONSE_HELDENTRY']._serialized_end=313
+  _globals['_PROCESSSERVICE']._serialized_start=315
+  _globals['_PROCESSSERVICE']._serialized_end=391
+  _globals['_INTEGRITYSERVICE']._serialized_start=393
+  _globals['_INTEGRITYSERVICE']._serialized_end=498
 # @@protoc_insertion_point(module_scope)

@@ -1,7 +1,7 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -21,11 +21,20 @@ class CheckIntegrityRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CheckIntegrityResponse(_message.Message):
-    __slots__ = ("violations", "num_sequences", "num_blocks")
+    __slots__ = ("violations", "num_sequences", "num_blocks", "held")
+    class HeldEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     violations: _containers.RepeatedScalarFieldContainer[str]
     num_sequences: int
     num_blocks: int
-    def __init__(self, violations: _Optional[_Iterable[str]] = ..., num_sequences: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    held: _containers.ScalarMap[str, int]
+    def __init__(self, violations: _Optional[_Iterable[str]] = ..., num_sequences: _Optional[int] = ..., num_blocks: _Optional[int] = ..., held: _Optional[_Mapping[str, int]] = ...) -> None: ...

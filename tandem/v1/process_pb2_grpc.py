@@ -102,7 +102,7 @@ class ProcessService:
 
 
 class IntegrityServiceStub:
-    """Served by every worker beside its own service.
+    """Served by workers and the kvstore beside their own service; a gateway answers the same at /debug/integrity.
     """
 
     def __init__(self, channel):
@@ -119,11 +119,11 @@ class IntegrityServiceStub:
 
 
 class IntegrityServiceServicer:
-    """Served by every worker beside its own service.
+    """Served by workers and the kvstore beside their own service; a gateway answers the same at /debug/integrity.
     """
 
     def CheckIntegrity(self, request, context):
-        """Looks into a live worker for what is held by no request.
+        """Looks into a live process for what is held by no request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,7 +146,7 @@ def add_IntegrityServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class IntegrityService:
-    """Served by every worker beside its own service.
+    """Served by workers and the kvstore beside their own service; a gateway answers the same at /debug/integrity.
     """
 
     @staticmethod

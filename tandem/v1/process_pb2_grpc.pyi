@@ -58,25 +58,25 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_ProcessServiceServicer_to_server(servicer: ProcessServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class IntegrityServiceStub:
-    """Served by every worker beside its own service."""
+    """Served by workers and the kvstore beside their own service; a gateway answers the same at /debug/integrity."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> IntegrityServiceAsyncStub: ...
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_process_pb2.CheckIntegrityRequest, _process_pb2.CheckIntegrityResponse]
-    """Looks into a live worker for what is held by no request."""
+    """Looks into a live process for what is held by no request."""
 
 @_typing.type_check_only
 class IntegrityServiceAsyncStub(IntegrityServiceStub):
-    """Served by every worker beside its own service."""
+    """Served by workers and the kvstore beside their own service; a gateway answers the same at /debug/integrity."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_process_pb2.CheckIntegrityRequest, _process_pb2.CheckIntegrityResponse]  # type: ignore[assignment]
-    """Looks into a live worker for what is held by no request."""
+    """Looks into a live process for what is held by no request."""
 
 class IntegrityServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by every worker beside its own service."""
+    """Served by workers and the kvstore beside their own service; a gateway answers the same at /debug/integrity."""
 
     @_abc_1.abstractmethod
     def CheckIntegrity(
@@ -84,6 +84,6 @@ class IntegrityServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_pb2.CheckIntegrityRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_pb2.CheckIntegrityResponse, _abc.Awaitable[_process_pb2.CheckIntegrityResponse]]:
-        """Looks into a live worker for what is held by no request."""
+        """Looks into a live process for what is held by no request."""
 
 def add_IntegrityServiceServicer_to_server(servicer: IntegrityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

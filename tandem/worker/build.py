@@ -19,13 +19,15 @@ import structlog
 
 from tandem import rpc
 from tandem.engine import Engine, SequenceOutput
+from tandem.integrity import IntegrityReport
+from tandem.integrity_service import IntegrityService
 from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
 from tandem.registry import Worker as Registered
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import Driver, Network
 from tandem.worker.block_publisher import BlockPublisher
 from tandem.worker.engine_port import EnginePort, EngineStuck
-from tandem.worker.integrity import IntegrityService
+from tandem.worker.integrity import check_worker
 from tandem.worker.lease import Lease
 from tandem.worker.settings import WorkerSettings
 
@@ -97,6 +99,9 @@ class WorkerService(Protocol):
     def request_ids(self) -> set[str]:
         """Of the requests that run here, those that are just being released included."""
 
+    def check_integrity(self) -> IntegrityReport:
+        """Of the role's side of the KV transfer."""
+
     async def hand_over(self) -> None:
         """End what still runs, so that it goes on elsewhere."""
 
@@ -128,7 +133,7 @@ class Worker:
         context, ports, service = self.context, self._ports, self._service
         tasks: list[asyncio.Task[Any]] = []
         try:
-            servicers = [service.servicer, IntegrityService(ports.engine, service.request_ids).servicer]
+            servicers = [service.servicer, IntegrityService(self.check_integrity).servicer]
             server = await ports.serve(servicers, context.settings.host, context.settings.grpc_port)
             try:
                 tasks += self._start(server)
@@ -150,6 +155,9 @@ class Worker:
         stats = ports.engine.stats
         computed = {"read": stats.num_read_tokens, "written": stats.num_written_tokens}
         log.info("stopped", worker=context.worker_id, tokens=computed)
+
+    async def check_integrity(self) -> IntegrityReport:
+        return await check_worker(self._ports.engine, self._service)
 
     def stop(self) -> None:
         """Take nothing new, let running requests end, then end."""

@@ -1,18 +1,22 @@
 """What a worker is short of, for Prometheus and so for autoscalers: prefill of time to read, decode of blocks.
 
-Read from the engine's last statistics when Prometheus asks; served on a thread of its own.
+Read from the engine's last statistics when Prometheus asks; served on a thread of its own. Beside it, at
+/debug/integrity, what the worker holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from tandem.engine import EngineStats
+from tandem.integrity import IntegrityReport
 
 
 class WorkerCollector(Collector):
@@ -34,8 +38,12 @@ class WorkerCollector(Collector):
 
 
 @contextmanager
-def metrics_served(stats: Callable[[], EngineStats], host: str, port: int | None) -> Iterator[None]:
-    """Inside, http://host:port/metrics answers; nothing where there is no port.
+def metrics_served(
+    stats: Callable[[], EngineStats], integrity: Callable[[], IntegrityReport], host: str, port: int | None
+) -> Iterator[None]:
+    """Inside, http://host:port answers at /metrics and /debug/integrity; nothing where there is no port.
+
+    `integrity` is called on the server's thread.
 
     Raises:
         OSError: the address cannot be bound.
@@ -46,9 +54,24 @@ def metrics_served(stats: Callable[[], EngineStats], host: str, port: int | None
     registry = CollectorRegistry()
     registry.register(WorkerCollector(stats))
     server, thread = start_http_server(port, host, registry)
+    server.set_app(_with_integrity(server.get_app(), integrity))
     try:
         yield
     finally:
         server.shutdown()
         server.server_close()
         thread.join(5)
+
+
+def _with_integrity(metrics: Any, integrity: Callable[[], IntegrityReport]) -> Any:
+    """Two WSGI apps as one."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/debug/integrity":
+            answered: Iterable[bytes] = metrics(environ, start_response)
+            return answered
+        body = json.dumps(integrity().json()).encode()
+        start_response("200 OK", [("content-type", "application/json")])
+        return [body]
+
+    return answer

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from tandem import rpc, telemetry
 from tandem.drain import DrainService
 from tandem.engine import Engine
+from tandem.integrity import IntegrityReport, lasting
 from tandem.registry import Registry, Role
 from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
@@ -31,6 +32,7 @@ from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
 LOOP_STALL_S = 20.0
+INTEGRITY_WAIT_S = 10.0
 
 
 def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerContext], WorkerService]) -> None:
@@ -80,10 +82,15 @@ async def _run(
     gc.freeze()
     turning = asyncio.create_task(_end_if_the_loop_stands_still())
     try:
-        with metrics_served(lambda: ports.engine.stats, settings.host, settings.metrics_port):
+        integrity = partial(_from_a_thread, asyncio.get_running_loop(), worker)
+        with metrics_served(lambda: ports.engine.stats, integrity, settings.host, settings.metrics_port):
             await worker.run()
     finally:
         turning.cancel()
+
+
+def _from_a_thread(loop: asyncio.AbstractEventLoop, worker: Worker) -> IntegrityReport:
+    return asyncio.run_coroutine_threadsafe(lasting(worker.check_integrity), loop).result(INTEGRITY_WAIT_S)
 
 
 async def _end_if_the_loop_stands_still() -> None:

@@ -53,10 +53,12 @@ def test_generate_chats_and_stops(shm_cluster: RunningCluster) -> None:
 
 def test_doctor_finds_a_whole_cluster_whole(shm_cluster: RunningCluster) -> None:
     addresses = [f"--gateway-url={shm_cluster.http}", f"--grpc-address={shm_cluster.grpc}"]
-    result = tandem("doctor", f"--redis-url={shm_cluster.redis_url}", *addresses)
+    result = tandem("doctor", "--integrity", f"--redis-url={shm_cluster.redis_url}", *addresses)
     assert result.returncode == 0, result.stdout + result.stderr
     for what in ("prefill-0 -> decode-0", "gateway, HTTP", f"{shm_cluster.grpc}: serving tandem-demo"):
         assert what in result.stdout
+    for whole in ("redis", "prefill-0", "decode-0", "gateway"):
+        assert f"{whole}, integrity" in result.stdout
     assert "BROKEN" not in result.stdout
 
 

@@ -20,6 +20,7 @@ from services.gateway.__main__ import make_gateway
 from services.gateway.generation import Outcome
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer, free_ports
+from tandem.registry import Role
 from tandem.v1 import llm_pb2, worker_pb2
 from tests.gateway.conftest import TEXT, eventually, make_settings
 from tests.gateway.peers import MODEL, Peers
@@ -43,6 +44,20 @@ async def everything_free(peers: Peers, gateway: Gateway) -> None:
         return not (held or any(connections) or gateway.llm.running or inside) and await peers.reserved() == 0
 
     await eventually(free, 2.0)
+
+
+async def test_integrity_names_what_no_answer_accounts_for(http: httpx.AsyncClient, gateway: Gateway) -> None:
+    whole = (await http.get("/debug/integrity")).json()
+    assert whole["whole"]
+    assert whole["held"]["attempts"] == whole["held"]["mailboxes"] == 0
+    connection = next(c for c in gateway.llm.pool.connections if c.info.role is Role.DECODE)
+    mailbox = connection.stream.attach("lost")
+    broken = (await http.get("/debug/integrity")).json()
+    assert broken["violations"] == [
+        "1 mailboxes, and no answer runs",
+        f"connection to {connection.info.worker_id}: 1 mailboxes of 0 attempts",
+    ]
+    connection.stream.detach(mailbox)
 
 
 async def post(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> httpx.Response:

@@ -10,9 +10,10 @@ from grpc import aio
 
 from services.kvstore.server import MAX_HASHES, KVStoreService
 from tandem import rpc
+from tandem.integrity_service import IntegrityService
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role
-from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
+from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc, process_pb2, process_pb2_grpc
 from tests.registry.cluster import register_pool, worker_info, worker_load
 
 A, B = b"a" * 16, b"\xff" * 16
@@ -60,6 +61,18 @@ async def test_blocks_are_located_in_the_order_asked(
     await registry.publish_blocks("p0", "p0-first", [A], [])
     response = await stub.LocateBlocks(kvstore_pb2.LocateBlocksRequest(block_hashes=[B, A]), timeout=5)
     assert [(found.block_hash, list(found.worker_ids)) for found in response.locations] == [(B, []), (A, ["d0", "p0"])]
+
+
+async def test_integrity_names_contradictions(registry: Registry) -> None:
+    await register_pool(registry)
+    service = IntegrityService(registry.check_integrity).servicer
+    server = await rpc.serve([service], "127.0.0.1", 0)
+    async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
+        stub = process_pb2_grpc.IntegrityServiceStub(channel)
+        answer = await stub.CheckIntegrity(process_pb2.CheckIntegrityRequest(), timeout=5)
+    await server.stop(0)
+    assert not answer.violations
+    assert answer.held["leases"] == len(await registry.workers())
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ async def connect(redis_server: RedisServer, namespace: str) -> AsyncIterator[Co
         return clients[-1]
 
     yield make
-    assert await (await make()).check_integrity() == []
+    assert (await (await make()).check_integrity()).violations == ()
     for client in clients:
         await client.close()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.decode.server import DecodeWorker
+from services.gateway.integrity import check_gateway
 from services.gateway.server import Gateway
 from tandem.registry import Registry
 from tandem.worker import Worker
@@ -36,7 +37,7 @@ def leftovers(cluster: Cluster) -> list[str]:
 async def registry_leftovers(registry: Registry) -> list[str]:
     """Run it in a process that has this registry."""
     await registry.sweep()
-    found = await registry.check_integrity()
+    found = [*(await registry.check_integrity()).violations]
     for worker in await registry.workers():
         if worker.reserved_tokens or worker.reserved_blocks:
             held = f"{worker.reserved_tokens} tokens and {worker.reserved_blocks} blocks"
@@ -56,6 +57,7 @@ def _worker(worker: Worker) -> Iterator[str]:
             yield f"engine: {what} is {getattr(stats, what)}"
     if stats.free_blocks != stats.num_blocks:
         yield f"engine: {stats.num_blocks - stats.free_blocks} of {stats.num_blocks} blocks are not free"
+    yield from service.check_integrity().violations
     if service.num_running():
         yield f"{service.num_running()} sequences run"
     if isinstance(service, DecodeWorker):
@@ -66,7 +68,7 @@ def _worker(worker: Worker) -> Iterator[str]:
 
 def _gateway(gateway: Gateway) -> Iterator[str]:
     llm, admission = gateway.llm, gateway.admission
-    yield from admission.check_integrity()
+    yield from check_gateway(llm, admission, gateway._background).violations
     if llm.running:
         yield f"{len(llm.running)} answers run"
     if len(admission.admitted):

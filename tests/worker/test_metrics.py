@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from tandem.engine import EngineStats
+from tandem.integrity import IntegrityReport
 from tandem.local import free_ports
 from tandem.worker.metrics import metrics_served
 
@@ -26,7 +27,7 @@ def read(host: str, port: int) -> dict[str, float]:
 def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None:
     now = [stats()]
     [port] = free_ports(1)
-    with metrics_served(lambda: now[0], host, port):
+    with metrics_served(lambda: now[0], lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, port):
         assert read(url, port) == {
             "tandem_queued_tokens": 77, "tandem_running_sequences": 5, "tandem_kv_blocks": 8, "tandem_kv_usage": 0.25,
             "tandem_read_tokens_total": 1000, "tandem_written_tokens_total": 500,
@@ -34,5 +35,7 @@ def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None
         now[0] = stats(free_blocks=0, queued_tokens=0)
         assert read(url, port)["tandem_kv_usage"] == 1
         assert read(url, port)["tandem_queued_tokens"] == 0
+        held = httpx.get(f"http://{url}:{port}/debug/integrity").json()
+        assert held == {"whole": False, "violations": ["r1: lost"], "held": {"blocks": 2}}
     with pytest.raises(httpx.ConnectError):
         read(url, port)

@@ -49,6 +49,10 @@ class Admission:
         self._turns: dict[Work, asyncio.Future[GatewayError | None]] = {}
         self._stopped: GatewayError | None = None
 
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._queue)
+
     def num_waiting(self, kind: PriorityClass) -> int:
         return self._queue.num_waiting(kind)
 

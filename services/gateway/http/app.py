@@ -20,14 +20,16 @@ from services.gateway.http.exchange import request_id_of
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
+from tandem.integrity import Look, lasting
 
 log = structlog.get_logger(__name__)
 
 
-def build_app(llm: LLM, wall: Callable[[], float]) -> FastAPI:
+def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     """
     Args:
         wall: Unix seconds.
+        integrity: what the gateway holds.
     """
     # A request's span is ours: FastAPI's own would stand beside it, a second root of the same trace.
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, telemetry={"tracing": False, "metrics": False})
@@ -43,6 +45,7 @@ def build_app(llm: LLM, wall: Callable[[], float]) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
         )
+    _add_integrity(app, integrity)
     return app
 
 
@@ -85,6 +88,13 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(llm.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+
+def _add_integrity(app: FastAPI, integrity: Look) -> None:
+    @app.get("/debug/integrity")
+    async def look() -> dict[str, Any]:
+        """What is held, and what of it no request accounts for."""
+        return (await lasting(integrity)).json()
 
 
 def _add_errors(app: FastAPI, llm: LLM) -> None:

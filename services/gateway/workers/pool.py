@@ -50,6 +50,10 @@ class WorkerPool:
         """Workers of the model, as last seen."""
         return [worker for worker in self._view.workers if worker.info.model == self._model]
 
+    @property
+    def connections(self) -> list[WorkerConnection]:
+        return list(self._connections.values())
+
     def connection(self, info: WorkerInfo) -> WorkerConnection:
         """The connection to this incarnation; made if there is none.
 

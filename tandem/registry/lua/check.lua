@@ -1,4 +1,5 @@
--- Compares everything the registry holds twice. Returns one line for each contradiction.
+-- Compares everything the registry holds twice. Returns how many leases, reservations and clients there are, and one
+-- line for each contradiction.
 local wrong = {}
 local function complain(...) wrong[#wrong + 1] = table.concat({...}, ' ') end
 
@@ -24,4 +25,4 @@ for _, reservation in ipairs(redis.call('ZRANGE', key('reservations'), 0, -1)) d
   if parts == 0 then complain('reservation', reservation, 'names no worker') end
 end
 if num_parts ~= num_held then complain(num_parts, 'parts are reserved and', num_held, 'are held') end
-return wrong
+return {redis.call('ZCARD', key('leases')), redis.call('ZCARD', key('reservations')), redis.call('ZCARD', key('clients')), wrong}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -26,6 +26,9 @@ from tandem.transfer.protocol.endpoint import TransferError
 
 if TYPE_CHECKING:
     from tandem.transfer.protocol.receiver import ReceiverProtocol
+
+# A transfer lives no longer than this behind its deadline.
+LATE_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -140,6 +143,16 @@ class Landings:
         for landing in [w for w in self.live.values() if w.link is None and now >= w.begin_by]:
             text = f"{landing.transfer_id}: {landing.sender} did not begin it in time"
             self.end(landing, TransferError("UNAVAILABLE", text))
+
+    def violations(self, accounted: Container[str], now: float) -> list[str]:
+        """What is expected for none of these transfers' owners, or should have ended."""
+        wrong = []
+        for landing in self.live.values():
+            if landing.transfer_id not in accounted:
+                wrong.append(f"transfer {landing.transfer_id}: expected, but for no sequence")
+            elif now > landing.deadline + LATE_S:
+                wrong.append(f"transfer {landing.transfer_id}: expected still behind its deadline")
+        return wrong + [f"transfer {transfer_id}: has ended and is not reported" for transfer_id in self.ending]
 
     def _detach(self, landing: Landing, error: TransferError | None) -> None:
         self.live.pop(landing.transfer_id, None)

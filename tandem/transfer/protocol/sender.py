@@ -11,7 +11,7 @@ The owner writes what stands in `outbox` to the peer and reports each message as
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -36,6 +36,9 @@ from tandem.transfer.protocol.wire import (
     parse,
     proven,
 )
+
+# A push lives no longer than this behind its deadline.
+LATE_S = 1.0
 
 
 class State(Enum):
@@ -225,6 +228,21 @@ class SenderProtocol:
                 self._end(outgoing, None)
             case Kind.NACK if outgoing:
                 self._end(outgoing, parse(Failure, message.body).error())
+
+    @property
+    def num_live(self) -> int:
+        """Transfers under way."""
+        return len(self._live)
+
+    def violations(self, accounted: Container[str], now: float) -> list[str]:
+        """Pushes that none of these transfers' owners makes any more, or that should have ended."""
+        wrong = []
+        for outgoing in self._live.values():
+            if outgoing.state is State.PUSHING and outgoing.transfer_id not in accounted:
+                wrong.append(f"push {outgoing.transfer_id}: under way, but no request's")
+            elif now > outgoing.deadline + LATE_S:
+                wrong.append(f"push {outgoing.transfer_id}: under way still behind its deadline")
+        return wrong
 
     def opened(self) -> Welcome:
         """What the receiver said of itself. Raises why the link is not, or no longer, open."""

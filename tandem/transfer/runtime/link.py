@@ -6,11 +6,12 @@ begin -> push (layer by layer, chunk by chunk) -> commit -> its future resolves:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
 
+from tandem.integrity import IntegrityReport
 from tandem.transfer.copy.rows import Rows, Source
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.sender import Outgoing
@@ -129,6 +130,9 @@ class Link:
         outgoing = self._end.begin(transfer_id, first_block, num_blocks, num_layers, timeout_s)
         self._connection.flush()
         return Push(self._end, self._connection, outgoing)
+
+    def check_integrity(self, accounted: Container[str]) -> IntegrityReport:
+        return self._end.check_integrity(accounted)
 
     def start(self) -> None:
         """For the Sender, once."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 
 import torch
 
+from tandem.integrity import IntegrityReport
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
@@ -101,6 +102,13 @@ class Receiver:
         """
         return self._landings.cancel(transfer_id)
 
+    def check_integrity(self, accounted: Container[str]) -> IntegrityReport:
+        """`accounted`: transfers that somebody waits for."""
+        with self._landings.lock:
+            table = self._landings.table
+            held = {"transfers": len(table.live) + len(table.ending), "kv_links": self._num_links()}
+            return IntegrityReport(held, tuple(table.violations(accounted, self._driver.now())))
+
     def close(self) -> None:
         """Ends every link and transfer, those still open with on_abort. Waits, for a bounded time, until they have."""
         self._closing = True
@@ -150,6 +158,9 @@ class Receiver:
         connection = Connection(lambda: stream, end, self._driver, f"kv-link-{self.local.worker_id}")
         self._connections[connection] = end
         connection.start()
+
+    def _num_links(self) -> int:
+        return sum(connection.alive for connection in list(self._connections))
 
     def _make_room(self) -> bool:
         """Ends the oldest link that has not said who it is, if there is one: strangers may not keep workers out."""

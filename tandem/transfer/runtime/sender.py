@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from tandem.integrity import IntegrityReport
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.sender import SenderProtocol
@@ -84,6 +86,17 @@ class Sender:
             link = self._links.pop((worker_id, incarnation), None)
         if link:
             link.close("closed by the sender")
+
+    def check_integrity(self, accounted: Container[str]) -> IntegrityReport:
+        """`accounted`: transfers that a request pushes for."""
+        with self._lock:
+            links = list(self._links.values())
+        held, violations = Counter[str](transfers=0, slots=0, kv_links=len(links)), tuple[str, ...]()
+        for link in links:
+            report = link.check_integrity(accounted)
+            held.update(report.held)
+            violations += report.violations
+        return IntegrityReport(held, violations)
 
     def close(self) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.integrity import IntegrityReport
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
@@ -196,6 +197,15 @@ class SendingEnd:
             protocol.opened()
             self._probes.append(probe)
         return probe.future
+
+    def check_integrity(self, accounted: Container[str]) -> IntegrityReport:
+        with self._changed:
+            self._free()
+            protocol, slots = self._protocol, self._slots.num_taken if self._slots else 0
+            wrong = protocol.violations(accounted, self._driver.now())
+            if slots and not protocol.num_live and not self._probes:
+                wrong.append(f"link to {protocol.remote}: {slots} slots are taken, and nothing is under way")
+            return IntegrityReport({"transfers": protocol.num_live, "slots": slots}, tuple(wrong))
 
     # Under the lock.
 

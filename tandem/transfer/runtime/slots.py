@@ -27,6 +27,10 @@ class Slots:
         self._next = self._free.pop if side.inline else self._free.popleft
 
     @property
+    def num_taken(self) -> int:
+        return self.count - len(self._free)
+
+    @property
     def frame_bytes(self) -> int:
         return self.blocks * self.block_bytes
 
