@@ -21,6 +21,7 @@ from tandem.engine.forward import Forward, TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
 from tandem.engine.loader import find_weights, load_weights, weights_revision
+from tandem.engine.lora import AdapterStore, Base
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
 from tandem.engine.runner import Runner
@@ -36,13 +37,17 @@ CPU_MULTIPLICATIONS, AMX_MULTIPLICATIONS, CPU_ROWS = 25 * 10**9, 50 * 10**9, 32
 
 
 class Parts(NamedTuple):
-    """`layout` names the bytes of `kv_cache`, `runner` computes steps over it; `proposers` by their method."""
+    """`layout` names the bytes of `kv_cache`, `runner` computes steps over it; `proposers` by their method.
+
+    `adapters` are None where the engine takes none.
+    """
 
     model_config: ModelConfig
     layout: KVLayout
     kv_cache: list[Tensor]
     runner: Runner | NullRunner
     proposers: Mapping[str, Proposer]
+    adapters: AdapterStore | None = None
 
 
 def build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
@@ -57,7 +62,7 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
         layout = null_layout(config)
         kv_cache = _kv_cache(layout, config.device, _num_blocks(config, layout))
         runner = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
-        return Parts(model, layout, kv_cache, runner, {"ngram": NgramProposer()})
+        return Parts(model, layout, kv_cache, runner, {"ngram": NgramProposer()}, _adapters(config, model, kv_cache[0]))
     # Before any memory is taken for what a wrong config says.
     find_weights(Decoder(model, torch.float32, "meta"), config.model_path)
     revision = config.revision or weights_revision(config.model_path)
@@ -75,7 +80,14 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
             *_load(config, config.speculative_model, draft, draft_cache, cores, on_progress),
             min(max_prefill_beside_decode(config, draft), config.max_num_batched_tokens),
         )
-    return Parts(model, layout, kv_cache, loaded, proposers)
+    return Parts(model, layout, kv_cache, loaded, proposers, _adapters(config, model, kv_cache[0]))
+
+
+def _adapters(config: EngineConfig, model: ModelConfig, place: Tensor) -> AdapterStore | None:
+    if config.lora_dir is None:
+        return None
+    names = frozenset({config.model_name.lower(), config.model_path.resolve().name.lower()})
+    return AdapterStore(config.lora_dir, config.lora_memory, Base(model, names), place)
 
 
 def max_prefill_beside_decode(config: EngineConfig, model: ModelConfig) -> int:

@@ -4,7 +4,7 @@
 
 Rows and blocks are padded: a row to the next of SIZES, a table to a power of two. A row of padding is a sequence of one
 token in a block that belongs to nobody, so it writes where nothing is read. A graph is captured when a step first needs
-it; steps that read prompts, and those whose KV is pushed, go to the plain forward.
+it; steps that read prompts, have adapters or push KV go to the plain forward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DecodeGraphs:
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         count = len(step.counts)
-        if written is not None or count != len(step.input_ids) or count > SIZES[-1]:
+        if written is not None or count != len(step.input_ids) or count > SIZES[-1] or any(step.adapters):
             return self._plain(step, written)
         size = next(size for size in SIZES if size >= count)
         width = 1 << (max(map(len, step.tables)) - 1).bit_length()

@@ -45,7 +45,8 @@ class Engine:
 
     `layout` names the KV bytes, `kv_cache[layer]` holds them, `model_config` describes the model. Raises ValueError
     naming what in the config or the checkpoint is wrong. `on_progress` is called while weights load; `sleep` is how a
-    null engine spends its steps' time, and `now` how any engine measures them. `grammars` may be used by any thread.
+    null engine spends its steps' time, and `now` how any engine measures them. `grammars` and `adapters`, None where it
+    takes none, may be used by any thread.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine:
         self._cores = Cores(torch.get_num_threads(), config.shared_cores)
         parts = build(config, self._cores, on_progress, sleep)
         self.model_config, self.layout, self.kv_cache, self._runner = parts[:4]
+        self.adapters = parts.adapters
         self.grammars = Grammars(config.model_path, self.model_config.vocab_size)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._scheduler = Scheduler(
@@ -219,6 +221,8 @@ class Engine:
         needed, there_are = self._scheduler.blocks_for(total), self._pool.num_blocks
         if needed > there_are:
             raise ValueError(f"token_ids: with max_tokens they need {needed} KV blocks, there are {there_are}")
+        if request.lora is not None and (request.adapter is None or request.adapter.revision != request.lora.revision):
+            raise ValueError(f"lora: the weights of {request.lora.name!r} are not in the request")
         self._num_arrived += 1
         seq = new_sequence(request, self._num_arrived, self.layout, speculative)
         if request.sampling.grammar:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.attention import FirstChunk, Group, make_group, paged_attention, write_kv
+from tandem.engine.lora import Adapter, RowAdapters, part_sizes
 from tandem.engine.models import Decoder
 from tandem.engine.sequence import Sequence as TokenSequence
 
@@ -28,7 +29,7 @@ class StepInput:
 
     `input_ids`, `positions` and `slots` (block * block_size + offset, where the KV goes) are (tokens,) int64. Of
     sequence i there are `counts[i]` tokens; the last of them is token number `lengths[i]` of its context, whose KV lies
-    in the blocks `tables[i]`.
+    in the blocks `tables[i]`. Its tokens are adapted by `adapters[i]`, where there are any.
     """
 
     input_ids: Tensor
@@ -37,6 +38,7 @@ class StepInput:
     counts: Sequence[int]
     lengths: array[int]
     tables: Sequence[Sequence[int]]
+    adapters: Sequence[Adapter | None] = ()
 
 
 class Chunk(NamedTuple):
@@ -90,10 +92,13 @@ class TorchForward:
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         device = self._kv_cache[0].device
         context = PagedContext(self._kv_cache, step.slots.to(device), _groups(step, self._kv_cache[0]), written)
-        return self._model(step.input_ids.to(device), step.positions.to(device), context)
+        return self._model(step.input_ids.to(device), step.positions.to(device), context, self._adapt(step))
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         return self._model.logits(hidden[list(rows)])
+
+    def _adapt(self, step: StepInput) -> RowAdapters | None:
+        return RowAdapters(step.adapters, step.counts, part_sizes(self._model.config)) if any(step.adapters) else None
 
 
 @dataclass(frozen=True, slots=True)

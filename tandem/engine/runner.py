@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate, islice
 
 import torch
@@ -88,13 +89,15 @@ class Runner:
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
         starts = ((item, item.seq.num_computed_tokens) for item in batch)
-        return step_input((Chunk(item.seq, start, start + item.num_tokens) for item, start in starts), self._block_size)
+        step = step_input((Chunk(item.seq, start, start + item.num_tokens) for item, start in starts), self._block_size)
+        adapters = [item.seq.adapter for item in batch]
+        return replace(step, adapters=adapters) if any(adapters) else step
 
     def _order(self, item: Scheduled) -> tuple[int, ...]:
-        """Single tokens first, ones with contexts of about equal length side by side."""
+        """Single tokens first, ones with contexts of about equal length side by side, and of them equal adapters."""
         if item.num_tokens > 1:
             return 1, *item.seq.key
-        return 0, (item.seq.num_computed_tokens // self._block_size).bit_length()
+        return 0, (item.seq.num_computed_tokens // self._block_size).bit_length(), id(item.seq.adapter)
 
 
 def accepted(proposed: Iterable[int], drawn: list[tuple[SampledToken, Row]]) -> list[SampledToken]:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from tandem.block_hash import next_hash, root_hash
 from tandem.engine.layout import KVLayout
+from tandem.engine.lora import Adapter
 from tandem.engine.types import FinishReason, KVSink, Request, SampledToken
 from tandem.grammar import Guide
 from tandem.sampling import SamplingParams
@@ -70,6 +71,7 @@ class Sequence:
     guide: Guide | None = None
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[SampledToken] = field(default_factory=list)
+    adapter: Adapter | None = None
     answer_start: int = field(init=False)
     draw: bytes = field(init=False)  # what a draw depends on, as the kernels read it
     adjusts: bool = field(init=False)  # whether logits change before every choice
@@ -235,7 +237,7 @@ class BlockHashes:
 
 def new_sequence(request: Request, arrival: int, layout: KVLayout, speculative: Speculative = OFF) -> Sequence:
     """A sequence that waits for its turn; `arrival` counts up with every request."""
-    root = root_hash(layout.model, layout.revision, "", request.cache_salt)
+    root = root_hash(layout.model, layout.revision, request.lora.revision if request.lora else "", request.cache_salt)
     return Sequence(
         request_id=request.request_id,
         key=(request.priority, arrival),
@@ -245,4 +247,5 @@ def new_sequence(request: Request, arrival: int, layout: KVLayout, speculative: 
         num_prior_tokens=request.num_prior_tokens,
         hashes=BlockHashes(root, layout.block_size),
         speculative=speculative,
+        adapter=request.adapter,
     )

@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from tandem.adapters import AdapterRef
+from tandem.engine.lora import Adapter
 from tandem.engine.quantization import METHODS
 from tandem.engine.step_time import StepTime
 from tandem.sampling import SamplingParams
@@ -33,7 +35,7 @@ class Request:
 
     The last `num_prior_tokens` of `token_ids` are the answer's first ones, written by another engine: the answer goes
     on behind them as that engine would have gone on. `sampling` is of the whole answer. `speculative` None takes the
-    engine's own.
+    engine's own. With a `lora`, `adapter` has its weights, as `Engine.adapters` gave them.
     """
 
     request_id: str
@@ -43,6 +45,8 @@ class Request:
     cache_salt: str = ""
     speculative: Speculative | None = None
     num_prior_tokens: int = 0
+    lora: AdapterRef | None = None
+    adapter: Adapter | None = None
 
 
 class SampledToken(NamedTuple):
@@ -139,8 +143,13 @@ class EngineConfig:
     null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
 
     `speculative` is how tokens are proposed where a request does not say; `draft` needs the `speculative_model`, a
+<<<<<<< HEAD
     folder of a model with the same vocabulary. Reservations are for half of a `likely_answer`, until the lengths of
     answers have been seen. `quantization` int8 or int4 makes the model's weights that when loaded.
+=======
+    folder of a model with the same vocabulary. `quantization` int8 or int4 makes the model's weights that when loaded.
+    LoRA adapters are read from folders below `lora_dir`, and take up to `lora_memory` bytes; None: there are none.
+>>>>>>> b78bafa (Engine: LoRA adapters from PEFT folders, one batch mixes them; tokens equal those of merged weights)
     """
 
     model_path: Path
@@ -164,10 +173,18 @@ class EngineConfig:
     speculative: Speculative = OFF
     speculative_model: Path | None = None
     quantization: str = "none"
+<<<<<<< HEAD
     likely_answer: int = 256
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "likely_answer"):
+=======
+    lora_dir: Path | None = None
+    lora_memory: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "lora_memory"):
+>>>>>>> b78bafa (Engine: LoRA adapters from PEFT folders, one batch mixes them; tokens equal those of merged weights)
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
         for name in ("kv_budget_bytes", "num_blocks", "max_model_len", "num_threads", "max_prefill_beside_decode"):
@@ -180,6 +197,8 @@ class EngineConfig:
             raise ValueError(f"quantization: {self.quantization!r} is not one of {', '.join(METHODS)}")
         if self.cuda_graphs and self.device == "cpu":
             raise ValueError("cuda_graphs: the device is cpu, which has none")
+        if self.lora_dir is not None and not self.lora_dir.is_dir():
+            raise ValueError(f"lora_dir: {self.lora_dir} is no folder")
         if self.null and self.speculative_model:
             raise ValueError("speculative_model: the null engine has no model to draft for")
 

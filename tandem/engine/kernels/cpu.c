@@ -7,6 +7,7 @@
    All layers run in one parallel region. */
 
 #include "attention.h"
+#include "lora.h"
 #include "sampling.h"
 
 /* ---- norm, rope, cache ---- */
@@ -94,7 +95,9 @@ static void angles(struct thread *thread, const struct model *m, const struct st
 /* Until k and v of the layer are in the cache. */
 static void first_half(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s) {
     norm(thread, s->x, 0, l->input_norm, s->normed, s->rows, m->hidden, m->eps);
-    linear(thread, (struct linear){s->normed, &l->qkv, l->qkv_bias, 0, s->qkv, s->rows, PLAIN, {0}});
+    adapt(thread, s, l - m->layers, s->normed, &l->qkv, QKV_PARTS, 3);
+    linear(thread, (struct linear){s->normed, &l->qkv, l->qkv_bias, 0, s->qkv, s->rows, PLAIN, s->adapters, s->added,
+                                   {0}});
     place(thread, m, l, s);
 }
 
@@ -106,10 +109,16 @@ static void second_half(struct thread *thread, const struct model *m, const stru
         upcoming = (struct upcoming){(const char *)next->kv, s->tables, s->table_starts[s->seqs],
                              2 * m->kv_heads * m->block_size * m->head_dim * sizeof(bf16)};
     attention(thread, m, l, s, r);
-    linear(thread, (struct linear){s->attended, &l->o, l->o_bias, s->x, s->x, s->rows, PLAIN, {0}});
+    adapt(thread, s, l - m->layers, s->attended, &l->o, O_PARTS, 1);
+    linear(thread, (struct linear){s->attended, &l->o, l->o_bias, s->x, s->x, s->rows, PLAIN, s->adapters, s->added,
+                                   {0}});
     norm(thread, s->x, 0, l->post_norm, s->normed, s->rows, m->hidden, m->eps);
-    linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, SILU, upcoming});
-    linear(thread, (struct linear){s->inner, &l->down, l->down_bias, s->x, s->x, s->rows, PLAIN, {0}});
+    adapt(thread, s, l - m->layers, s->normed, &l->gate_up, GATE_UP_PARTS, 2);
+    linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, SILU, s->adapters,
+                                   s->added, upcoming});
+    adapt(thread, s, l - m->layers, s->inner, &l->down, DOWN_PARTS, 1);
+    linear(thread, (struct linear){s->inner, &l->down, l->down_bias, s->x, s->x, s->rows, PLAIN, s->adapters, s->added,
+                                   {0}});
 }
 
 static void run_halves(void *data) {
@@ -131,7 +140,7 @@ static void run_head(void *data) {
     const struct step *s = p->step;
     struct thread thread = join_pass(p);
     norm(&thread, s->x, p->picked, m->norm, s->normed, s->rows, m->hidden, m->eps);
-    linear(&thread, (struct linear){s->normed, &m->head, 0, 0, p->logits, s->rows, WIDE, {0}});
+    linear(&thread, (struct linear){s->normed, &m->head, 0, 0, p->logits, s->rows, WIDE, 0, 0, {0}});
     leave_tiles();
 }
 
@@ -144,7 +153,7 @@ int64_t tandem_has_amx(void) { return has_amx; }
 
 /* Of the structs that Python has too, in the order of structs.py. */
 const int64_t tandem_sizes[] = {sizeof(struct weight), sizeof(struct panel), sizeof(struct rare), sizeof(struct layer),
-                                sizeof(struct model), sizeof(struct step), sizeof(struct draw)};
+                                sizeof(struct model), sizeof(struct lora_part), sizeof(struct step), sizeof(struct draw)};
 
 /* Halves of layers, first ... end, of a step. 0, or -1 without memory. */
 int64_t tandem_layers(const struct model *model, const struct step *step, int64_t first, int64_t end,

@@ -11,13 +11,15 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import accumulate, chain
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from tandem.engine.forward import StepInput
 from tandem.engine.kernels.packed import PackedWeight
-from tandem.engine.kernels.structs import Layer, Model, Step
+from tandem.engine.kernels.structs import Layer, LoraPart, Model, Step
+from tandem.engine.lora import PARTS, Adapter, LowRank, shapes_of
 from tandem.engine.models import Decoder, DecoderLayer, ModelConfig
 
 _MAX_THREADS, _PANEL_OUTPUTS, _TILE_ROWS, _TILE_PAIRS = 128, 32, 32, 16
@@ -65,6 +67,8 @@ class CpuForward:
         self._logits = torch.empty(0)
         rows = max_tokens + _TILE_ROWS - 1  # the last tile reads past the rows, and drops those results
         self._room = [model.norm.new_empty(rows, width) for width in (*widths, config.intermediate_size)]
+        self._added = torch.empty(0)  # until a step has adapters
+        self._tables: WeakKeyDictionary[Adapter, ctypes.Array[LoraPart]] = WeakKeyDictionary()
         self._room_at = [room.data_ptr() for room in (*self._room, *self._angles)]
 
     @staticmethod
@@ -85,9 +89,12 @@ class CpuForward:
             raise ValueError(f"a step of {len(ids)} tokens, where there is room for {len(self._angles[0])}")
         self._library.tandem_unpack_rows(ctypes.byref(self._embed.struct), ids.data_ptr(), len(ids), self._room_at[0])
         starts, table_starts, tables = _joined(step)
+        rows = self._adapted_rows(step) if any(step.adapters) else None
         passed = Step(
             *self._room_at, step.positions.data_ptr(), step.slots.data_ptr(),
-            *map(_address, (starts, step.lengths, table_starts, tables)), len(ids), len(step.lengths),
+            *map(_address, (starts, step.lengths, table_starts, tables)),
+            *((_address(rows), self._added_room(len(ids))) if rows else (None, None)),
+            len(ids), len(step.lengths),
         )  # fmt: skip
         self._run_halves(passed, written)
         return self._room[0][: len(ids)]
@@ -104,6 +111,27 @@ class CpuForward:
             self._num_threads(),
         )  # fmt: skip
         return out
+
+    def _adapted_rows(self, step: StepInput) -> array[int]:
+        """Each row's table of its adapter, or null."""
+        found = array("Q")
+        for adapter, count in zip(step.adapters, step.counts, strict=True):
+            found += array("Q", [ctypes.addressof(self._table(adapter)) if adapter else 0]) * count
+        return found
+
+    def _table(self, adapter: Adapter) -> ctypes.Array[LoraPart]:
+        if adapter not in self._tables:
+            shapes = shapes_of(self._model.config)
+            names = [name for parts in PARTS.values() for name in parts]
+            found = [_lora_part(layer.get(name), shapes[name][0]) for layer in adapter.layers for name in names]
+            self._tables[adapter] = (LoraPart * len(found))(*found)
+        return self._tables[adapter]
+
+    def _added_room(self, rows: int) -> int:
+        if len(self._added) < rows:
+            widest = max(weight.struct.outputs for weights in self._weights[:1] for weight in weights)
+            self._added = torch.empty(rows, widest)
+        return self._added.data_ptr()
 
     def _run_halves(self, passed: Step, written: Callable[[int], None] | None) -> None:
         """All layers at once, or with a pause after each layer's first half, when its KV is in the cache."""
@@ -156,6 +184,12 @@ def _joined(step: StepInput) -> tuple[array[int], array[int], array[int]]:
     starts = array("q", accumulate(step.counts, initial=0))
     table_starts = array("q", accumulate(map(len, step.tables), initial=0))
     return starts, table_starts, array("i", chain.from_iterable(step.tables))
+
+
+def _lora_part(part: LowRank | None, outputs: int) -> LoraPart:
+    if part is None:
+        return LoraPart(None, None, 0, outputs)
+    return LoraPart(part.down.data_ptr(), part.up.data_ptr(), len(part.down), outputs)
 
 
 def _address(values: array[int]) -> int:

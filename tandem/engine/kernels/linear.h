@@ -5,6 +5,7 @@
 
 #pragma once
 #include "amx.h"
+#include "model.h"
 #include "threads.h"
 
 /* out = x weight^T (+ bias) (+ residual); WIDE: in float32; SILU: silu(gate) * up of outputs (gate | up) */
@@ -20,11 +21,20 @@ struct linear {
     void *out;
     int64_t rows;
     enum kind kind;
+    const struct lora_part *const *adapters; /* of each row, if any has one: `added` (rows, outputs) is added to it */
+    const float *added;
     struct upcoming upcoming;
 };
 
+/* What is added to a row's output `column`. */
+static inline __m512 added16(const struct linear *j, int64_t row, int64_t column, __m512 sum) {
+    if (!j->adapters || !j->adapters[row]) return sum;
+    return _mm512_add_ps(sum, _mm512_loadu_ps(j->added + row * j->weight->outputs + column));
+}
+
 static inline void finish16(const struct linear *j, int64_t row, int64_t column, __m512 sum) {
     int64_t at = row * j->weight->outputs + column;
+    sum = added16(j, row, column, sum);
     if (j->bias) sum = _mm512_add_ps(sum, load16(j->bias + column));
     if (j->residual) sum = _mm512_add_ps(sum, load16(j->residual + at));
     if (j->kind == WIDE) _mm512_storeu_ps((float *)j->out + at, sum);
@@ -33,6 +43,7 @@ static inline void finish16(const struct linear *j, int64_t row, int64_t column,
 
 static inline void finish_silu(const struct linear *j, int64_t row, int64_t column, __m512 gate, __m512 up) {
     const int64_t size = j->weight->outputs / 2;
+    gate = added16(j, row, column, gate), up = added16(j, row, size + column, up);
     if (j->bias) {
         gate = _mm512_add_ps(gate, load16(j->bias + column));
         up = _mm512_add_ps(up, load16(j->bias + size + column));
@@ -202,6 +213,7 @@ static void linear(struct thread *thread, struct linear job) {
         struct linear part = job;
         part.x += row * w->inputs, part.out = (char *)job.out + row * out_bytes;
         if (job.residual) part.residual += row * w->outputs;
+        if (job.adapters) part.adapters += row, part.added += row * w->outputs;
         part.rows = row + most < rows ? most : rows - row;
         linear_rows(thread, &part);
     }

@@ -20,13 +20,19 @@ struct model {
     float eps;
 };
 
+/* A part of a linear layer's outputs: down (rank, inputs), up (rank, outputs); rank 0 adds nothing. */
+struct lora_part { const bf16 *down, *up; int64_t rank, outputs; };
+
 /* One step. `x` (rows, hidden) holds embeddings before and hidden states after; the others are room for the pass.
    Sequence s has rows starts[s] ... starts[s + 1], the last of its lengths[s] tokens, whose KV lies in the blocks
-   tables[table_starts[s]] ... tables[table_starts[s + 1]]. */
+   tables[table_starts[s]] ... tables[table_starts[s + 1]]. Where any row is adapted, `adapters` has each one's table, PARTS
+   for each layer, or null, and `added` is room for what they add. */
 struct step {
     bf16 *x, *normed, *qkv, *attended, *inner;
     float *cos, *sin; /* (rows, head_dim / 2): room, too */
     const int64_t *positions, *slots, *starts, *lengths, *table_starts;
     const int32_t *tables;
+    const struct lora_part *const *adapters;
+    float *added;
     int64_t rows, seqs;
 };

@@ -55,15 +55,22 @@ class Model(ctypes.Structure):
     ]
 
 
+class LoraPart(ctypes.Structure):
+    """`struct lora_part` of model.h."""
+
+    _fields_ = [("down", _POINTER), ("up", _POINTER), ("rank", _INT), ("outputs", _INT)]
+
+
 class Step(ctypes.Structure):
     """`struct step` of model.h."""
 
     _fields_ = [
         *((name, _POINTER) for name in ("x", "normed", "qkv", "attended", "inner", "cos", "sin")),
         *((name, _POINTER) for name in ("positions", "slots", "starts", "lengths", "table_starts", "tables")),
+        *((name, _POINTER) for name in ("adapters", "added")),
         *((name, _INT) for name in ("rows", "seqs")),
     ]
 
 
-SIZES = {struct.__name__: ctypes.sizeof(struct) for struct in (Weight, Panel, Rare, Layer, Model, Step)}
+SIZES = {struct.__name__: ctypes.sizeof(struct) for struct in (Weight, Panel, Rare, Layer, Model, LoraPart, Step)}
 SIZES["Draw"] = DRAW.size  # `struct draw` of sampling.h

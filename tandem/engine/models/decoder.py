@@ -32,6 +32,17 @@ class Attend(Protocol):
         """
 
 
+class Adapt(Protocol):
+    """What is added to the outputs of linear layers."""
+
+    def __call__(self, layer: int, name: str, x: Tensor, out: Tensor) -> None:
+        """To `out`, what the linear layer `name` (qkv, o, gate_up or down) made of `x`."""
+
+
+def unadapted(layer: int, name: str, x: Tensor, out: Tensor) -> None:
+    pass
+
+
 class Linear:
     def __init__(self, inputs: int, outputs: int, bias: bool, place: Tensor) -> None:
         self.weight: Tensor | QuantizedWeight = place.new_empty(outputs, inputs)
@@ -58,12 +69,17 @@ class Attention:
         if config.qk_norm:
             self.norms = place.new_empty(config.head_dim), place.new_empty(config.head_dim)
 
-    def __call__(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
-        q, k, v = torch.split(self.qkv(x).view(len(x), sum(self.heads), -1), list(self.heads), dim=1)
+    def __call__(self, x: Tensor, angles: Tensor, attend: Attend, adapt: Adapt) -> Tensor:
+        qkv = self.qkv(x)
+        adapt(self.layer, "qkv", x, qkv)
+        q, k, v = torch.split(qkv.view(len(x), sum(self.heads), -1), list(self.heads), dim=1)
         if self.norms is not None:
             q, k = rms_norm(q, self.norms[0], self.eps), rms_norm(k, self.norms[1], self.eps)
         cos, sin = angles
-        return self.o(attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v).reshape(len(x), -1))
+        attended = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v).reshape(len(x), -1)
+        out = self.o(attended)
+        adapt(self.layer, "o", attended, out)
+        return out
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.qkv.parts(("q_proj", "k_proj", "v_proj"), self.sizes)
@@ -72,13 +88,19 @@ class Attention:
 
 
 class MLP:
-    def __init__(self, config: ModelConfig, place: Tensor) -> None:
+    def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
+        self.layer = layer
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, place)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, place)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+    def __call__(self, x: Tensor, adapt: Adapt) -> Tensor:
+        gate_up = self.gate_up(x)
+        adapt(self.layer, "gate_up", x, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = F.silu(gate) * up
+        out = self.down(inner)
+        adapt(self.layer, "down", inner, out)
+        return out
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         size = self.gate_up.weight.shape[0] // 2
@@ -91,11 +113,11 @@ class DecoderLayer:
         self.eps = config.rms_norm_eps
         self.input_norm, self.post_norm = place.new_empty(config.hidden_size), place.new_empty(config.hidden_size)
         self.attention = Attention(config, layer, place)
-        self.mlp = MLP(config, place)
+        self.mlp = MLP(config, layer, place)
 
-    def __call__(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
-        x = x + self.attention(rms_norm(x, self.input_norm, self.eps), angles, attend)
-        return x + self.mlp(rms_norm(x, self.post_norm, self.eps))
+    def __call__(self, x: Tensor, angles: Tensor, attend: Attend, adapt: Adapt) -> Tensor:
+        x = x + self.attention(rms_norm(x, self.input_norm, self.eps), angles, attend, adapt)
+        return x + self.mlp(rms_norm(x, self.post_norm, self.eps), adapt)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "input_layernorm.weight", self.input_norm
@@ -120,12 +142,12 @@ class Decoder:
         if not config.tie_word_embeddings:
             self.lm_head = place.new_empty(config.vocab_size, config.hidden_size)
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
         """Last hidden states (tokens, hidden_size) of `input_ids` (tokens,) at `positions` (tokens,)."""
         x = self._embedded(input_ids)
         angles = cos_sin(self.inverse, positions, x.dtype)
         for layer in self.layers:
-            x = layer(x, angles, attend)
+            x = layer(x, angles, attend, adapt or unadapted)
         return x
 
     def quantize(self, method: str) -> None:

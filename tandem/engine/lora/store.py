@@ -1,0 +1,92 @@
+"""Adapters in memory: the latest used ones, within a budget. Others are read again from their folders.
+
+load ──in memory──────────────> Adapter        whoever has it keeps it; the budget counts all that anyone keeps
+     └─ read ─ evict the oldest that nobody else keeps ─ no room: AdapterStoreFull
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from tandem.adapters import AdapterRef
+from tandem.engine.lora.adapter import Adapter
+from tandem.engine.lora.peft import Base, fingerprint, read_adapter
+
+
+class AdapterStoreFull(Exception):
+    """All adapters in memory are in use; there is no room for another one."""
+
+
+class AdapterStore:
+    """Of one model. Any thread may load; loads come one after the other.
+
+    Folders lie below `directory`. Weights are like `place` in dtype and device, at most `budget` bytes.
+    """
+
+    def __init__(self, directory: Path, budget: int, base: Base, place: Tensor) -> None:
+        self._directory, self._budget, self._base, self._place = directory.resolve(), budget, base, place
+        self._recent: OrderedDict[str, Adapter] = OrderedDict()
+        self._alive: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
+        self._lock = Lock()
+
+    def held(self) -> Sequence[str]:
+        """Revisions of the adapters in memory."""
+        return tuple(self._recent)
+
+    def read(self, name: str, path: str) -> AdapterRef:
+        """Load the adapter in the folder `path`, as it is now, and call it `name`.
+
+        Raises:
+            ValueError: says what is wrong with the folder.
+            AdapterStoreFull
+        """
+        folder = self._folder(path)
+        return AdapterRef(name, path, self._load(folder, fingerprint(folder)).revision)
+
+    def get(self, ref: AdapterRef) -> Adapter:
+        """As `read`; a folder that has changed since it was loaded by that name is refused."""
+        with self._lock:
+            adapter = self._alive.get(ref.revision)
+            if adapter is not None:
+                self._keep(adapter)
+                return adapter
+        adapter = self._load(self._folder(ref.path), ref.revision)
+        if adapter.revision != ref.revision:
+            raise ValueError(f"model: adapter {ref.name!r} in {ref.path} has changed since it was loaded")
+        return adapter
+
+    def drop(self, revision: str) -> None:
+        """It goes as soon as nobody uses it any more."""
+        with self._lock:
+            self._recent.pop(revision, None)
+
+    def _load(self, folder: Path, revision: str) -> Adapter:
+        with self._lock:
+            adapter = self._alive.get(revision) or read_adapter(folder, self._base, self._place)
+            self._alive[adapter.revision] = adapter
+            self._keep(adapter)
+            return adapter
+
+    def _keep(self, adapter: Adapter) -> None:
+        self._recent[adapter.revision] = adapter
+        self._recent.move_to_end(adapter.revision)
+        oldest = [revision for revision in self._recent if revision != adapter.revision]
+        while sum(one.nbytes for one in self._alive.values()) > self._budget:
+            if not oldest:
+                del self._recent[adapter.revision]
+                raise AdapterStoreFull(f"lora_memory: no room for {adapter.nbytes} bytes more: {self._budget} in all")
+            del self._recent[oldest.pop(0)]
+
+    def _folder(self, path: str) -> Path:
+        folder = (self._directory / path).resolve()
+        if not folder.is_relative_to(self._directory):
+            raise ValueError(f"lora_path: {path!r} is not below {self._directory}")
+        if not folder.is_dir():
+            raise ValueError(f"lora_path: {folder} is no folder")
+        return folder
