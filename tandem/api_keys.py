@@ -52,6 +52,10 @@ class ApiKey(Part):
     created: str = ""
     # Its requests may name other tenants, as those of a proxy do that has authenticated its clients itself.
     names_tenants: bool = False
+    # Models and adapters that its requests may name; all of them where this is not given.
+    models: frozenset[str] | None = None
+    # It may load and unload adapters.
+    manages_models: bool = False
 
 
 class Keys(Part):

@@ -3,6 +3,7 @@
     class              HTTP   error.type                gRPC
     InvalidRequest     400    invalid_request_error     INVALID_ARGUMENT
     Unauthorized       401    authentication_error      UNAUTHENTICATED
+    Forbidden          403    permission_error          PERMISSION_DENIED
     ModelNotFound      404    invalid_request_error     NOT_FOUND
     BodyTimeout        408    timeout                   DEADLINE_EXCEEDED
     BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
@@ -61,6 +62,10 @@ class InvalidRequest(GatewayError):
 class Unauthorized(GatewayError):
     status, type, grpc = 401, "authentication_error", StatusCode.UNAUTHENTICATED
     headers = MappingProxyType({"www-authenticate": "Bearer"})
+
+
+class Forbidden(GatewayError):
+    status, type, grpc = 403, "permission_error", StatusCode.PERMISSION_DENIED
 
 
 class ModelNotFound(GatewayError):

@@ -10,7 +10,8 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
-from services.gateway.access import Access, Allowances, check_tier
+from services.gateway.access import ANYONE, Access, Allowances, Client, check_tier
+from services.gateway.adapters import ServedAdapters
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_prompt
 from services.gateway.metrics import Metrics
@@ -32,6 +33,7 @@ class LLM:
     pipeline: Pipeline
     metrics: Metrics
     access: Access
+    adapters: ServedAdapters
     allowances: Allowances
     new_id: Callable[[], str]
     spans: Tracer
@@ -49,16 +51,23 @@ class LLM:
         longest = min([self.model.max_model_len, *(info.max_model_len for info in infos)])
         return min(longest, max(pools, default=longest))
 
-    def served(self, name: str) -> ServedModel:
-        """
+    def served(self, name: str, client: Client = ANYONE) -> ServedModel:
+        """The model, or one of its adapters.
+
         Raises:
-            ModelNotFound
+            ModelNotFound: also where the client's key does not allow it.
         """
-        if name != self.model.name:
+        adapter = self.adapters.find(name)
+        if (name != self.model.name and adapter is None) or not client.may_use(name):
             raise ModelNotFound(
                 f"model {name!r} is not served here; model {self.model.name!r} is", "model", "model_not_found"
             )
-        return self.model
+        return self.model if adapter is None else self.model.adapted(adapter)
+
+    def models(self, client: Client) -> list[ServedModel]:
+        """Those that the client may use."""
+        names = (self.model.name, *self.adapters.names)
+        return [self.served(name, client) for name in names if client.may_use(name)]
 
     def deadline(self, seconds: float | None, param: str | None = None) -> float:
         """When a request ends that may take so long, or the default. On the event loop's clock.

@@ -80,11 +80,35 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
     async def ListModels(self, request: llm_pb2.ListModelsRequest, context: Context) -> llm_pb2.ListModelsResponse:
         try:
-            self._llm.access.authenticate(_metadata(context))
+            client = self._llm.access.authenticate(_metadata(context))
         except GatewayError as error:
             raise _refused(error, context, {}) from None
-        model = llm_pb2.Model(id=self._llm.model.name, max_model_len=self._llm.max_model_len)
-        return llm_pb2.ListModelsResponse(models=[model])
+        longest = self._llm.max_model_len
+        models = [
+            llm_pb2.Model(id=model.name, max_model_len=longest, parent=model.parent)
+            for model in self._llm.models(client)
+        ]
+        return llm_pb2.ListModelsResponse(models=models)
+
+    async def LoadLoraAdapter(
+        self, request: llm_pb2.LoadLoraAdapterRequest, context: Context
+    ) -> llm_pb2.LoadLoraAdapterResponse:
+        try:
+            self._llm.access.authenticate(_metadata(context)).check_manages()
+            await self._llm.adapters.load(request.lora_name, request.lora_path)
+        except GatewayError as error:
+            raise _refused(error, context, {}) from None
+        return llm_pb2.LoadLoraAdapterResponse()
+
+    async def UnloadLoraAdapter(
+        self, request: llm_pb2.UnloadLoraAdapterRequest, context: Context
+    ) -> llm_pb2.UnloadLoraAdapterResponse:
+        try:
+            self._llm.access.authenticate(_metadata(context)).check_manages()
+            await self._llm.adapters.unload(request.lora_name)
+        except GatewayError as error:
+            raise _refused(error, context, {}) from None
+        return llm_pb2.UnloadLoraAdapterResponse()
 
     async def _answer(self, request: llm_pb2.GenerateRequest, context: Context) -> Answer:
         try:
@@ -99,7 +123,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         client = llm.access.authenticate(metadata)
         if not request.model:
             raise InvalidRequest("model is required", "model")
-        model = llm.served(request.model)
+        model = llm.served(request.model, client)
         n = request.n or 1
         llm.check_choices(1, n)
         prompt, param = await self._prompt(request)

@@ -9,12 +9,13 @@ config.json                                     -> end-of-text ids, context leng
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import Field
 
 from services.gateway.text import ChatTemplate, Tokenizer
+from tandem.adapters import AdapterRef
 from tandem.model_files import GenerationFile, ModelFile, end_tokens, read_file
 from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
 
@@ -28,6 +29,11 @@ class ServedModel:
     defaults: Mapping[str, float]
     max_model_len: int
     created: int  # Unix seconds
+    adapter: AdapterRef | None = None
+    parent: str = ""  # of an adapter: the model's name
+
+    def adapted(self, ref: AdapterRef) -> ServedModel:
+        return replace(self, name=ref.name, adapter=ref, parent=self.name)
 
     @classmethod
     def load(cls, folder: Path, name: str, created: int) -> ServedModel:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from services.gateway.access import Access, Allowances
+from services.gateway.adapters import ServedAdapters
 from services.gateway.admission import Admission, FairQueue, capacity_of
 from services.gateway.errors import Unavailable
 from services.gateway.generation import BackgroundTasks, ClusterAccess, MigrationLimits, Pipeline, tracing
@@ -156,6 +157,10 @@ class Gateway:
         metrics.watch_workers(lambda: pool.workers)
         self._run(replica.run())
         router = self._make_router(registry, view, replica, model.name, settings.disaggregation)
+        adapters = ServedAdapters(registry, pool, model.name)
+        with suppress(RegistryUnavailable):
+            await adapters.refresh()
+        self._run(adapters.run())
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
         cluster = ClusterAccess(router, pool, spans, self._background)
@@ -173,6 +178,7 @@ class Gateway:
             ),
             metrics=metrics,
             access=self._ports.access,
+            adapters=adapters,
             allowances=Allowances(registry, self._background),
             spans=spans,
             new_id=self._ports.new_id,

@@ -77,6 +77,7 @@ class UpSettings(ClusterSettings):
     )
     speculative_num_tokens: int | None = Field(None, ge=0, description="most tokens proposed in a step")
     speculative_model: Path | None = Field(None, description="folder of a draft model with the same vocabulary")
+    lora_dir: Path | None = Field(None, description="folder that LoRA adapters (PEFT) are loaded from")
     threads: int | None = Field(None, ge=1, description="CPU threads per worker; if not given, cores / workers")
     drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for what a worker runs to end; then it moves")
     file: Path | None = Field(None, description="a cluster.yaml that says what runs, instead of options; docs/ray.md")
@@ -122,6 +123,7 @@ class UpSettings(ClusterSettings):
             "engine",
             "dtype",
             "quantization",
+            "lora_dir",
             "max_num_seqs",
             "null_speedup",
             "max_model_len",

@@ -2,6 +2,7 @@
 
 from tandem.engine.engine import Engine
 from tandem.engine.layout import KVLayout
+from tandem.engine.lora import AdapterStore, AdapterStoreFull
 from tandem.engine.models import ModelConfig
 from tandem.engine.step_time import StepTime
 from tandem.engine.types import (
@@ -19,6 +20,8 @@ from tandem.engine.types import (
 from tandem.sampling import SamplingParams
 
 __all__ = [
+    "AdapterStore",
+    "AdapterStoreFull",
     "BlockRemoved",
     "BlockStored",
     "Engine",

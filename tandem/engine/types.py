@@ -143,13 +143,9 @@ class EngineConfig:
     null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
 
     `speculative` is how tokens are proposed where a request does not say; `draft` needs the `speculative_model`, a
-<<<<<<< HEAD
     folder of a model with the same vocabulary. Reservations are for half of a `likely_answer`, until the lengths of
     answers have been seen. `quantization` int8 or int4 makes the model's weights that when loaded.
-=======
-    folder of a model with the same vocabulary. `quantization` int8 or int4 makes the model's weights that when loaded.
     LoRA adapters are read from folders below `lora_dir`, and take up to `lora_memory` bytes; None: there are none.
->>>>>>> b78bafa (Engine: LoRA adapters from PEFT folders, one batch mixes them; tokens equal those of merged weights)
     """
 
     model_path: Path
@@ -173,18 +169,12 @@ class EngineConfig:
     speculative: Speculative = OFF
     speculative_model: Path | None = None
     quantization: str = "none"
-<<<<<<< HEAD
     likely_answer: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "likely_answer"):
-=======
     lora_dir: Path | None = None
     lora_memory: int = 1 << 30
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "lora_memory"):
->>>>>>> b78bafa (Engine: LoRA adapters from PEFT folders, one batch mixes them; tokens equal those of merged weights)
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "likely_answer", "lora_memory"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
         for name in ("kv_budget_bytes", "num_blocks", "max_model_len", "num_threads", "max_prefill_beside_decode"):

@@ -11,12 +11,13 @@ from tandem.registry.errors import (
 )
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
-from tandem.registry.registry import PrefillPolicy, Registry, Snapshot, Swept
+from tandem.registry.registry import Adapters, PrefillPolicy, Registry, Snapshot, Swept
 from tandem.registry.replica import BlockReplica
 from tandem.registry.view import ClusterView
 from tandem.registry.worker import Fallback, Place, Role, Route, Worker, WorkerInfo, WorkerLoad
 
 __all__ = [
+    "Adapters",
     "BlockReplica",
     "ClusterView",
     "Fallback",

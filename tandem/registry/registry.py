@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 import structlog
 
+from tandem.adapters import AdapterRef
 from tandem.integrity import IntegrityReport
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
@@ -61,6 +62,20 @@ class Snapshot:
 
     epoch: str
     workers: list[Worker]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """By name; `epoch` as in Snapshot."""
+
+    epoch: str
+    by_name: dict[str, AdapterRef]
+
+    @classmethod
+    def of(cls, answer: Sequence[str]) -> Adapters:
+        epoch, *flat = answer
+        texts = zip(flat[::2], flat[1::2], strict=True)
+        return cls(epoch, {name: AdapterRef(name, *json.loads(text)) for name, text in texts})
 
 
 class Registry:
@@ -139,6 +154,22 @@ class Registry:
         epoch, *rows = await self._connection.call("workers")
         return Snapshot(epoch, [decode(row) for row in rows])
 
+    async def adapters(self) -> Adapters:
+        """The LoRA adapters that the cluster serves."""
+        return Adapters.of(await self._connection.call("adapters"))
+
+    async def put_adapter(self, ref: AdapterRef) -> Adapters:
+        """Serve it; another one of that name no longer. Returns what there is then."""
+        return Adapters.of(await self._connection.call("adapters", "put", ref.name, _text(ref)))
+
+    async def restore_adapters(self, refs: Iterable[AdapterRef]) -> Adapters:
+        """Serve those whose names are unknown: Redis has lost its memory."""
+        names = chain.from_iterable((ref.name, _text(ref)) for ref in refs)
+        return Adapters.of(await self._connection.call("adapters", "restore", *names))
+
+    async def drop_adapter(self, name: str) -> Adapters:
+        return Adapters.of(await self._connection.call("adapters", "drop", name))
+
     def changes(self) -> AbstractAsyncContextManager[Changes]:
         """A subscription to workers coming, going, draining and linking."""
         return self._connection.changes()
@@ -152,6 +183,7 @@ class Registry:
         max_new_tokens: int,
         prefill: PrefillPolicy,
         prefix: PromptPrefix = NO_PREFIX,
+        adapted: Collection[str] | None = None,
         ttl: float,
         exclude: Collection[str] = (),
     ) -> Route:
@@ -163,7 +195,8 @@ class Registry:
         takes what costs less by the rates that the workers have measured.
 
         Workers that hold the beginning of the prompt, by `prefix`, are preferred as far as load allows; from now on
-        the chosen ones are expected to hold all of it, until they have reported their blocks.
+        the chosen ones are expected to hold all of it, until they have reported their blocks. Of a request with a LoRA
+        adapter `adapted` are the generations of the workers that have it in memory: they are preferred, too.
 
         Raises:
             NoWorkers: nobody can take it now; the message says what is missing.
@@ -175,7 +208,7 @@ class Registry:
         excluded = json.dumps(list(exclude)) if exclude else "[]"
         arguments = (
             reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl), excluded, prefix.revision,
-            prefix.block_size, prefix.marks, prefix.held,
+            prefix.block_size, prefix.marks, prefix.held, "-" if adapted is None else " ".join(adapted),
         )  # fmt: skip
         try:
             status, why, *chosen = await self._batcher.call(("select", arguments))
@@ -349,6 +382,10 @@ def _incompatible(info: WorkerInfo, worker_id: str, layout_hash: str, role: str)
         f"{role} worker of model {info.model}, revision {info.revision}: that of {worker_id} is {layout_hash}. "
         "Layouts are equal where dtype, block size and tensor parallelism are"
     )
+
+
+def _text(ref: AdapterRef) -> str:
+    return json.dumps([ref.path, ref.revision])
 
 
 def _ms(seconds: float) -> int:

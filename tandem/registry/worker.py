@@ -74,6 +74,7 @@ class WorkerLoad:
     queued_tokens: int  # prompt tokens accepted and not yet computed
     draining: bool = False  # finish what you have, take nothing new
     linked: tuple[str, ...] = ()  # prefill: incarnations of decode workers it has moved a block to
+    adapters: tuple[str, ...] = ()  # revisions of the LoRA adapters in its memory
     # Measured; 0 is not yet, and a nominal value holds.
     prefill_tokens_per_s: float = 0.0  # prompt tokens read
     transfer_tokens_per_s: float = 0.0  # prefill: tokens whose KV is moved

@@ -52,6 +52,16 @@ class LLMServiceStub:
                 request_serializer=tandem_dot_v1_dot_llm__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_llm__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.LoadLoraAdapter = channel.unary_unary(
+                '/tandem.v1.LLMService/LoadLoraAdapter',
+                request_serializer=tandem_dot_v1_dot_llm__pb2.LoadLoraAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_llm__pb2.LoadLoraAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadLoraAdapter = channel.unary_unary(
+                '/tandem.v1.LLMService/UnloadLoraAdapter',
+                request_serializer=tandem_dot_v1_dot_llm__pb2.UnloadLoraAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_llm__pb2.UnloadLoraAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class LLMServiceServicer:
@@ -81,6 +91,20 @@ class LLMServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLoraAdapter(self, request, context):
+        """Serves a LoRA adapter as a model of its own, beside the others; one of that name is replaced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLoraAdapter(self, request, context):
+        """Serves it no longer. Answers that are being written go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LLMServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +122,16 @@ def add_LLMServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=tandem_dot_v1_dot_llm__pb2.ListModelsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_llm__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'LoadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLoraAdapter,
+                    request_deserializer=tandem_dot_v1_dot_llm__pb2.LoadLoraAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_llm__pb2.LoadLoraAdapterResponse.SerializeToString,
+            ),
+            'UnloadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLoraAdapter,
+                    request_deserializer=tandem_dot_v1_dot_llm__pb2.UnloadLoraAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_llm__pb2.UnloadLoraAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -184,6 +218,60 @@ class LLMService:
             '/tandem.v1.LLMService/ListModels',
             tandem_dot_v1_dot_llm__pb2.ListModelsRequest.SerializeToString,
             tandem_dot_v1_dot_llm__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.LLMService/LoadLoraAdapter',
+            tandem_dot_v1_dot_llm__pb2.LoadLoraAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_llm__pb2.LoadLoraAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.LLMService/UnloadLoraAdapter',
+            tandem_dot_v1_dot_llm__pb2.UnloadLoraAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_llm__pb2.UnloadLoraAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,10 @@ class LLMServiceStub:
     """Returns the whole answer in one message."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_llm_pb2.ListModelsRequest, _llm_pb2.ListModelsResponse]
     """Lists the models this cluster serves."""
+    LoadLoraAdapter: _grpc.UnaryUnaryMultiCallable[_llm_pb2.LoadLoraAdapterRequest, _llm_pb2.LoadLoraAdapterResponse]
+    """Serves a LoRA adapter as a model of its own, beside the others; one of that name is replaced."""
+    UnloadLoraAdapter: _grpc.UnaryUnaryMultiCallable[_llm_pb2.UnloadLoraAdapterRequest, _llm_pb2.UnloadLoraAdapterResponse]
+    """Serves it no longer. Answers that are being written go on."""
 
 @_typing.type_check_only
 class LLMServiceAsyncStub(LLMServiceStub):
@@ -57,6 +61,10 @@ class LLMServiceAsyncStub(LLMServiceStub):
     """Returns the whole answer in one message."""
     ListModels: _aio.UnaryUnaryMultiCallable[_llm_pb2.ListModelsRequest, _llm_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models this cluster serves."""
+    LoadLoraAdapter: _aio.UnaryUnaryMultiCallable[_llm_pb2.LoadLoraAdapterRequest, _llm_pb2.LoadLoraAdapterResponse]  # type: ignore[assignment]
+    """Serves a LoRA adapter as a model of its own, beside the others; one of that name is replaced."""
+    UnloadLoraAdapter: _aio.UnaryUnaryMultiCallable[_llm_pb2.UnloadLoraAdapterRequest, _llm_pb2.UnloadLoraAdapterResponse]  # type: ignore[assignment]
+    """Serves it no longer. Answers that are being written go on."""
 
 class LLMServiceServicer(metaclass=_abc_1.ABCMeta):
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
@@ -87,5 +95,21 @@ class LLMServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_llm_pb2.ListModelsResponse, _abc.Awaitable[_llm_pb2.ListModelsResponse]]:
         """Lists the models this cluster serves."""
+
+    @_abc_1.abstractmethod
+    def LoadLoraAdapter(
+        self,
+        request: _llm_pb2.LoadLoraAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_pb2.LoadLoraAdapterResponse, _abc.Awaitable[_llm_pb2.LoadLoraAdapterResponse]]:
+        """Serves a LoRA adapter as a model of its own, beside the others; one of that name is replaced."""
+
+    @_abc_1.abstractmethod
+    def UnloadLoraAdapter(
+        self,
+        request: _llm_pb2.UnloadLoraAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_pb2.UnloadLoraAdapterResponse, _abc.Awaitable[_llm_pb2.UnloadLoraAdapterResponse]]:
+        """Serves it no longer. Answers that are being written go on."""
 
 def add_LLMServiceServicer_to_server(servicer: LLMServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

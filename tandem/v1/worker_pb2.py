@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import llm_pb2 as tandem_dot_v1_dot_llm__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x13tandem/v1/llm.proto\"\xf3\x01\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12+\n\x0bspeculative\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculative\x12\x18\n\x10num_prior_tokens\x18\t \x01(\r\"\xce\x01\n\rLandingTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x16\n\x0ekv_layout_hash\x18\x05 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_blocks\x18\x07 \x01(\r\x12\r\n\x05proof\x18\x08 \x01(\t\"\xd5\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Failure\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1b\n\x13num_proposed_tokens\x18\x08 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x13tandem/v1/llm.proto\"\x98\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12+\n\x0bspeculative\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculative\x12\x18\n\x10num_prior_tokens\x18\t \x01(\r\x12#\n\x07\x61\x64\x61pter\x18\n \x01(\x0b\x32\x12.tandem.v1.Adapter\"7\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\"0\n\x12ReadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\":\n\x13ReadAdapterResponse\x12#\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Adapter\"&\n\x12\x44ropAdapterRequest\x12\x10\n\x08revision\x18\x01 \x01(\t\"\x15\n\x13\x44ropAdapterResponse\"\xce\x01\n\rLandingTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x16\n\x0ekv_layout_hash\x18\x05 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_blocks\x18\x07 \x01(\r\x12\r\n\x05proof\x18\x08 \x01(\t\"\xd5\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Failure\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1b\n\x13num_proposed_tokens\x18\x08 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\xac\x01\n\x0e\x41\x64\x61pterService\x12L\n\x0bReadAdapter\x12\x1d.tandem.v1.ReadAdapterRequest\x1a\x1e.tandem.v1.ReadAdapterResponse\x12L\n\x0b\x44ropAdapter\x12\x1d.tandem.v1.DropAdapterRequest\x1a\x1e.tandem.v1.DropAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.worker_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SEQUENCESPEC']._serialized_start=59
-  _globals['_SEQUENCESPEC']._serialized_end=302
-  _globals['_LANDINGTICKET']._serialized_start=305
-  _globals['_LANDINGTICKET']._serialized_end=511
-  _globals['_SEQUENCEOUTPUT']._serialized_start=514
-  _globals['_SEQUENCEOUTPUT']._serialized_end=855
-  _globals['_FAILURE']._serialized_start=857
-  _globals['_FAILURE']._serialized_end=897
+  _globals['_SEQUENCESPEC']._serialized_end=339
+  _globals['_ADAPTER']._serialized_start=341
+  _globals['_ADAPTER']._serialized_end=396
+  _globals['_READADAPTERREQUEST']._serialized_start=398
+  _globals['_READADAPTERREQUEST']._serialized_end=446
+  _globals['_READADAPTERRESPONSE']._serialized_start=448
+  _globals['_READADAPTERRESPONSE']._serialized_end=506
+  _globals['_DROPADAPTERREQUEST']._serialized_start=508
+  _globals['_DROPADAPTERREQUEST']._serialized_end=546
+  _globals['_DROPADAPTERRESPONSE']._serialized_start=548
+  _globals['_DROPADAPTERRESPONSE']._serialized_end=569
+  _globals['_LANDINGTICKET']._serialized_start=572
+  _globals['_LANDINGTICKET']._serialized_end=778
+  _globals['_SEQUENCEOUTPUT']._serialized_start=781
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1122
+  _globals['_FAILURE']._serialized_start=1124
+  _globals['_FAILURE']._serialized_end=1164
+  _globals['_ADAPTERSERVICE']._serialized_start=1167
+  _globals['_ADAPTERSERVICE']._serialized_end=1339
 # @@protoc_insertion_point(module_scope)

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from tandem.v1 import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -22,3 +23,123 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
+
+
+class AdapterServiceStub:
+    """Served by every worker beside its own service.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ReadAdapter = channel.unary_unary(
+                '/tandem.v1.AdapterService/ReadAdapter',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.ReadAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.ReadAdapterResponse.FromString,
+                _registered_method=True)
+        self.DropAdapter = channel.unary_unary(
+                '/tandem.v1.AdapterService/DropAdapter',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.DropAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.DropAdapterResponse.FromString,
+                _registered_method=True)
+
+
+class AdapterServiceServicer:
+    """Served by every worker beside its own service.
+    """
+
+    def ReadAdapter(self, request, context):
+        """Reads an adapter into memory, or says what is wrong with it: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropAdapter(self, request, context):
+        """Lets an adapter go as soon as no sequence uses it any more. Unknown revisions are not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdapterServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ReadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAdapter,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.ReadAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.ReadAdapterResponse.SerializeToString,
+            ),
+            'DropAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropAdapter,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.DropAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.DropAdapterResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.AdapterService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.AdapterService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class AdapterService:
+    """Served by every worker beside its own service.
+    """
+
+    @staticmethod
+    def ReadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.AdapterService/ReadAdapter',
+            tandem_dot_v1_dot_worker__pb2.ReadAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.ReadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.AdapterService/DropAdapter',
+            tandem_dot_v1_dot_worker__pb2.DropAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.DropAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

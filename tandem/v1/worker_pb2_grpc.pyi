@@ -5,9 +5,16 @@ What prefill and decode workers both speak of."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from tandem.v1 import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
+import sys
 import typing as _typing
+
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
+else:
+    from typing_extensions import Self as _Self
 
 _T = _typing.TypeVar("_T")
 
@@ -18,3 +25,46 @@ class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ig
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
+
+class AdapterServiceStub:
+    """Served by every worker beside its own service."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> AdapterServiceAsyncStub: ...
+    ReadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReadAdapterRequest, _worker_pb2.ReadAdapterResponse]
+    """Reads an adapter into memory, or says what is wrong with it: INVALID_ARGUMENT."""
+    DropAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DropAdapterRequest, _worker_pb2.DropAdapterResponse]
+    """Lets an adapter go as soon as no sequence uses it any more. Unknown revisions are not an error."""
+
+@_typing.type_check_only
+class AdapterServiceAsyncStub(AdapterServiceStub):
+    """Served by every worker beside its own service."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ReadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReadAdapterRequest, _worker_pb2.ReadAdapterResponse]  # type: ignore[assignment]
+    """Reads an adapter into memory, or says what is wrong with it: INVALID_ARGUMENT."""
+    DropAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.DropAdapterRequest, _worker_pb2.DropAdapterResponse]  # type: ignore[assignment]
+    """Lets an adapter go as soon as no sequence uses it any more. Unknown revisions are not an error."""
+
+class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by every worker beside its own service."""
+
+    @_abc_1.abstractmethod
+    def ReadAdapter(
+        self,
+        request: _worker_pb2.ReadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReadAdapterResponse, _abc.Awaitable[_worker_pb2.ReadAdapterResponse]]:
+        """Reads an adapter into memory, or says what is wrong with it: INVALID_ARGUMENT."""
+
+    @_abc_1.abstractmethod
+    def DropAdapter(
+        self,
+        request: _worker_pb2.DropAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DropAdapterResponse, _abc.Awaitable[_worker_pb2.DropAdapterResponse]]:
+        """Lets an adapter go as soon as no sequence uses it any more. Unknown revisions are not an error."""
+
+def add_AdapterServiceServicer_to_server(servicer: AdapterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,6 +25,7 @@ from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, Wor
 from tandem.registry import Worker as Registered
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import Driver, Network
+from tandem.worker.adapters import AdapterService
 from tandem.worker.block_publisher import BlockPublisher
 from tandem.worker.engine_port import EnginePort, EngineStuck
 from tandem.worker.integrity import check_worker
@@ -133,7 +134,11 @@ class Worker:
         context, ports, service = self.context, self._ports, self._service
         tasks: list[asyncio.Task[Any]] = []
         try:
-            servicers = [service.servicer, IntegrityService(self.check_integrity).servicer]
+            servicers = [
+                service.servicer,
+                IntegrityService(self.check_integrity).servicer,
+                AdapterService(ports.engine).servicer,
+            ]
             server = await ports.serve(servicers, context.settings.host, context.settings.grpc_port)
             try:
                 tasks += self._start(server)
@@ -253,6 +258,7 @@ class Worker:
             queued_tokens=stats.queued_tokens, draining=self._leaving.is_set(), linked=self._service.linked(),
             prefill_tokens_per_s=rates.prefill_tokens_per_s, step_s=rates.step_s,
             transfer_tokens_per_s=rates.transfer_tokens_per_s,
+            adapters=tuple(adapters.held()) if (adapters := engine.engine.adapters) else (),
         )  # fmt: skip
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:

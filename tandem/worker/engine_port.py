@@ -13,7 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from tandem.engine import Engine, Request, SequenceOutput
+from tandem.adapters import AdapterRef
+from tandem.engine import AdapterStore, AdapterStoreFull, Engine, Request, SequenceOutput
 from tandem.worker.errors import SequenceFailed
 from tandem.worker.rates import Rates
 
@@ -56,20 +57,45 @@ class EnginePort(ABC):
         """No more steps."""
 
     async def prepare(self, request: Request, timeout_s: float) -> None:
-        """Compile the request's grammar, if it has one that is not known yet, beside the engine's steps.
+        """Compile the request's grammar and read its adapter, where they are not known yet, beside the engine's steps.
 
         Raises:
             SequenceFailed
         """
-        if not request.sampling.grammar:
-            return
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.to_thread(self.engine.grammars.compile, request.sampling.grammar)
+                if request.sampling.grammar:
+                    await asyncio.to_thread(self.engine.grammars.compile, request.sampling.grammar)
+                if request.lora is not None:
+                    request.adapter = await asyncio.to_thread(self._adapters().get, request.lora)
         except ValueError as error:
             raise SequenceFailed("INVALID_ARGUMENT", str(error)) from None
+        except AdapterStoreFull as error:
+            raise SequenceFailed("RESOURCE_EXHAUSTED", str(error)) from None
         except TimeoutError:
-            raise SequenceFailed("DEADLINE_EXCEEDED", "the deadline passed while the grammar was compiled") from None
+            what = "its grammar was compiled or its adapter read"
+            raise SequenceFailed("DEADLINE_EXCEEDED", f"the deadline passed while {what}") from None
+
+    async def read_adapter(self, name: str, path: str) -> AdapterRef:
+        """
+        Raises:
+            SequenceFailed
+        """
+        try:
+            return await asyncio.to_thread(self._adapters().read, name, path)
+        except ValueError as error:
+            raise SequenceFailed("INVALID_ARGUMENT", str(error)) from None
+        except AdapterStoreFull as error:
+            raise SequenceFailed("RESOURCE_EXHAUSTED", str(error)) from None
+
+    def drop_adapter(self, revision: str) -> None:
+        if self.engine.adapters is not None:
+            self.engine.adapters.drop(revision)
+
+    def _adapters(self) -> AdapterStore:
+        if self.engine.adapters is None:
+            raise ValueError("lora_dir: the workers take no adapters: start them with --lora-dir")
+        return self.engine.adapters
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
         """`submit`, awaited. What `fn` raises is raised here."""

@@ -65,6 +65,11 @@ class WorkerSettings(ClusterSettings):
         OFF.num_tokens, ge=0, le=MAX_NUM_TOKENS, description="most tokens proposed in a step"
     )
     speculative_model: Path | None = Field(None, description="folder of a draft model with the same vocabulary")
+    lora_dir: Path | None = Field(
+        None,
+        description="folder, the same for all workers, that LoRA adapters (PEFT) are loaded from",
+    )
+    lora_memory: ByteSize = Field(ByteSize(2**30), description="memory for adapters; others are read again when used")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine (default: torch's choice)")
     shared_cores: Path | None = Field(None, description="folder where one machine's workers lend out idle cores")
     lease_ttl_s: float = Field(2.0, gt=0.2, description="a worker silent for so long is taken for dead")
@@ -104,6 +109,8 @@ class WorkerSettings(ClusterSettings):
             speculative=Speculative(self.speculative_method, self.speculative_num_tokens),
             speculative_model=self.speculative_model,
             quantization=self.quantization,
+            lora_dir=self.lora_dir,
+            lora_memory=int(self.lora_memory),
             num_threads=self.threads,
             shared_cores=self.shared_cores,
             null=self._step_time() if self.engine == "null" else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tandem.adapters import AdapterRef
 from tandem.engine import FinishReason, Request, SampledToken, SequenceOutput
 from tandem.sampling import SamplingParams
 from tandem.security import ClusterSecret
@@ -27,7 +28,16 @@ def request_of(spec: worker_pb2.SequenceSpec) -> Request:
         cache_salt=spec.cache_salt,
         speculative=Speculative.from_proto(spec.speculative) if spec.HasField("speculative") else None,
         num_prior_tokens=spec.num_prior_tokens,
+        lora=adapter_of(spec.adapter) if spec.HasField("adapter") else None,
     )
+
+
+def adapter_of(proto: worker_pb2.Adapter) -> AdapterRef:
+    return AdapterRef(proto.name, proto.path, proto.revision)
+
+
+def adapter_to_proto(ref: AdapterRef) -> worker_pb2.Adapter:
+    return worker_pb2.Adapter(name=ref.name, path=ref.path, revision=ref.revision)
 
 
 def token_of(output: worker_pb2.SequenceOutput) -> SampledToken:

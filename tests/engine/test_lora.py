@@ -148,7 +148,7 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (_tensors(lambda t: t.update({A: t[A].to(torch.int8)})), "lora_A.weight is of int8, not of float32"),
     (_tensors(lambda t: t.update({A: t[A] * torch.inf})), "lora_A.weight has numbers that are not finite"),
     (_tensors(lambda t: t.__delitem__(A)), r"layers.1.self_attn.q_proj has lora_B without the other"),
-    (_tensors(lambda t: t.update(lm_head=t[A])), "tensor lm_head belongs to no linear layer"),
+    (_tensors(lambda t: t.update(lm_head=t[A].clone())), "tensor lm_head belongs to no linear layer"),
     (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: No such file"),
     (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 99), "adapter_model.safetensors: "),
     (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json: Expecting"),

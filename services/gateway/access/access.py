@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from services.gateway.errors import Unauthorized
+from services.gateway.errors import Forbidden, Unauthorized
 from services.gateway.priority import FAIRNESS_ID, tenant_of
 from tandem.api_keys import Keys, Tier, read_keys
 
@@ -33,6 +33,19 @@ class Client:
     tenant: str
     tier: Tier
     names_tenants: bool
+    models: frozenset[str] | None = None  # that it may use; None: all
+    manages_models: bool = True
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def check_manages(self) -> None:
+        """
+        Raises:
+            Forbidden
+        """
+        if not self.manages_models:
+            raise Forbidden("this API key may not load or unload adapters: its `manages_models` is not set")
 
 
 ANYONE = Client("", Tier(), names_tenants=True)
@@ -67,7 +80,9 @@ class Access:
         key = self._keys.find(said[len(SCHEME) :].strip()) if said[: len(SCHEME)].lower() == SCHEME else None
         if key is None:
             raise Unauthorized("the API key is not valid", code="invalid_api_key")
-        return Client(key.tenant, self._keys.tiers[key.tier], key.names_tenants)
+        return Client(
+            key.tenant, self._keys.tiers[key.tier], key.names_tenants, key.models, manages_models=key.manages_models
+        )
 
     def tenant(self, client: Client, headers: Mapping[str, str], said: str, param: str) -> str:
         """Whom the request counts for, where its own field `param` names `said`.

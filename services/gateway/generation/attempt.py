@@ -135,7 +135,10 @@ class Attempt:
     async def _choose(self, exclude: Collection[str]) -> Route:
         sequence, cluster, left = self._sequence, self._cluster, self._left()
         max_new_tokens = sequence.sampling.max_tokens - sequence.num_prior_tokens
-        request = RouteRequest(sequence.request_id, sequence.token_ids, sequence.cache_salt, max_new_tokens, left + 1.0)
+        request = RouteRequest(
+            sequence.request_id, sequence.token_ids, sequence.cache_salt, max_new_tokens, left + 1.0,
+            sequence.adapter.revision,
+        )  # fmt: skip
         with tracing.child(cluster.spans, "route", self._parent) as span:
             try:
                 async with asyncio.timeout_at(self._deadline):

@@ -56,6 +56,8 @@ class Generation:
         )
         if self.speculative is not None:
             spec.speculative.method, spec.speculative.num_tokens = self.speculative.method, self.speculative.num_tokens
+        if (ref := self.model.adapter) is not None:
+            spec.adapter.name, spec.adapter.path, spec.adapter.revision = ref.name, ref.path, ref.revision
         # A grammar ends an answer by the end-of-text token.
         ends = () if sampling.ignore_eos and not sampling.grammar else self.model.eos_token_ids
         room = max_model_len - len(prompt)

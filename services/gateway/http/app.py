@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from services.gateway.errors import GatewayError, Internal, InvalidRequest, unexpected
+from services.gateway.http.adapters import load_adapter, unload_adapter
 from services.gateway.http.chat import read_chat
 from services.gateway.http.completions import read_completion
 from services.gateway.http.endpoint import GenerateEndpoint, JsonEndpoint
@@ -20,6 +21,7 @@ from services.gateway.http.exchange import request_id_of
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
+from services.gateway.model import ServedModel
 from tandem.integrity import Look, lasting
 
 log = structlog.get_logger(__name__)
@@ -37,6 +39,8 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
         app.router.routes.append(Route(path, GenerateEndpoint(llm, read, wall), methods=["POST"]))
     for path, respond in (("/tokenize", tokenize), ("/detokenize", detokenize)):
         app.router.routes.append(Route(path, JsonEndpoint(llm, respond), methods=["POST"]))
+    for path, respond in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
+        app.router.routes.append(Route(path, JsonEndpoint(llm, respond, manages=True), methods=["POST"]))
     _add_errors(app, llm)
     _add_models(app, llm)
     _add_health(app, llm)
@@ -50,26 +54,23 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
 
 
 def _add_models(app: FastAPI, llm: LLM) -> None:
-    def card() -> dict[str, Any]:
-        model = llm.model
+    def card(model: ServedModel) -> dict[str, Any]:
         return {
-            "id": model.name, "object": "model", "created": model.created, "owned_by": "tandem", "root": model.name,
+            "id": model.name, "object": "model", "created": model.created, "owned_by": "tandem",
+            "root": model.adapter.path if model.adapter else model.name, "parent": model.parent or None,
             "max_model_len": llm.max_model_len,
         }  # fmt: skip
 
-    def authenticated(request: Request) -> None:
-        llm.access.authenticate(request.headers)
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        """The models served here, LoRA adapters included."""
+        client = llm.access.authenticate(request.headers)
+        return {"object": "list", "data": [card(model) for model in llm.models(client)]}
 
-    @app.get("/v1/models", dependencies=[Depends(authenticated)])
-    async def models() -> dict[str, Any]:
-        """The models served here."""
-        return {"object": "list", "data": [card()]}
-
-    @app.get("/v1/models/{name:path}", dependencies=[Depends(authenticated)])
-    async def model(name: str) -> dict[str, Any]:
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, request: Request) -> dict[str, Any]:
         """One model."""
-        llm.served(name)
-        return card()
+        return card(llm.served(name, llm.access.authenticate(request.headers)))
 
 
 def _add_health(app: FastAPI, llm: LLM) -> None:

@@ -71,12 +71,14 @@ class Endpoint(ABC):
 class JsonEndpoint(Endpoint):
     """One body in, one out, nothing of the cluster asked for."""
 
-    def __init__(self, llm: LLM, respond: Callable[[LLM, bytes], Awaitable[Any]]) -> None:
+    def __init__(self, llm: LLM, respond: Callable[[LLM, bytes], Awaitable[Any]], manages: bool = False) -> None:
         super().__init__(llm)
-        self._respond = respond
+        self._respond, self._manages = respond, manages
 
     async def _serve(self, exchange: Exchange) -> None:
-        self._llm.access.authenticate(exchange.headers)
+        client = self._llm.access.authenticate(exchange.headers)
+        if self._manages:
+            client.check_manages()
         settings = self._llm.settings
         body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s)
         await exchange.json(200, await self._respond(self._llm, body), {})
@@ -121,7 +123,7 @@ class GenerateEndpoint(Endpoint):
         return Generation(
             operation=found.operation,
             request_id=exchange.request_id,
-            model=self._llm.model,
+            model=self._llm.served(body.model, client),
             prompts=found.prompts,
             n=found.n,
             given=found.given,

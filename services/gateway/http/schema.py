@@ -136,6 +136,15 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
+class LoadAdapterBody(Body):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(Body):
+    lora_name: str
+
+
 M = TypeVar("M", bound=Body)
 B = TypeVar("B", bound=GenerationBody)
 # What OpenAI types more loosely than SamplingParams does.

@@ -15,6 +15,7 @@ class RouteRequest:
     cache_salt: str
     max_new_tokens: int
     seconds: float  # how long a forgotten reservation may live
+    adapter: str = ""  # its revision, where there is one
 
     @property
     def prompt_tokens(self) -> int:

@@ -86,6 +86,7 @@ class Router:
                 max_new_tokens=request.max_new_tokens,
                 prefill=self._policy,
                 prefix=prefix,
+                adapted=self._adapted(request.adapter) if request.adapter else None,
                 ttl=request.seconds,
                 exclude=exclude,
             )
@@ -97,6 +98,10 @@ class Router:
         except NoWorkers as error:
             return self._after_refusal(error, request, held, exclude)
 
+    def _adapted(self, adapter: str) -> list[str]:
+        """Generations of the workers that have it in memory."""
+        return [worker.generation for worker in self._view.workers if adapter in worker.load.adapters]
+
     def _look_up(self, request: RouteRequest) -> tuple[PromptPrefix, dict[str, int]]:
         """The prompt's prefix, and generation: cached tokens. Workers of another revision or block size than most, if
         any, count as holding none of it.
@@ -105,7 +110,7 @@ class Router:
         if kind is None:
             return PromptPrefix.of("", 1, ()), {}
         revision, block_size = kind
-        root = root_hash(self._model, revision, "", request.cache_salt)
+        root = root_hash(self._model, revision, request.adapter, request.cache_salt)
         hashes = block_hashes(root, request.token_ids, block_size)
         held = self._replica.holders(hashes)
         tokens = {generation: count * block_size for count, generations in held for generation in generations}

@@ -15,7 +15,7 @@ from grpc import ChannelConnectivity, aio
 from services.gateway.errors import GatewayError, WorkerLost, from_status
 from services.gateway.workers.token_stream import TokenStream
 from tandem.registry import Role, WorkerInfo
-from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 
 
 class WorkerConnection:
@@ -25,6 +25,7 @@ class WorkerConnection:
         self.info = info
         self.running = 0
         self.prefill: Any = prefill_pb2_grpc.PrefillServiceStub(channel)
+        self.adapters: Any = worker_pb2_grpc.AdapterServiceStub(channel)
         self.decode: Any = decode_pb2_grpc.DecodeServiceStub(channel)
         self.stream = TokenStream(info, self.decode, new_id)
         self._channel = channel

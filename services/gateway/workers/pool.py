@@ -77,6 +77,10 @@ class WorkerPool:
         known = self._connections.get(info.worker_id)
         return known is not None and known.info.incarnation == info.incarnation and known.connected
 
+    def all_connected(self) -> list[WorkerConnection]:
+        """Those that answer now."""
+        return [connection for connection in self._connections.values() if connection.connected]
+
     def lost(self) -> set[str]:
         """Incarnations that have stopped answering: dead already, whatever their lease in the registry says."""
         return {connection.info.incarnation for connection in self._connections.values() if connection.lost}

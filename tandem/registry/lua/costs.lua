@@ -24,12 +24,19 @@ local NOMINAL_STEP_S = 1 / 64
 local NOISE_BLOCKS = 0.5
 -- Two workers to call instead of one.
 local TWO_CALLS_S = 0.002
+-- To read an adapter into memory, where another one may have to go for it.
+local ADAPTER_S = 0.1
 local max, ceil, huge = math.max, math.ceil, math.huge
 
 local function excludes(request, rows, i)
   if not request.excluded then return false end
   local id, incarnation = who(rows, i)
   return request.excluded[id] or request.excluded[incarnation]
+end
+
+-- What reading the request's adapter costs on row i.
+local function adapting(rows, request, i)
+  return request.adapted and not request.adapted[rows.values[(i - 1) * WIDTH + GENERATION]] and ADAPTER_S or 0
 end
 
 local function size_on(role, request)
@@ -92,6 +99,7 @@ local function weigh_prefills(rows, request)
     if prompt <= values[at + TAKES] and not excludes(request, rows, p) then
       local tokens = max(prompt - (hits[p] or 0) * block_size, 1)
       cost = (max(values[at + TOKENS], values[at + QUEUED]) + tokens) * values[at + TOKEN_S] + tokens * others_s
+        + adapting(rows, request, p)
       able = true
     end
     costs[p] = cost
@@ -114,6 +122,7 @@ local function weigh_decodes(rows, request, fastest)
       local blocks = max(values[at + BLOCKS], values[at + USED]) + ceil(size / values[at + BLOCK_SIZE])
       local room = blocks > num_blocks and NO_ROOM_NOW or 0
       cost = blocks / num_blocks * full_s + values[at + SEQUENCES] / values[at + MAX_NUM_SEQS] * full_s + room
+        + adapting(rows, request, d)
       local moved = cost + lacking * fastest
       if moved < least then least = moved end
     end

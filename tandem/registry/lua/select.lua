@@ -19,11 +19,12 @@
 -- ARGV: client, ttl of its own lease (ms, 0: it has none); how many arguments of releases follow, and these
 --   (release.lua); then for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' |
 --   'never', ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks
---   (expected.lua) and hits: 'blocks:generation,generation,… blocks:generation,…'
+--   (expected.lua), hits: 'blocks:generation,generation,… blocks:generation,…', and where it has an adapter the
+--   generations that hold that: 'generation generation …', else '-'
 -- Returns for each release how many parts were released; then for each request: {'ok', why, Fallback or '', decode
 -- worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none', reason}
 -- or {'too large', reason}.
-local ARGUMENTS = 11
+local ARGUMENTS = 12
 
 local function names_in(json)
   if json == '[]' then return nil end
@@ -40,12 +41,20 @@ local function hits_in(text)
   return hits
 end
 
+local function generations_in(text)
+  if text == '-' then return nil end
+  local found = {}
+  for generation in text:gmatch('%d+') do found[tonumber(generation)] = true end
+  return found
+end
+
 local function parse(start)
   return {
     reservation = ARGV[start], model = ARGV[start + 1], prompt_tokens = tonumber(ARGV[start + 2]),
     new_tokens = tonumber(ARGV[start + 3]), policy = ARGV[start + 4], ttl = tonumber(ARGV[start + 5]),
     excluded = names_in(ARGV[start + 6]), kind = kind_of(ARGV[start + 7], ARGV[start + 8]),
     block_size = tonumber(ARGV[start + 8]), marks = ARGV[start + 9], hits = hits_in(ARGV[start + 10]),
+    adapted = generations_in(ARGV[start + 11]),
   }
 end
 

@@ -1,0 +1,113 @@
+"""The LoRA adapters that this cluster serves, each as a model of its own.
+
+    load     every connected worker reads the folder; all agree on what it holds ──> Redis ──> all gateways, in POLL_S
+    request  carries name, folder and revision to its workers: any of them can read the adapter, a new one too
+    unload   Redis forgets the name; workers let the weights go once no sequence uses them
+
+A Redis that has lost its memory is given what this gateway knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine
+
+import structlog
+
+from services.gateway.errors import GatewayError, InvalidRequest, ModelNotFound, Unavailable, WorkerLost
+from services.gateway.workers import WorkerConnection, WorkerPool
+from tandem.adapters import AdapterRef
+from tandem.registry import Adapters, Registry, RegistryUnavailable
+from tandem.v1 import worker_pb2
+
+log = structlog.get_logger(__name__)
+POLL_S = 1.0
+READ_TIMEOUT_S = 60.0
+NAME = re.compile(r"[\w][\w./:@+-]{0,255}")
+
+
+class ServedAdapters:
+    """`run` follows Redis."""
+
+    def __init__(self, registry: Registry, pool: WorkerPool, model: str) -> None:
+        self._registry, self._pool, self._model = registry, pool, model
+        self._known = Adapters("", {})
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._known.by_name)
+
+    def find(self, name: str) -> AdapterRef | None:
+        return self._known.by_name.get(name)
+
+    async def load(self, name: str, path: str) -> None:
+        """
+        Raises:
+            InvalidRequest: naming the field, and what is wrong with the adapter.
+            Unavailable: no worker answers, or Redis does not.
+        """
+        if not NAME.fullmatch(name) or name == self._model:
+            raise InvalidRequest(f"lora_name: {name!r} is no name for an adapter of {self._model}", "lora_name")
+        request = worker_pb2.ReadAdapterRequest(name=name, path=path)
+        tries = (self._read(connection, request) for connection in self._pool.all_connected())
+        found = {ref for ref in await asyncio.gather(*tries) if ref is not None}
+        if not found:
+            raise Unavailable("no worker could be asked to read the adapter", code="no_workers")
+        if len(found) > 1:
+            raise InvalidRequest(f"lora_path: workers find different adapters in {path!r}", "lora_path")
+        await self._change(self._registry.put_adapter(found.pop()))
+        log.info("adapter loaded", name=name, path=path)
+
+    async def unload(self, name: str) -> None:
+        """
+        Raises:
+            ModelNotFound
+            Unavailable: Redis does not answer.
+        """
+        ref = self.find(name)
+        if ref is None:
+            raise ModelNotFound(f"adapter {name!r} is not loaded", "lora_name", "model_not_found")
+        await self._change(self._registry.drop_adapter(name))
+        if not any(other.revision == ref.revision for other in self._known.by_name.values()):
+            await asyncio.gather(*(self._drop(connection, ref) for connection in self._pool.all_connected()))
+        log.info("adapter unloaded", name=name)
+
+    async def run(self) -> None:
+        """Follow Redis until cancelled."""
+        while True:
+            try:
+                await self.refresh()
+            except RegistryUnavailable as error:
+                log.debug("adapters not read", error=str(error))
+            await asyncio.sleep(POLL_S)
+
+    async def refresh(self) -> None:
+        """Raises RegistryUnavailable."""
+        found = await self._registry.adapters()
+        if found.epoch != self._known.epoch and self._known.by_name:
+            found = await self._registry.restore_adapters(self._known.by_name.values())
+        self._known = found
+
+    async def _change(self, changing: Coroutine[None, None, Adapters]) -> None:
+        try:
+            self._known = await changing
+        except RegistryUnavailable as error:
+            raise Unavailable(f"registry unavailable: {error}", code="registry_unavailable") from None
+
+    async def _read(self, connection: WorkerConnection, request: worker_pb2.ReadAdapterRequest) -> AdapterRef | None:
+        """None where the worker does not answer: it will read the adapter when a request needs it."""
+        try:
+            response = await connection.call(connection.adapters.ReadAdapter, request, timeout=READ_TIMEOUT_S)
+        except WorkerLost:
+            return None
+        except InvalidRequest as error:
+            raise InvalidRequest(f"lora_path: {error.message}", "lora_path") from None
+        return AdapterRef(response.adapter.name, response.adapter.path, response.adapter.revision)
+
+    async def _drop(self, connection: WorkerConnection, ref: AdapterRef) -> None:
+        try:
+            request = worker_pb2.DropAdapterRequest(revision=ref.revision)
+            await connection.call(connection.adapters.DropAdapter, request, timeout=READ_TIMEOUT_S)
+        except GatewayError as error:
+            log.warning("adapter not dropped", worker=connection.info.worker_id, reason=error.message)
