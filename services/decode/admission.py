@@ -40,7 +40,7 @@ class Admission:
         return len(self._line)
 
     async def reserve(self, request: Request) -> Reserved:
-        """Take blocks for the whole sequence as soon as it is this one's turn and there is room.
+        """Take blocks for the prompt and a likely answer as soon as it is this one's turn and there is room.
 
         Raises:
             ValueError: it can never fit; names the field.

@@ -116,7 +116,7 @@ class Sequences:
         await self._entered(request.request_id, held, self._engine.call(lambda engine: engine.add(request)))
 
     async def reserve(self, request: Request, stream_id: str, timeout_s: float, sender: str) -> Reservation:
-        """Blocks for the prompt and all that may follow, where KV of the prefill incarnation `sender` may land.
+        """Blocks for the prompt and a likely answer, where KV of the prefill incarnation `sender` may land.
 
         Raises:
             SequenceFailed

@@ -107,6 +107,7 @@ class Scheduler:
         """The KV of a reserved sequence's whole prompt is in place: run it."""
         seq.num_computed_tokens = seq.num_prompt_tokens
         self.register_blocks(seq)
+        self.register_tail(seq)
         self._move(seq, Status.RUNNING)
 
     def remove(self, seq: Sequence) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -231,4 +231,31 @@ def test_more_are_let_in_than_fit_whole_and_all_end_exactly(llama: Path, samplin
         target.check_integrity()
     assert most >= 4
     assert found == {name: generate(one, prompt, sampling) for name, prompt in prompts.items()}
+    assert_idle(target)
+
+
+@pytest.mark.parametrize("length", [32, 33, 38])
+def test_several_answers_share_a_prompts_blocks(llama: Path, length: int) -> None:
+    """The first one's prompt lands; the others read one token of it and hold a copy of its last block."""
+    source, target, one = make_engine(llama), make_engine(llama), make_engine(llama)
+    prompt, sampling = prompt_of(length, seed=5), [replace(SEEDED, max_tokens=6, seed=seed) for seed in range(8)]
+    first = Request("0", prompt, sampling[0])
+    target.reserve(first)
+    output = prefill(source, first, Copy(target, target.landing_blocks("0")), 0)
+    target.join("0", output.tokens[0])
+    found = {"0": tokens([output])}
+    before = target.stats()
+    for i in range(1, 8):
+        target.add(Request(str(i), prompt, sampling[i]))
+    outputs = target.step()
+    after = target.stats()
+    assert after.num_read_tokens - before.num_read_tokens <= 7
+    blocks = before.num_blocks - after.free_blocks
+    alone = -(-(length + 6) // BLOCK)
+    assert blocks <= alone + 7 * 3
+    for output in outputs:
+        found[output.request_id] = found.get(output.request_id, []) + tokens([output])
+    for name, rest in run(target).items():
+        found[name] = found.get(name, []) + tokens(rest)
+    assert found == {str(i): generate(one, prompt, sampling[i]) for i in range(8)}
     assert_idle(target)

@@ -189,3 +189,20 @@ async def test_named_tokens_are_sent_to_workers(http: httpx.AsyncClient, service
     for spec in [*peers.decode.seen, *peers.prefill.seen][-2:]:
         assert list(spec.sampling.logprob_token_ids) == [7, 5]
         assert spec.sampling.HasField("logprobs")
+
+
+async def test_a_prompt_of_several_answers_is_read_once(http: httpx.AsyncClient, peers: Peers) -> None:
+    """The others go to the worker that holds it, once its KV is there."""
+    ids = list(range(40, 110))
+    found = await completion(http, prompt=ids, n=3, max_tokens=3, prompt_logprobs=0, echo=True, logprobs=0)
+    assert len(peers.prefill.seen) == 1
+    assert len(peers.decode.seen) == 3
+    assert [bool(sender) for sender in peers.decode.senders] == [True, False, False]
+    assert [spec.sampling.HasField("prompt_logprobs") for spec in peers.decode.seen] == [True, False, False]
+    logprobs = [choice["logprobs"]["token_logprobs"] for choice in found["choices"]]
+    assert logprobs[0] == logprobs[1] == logprobs[2]
+    assert len(logprobs[0]) == 73
+    paths = found["usage"]["tandem"]
+    assert [path["path"] for path in paths] == ["remote", "local", "local"]
+    assert "shares" in paths[2]["reason"]
+    assert found["usage"]["prompt_tokens"] == 70

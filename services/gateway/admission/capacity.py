@@ -1,12 +1,13 @@
 """How much may be in the cluster at once, and how much is.
 
-    tokens          KV blocks of the decode workers: a choice holds its prompt and all that it may write
+    tokens          KV blocks of the decode workers: a choice may come to hold its prompt and all that it may write
     sequences       what workers may run at once
     prompt tokens   sent to workers that read prompts and not read yet: more would only wait there, out of order. Some
                     prompts each are let through whatever their length: much of them may be cached
 
-Blocks are counted as if no two choices shared any. They often do, so beyond the count one choice at a time is let in
-as long as its forerunners of the same or a more urgent class have all got their blocks, which their first token tells.
+Blocks are counted as if no two choices shared any and all were as long as they may be. They are not, so beyond the
+count one choice at a time is let in as long as its forerunners of the same or a more urgent class have all got their
+blocks, which their first token tells.
 In a cluster that is really full that one waits at a decode worker, where more urgent ones pass it by.
 """
 

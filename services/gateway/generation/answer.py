@@ -22,7 +22,9 @@ from services.gateway.generation.attempt import Outcome
 from services.gateway.generation.choice import Choice, Delta
 from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.request import Generation
+from services.gateway.generation.shared_prompt import MIN_SHARED_TOKENS, SharedPrompt
 from services.gateway.metrics import PATHS, Metrics
+from services.gateway.workers import Tokens
 from tandem.v1 import llm_pb2
 
 REASONS = {
@@ -48,6 +50,10 @@ class Answer:
         self._metrics = metrics
         self._spans = spans
         self._sequences = [request.sequence(i, max_model_len, seed) for i in range(request.num_choices)]
+        shares = request.n > 1
+        self._shared = [
+            SharedPrompt() if shares and len(prompt) >= MIN_SHARED_TOKENS else None for prompt in request.prompts
+        ]
         self._choices = [
             Choice(i, request.model.tokenizer, request.sampling, sequence.sampling.stop_token_ids)
             for i, sequence in enumerate(self._sequences)
@@ -133,10 +139,7 @@ class Answer:
     async def _run(self, choice: Choice, span: Span) -> AsyncGenerator[Delta, None]:
         """One choice, counted."""
         request, outcome = self.request, self.outcomes[choice.index]
-        tokens = self._pipeline.tokens(
-            self._sequences[choice.index], f"{request.request_id}-{choice.index}", request.deadline,
-            tracing.under(span), outcome,
-        )  # fmt: skip
+        tokens = self._tokens(choice.index, span)
         meter = self._metrics.choice(asyncio.get_running_loop().time)
         try:
             async with aclosing(tokens):
@@ -149,6 +152,21 @@ class Answer:
             meter.success(REASONS.get(choice.finish_reason, "abort"), len(request.prompts[choice.index // request.n]))
         finally:
             meter.close()
+
+    def _tokens(self, index: int, span: Span) -> AsyncGenerator[Tokens, None]:
+        """Those of one choice. The first one of a prompt reads it for the others."""
+        request, sequence, outcome = self.request, self._sequences[index], self.outcomes[index]
+        shared, is_first = self._shared[index // request.n], index % request.n == 0
+        tokens = self._pipeline.tokens(
+            sequence, f"{request.request_id}-{index}", request.deadline, tracing.under(span), outcome,
+            None if is_first else shared,
+        )  # fmt: skip
+        if shared is None:
+            return tokens
+        if is_first:
+            return shared.of_first(tokens, outcome)
+        sequence.sampling.ClearField("prompt_logprobs")
+        return shared.of_other(tokens)
 
     def _end(self, span: Span, status: int) -> None:
         usage, metrics = self.usage, self._metrics

@@ -54,6 +54,7 @@ class Outcome:
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
+    decode_incarnation: str = ""
     queued_s: float = 0.0
     lost: str = ""  # why the last attempt came to nothing
     migrated: int = 0  # attempts before this one
@@ -70,8 +71,11 @@ class Attempt:
         deadline: float,
         parent: Context,
         outcome: Outcome,
+        holder: str = "",
     ) -> None:
+        """`holder`: the incarnation of a decode worker that has the prompt's KV."""
         self._cluster = cluster
+        self._holder = holder
         self._sequence = sequence
         self._deadline = deadline
         self._parent = parent
@@ -138,6 +142,7 @@ class Attempt:
         request = RouteRequest(
             sequence.request_id, sequence.token_ids, sequence.cache_salt, max_new_tokens, left + 1.0,
             sequence.adapter.revision,
+            self._holder,
         )  # fmt: skip
         with tracing.child(cluster.spans, "route", self._parent) as span:
             try:
@@ -249,6 +254,7 @@ class Attempt:
             decode_worker=route.decode.info.worker_id, reason=reason, transfer_bytes=moved,
             migrated=self._outcome.migrated,
         )  # fmt: skip
+        self._outcome.decode_incarnation = route.decode.info.incarnation
         self._outcome.fallback = WORKER_LOST if self._outcome.lost else route.fallback or ""
         path.kind = llm_pb2.Path.KIND_LOCAL_PREFILL
         if route.prefill is not None:

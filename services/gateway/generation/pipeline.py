@@ -20,6 +20,7 @@ from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess, Outcome
 from services.gateway.generation.migration import Migration, MigrationLimits
+from services.gateway.generation.shared_prompt import SharedPrompt
 from services.gateway.metrics import Metrics
 from services.gateway.priority import PriorityClass
 from services.gateway.workers import Tokens
@@ -44,9 +45,13 @@ class Pipeline:
         self._limits = limits
 
     async def tokens(
-        self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome
-    ) -> AsyncGenerator[Tokens, None]:
+        self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome,
+        prompt: SharedPrompt | None = None,
+    ) -> AsyncGenerator[Tokens, None]:  # fmt: skip
         """New tokens as they come, once it is its turn. Closing the generator frees everything at once.
+
+        Args:
+            prompt: read for another choice.
 
         Raises:
             GatewayError
@@ -57,7 +62,8 @@ class Pipeline:
         )  # fmt: skip
         try:
             await self._wait_turn(work, parent, outcome)
-            async with aclosing(self._attempts(sequence, name, deadline, parent, outcome)) as deltas:
+            holder = await prompt.holder(deadline) if prompt else ""
+            async with aclosing(self._attempts(sequence, name, deadline, parent, outcome, holder)) as deltas:
                 async for delta in deltas:
                     self._admission.wrote(work, len(delta.ids))
                     yield delta
@@ -77,8 +83,9 @@ class Pipeline:
                 self._metrics.queued(work.priority_class, outcome.queued_s)
 
     async def _attempts(
-        self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome
-    ) -> AsyncGenerator[Tokens, None]:
+        self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome,
+        holder: str,
+    ) -> AsyncGenerator[Tokens, None]:  # fmt: skip
         written: list[int] = []
         spans = self._cluster.spans
         migration = Migration(self._limits, name, spans, parent, self._metrics.migrations.inc)
@@ -87,7 +94,7 @@ class Pipeline:
                 _continue_behind(sequence, written)
                 sequence.request_id = f"{name}-{self._nonce()}"
                 outcome.migrated = migration.number
-                attempt = Attempt(self._cluster, sequence, deadline, parent, outcome)
+                attempt = Attempt(self._cluster, sequence, deadline, parent, outcome, holder)
                 try:
                     async with aclosing(attempt.tokens(migration.exclude)) as deltas:  # type: ignore[type-var]
                         async for delta in deltas:

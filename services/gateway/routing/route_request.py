@@ -16,6 +16,7 @@ class RouteRequest:
     max_new_tokens: int
     seconds: float  # how long a forgotten reservation may live
     adapter: str = ""  # its revision, where there is one
+    holder: str = ""  # incarnation of the decode worker that has the prompt's KV, if one is known to
 
     @property
     def prompt_tokens(self) -> int:

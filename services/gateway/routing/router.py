@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -28,6 +29,7 @@ from tandem.registry import (
     Registry,
     RegistryUnavailable,
     RequestTooLarge,
+    Role,
     Route,
     Worker,
 )
@@ -79,17 +81,9 @@ class Router:
             why = f"registry unavailable for {self._view.age:.0f} s"
             return self._offline.choose(request, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
         try:
-            return await self._registry.select_and_reserve(
-                request_id=request.request_id,
-                model=self._model,
-                prompt_tokens=request.prompt_tokens,
-                max_new_tokens=request.max_new_tokens,
-                prefill=self._policy,
-                prefix=prefix,
-                adapted=self._adapted(request.adapter) if request.adapter else None,
-                ttl=request.seconds,
-                exclude=exclude,
-            )
+            if request.holder and (route := await self._to_holder(request, prefix, exclude)):
+                return route
+            return await self._select(request, self._policy, prefix, exclude)
         except RegistryUnavailable as error:
             why = f"registry unavailable: {error}"
             return self._offline.choose(request, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
@@ -101,6 +95,30 @@ class Router:
     def _adapted(self, adapter: str) -> list[str]:
         """Generations of the workers that have it in memory."""
         return [worker.generation for worker in self._view.workers if adapter in worker.load.adapters]
+
+    async def _to_holder(self, request: RouteRequest, prefix: PromptPrefix, exclude: Collection[str]) -> Route | None:
+        """None where that worker cannot take it."""
+        others = {w.info.incarnation for w in self._view.workers if w.info.role is Role.DECODE} - {request.holder}
+        try:
+            route = await self._select(request, "never", prefix, others.union(exclude))
+        except (NoWorkers, RequestTooLarge):
+            return None
+        return replace(route, reason="local prefill: shares the prompt read for the first choice")
+
+    async def _select(
+        self, request: RouteRequest, policy: PrefillPolicy, prefix: PromptPrefix, exclude: Collection[str]
+    ) -> Route:
+        return await self._registry.select_and_reserve(
+            request_id=request.request_id,
+            model=self._model,
+            prompt_tokens=request.prompt_tokens,
+            max_new_tokens=request.max_new_tokens,
+            prefill=policy,
+            prefix=prefix,
+            adapted=self._adapted(request.adapter) if request.adapter else None,
+            ttl=request.seconds,
+            exclude=exclude,
+        )
 
     def _look_up(self, request: RouteRequest) -> tuple[PromptPrefix, dict[str, int]]:
         """The prompt's prefix, and generation: cached tokens. Workers of another revision or block size than most, if

@@ -1,0 +1,70 @@
+"""A prompt that several choices continue: it is read for the first of them, and the others share its KV blocks.
+
+    choice 0    route, reserve, prefill, decode ── its KV is in place on a decode worker ──────> …
+    choice 1…   wait ───────────────────────────────────────────────────────┴──> to that worker ─> …
+
+There each of them copies the last block, if it is part-full, and computes one token of the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from services.gateway.errors import TimedOut
+from services.gateway.generation.attempt import Outcome
+from services.gateway.workers import Tokens
+from tandem.v1 import llm_pb2
+
+# Less is read as soon as it could be shared.
+MIN_SHARED_TOKENS = 64
+
+
+class SharedPrompt:
+    def __init__(self) -> None:
+        self._logprobs: list[llm_pb2.TokenLogprobs] = []
+        self._holder = ""
+        self._known = asyncio.Event()
+
+    async def holder(self, deadline: float) -> str:
+        """The incarnation of the decode worker that holds the prompt's KV; empty where none is known to.
+
+        Raises:
+            TimedOut
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._known.wait()
+        except TimeoutError:
+            raise TimedOut("the request's deadline passed while its prompt was read") from None
+        return self._holder
+
+    async def of_first(self, tokens: AsyncGenerator[Tokens, None], outcome: Outcome) -> AsyncGenerator[Tokens, None]:
+        """The first choice's tokens. The first of them may come from the prefill worker; with the second one all KV has
+        arrived."""
+        num_tokens = 0
+        try:
+            async with aclosing(tokens):
+                async for new in tokens:
+                    self._logprobs += new.prompt_logprobs
+                    num_tokens += len(new.ids)
+                    if num_tokens > 1:
+                        self._report(outcome)
+                    yield new
+        finally:
+            self._report(outcome)
+
+    async def of_other(self, tokens: AsyncGenerator[Tokens, None]) -> AsyncGenerator[Tokens, None]:
+        """Another choice's tokens."""
+        of_prompt = self._logprobs
+        async with aclosing(tokens):
+            async for new in tokens:
+                yield replace(new, prompt_logprobs=of_prompt)
+                of_prompt = []
+
+    def _report(self, outcome: Outcome) -> None:
+        if not self._known.is_set():
+            self._holder = outcome.decode_incarnation
+            self._known.set()
