@@ -72,6 +72,25 @@ def of_tags(tags: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(made, assume_special=False))
 
 
+def of_calls(schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
+    """A JSON list of one or more {"name": ..., "arguments": ...}: each of them a name and its schema."""
+    rules = ['start: "[" call (", " call)* "]"' if most is None else 'start: "[" call "]"']
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(schemas))))
+    for i, (name, schema) in enumerate(schemas.items()):
+        begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        spaced = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        rules += [f'call_{i}: {begin} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(spaced)}"]
+    return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
+def behind_thoughts(grammar: str, end: str) -> str:
+    """The same, behind any text that ends with `end`."""
+    answer = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    answer["grammars"][0]["name"] = "answer"
+    thoughts = f"start: thoughts /\\s*/ @answer\nthoughts[suffix={json.dumps(end)}]: /(.|\\n)*/\n"
+    return json.dumps({**answer, "grammars": [{"lark_grammar": thoughts}, *answer["grammars"]]})
+
+
 def check(grammar: str) -> None:
     """
     Raises:

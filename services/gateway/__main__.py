@@ -65,7 +65,9 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         OSError: the model's files are not there.
         ValueError: the model's files or the Redis URL are malformed.
     """
-    model = ServedModel.load(settings.model_path, settings.model_name, int(time.time()))
+    model = ServedModel.load(
+        settings.model_path, settings.model_name, int(time.time()), settings.tool_parser, settings.reasoning_parser
+    )
     ports = Ports(
         registry=Registry.connect(
             settings.redis_url,

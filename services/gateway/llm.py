@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,14 @@ class LLM:
         self._check_characters(len(text), param)
         return await self.model.tokenizer.encode(text, add_special_tokens)
 
-    async def encode_chat(self, messages: list[Mapping[str, Any]], options: TemplateOptions) -> list[int]:
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> list[int]:
+        """
+        Raises:
+            InvalidRequest: as `render_chat`.
+        """
+        return await self.model.tokenizer.encode(self.render_chat(messages, options), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         """
         Raises:
             InvalidRequest: the model has no chat template, its template refuses these messages, or they are too long.
@@ -100,10 +107,9 @@ class LLM:
         if self.model.chat_template is None:
             raise InvalidRequest(f"model {self.model.name!r} has no chat template", "messages")
         try:
-            text = self.model.chat_template.render(messages, options)
+            return self.model.chat_template.render(messages, options)
         except TemplateRefused as error:
             raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
-        return await self.model.tokenizer.encode(text, add_special_tokens=False)
 
     def check_choices(self, prompts: int, n: int) -> None:
         """
@@ -135,7 +141,7 @@ class LLM:
         return Answer(
             request, self.pipeline, self.allowances, self.metrics, self.spans,
             max_model_len=longest, seed=self.seeds.getrandbits(63) if seed is None else seed,
-            running=self.running,
+            running=self.running, new_id=self.new_id,
         )  # fmt: skip
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:

@@ -9,28 +9,26 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from opentelemetry import context as otel_context
 
 from services.gateway.errors import GatewayError, InvalidRequest
-from services.gateway.generation import (
-    Answer,
-    Delta,
-    Generation,
-    Structure,
-    check_salt,
-    read_sampling,
-    read_speculative,
-    truncated,
-)
+from services.gateway.generation import Answer, Generation, check_salt, held_to, read_sampling, truncated
 from services.gateway.llm import LLM
+from services.gateway.llm_messages import (
+    choice_of,
+    messages_of,
+    options_of,
+    response_of,
+    speculative_of,
+    structure_of,
+    tools_of,
+)
 from services.gateway.priority import PriorityClass
-from services.gateway.text import ROLES, TemplateOptions
+from services.gateway.tools import ReadingPlan, ToolUse, plan_reading
 from tandem import rpc
 from tandem.sampling import given_in
-from tandem.speculative import Speculative
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 PRIORITIES = {
@@ -51,7 +49,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         answer = await self._answer(request, context)
         async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
             async for delta in deltas:
-                yield _response(answer, delta)
+                yield response_of(answer, delta)
 
     async def GenerateUnary(
         self, request: llm_pb2.GenerateUnaryRequest, context: Context
@@ -59,12 +57,14 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         answer = await self._answer(request.generate, context)
         choices = [llm_pb2.Choice(index=i) for i in range(answer.request.n)]
         texts: list[list[str]] = [[] for _ in choices]
+        thoughts: list[list[str]] = [[] for _ in choices]
         async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
             async for delta in deltas:
                 texts[delta.choice].append(delta.text)
-                choices[delta.choice].MergeFrom(_choice(delta))
-        for choice, parts in zip(choices, texts, strict=True):
-            choice.text = "".join(parts)
+                thoughts[delta.choice].append(delta.reasoning)
+                choices[delta.choice].MergeFrom(choice_of(answer, delta))
+        for choice, parts, aloud in zip(choices, texts, thoughts, strict=True):
+            choice.text, choice.reasoning = "".join(parts), "".join(aloud)
         first = choices[0]
         return llm_pb2.GenerateUnaryResponse(
             request_id=answer.request.request_id,
@@ -126,9 +126,11 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         model = llm.served(request.model, client)
         n = request.n or 1
         llm.check_choices(1, n)
-        prompt, param = await self._prompt(request)
+        use = tools_of(request)
+        prompt, param, reading = await self._prompt(request, use)
         given = given_in(request.sampling)
-        sampling = await read_sampling(given, model, structure=_structure(request.structured_outputs))
+        structure = held_to(use, structure_of(request.structured_outputs), reading)
+        sampling = await read_sampling(given, model, structure=structure)
         if request.priority not in PRIORITIES:
             raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
@@ -145,37 +147,26 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             tenant=tenant,
             client=client,
             cache_salt=llm.access.cache_salt(tenant, check_salt(request.cache_salt)),
-            speculative=_speculative(request.speculative) if request.HasField("speculative") else None,
+            speculative=speculative_of(request.speculative) if request.HasField("speculative") else None,
+            reading=reading,
             parent=otel_context.get_current(),
         )
         return generation, param
 
-    async def _prompt(self, request: llm_pb2.GenerateRequest) -> tuple[list[int], str]:
+    async def _prompt(
+        self, request: llm_pb2.GenerateRequest, use: ToolUse | None
+    ) -> tuple[list[int], str, ReadingPlan | None]:
+        llm = self._llm
         match request.WhichOneof("input"):
             case "prompt":
-                return await self._llm.encode(request.prompt, "prompt"), "prompt"
+                return await llm.encode(request.prompt, "prompt"), "prompt", None
             case "token_ids":
-                return list(request.token_ids.ids), "token_ids"
+                return list(request.token_ids.ids), "token_ids", None
             case "messages":
-                return await self._llm.encode_chat(_messages(request.messages), _options(request.messages)), "messages"
+                text = llm.render_chat(messages_of(request.messages), options_of(request.messages, use))
+                reading = plan_reading(llm.model.thoughts, llm.model.calls, use, text)
+                return await llm.model.tokenizer.encode(text, False), "messages", reading
         raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
-
-
-def _speculative(said: llm_pb2.Speculative) -> Speculative:
-    return read_speculative(said.method, said.num_tokens if said.HasField("num_tokens") else None)
-
-
-def _structure(said: llm_pb2.StructuredOutputs) -> Structure | None:
-    kind = said.WhichOneof("kind")
-    if kind is None:
-        return None
-    value = list(said.choice.texts) if kind == "choice" else getattr(said, kind)
-    return Structure(kind, value, f"structured_outputs.{kind}")
-
-
-def _options(said: llm_pb2.ChatMessages) -> TemplateOptions:
-    opened = said.add_generation_prompt if said.HasField("add_generation_prompt") else not said.continue_final_message
-    return TemplateOptions(opened, said.continue_final_message, MessageToDict(said.chat_template_kwargs))
 
 
 def _refused(error: GatewayError, context: Context, headers: Mapping[str, str]) -> rpc.Refused:
@@ -205,39 +196,3 @@ async def _with_trailers(answer: Answer, context: Context) -> AsyncIterator[None
 
 def _metadata(context: Context) -> dict[str, str]:
     return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
-
-
-def _messages(said: llm_pb2.ChatMessages) -> list[Any]:
-    if not said.messages:
-        raise InvalidRequest("messages must not be empty", "messages")
-    for i, message in enumerate(said.messages):
-        if message.role not in ROLES:
-            raise InvalidRequest(
-                f"messages[{i}].role must be one of {', '.join(ROLES)}, got {message.role!r}", f"messages[{i}].role"
-            )
-    return [{"role": ROLES[message.role], "content": message.content} for message in said.messages]
-
-
-def _choice(delta: Delta) -> llm_pb2.Choice:
-    tokens = delta.tokens
-    return llm_pb2.Choice(
-        token_ids=tokens.ids, logprobs=tokens.logprobs, finish_reason=delta.finish_reason,
-        prompt_logprobs=tokens.prompt_logprobs,
-    )  # fmt: skip
-
-
-def _response(answer: Answer, delta: Delta) -> llm_pb2.GenerateResponse:
-    message = llm_pb2.GenerateResponse(
-        request_id=answer.request.request_id,
-        model=answer.request.model.name,
-        text=delta.text,
-        token_ids=delta.tokens.ids,
-        logprobs=delta.tokens.logprobs,
-        finish_reason=delta.finish_reason,
-        index=delta.choice,
-        prompt_logprobs=delta.tokens.prompt_logprobs,
-    )
-    if delta.finish_reason:
-        message.usage.CopyFrom(answer.usage)
-        message.path.CopyFrom(answer.path)
-    return message

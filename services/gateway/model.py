@@ -1,7 +1,7 @@
 """The served model as the gateway knows it: its words, its chat format, its defaults. No weights.
 
 tokenizer.json                                  -> Tokenizer
-chat_template.jinja | tokenizer_config.json     -> ChatTemplate
+chat_template.jinja | tokenizer_config.json     -> ChatTemplate, how it calls tools and thinks aloud
 generation_config.json                          -> what a request that says nothing gets
 config.json                                     -> end-of-text ids, context length
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import Field
 
 from services.gateway.text import ChatTemplate, Tokenizer
+from services.gateway.tools import FORMATS, TAGS, CallReader, Tags, detect_format, detect_tags
 from tandem.adapters import AdapterRef
 from tandem.model_files import GenerationFile, ModelFile, end_tokens, read_file
 from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
@@ -31,26 +32,39 @@ class ServedModel:
     created: int  # Unix seconds
     adapter: AdapterRef | None = None
     parent: str = ""  # of an adapter: the model's name
+    calls: type[CallReader] | None = None  # how its calls of tools are written
+    thoughts: Tags | None = None
 
     def adapted(self, ref: AdapterRef) -> ServedModel:
         return replace(self, name=ref.name, adapter=ref, parent=self.name)
 
     @classmethod
-    def load(cls, folder: Path, name: str, created: int) -> ServedModel:
+    def load(
+        cls, folder: Path, name: str, created: int, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> ServedModel:
         """
+        Args:
+            tool_parser, reasoning_parser: a name, "auto" for what the chat template shows, or "none".
+
         Raises:
             FileNotFoundError: the folder lacks tokenizer.json or config.json.
             ValueError: one of them is malformed; names the file and the field.
         """
         generation = folder / "generation_config.json"
+        template = ChatTemplate.load(folder)
+        source = template.source if template else ""
+        calls = detect_format(source) if tool_parser == "auto" else tool_parser
+        thoughts = detect_tags(source) if reasoning_parser == "auto" else reasoning_parser
         return cls(
             name=name or folder.resolve().name,
             tokenizer=Tokenizer.load(folder),
-            chat_template=ChatTemplate.load(folder),
+            chat_template=template,
             eos_token_ids=end_tokens(folder),
             defaults=_defaults(generation) if generation.is_file() else {},
             max_model_len=read_file(_ConfigFile, folder / "config.json").max_position_embeddings,
             created=created,
+            calls=FORMATS.get(calls or ""),
+            thoughts=TAGS.get(thoughts or ""),
         )
 
 

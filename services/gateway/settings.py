@@ -22,9 +22,32 @@ class Disaggregation(StrEnum):
     AUTO = "auto"  # whichever costs less, by the rates that the workers have measured
 
 
+class ToolParser(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    HERMES = "hermes"
+    QWEN3_CODER = "qwen3_coder"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
+    PYTHONIC = "pythonic"
+
+
+class ReasoningParser(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    THINK = "think"  # <think>...</think>
+    MISTRAL = "mistral"  # [THINK]...[/THINK]
+
+
 class GatewaySettings(ClusterSettings):
     model_path: Path = Field(description="Hugging Face folder: tokenizer.json, chat template, config.json")
     model_name: str = Field("", description="name that clients and workers use; the folder's name when empty")
+    tool_parser: ToolParser = Field(
+        ToolParser.AUTO, description="how the model writes calls of tools; auto: as its chat template shows"
+    )
+    reasoning_parser: ReasoningParser = Field(
+        ReasoningParser.AUTO, description="what the model writes around its thoughts; auto: as its chat template shows"
+    )
     redis_url: str = "redis://127.0.0.1:6379/0"
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
     host: str = Field("127.0.0.1", description="address to listen on; others than loopback need api-keys or insecure")

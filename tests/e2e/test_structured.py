@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import grpc
 import httpx
 import jsonschema
 import pytest
+from openai import OpenAI
 
 from tandem import grammar
 from tandem.engine import Engine, SamplingParams
@@ -50,6 +52,29 @@ def test_it_is_valid_and_exact(
         60, temperature=temperature, seed=5, stop_token_ids=frozenset({0}), grammar=grammar.of_json_schema(SCHEMA)
     )
     assert list(answer.token_ids) == oracle(one_process_engine, prompt, alone)[0]
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "store", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "clear"}},
+]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "store"}}])
+def test_forced_calls_are_valid(shm_cluster: RunningCluster, choice: Any) -> None:
+    """The demo model knows of no tools: the grammar does."""
+    messages = [{"role": "user", "content": "a thing"}]
+    with OpenAI(base_url=f"{shm_cluster.http}/v1", api_key="none", max_retries=0) as client:
+        asked = {"model": "tandem-demo", "messages": messages, "tools": TOOLS, "tool_choice": choice, "seed": 3}
+        whole = client.chat.completions.create(**asked, temperature=0, parallel_tool_calls=False).choices[0]
+        stream = client.chat.completions.create(**asked, temperature=0, parallel_tool_calls=False, stream=True)
+        parts = [part.choices[0] for part in stream]
+    (call,) = whole.message.tool_calls or []
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "store" else {})
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    (streamed,) = [call for part in parts for call in part.delta.tool_calls or []]
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
+    assert parts[-1].finish_reason == "tool_calls"
 
 
 def test_over_http(shm_cluster: RunningCluster) -> None:

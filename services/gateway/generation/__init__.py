@@ -19,7 +19,7 @@ from services.gateway.generation.request import (
     read_speculative,
     truncated,
 )
-from services.gateway.generation.structured import Structure, read_response_format, read_structure
+from services.gateway.generation.structured import Structure, held_to, read_response_format, read_structure
 
 __all__ = [
     "CLIENT_LEFT",
@@ -37,6 +37,7 @@ __all__ = [
     "check_length",
     "check_prompt",
     "check_salt",
+    "held_to",
     "read_response_format",
     "read_sampling",
     "read_speculative",

@@ -10,7 +10,7 @@ The first choice that fails fails the answer, and ends the others. Closing `delt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from opentelemetry.trace import Span, Tracer
@@ -30,6 +30,7 @@ from tandem.v1 import llm_pb2
 REASONS = {
     llm_pb2.FINISH_REASON_STOP: "stop",
     llm_pb2.FINISH_REASON_LENGTH: "length",
+    llm_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 CLIENT_LEFT = 499
 
@@ -39,9 +40,10 @@ class Answer:
 
     def __init__(
         self, request: Generation, pipeline: Pipeline, allowances: Allowances, metrics: Metrics, spans: Tracer,
-        *, max_model_len: int, seed: int, running: set[Answer],
+        *, max_model_len: int, seed: int, running: set[Answer], new_id: Callable[[], str],
     ) -> None:  # fmt: skip
         self.request = request
+        self.new_id = new_id
         self.outcomes = [Outcome() for _ in range(request.num_choices)]
         self._pipeline = pipeline
         self._allowances = allowances
@@ -55,7 +57,7 @@ class Answer:
             SharedPrompt() if shares and len(prompt) >= MIN_SHARED_TOKENS else None for prompt in request.prompts
         ]
         self._choices = [
-            Choice(i, request.model.tokenizer, request.sampling, sequence.sampling.stop_token_ids)
+            Choice(i, request.model.tokenizer, request.sampling, sequence.sampling.stop_token_ids, request.reading)
             for i, sequence in enumerate(self._sequences)
         ]
 

@@ -1,6 +1,6 @@
 """The text of one choice.
 
-    tokens -> detokenizer -> stop strings -> Delta
+    tokens -> detokenizer -> stop strings -> thoughts and calls apart, where the request has a plan for them -> Delta
 
 A stop token's own text is not shown. A stop string ends the choice at the token that completes it: later tokens of
 the same message do not count.
@@ -9,9 +9,10 @@ the same message do not count.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.gateway.text import StopStrings, Tokenizer
+from services.gateway.tools import Call, Reading, ReadingPlan
 from services.gateway.workers import Tokens
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
@@ -26,15 +27,28 @@ class Delta:
     tokens: Tokens
     offsets: list[int]  # where each token's text begins in the answer, in characters
     finish_reason: llm_pb2.FinishReason
+    reasoning: str = ""
+    calls: Sequence[Call] = field(default_factory=list)
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.text or self.finish_reason or self.reasoning or self.calls) or bool(
+            self.tokens.logprobs or self.tokens.prompt_logprobs
+        )
 
 
 class Choice:
-    def __init__(self, index: int, tokenizer: Tokenizer, sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, sampling: SamplingParams, stop_ids: Sequence[int],
+        plan: ReadingPlan | None = None,
+    ) -> None:  # fmt: skip
         """`stop_ids`: with the model's own ends of text."""
         self.index = index
         self.num_tokens = 0
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
-        self._detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens, plan.markers if plan else ())
+        self._reader = plan.reader() if plan else None
+        self._called = False
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._show_stop = sampling.include_stop_str_in_output
         self._stop_ids = frozenset(stop_ids)
@@ -59,8 +73,21 @@ class Choice:
         if finish_reason:
             shown.append(self._rest())
         self.num_tokens += len(tokens.ids)
-        self.finish_reason = finish_reason
-        return Delta(self.index, "".join(shown), tokens, offsets, finish_reason)
+        delta = self._read("".join(shown), tokens, offsets, finish_reason)
+        self.finish_reason = delta.finish_reason
+        return delta
+
+    def _read(self, text: str, tokens: Tokens, offsets: list[int], finish_reason: llm_pb2.FinishReason) -> Delta:
+        if self._reader is None:
+            return Delta(self.index, text, tokens, offsets, finish_reason)
+        found = self._reader.feed(text)
+        if finish_reason:
+            rest = self._reader.finish()
+            found = Reading(found.text + rest.text, found.reasoning + rest.reasoning, [*found.calls, *rest.calls])
+        self._called = self._called or bool(found.calls)
+        if self._called and finish_reason == llm_pb2.FINISH_REASON_STOP:
+            finish_reason = llm_pb2.FINISH_REASON_TOOL_CALLS
+        return Delta(self.index, found.text, tokens, offsets, finish_reason, found.reasoning, found.calls)
 
     def _show(self, text: str) -> str:
         self._length += len(text)

@@ -17,6 +17,7 @@ from services.gateway.access import ANYONE, Client
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation.structured import Structure, grammar_for
 from services.gateway.model import ServedModel
+from services.gateway.tools import ReadingPlan
 from tandem.sampling import InvalidParameter, SamplingParams, check_token_ids
 from tandem.speculative import Speculative
 from tandem.v1 import worker_pb2
@@ -42,6 +43,7 @@ class Generation:
     cache_salt: str = ""
     speculative: Speculative | None = None
     streamed: bool = False
+    reading: ReadingPlan | None = None  # of answers that are more than text
     parent: Context | None = None
 
     @property

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.tools import CallReader, ReadingPlan, ToolUse
 from tandem import grammar
 from tandem.grammar import InvalidGrammar
 
@@ -22,6 +23,7 @@ MAX_DEPTH = 64
 MAX_CHOICES = 1024
 MAX_PLACES = 64  # looked at in search of what is wrong with a schema
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+CALLS = "tools.function.parameters"
 NESTED = ("properties", "patternProperties", "$defs", "definitions")
 INSIDE = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems")
 
@@ -31,6 +33,7 @@ class Structure:
     kind: str
     value: Any
     param: str  # the client's name of the field
+    behind: str = ""  # the text that ends the thoughts before it
 
 
 async def grammar_for(structure: Structure | None) -> str:
@@ -50,6 +53,8 @@ def _grammar(structure: Structure) -> str:
         raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters", param)
     try:
         made = BUILDERS[structure.kind](value, param)
+        if structure.behind:
+            made = grammar.behind_thoughts(made, structure.behind)
         grammar.check(made)
     except InvalidGrammar as error:
         place = _place(value, str(error)) if structure.kind == "json" else ""
@@ -104,7 +109,44 @@ def _structural_tag(value: Any, param: str) -> str:
     return grammar.of_tags(structures, triggers)
 
 
+def _calls(value: Any, param: str) -> str:
+    return grammar.of_calls(value["schemas"], None if value["parallel"] else 1)
+
+
 BUILDERS = dict(zip(KINDS, (_json, _regex, _choice, _own, _json_object, _structural_tag), strict=True))
+BUILDERS["calls"] = _calls
+
+
+def held_to(use: ToolUse | None, said: Structure | None, reading: ReadingPlan | None) -> Structure | None:
+    """What holds an answer to the calls that must be made, else to what the client said; behind its thoughts."""
+    structure = (_of_calls(use) if use else None) or said
+    if structure is None and use and reading and reading.calls and use.strict:
+        structure = _of_strict(use, reading.calls)
+    return replace(structure, behind=reading.thoughts_end) if structure and reading else structure
+
+
+def _of_strict(use: ToolUse, calls: type[CallReader]) -> Structure | None:
+    """Free text, and calls whose arguments follow their schemas; None where the format has no place to say so."""
+    if calls.strict_tag is None:
+        return None
+    begin, end = calls.strict_tag
+    structures = [
+        {
+            "begin": begin.format(name=json.dumps(name)),
+            "schema": schema if name in use.strict else {"type": "object"},
+            "end": end,
+        }
+        for name, schema in use.schemas.items()
+    ]
+    return Structure("structural_tag", {"structures": structures, "triggers": [calls.begins[0]]}, CALLS)
+
+
+def _of_calls(use: ToolUse) -> Structure | None:
+    if use.named is not None:
+        return Structure("json", use.schemas[use.named], CALLS)
+    if use.required:
+        return Structure("calls", {"schemas": use.schemas, "parallel": use.parallel}, CALLS)
+    return None
 
 
 def read_structure(said: Mapping[str, Any], param: str) -> Structure:

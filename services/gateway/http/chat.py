@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, read_sampling, truncated
+from services.gateway.generation import Delta, held_to, read_sampling, truncated
 from services.gateway.http import schema
 from services.gateway.http.format import Format, ParsedBody, logprob_entries, structure_of
 from services.gateway.llm import LLM
 from services.gateway.text import ROLES, TemplateOptions, Tokenizer
+from services.gateway.tools import ToolUse, plan_reading, read_call, read_tools
 
 
 async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
@@ -21,23 +23,31 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
     found, given = schema.read(schema.ChatBody, body)
     llm.served(found.model)
     llm.check_choices(1, found.n or 1)
-    messages = read_messages(found.messages)
+    use = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
+    prompt = llm.render_chat(read_messages(found.messages), template_options(found, use))
+    reading = plan_reading(llm.model.thoughts, llm.model.calls, use, prompt)
     names = {"logprobs": "top_logprobs"}
     if (logprobs := _logprobs(found)) is not None:
         given["logprobs"] = logprobs
     if found.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
         given["max_tokens"] = found.max_completion_tokens
+    structure = held_to(use, structure_of(found), reading)
     return ParsedBody(
         body=found,
         n=found.n or 1,
         given=given,
-        sampling=await read_sampling(given, llm.model, names, structure_of(found)),
-        prompts=[truncated(await llm.encode_chat(messages, template_options(found)), found.truncate_prompt_tokens)],
+        sampling=await read_sampling(given, llm.model, names, structure),
+        prompts=[truncated(await llm.model.tokenizer.encode(prompt, False), found.truncate_prompt_tokens)],
         param="messages",
         operation="chat",
-        format=ChatFormat(llm.model.tokenizer),
         with_prompt_logprobs="prompt_logprobs" in given,
+        format=ChatFormat(
+            llm.model.tokenizer,
+            lambda: reading.call_id(llm.new_id()) if reading else "",
+            found.include_reasoning is not False,
+        ),
+        reading=reading,
     )
 
 
@@ -45,20 +55,49 @@ class ChatFormat(Format):
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     prompt_logprobs_in_choice = False
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, new_call_id: Callable[[], str], with_reasoning: bool) -> None:
         self._tokenizer = tokenizer
+        self._new_call_id = new_call_id
+        self._with_reasoning = with_reasoning
         self._begun: set[int] = set()
+        self._num_calls: Counter[int] = Counter()
 
     def delta(self, delta: Delta) -> dict[str, Any]:
-        said: dict[str, Any] = {"content": delta.text}
+        said: dict[str, Any] = {"content": delta.text, **self._reasoning(delta)}
+        if calls := self._calls(delta):
+            first = self._num_calls[delta.choice]
+            said["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
+            self._num_calls[delta.choice] += len(calls)
+        if len(said) > 1 and not delta.text:
+            del said["content"]
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             said = {"role": "assistant", **said}
         return {"delta": said, "logprobs": self._logprobs(delta)}
 
     def choice(self, delta: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        calls = self._calls(delta)
+        text = None if calls and not delta.text else delta.text
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, **self._reasoning(delta)}
+        if calls:
+            message["tool_calls"] = calls
         return {"message": message, "logprobs": self._logprobs(delta)}
+
+    def _reasoning(self, delta: Delta) -> dict[str, str]:
+        """By its present name and by the one that older clients know."""
+        if not delta.reasoning or not self._with_reasoning:
+            return {}
+        return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+
+    def _calls(self, delta: Delta) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": self._new_call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in delta.calls
+        ]
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not delta.tokens.logprobs:
@@ -66,7 +105,7 @@ class ChatFormat(Format):
         return {"content": logprob_entries(self._tokenizer, delta.tokens.logprobs), "refusal": None}
 
 
-def template_options(body: schema.ChatBody | schema.TokenizeBody) -> TemplateOptions:
+def template_options(body: schema.ChatBody | schema.TokenizeBody, use: ToolUse | None) -> TemplateOptions:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
@@ -75,6 +114,7 @@ def template_options(body: schema.ChatBody | schema.TokenizeBody) -> TemplateOpt
         add_generation_prompt=not body.continue_final_message if opened is None else opened,
         continue_final_message=bool(body.continue_final_message),
         variables=variables,
+        tools=use.tools if use else (),
     )
 
 
@@ -100,8 +140,16 @@ def _message(message: schema.Message, param: str) -> Mapping[str, Any]:
     if role is None:
         allowed = ", ".join(ROLES)
         raise InvalidRequest(f"{param}.role must be one of {allowed}, got {message.role!r}", f"{param}.role")
-    said = {"role": role, "content": _content(message.content, f"{param}.content")}
-    return said if message.name is None else {**said, "name": message.name}
+    if role == "tool" and message.tool_call_id is None:
+        raise InvalidRequest(f"{param}.tool_call_id is required of a tool", f"{param}.tool_call_id")
+    said: dict[str, Any] = {"role": role, "content": ""}
+    if message.content is not None or not (message.role == "assistant" and message.tool_calls):
+        said["content"] = _content(message.content, f"{param}.content")
+    if message.tool_calls and message.role == "assistant":
+        said["tool_calls"] = [read_call(call, f"{param}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    given = {"name": message.name, "tool_call_id": message.tool_call_id}
+    given["reasoning_content"] = message.reasoning or message.reasoning_content
+    return said | {name: value for name, value in given.items() if value is not None}
 
 
 def _content(content: Any, param: str) -> str:

@@ -135,6 +135,7 @@ class GenerateEndpoint(Endpoint):
             cache_salt=access.cache_salt(tenant, check_salt(body.cache_salt or "")),
             speculative=read_speculative(said.method, said.num_tokens) if (said := body.speculative) else None,
             streamed=bool(body.stream),
+            reading=found.reading,
             parent=tracing.incoming(exchange.headers),
         )
 
@@ -170,9 +171,7 @@ class GenerateEndpoint(Endpoint):
 
     async def _write_events(self, exchange: Exchange, envelope: Envelope, deltas: AsyncIterator[Delta]) -> None:
         async for delta in deltas:
-            tokens = delta.tokens
-            reports = tokens.logprobs or tokens.prompt_logprobs or envelope.with_token_ids
-            if delta.text or delta.finish_reason or reports:
+            if delta.says_something or envelope.with_token_ids:
                 await exchange.event(envelope.chunk(delta))
 
     async def _write_whole(

@@ -15,6 +15,7 @@ from services.gateway.generation import REASONS, Answer, Delta, Outcome, Structu
 from services.gateway.http.schema import GenerationBody
 from services.gateway.metrics import PATHS
 from services.gateway.text import Tokenizer
+from services.gateway.tools import Call, ReadingPlan
 from services.gateway.workers import Tokens
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
@@ -53,6 +54,7 @@ class ParsedBody:
     operation: str
     format: Format
     with_prompt_logprobs: bool
+    reading: ReadingPlan | None = None
 
 
 def structure_of(body: GenerationBody) -> Structure | None:
@@ -190,7 +192,9 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         tokens.add(delta.tokens)
     offsets = [offset for delta in deltas for offset in delta.offsets]
     text = "".join(delta.text for delta in deltas)
-    return Delta(deltas[-1].choice, text, tokens, offsets, deltas[-1].finish_reason)
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    calls: list[Call] = [call for delta in deltas for call in delta.calls]
+    return Delta(deltas[-1].choice, text, tokens, offsets, deltas[-1].finish_reason, reasoning, calls)
 
 
 def logprob_entries(tokenizer: Tokenizer, logprobs: Sequence[llm_pb2.TokenLogprobs]) -> list[dict[str, Any]]:

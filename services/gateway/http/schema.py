@@ -16,8 +16,6 @@ from tandem.sampling import INTERNAL, TYPES
 
 # Fields that are refused unless they ask for what happens anyway.
 AS_IS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -36,11 +34,7 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
-    "include_reasoning": (False, True),
     "include_obfuscation": (False, True),
-    # of a message
-    "tool_calls": ([],),
-    "tool_call_id": (),
 }
 
 
@@ -106,6 +100,10 @@ class Message(Body):
     role: str
     content: Any = None
     name: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatBody(GenerationBody):
@@ -117,6 +115,9 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
 
 
 class TokenizeBody(Body):
@@ -129,6 +130,7 @@ class TokenizeBody(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[Any] | None = None
 
 
 class DetokenizeBody(Body):

@@ -10,6 +10,7 @@ from services.gateway.http import schema
 from services.gateway.http.chat import read_messages, template_options
 from services.gateway.http.format import token_text
 from services.gateway.llm import LLM
+from services.gateway.tools import read_tools
 
 
 async def tokenize(llm: LLM, body: bytes) -> dict[str, Any]:
@@ -23,7 +24,8 @@ async def tokenize(llm: LLM, body: bytes) -> dict[str, Any]:
     if (found.prompt is None) == (found.messages is None):
         raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
     if found.messages is not None:
-        tokens = await llm.encode_chat(read_messages(found.messages), template_options(found))
+        options = template_options(found, read_tools(found.tools, None, None))
+        tokens = await llm.encode_chat(read_messages(found.messages), options)
     else:
         tokens = await llm.encode(found.prompt or "", "prompt", found.add_special_tokens is not False)
     texts = [token_text(llm.model.tokenizer, token) for token in tokens] if found.return_token_strs else None

@@ -20,7 +20,7 @@ from pydantic import ConfigDict
 from tandem.model_files import ModelFile, read_bytes, read_file
 
 # What clients call the roles, and what templates do.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # What a template can raise over messages that it was not written for.
 REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
 
@@ -34,6 +34,7 @@ class TemplateOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the last message is the beginning of the answer
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 DEFAULTS = TemplateOptions()
@@ -48,6 +49,7 @@ class ChatTemplate:
         Raises:
             jinja2.TemplateSyntaxError
         """
+        self.source = source
         self._tokens = dict(tokens)
         self._template = _compile(source, now)
 
@@ -73,7 +75,7 @@ class ChatTemplate:
             TemplateRefused: the template raised, or does not fit the messages.
         """
         variables = {
-            **self._tokens, **options.variables, "messages": messages,
+            **self._tokens, "tools": list(options.tools) or None, **options.variables, "messages": messages,
             "add_generation_prompt": options.add_generation_prompt,
         }  # fmt: skip
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -47,11 +47,14 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh one, for one answer."""
+    def detokenizer(self, skip_special_tokens: bool = True, shown: Collection[str] = ()) -> Detokenizer:
+        """A fresh one, for one answer. Special tokens in `shown` are text, whatever becomes of the others."""
+        hidden = self._vocabulary.special if skip_special_tokens else frozenset()
+        if hidden and shown:
+            hidden = hidden.difference(map(self._tokenizer.token_to_id, shown))
         if self._vocabulary.byte_level:
-            return ByteDetokenizer(self._text_bytes if skip_special_tokens else self.token_bytes)
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
+            return ByteDetokenizer(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id))
+        return WindowDetokenizer(lambda ids: self.decode([i for i in ids if i not in hidden], False))
 
     async def spellings(self, word: str) -> list[list[int]]:
         """The tokens of a word at the beginning of a text and within one."""
@@ -60,6 +63,3 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.
         return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-
-    def _text_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._vocabulary.special else self.token_bytes(token_id)

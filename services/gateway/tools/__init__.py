@@ -1,0 +1,34 @@
+"""Answers that call tools and think aloud: text in, what was said, thought and called out.
+
+    text -> Thinking -> CallReader of the model's format -> Reading
+            <think>     <tool_call>, [TOOL_CALLS], ...
+
+Each format reads text as it comes, cut anywhere, and shows a call once it is complete: one that was cut off is none.
+"""
+
+from services.gateway.tools.call import Call, CallReader, Schemas, parsed
+from services.gateway.tools.formats import FORMATS, detect_format
+from services.gateway.tools.plan import ReadingPlan, plan_reading
+from services.gateway.tools.reader import AnswerReader, Reading
+from services.gateway.tools.request import ToolUse, read_call, read_tools
+from services.gateway.tools.thinking import TAGS, Tags, Thinking, detect_tags
+
+__all__ = [
+    "FORMATS",
+    "TAGS",
+    "AnswerReader",
+    "Call",
+    "CallReader",
+    "Reading",
+    "ReadingPlan",
+    "Schemas",
+    "Tags",
+    "Thinking",
+    "ToolUse",
+    "detect_format",
+    "detect_tags",
+    "parsed",
+    "plan_reading",
+    "read_call",
+    "read_tools",
+]

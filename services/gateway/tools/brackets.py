@@ -1,0 +1,34 @@
+"""Where a bracketed text ends, followed as it grows: each character is looked at once."""
+
+from __future__ import annotations
+
+import re
+
+
+class Brackets:
+    def __init__(self, quotes: str) -> None:
+        """`quotes` are the characters that begin and end a string."""
+        self._marks = re.compile(rf"\\.?|[()\[\]{{}}{quotes}]", re.DOTALL)
+        self._at = 0
+        self._depth = 0
+        self._quote = ""
+
+    def end(self, text: str, start: int) -> int | None:
+        """Behind the bracket that closes the one at `start`. `text` has only grown since the last call."""
+        for found in self._marks.finditer(text, max(start, self._at)):
+            mark = found[0]
+            if mark == "\\":  # what it escapes has not come yet
+                self._at = found.start()
+                return None
+            if self._quote:
+                self._quote = "" if mark == self._quote else self._quote
+            elif mark in "\"'":
+                self._quote = mark
+            elif mark in "([{":
+                self._depth += 1
+            elif mark in ")]}":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return found.end()
+        self._at = len(text)
+        return None

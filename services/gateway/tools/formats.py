@@ -1,0 +1,32 @@
+"""The formats that are read, by the names that --tool-parser takes, and how a chat template shows which is its own."""
+
+from __future__ import annotations
+
+from services.gateway.tools.call import CallReader
+from services.gateway.tools.hermes import Hermes
+from services.gateway.tools.llama3_json import Llama3Json
+from services.gateway.tools.mistral import Mistral
+from services.gateway.tools.pythonic import Pythonic
+from services.gateway.tools.qwen3_coder import Qwen3Coder
+
+FORMATS: dict[str, type[CallReader]] = {
+    "hermes": Hermes,
+    "qwen3_coder": Qwen3Coder,
+    "llama3_json": Llama3Json,
+    "mistral": Mistral,
+    "pythonic": Pythonic,
+}
+# The first format of which a template has a mark is the model's.
+MARKS = (
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_start|>", "pythonic"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ("Environment: ipython", "llama3_json"),
+)
+
+
+def detect_format(template: str) -> str | None:
+    return next((name for mark, name in MARKS if mark in template), None)

@@ -1,0 +1,69 @@
+"""How a request's answers are to be read, known once its prompt is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.tools.call import CallReader
+from services.gateway.tools.forced import ForcedCalls, NamedCall
+from services.gateway.tools.reader import AnswerReader
+from services.gateway.tools.request import ToolUse
+from services.gateway.tools.thinking import Tags, Thinking
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingPlan:
+    tags: Tags | None
+    opened: bool  # the prompt ends within thoughts
+    calls: type[CallReader] | None
+    use: ToolUse | None
+    id_form: str
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Special tokens that must be shown to be read."""
+        tags = (self.tags.begin, self.tags.end) if self.tags else ()
+        return frozenset((*tags, *(self.calls.markers() if self.calls else ())))
+
+    @property
+    def thoughts_end(self) -> str:
+        """What ends the thoughts that an answer begins within; "" where it does not."""
+        return self.tags.end if self.tags and self.opened else ""
+
+    def call_id(self, unique: str) -> str:
+        return self.id_form.format(unique)
+
+    def reader(self) -> AnswerReader:
+        """A fresh one, for one answer."""
+        thinking = calls = None
+        if self.tags:
+            thinking = Thinking(self.tags, self.opened, self.calls.ends_thinking if self.calls else ())
+        if self.calls and self.use:
+            calls = self.calls(self.use.schemas)
+        return AnswerReader(thinking, calls, 1 if self.use and not self.use.parallel else None)
+
+
+def plan_reading(
+    tags: Tags | None, format_: type[CallReader] | None, use: ToolUse | None, prompt: str
+) -> ReadingPlan | None:
+    """None where an answer is text and nothing else.
+
+    Args:
+        tags, format_: the model's own.
+
+    Raises:
+        InvalidRequest: the model's calls could not be read.
+    """
+    if use is None and tags is None:
+        return None
+    calls = None
+    if use is not None:
+        forced = NamedCall if use.named else ForcedCalls if use.required else None
+        calls = forced or format_
+        if calls is None:
+            raise InvalidRequest(
+                "tools: this model has no format for calls of its own (its chat template shows none, and tool-parser "
+                "names none), so tool_choice must be required or name a function", "tool_choice",
+            )  # fmt: skip
+    return ReadingPlan(tags, tags is not None and tags.opened_by(prompt), calls, use, (format_ or CallReader).id_form)

@@ -1,0 +1,71 @@
+"""One answer's text, read for thoughts, words and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from services.gateway.tools.call import Call, CallReader
+from services.gateway.tools.thinking import Thinking
+
+
+@dataclass(slots=True)
+class Reading:
+    """What is new of an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: Sequence[Call] = field(default_factory=list)
+
+
+class AnswerReader:
+    def __init__(self, thinking: Thinking | None, calls: CallReader | None, most_calls: int | None = None) -> None:
+        """Calls beyond `most_calls` are dropped."""
+        self._thinking = thinking
+        self._calls = calls
+        self._left = most_calls
+        self._called = False
+        self._said = False
+        self._space = ""  # white space that is a part of the answer only if text follows
+
+    def feed(self, text: str) -> Reading:
+        thoughts, rest = self._thinking.feed(text) if self._thinking else ("", text)
+        return self._reading(thoughts, self._calls.feed(rest) if self._calls else [rest])
+
+    def finish(self) -> Reading:
+        """The rest, when nothing follows."""
+        thoughts, rest = self._thinking.finish() if self._thinking else ("", "")
+        pieces: list[str | Call] = [rest]
+        if self._calls:
+            pieces = [*self._calls.feed(rest), *self._calls.finish()]
+        found = self._reading(thoughts, pieces)
+        if not self._called and (self._said or not self._thought):
+            found.text += self._space
+        return found
+
+    @property
+    def _thought(self) -> bool:
+        return self._thinking is not None and self._thinking.seen
+
+    def _reading(self, thoughts: str, pieces: Iterable[str | Call]) -> Reading:
+        texts: list[str] = []
+        calls: list[Call] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                texts.append(self._say(piece))
+            elif self._left is None or self._left > len(calls):
+                self._called = True
+                calls.append(piece)
+        if self._left is not None:
+            self._left -= len(calls)
+        return Reading("".join(texts), thoughts, calls)
+
+    def _say(self, text: str) -> str:
+        """Without white space at its end, and none before the first word behind thoughts or calls."""
+        text = self._space + text
+        if not self._said and (self._called or self._thought):
+            text = text.lstrip()
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        self._said = self._said or bool(said)
+        return said

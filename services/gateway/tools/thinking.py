@@ -1,0 +1,86 @@
+"""Thoughts before an answer: <think>...</think>, [THINK]...[/THINK]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway.tools.call import may_begin
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The marks around thoughts."""
+
+    begin: str
+    end: str
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether a prompt's end is already within thoughts."""
+        return prompt.rstrip().endswith(self.begin)
+
+
+# By the names that --reasoning-parser takes.
+TAGS = {"think": Tags("<think>", "</think>"), "mistral": Tags("[THINK]", "[/THINK]")}
+
+
+def detect_tags(template: str) -> str | None:
+    return next((name for name, tags in TAGS.items() if tags.begin in template or tags.end in template), None)
+
+
+class Thinking:
+    """Splits one answer. White space around thoughts is not theirs."""
+
+    def __init__(self, tags: Tags, opened: bool, ends: Sequence[str]) -> None:
+        """
+        Args:
+            opened: the prompt ends within thoughts.
+            ends: what ends thoughts and is no part of them, other than their own end.
+        """
+        self._tags = tags
+        self._ends = (tags.end, *ends)
+        self._held = ""
+        self._state = "thinking" if opened else "before"
+        self._begun = False
+        self.seen = opened
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Thoughts and other text that are certain now."""
+        self._held += text
+        if self._state == "before":
+            self._look_for_begin()
+        thoughts = self._thoughts() if self._state == "thinking" else ""
+        if self._state != "after":
+            return thoughts, ""
+        rest, self._held = self._held, ""
+        return thoughts, rest
+
+    def finish(self) -> tuple[str, str]:
+        held, self._held = self._held, ""
+        return (self._shown(held.rstrip()), "") if self._state == "thinking" else ("", held)
+
+    def _look_for_begin(self) -> None:
+        said = self._held.lstrip()
+        begin = self._tags.begin
+        if said.startswith(begin):
+            self._held, self._state, self.seen = said[len(begin) :], "thinking", True
+        elif not begin.startswith(said):
+            self._state = "after"
+
+    def _thoughts(self) -> str:
+        text = self._held
+        found = [(at, end) for end in self._ends if (at := text.find(end)) >= 0]
+        if found:
+            at, end = min(found)
+            self._state = "after"
+            self._held = text[at + len(end) :] if end == self._tags.end else text[at:]
+            return self._shown(text[:at].rstrip())
+        certain = text[: len(text) - may_begin(text, self._ends)].rstrip()
+        self._held = text[len(certain) :]
+        return self._shown(certain)
+
+    def _shown(self, text: str) -> str:
+        if not self._begun:
+            text = text.lstrip()
+            self._begun = bool(text)
+        return text
