@@ -50,6 +50,11 @@ class Connection(Protocol):
     client_id: str
     """Unique among all clients that the registry ever has."""
 
+    @property
+    def lines(self) -> int:
+        """How often calls have got a new line to Redis. A call that sees this change may have been sent twice, and what
+        went out on the older line may still arrive, behind anything that is called later."""
+
     async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
         """Run one script. Strings in the answer are bytes where `binary`."""
 
@@ -83,6 +88,10 @@ class RedisConnection:
         self._scripts = load_scripts()
         self._master = Master(self._address)
         self._calls, self._reads = Wire(self._master.open), Wire(self._master.open)
+
+    @property
+    def lines(self) -> int:
+        return self._calls.lines
 
     async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
         return await self._bounded(self._calls, self._run(self._scripts[name], arguments, binary))

@@ -93,6 +93,8 @@ class Registry:
         self._connection = connection
         self._numbers = count()
         self._releasing: set[asyncio.Task[None]] = set()
+        # Reservations and takings that may be asked for once more, by what was sent and is late.
+        self._doubtful: set[str] = set()
         self._batcher = CallBatcher[Asked](self._ask, MAX_BATCH)
         self._infos: dict[str, WorkerInfo] = {}  # by generation
         self._reading_infos = asyncio.Lock()
@@ -217,8 +219,10 @@ class Registry:
                 places = [await self._place(*chosen[i : i + 3]) for i in range(1, len(chosen), 3)]
                 return Route.of(places[1] if len(places) == 2 else None, places[0], reservation, why, fallback)
         except BaseException:
-            self._release_later("abandon", reservation)
+            self._abandon_later(reservation)
             raise
+        if reservation in self._doubtful:
+            self._abandon_later(reservation)
         raise (RequestTooLarge if status == "too large" else NoWorkers)(why)
 
     async def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> bool:
@@ -228,6 +232,8 @@ class Registry:
         """
         if not reservation_id:
             return False
+        if reservation_id in self._doubtful and not prefill_done_only:
+            return await self._abandon(reservation_id)
         arguments = (reservation_id, "tokens" if prefill_done_only else "all")
         try:
             return bool(await self._batcher.call(("release", arguments), patient=True) > 0)
@@ -240,14 +246,16 @@ class Registry:
     ) -> Taken:
         """Take what a request may come to from its tenant's limits. Where nothing lacks, `settle` follows."""
         request = f"{request_id}/{self._connection.client_id}/{next(self._numbers)}"
-        every = limits.arguments()
+        every, lines = limits.arguments(), self._connection.lines
         try:
             lacks, wait, requests, requests_full, left, left_full, day = await self._connection.call(
                 "take", tenant, request, _ms(ttl), *every, tokens, repr(cost)
             )
         except BaseException:
-            self._release_later("settle", tenant, request, "0", every[1], str(tokens), "0", "0", "0")
+            self._release_later("settle", tenant, request, "0", every[1], str(tokens), "0", "0", "0", "1")
             raise
+        if self._connection.lines != lines:
+            self._doubtful.add(request)
         return Taken(
             request, tenant, limits, tokens, cost, lacks, wait / 1000, requests, requests_full / 1000, left,
             left_full / 1000, day,
@@ -258,7 +266,9 @@ class Registry:
         unused = max(taken.tokens - prompt_tokens - completion_tokens, 0)
         _, per_minute, _, _ = taken.limits.arguments()
         said = taken.tenant, taken.request, taken.day, per_minute, str(unused), repr(taken.cost - cost)
-        arguments = *said, str(prompt_tokens), str(completion_tokens)
+        doubtful = str(int(taken.request in self._doubtful))
+        self._doubtful.discard(taken.request)
+        arguments = *said, str(prompt_tokens), str(completion_tokens), doubtful
         try:
             await self._connection.call("settle", *arguments)
         except (RegistryUnavailable, asyncio.CancelledError):
@@ -332,7 +342,7 @@ class Registry:
     async def _ask(self, asked: Sequence[Asked]) -> Sequence[Any]:
         """Releases come first, so choices see them."""
         choices, releases = ([arguments for kind, arguments in asked if kind == one] for one in ("select", "release"))
-        released = list(chain.from_iterable(releases))
+        released, lines = list(chain.from_iterable(releases)), self._connection.lines
         if choices:
             client = self._connection.client_id, self._client_ttl
             requests = chain.from_iterable(choices)
@@ -340,8 +350,24 @@ class Registry:
         else:
             called = self._connection.call("release", *released)
         answers = iter(await called)
+        if self._connection.lines != lines:
+            self._doubtful.update(str(arguments[0]) for arguments in choices)
         dropped = iter([next(answers) for _ in releases])
         return [next(answers if kind == "select" else dropped) for kind, _ in asked]
+
+    async def _abandon(self, reservation: str) -> bool:
+        """Release it, and see to it that it is not made once more."""
+        try:
+            dropped: int = await self._connection.call("abandon", reservation)
+        except (RegistryUnavailable, asyncio.CancelledError):
+            self._abandon_later(reservation)
+            raise
+        self._doubtful.discard(reservation)
+        return dropped > 0
+
+    def _abandon_later(self, reservation: str) -> None:
+        self._doubtful.discard(reservation)
+        self._release_later("abandon", reservation)
 
     async def _place(self, worker_id: str, generation: str, cached_tokens: int) -> Place:
         if generation not in self._infos:

@@ -42,6 +42,7 @@ class Wire:
     """Connects when first used, and again after that connection ended. `close` ends it."""
 
     def __init__(self, open_line: Callable[[], Awaitable[Line]]) -> None:
+        self.lines = 0  # opened so far
         self._open_line = open_line
         self._line: Line | None = None
         self._connecting = asyncio.Lock()
@@ -82,6 +83,7 @@ class Wire:
                 raise ConnectionLost("closed")
             if self._line is None or self._line.ended:
                 self._line = await self._open_line()
+                self.lines += 1
         return self._line
 
 

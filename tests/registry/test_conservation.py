@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 from uuid import uuid4
 
 from hypothesis import HealthCheck, settings
@@ -14,8 +17,9 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from tandem.local import RedisServer
-from tandem.registry import NoWorkers, Registry, Role
+from tandem.registry import Limits, NoWorkers, Registry, Role
 from tandem.registry.connection import RedisConnection
+from tandem.registry.wire import Argument
 from tests.registry.cluster import BLOCK_SIZE, MODEL, TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -159,6 +163,60 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
     assert status == "none"
     assert await totals(registry) == (0, 0)
     await wire.close()
+
+
+class LateConnection(RedisConnection):
+    """Its first `name` seems lost, so it goes out again; `late` is when it arrives after all."""
+
+    def __init__(self, redis: RedisServer, namespace: str, name: str) -> None:
+        super().__init__(redis.url, namespace, 2.0)
+        self.late: Callable[[], Awaitable[Any]] | None = None
+        self._name = name
+        self._lost = 0
+
+    @property
+    def lines(self) -> int:
+        return super().lines + self._lost
+
+    async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
+        if name == self._name and self.late is None:
+            self._lost = 1
+            self.late = partial(super().call, name, *arguments, binary=binary)
+        return await super().call(name, *arguments, binary=binary)
+
+
+async def test_a_choice_that_arrives_behind_its_release_reserves_nothing(
+    registry: Registry, redis_server: RedisServer, namespace: str
+) -> None:
+    await register_pool(registry)
+    connection = LateConnection(redis_server, namespace, "select")
+    gateway = Registry(connection)
+    assert await gateway.release(await reserve(gateway))
+    assert connection.late is not None
+    ((status, why, *_),) = await connection.late()
+    assert (status, why) == ("none", "the reservation was given up")
+    assert await totals(registry) == (0, 0)
+    assert not gateway._doubtful
+    await gateway.close()
+
+
+async def test_a_taking_that_arrives_behind_its_settlement_takes_nothing(
+    registry: Registry, redis_server: RedisServer, namespace: str
+) -> None:
+    connection = LateConnection(redis_server, namespace, "take")
+    gateway, limits = Registry(connection), Limits(concurrent_requests=1, tokens_per_minute=100)
+    taken = await gateway.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
+    assert taken.tokens_left == 40
+    assert connection.late is not None
+    again = await connection.late()
+    assert again[0] == ""
+    assert again[4] >= 40, "taken once"
+    await gateway.settle(taken, 10, 10, 0.0)
+    await connection.late()
+    after = await registry.take("t", limits, request_id="r2", tokens=60, cost=0.0, ttl=60.0)
+    assert not after.lacks
+    await registry.settle(after, 0, 0, 0.0)
+    await gateway.close()
 
 
 async def test_the_check_sees_a_wrong_counter(registry: Registry, redis: Redis, namespace: str) -> None:

@@ -238,6 +238,7 @@ class RedisClient:
 
     def __init__(self, network: Network, process: Process, namespace: str, timeout: float, client_id: str) -> None:
         self.client_id = client_id
+        self.lines = 0
         self._network = network
         self._process = process
         self._prefix = key_prefix(namespace)
@@ -320,6 +321,7 @@ class RedisClient:
                     end.close()
                     return
                 self._end = end
+                self.lines += 1
                 end.received, end.lost = self._received, self._lost
                 opening.set_result(end)
 

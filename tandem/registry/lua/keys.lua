@@ -12,7 +12,7 @@
 --   clients                sorted set: client -> when its own lease ends, and with it what it has reserved (ms)
 --   reservations           sorted set: reservation -> when it expires (ms)
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
---   abandoned:<res>        its caller went away while asking for it
+--   abandoned:<res>        it has been released, or was never made, while what asks for it may still be on its way
 --   fenced:<id> <inc>      an incarnation that may not come back
 --   refused:<role> <layout>  a worker of this role and KV layout was refused: none could have paired with it
 --   bucket: inside: usage:    of a tenant (take.lua)

@@ -2,6 +2,7 @@
 --
 -- Every script first forgets what is past its time, so none ever sees a dead worker or counts an expired reservation.
 local FENCE_MS = 3600000
+local ABANDONED_MS = 120000
 local EXPIRE_BATCH = 256
 local EVENTS_KEPT = 4096
 
@@ -33,6 +34,11 @@ local function drop(reservation, part)
   redis.call('HDEL', key('reservation', reservation), part)
   forget_if_empty(reservation)
   return 1
+end
+
+-- What asks for this and comes late, on a connection given up, gets nothing.
+local function abandon(name)
+  redis.call('SET', key('abandoned', name), '', 'PX', ABANDONED_MS)
 end
 
 -- Releases what ARGV says from first to last: reservation, 'tokens' | 'all', and so on in pairs. Returns for each how

@@ -1,7 +1,8 @@
 -- A request has ended: what it took and did not use is its tenant's again, and what it used is counted.
 -- ARGV: tenant, request, day it began, tokens per minute ('' if there is no limit), tokens not used, cost not used,
---   prompt tokens, completion tokens
+--   prompt tokens, completion tokens, '1' if its taking may have been sent twice
 -- Returns 1, or 0 for a request that is not inside, or no longer.
+if ARGV[9] == '1' then abandon(ARGV[2]) end
 if redis.call('ZREM', key('inside', ARGV[1]), ARGV[2]) == 0 then return 0 end
 local limit = tonumber(ARGV[4])
 if limit then

@@ -41,8 +41,14 @@ local function lacking()
   return '', 0
 end
 
-local lack, wait = lacking()
-if lack == '' then
+local taken = redis.call('ZSCORE', inside, request)
+local lack, wait = '', 0
+if redis.call('EXISTS', key('abandoned', request)) == 1 then
+  lack = 'concurrent'
+elseif not taken then
+  lack, wait = lacking()
+end
+if lack == '' and not taken then
   for part in pairs(per_minute) do
     level[part] = level[part] - wanted[part]
     set_bucket(tenant, part, level[part])
