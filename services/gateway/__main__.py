@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 import signal
+import socket
 import time
 from functools import partial
 from uuid import uuid4
@@ -81,6 +82,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         new_id=lambda: uuid4().hex,
         seeds=random.SystemRandom(),
         wall=time.time,
+        hostname=socket.gethostname(),
         access=Access(settings.api_keys, settings.share_prefixes),
     )
     return Gateway(settings, model, ports, make_router)

@@ -38,7 +38,7 @@ from services.gateway.workers import WorkerPool
 from tandem import rpc
 from tandem.drain import DrainService
 from tandem.integrity import IntegrityReport
-from tandem.registry import BlockReplica, ClusterView, Registry, RegistryUnavailable
+from tandem.registry import BlockReplica, ClusterView, GatewayAddress, Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
@@ -72,6 +72,7 @@ class Ports:
     new_id: Callable[[], str]  # a name that nothing else has
     seeds: random.Random  # for requests that bring none
     wall: Callable[[], float]  # Unix seconds
+    hostname: str = "localhost"  # of this machine
     access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))
 
 
@@ -216,6 +217,9 @@ class Gateway:
         await self._http.start()
         self._run(self._http.run())
         self._run(self._tell_health())
+        host = settings.reachable_host(self._ports.hostname)
+        addresses = (rpc.address(host, port) for port in (settings.http_port, self._grpc.port))
+        self._ports.registry.announce(GatewayAddress(self._model.name, *addresses))
         log.info("serving", model=self.llm.model.name, http=settings.http_port, grpc=self._grpc.port)
 
     @property

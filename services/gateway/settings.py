@@ -51,6 +51,7 @@ class GatewaySettings(ClusterSettings):
     redis_url: str = "redis://127.0.0.1:6379/0"
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
     host: str = Field("127.0.0.1", description="address to listen on; others than loopback need api-keys or insecure")
+    advertise_host: str = Field("", description="address clients reach it at, for `tandem status` (default: host)")
     api_keys: Path | None = Field(
         None, description="file of API keys, as `tandem keys` writes it; none: anyone may ask"
     )
@@ -108,6 +109,10 @@ class GatewaySettings(ClusterSettings):
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is no origin: scheme://host or scheme://host:port, or *")
         return origins
+
+    def reachable_host(self, hostname: str) -> str:
+        """Where others reach it; `hostname` is the machine's."""
+        return self.advertise_host or (hostname if self.host in ("0.0.0.0", "::") else self.host)
 
     @model_validator(mode="after")
     def _closed(self) -> GatewaySettings:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.registry import Registry, RegistryUnavailable
 from tandem.settings import Settings, load
+
+if TYPE_CHECKING:
+    from tandem.local.ray import RayLauncher
 
 
 class DetachedSettings(Settings):
@@ -33,7 +38,8 @@ async def _status(settings: DetachedSettings) -> None:
 
     connect(settings.ray, settings.ray_namespace)
     console = Console()
-    states = await RayLauncher(print, detached=True).states()
+    launcher = RayLauncher(print, detached=True)
+    states = await launcher.states()
     if not states:
         raise SystemExit(f"no cluster runs in Ray namespace {settings.ray_namespace!r}")
     table = Table("service", "state", "address", "incarnation", "node", "pid", box=None)
@@ -45,8 +51,26 @@ async def _status(settings: DetachedSettings) -> None:
             address = re.sub(":[^:@/]+@", ":***@", state.address)
             table.add_row(name, escape(condition), address, state.incarnation[:8], state.node[:8], str(state.pid))
     console.print(table, soft_wrap=True)
+    console.print(*await _gateways(launcher), sep="\n", soft_wrap=True)
     if not all(not isinstance(state, str) and state.ready for state in states.values()):
         raise SystemExit(1)
+
+
+async def _gateways(launcher: RayLauncher) -> list[str]:
+    """Those that have registered, gateways outside Ray too, a line each."""
+    from tandem.local.ray import service_address
+
+    kvstore = await launcher.kvstore()
+    if kvstore is None:
+        return ["no kvstore runs, so the registry is not known"]
+    registry = Registry.connect(service_address(kvstore), namespace=str(kvstore.settings.get("namespace", "tandem")))
+    try:
+        found = await registry.gateways()
+    except RegistryUnavailable as error:
+        return [escape(f"the registry does not say which gateways there are: {error}")]
+    finally:
+        await registry.close()
+    return [escape(f"{at.model}: http://{at.http}/v1, gRPC {at.grpc}") for at in found] or ["no gateway has registered"]
 
 
 async def _down(settings: DetachedSettings) -> None:

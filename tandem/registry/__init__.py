@@ -11,7 +11,7 @@ from tandem.registry.errors import (
 )
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
-from tandem.registry.registry import Adapters, PrefillPolicy, Registry, Snapshot, Swept
+from tandem.registry.registry import Adapters, GatewayAddress, PrefillPolicy, Registry, Snapshot, Swept
 from tandem.registry.replica import BlockReplica
 from tandem.registry.view import ClusterView
 from tandem.registry.worker import Fallback, Place, Role, Route, Worker, WorkerInfo, WorkerLoad
@@ -21,6 +21,7 @@ __all__ = [
     "BlockReplica",
     "ClusterView",
     "Fallback",
+    "GatewayAddress",
     "IncompatibleLayout",
     "Limits",
     "NoWorkers",

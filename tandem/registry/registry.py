@@ -16,7 +16,7 @@ import asyncio
 import json
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, count
 from typing import Any, Literal, TypeAlias
 
@@ -56,6 +56,15 @@ class Swept:
     blocks: int
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class GatewayAddress:
+    """Where clients reach a gateway, which serves `model`: host:port each."""
+
+    model: str
+    http: str
+    grpc: str
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The live workers, by id. `epoch` changes when Redis has lost its memory; empty when it has none yet."""
@@ -91,6 +100,7 @@ class Registry:
         self._client_ttl = 0 if client_lease_s is None else _ms(client_lease_s)
         self.block_feed = BlockFeed(connection)
         self._connection = connection
+        self._announced: tuple[str, ...] = ()
         self._numbers = count()
         self._releasing: set[asyncio.Task[None]] = set()
         # Reservations and takings that may be asked for once more, by what was sent and is late.
@@ -120,6 +130,14 @@ class Registry:
             with suppress(RegistryUnavailable):
                 await self._renew(self._client_ttl)
             await asyncio.sleep(self._client_ttl / 4000)
+
+    def announce(self, gateway: GatewayAddress) -> None:
+        """From the next renewal of its lease on, this client is that gateway, until the lease ends."""
+        self._announced = (json.dumps(asdict(gateway)),)
+
+    async def gateways(self) -> list[GatewayAddress]:
+        """Those whose lease lives."""
+        return sorted(GatewayAddress(**json.loads(said)) for said in await self._connection.call("gateways"))
 
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
         """Take the worker's lease for `ttl` seconds. Another incarnation of this worker loses everything at once.
@@ -327,7 +345,7 @@ class Registry:
         await self._connection.close()
 
     async def _renew(self, ttl: int) -> None:
-        await self._connection.call("renew", self._connection.client_id, ttl)
+        await self._connection.call("renew", self._connection.client_id, ttl, *self._announced)
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
         fields = encode(info) + encode(load)

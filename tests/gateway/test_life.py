@@ -183,6 +183,8 @@ async def test_what_a_killed_gateway_had_reserved_is_released(
         requests = [asyncio.create_task(http.post("/v1/completions", json=LONG)) for _ in range(3)]
         await eventually(lambda: len(peers.decode.held) == 3)
         assert await peers.reserved() > 0
+        (address,) = await peers.registry.gateways()
+        assert (address.model, address.http) == (MODEL, f"127.0.0.1:{settings.http_port}")
         process.kill()
         ends = await asyncio.gather(*requests, return_exceptions=True)
         assert not any(isinstance(end, httpx.Response) for end in ends)
@@ -191,6 +193,7 @@ async def test_what_a_killed_gateway_had_reserved_is_released(
         return await peers.reserved() == 0
 
     await eventually(released, 2 * RESERVATIONS_LEASE_S)
+    assert await peers.registry.gateways() == []
 
 
 def test_a_model_that_is_not_there_is_one_line() -> None:

@@ -17,7 +17,7 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from tandem.local import RedisServer
-from tandem.registry import Limits, NoWorkers, Registry, Role
+from tandem.registry import GatewayAddress, Limits, NoWorkers, Registry, Role
 from tandem.registry.connection import RedisConnection
 from tandem.registry.wire import Argument
 from tests.registry.cluster import BLOCK_SIZE, MODEL, TTL, eventually, register_pool, worker_info, worker_load
@@ -86,17 +86,20 @@ async def test_reservations_of_a_dead_client_end_with_its_lease(
     await register_pool(registry)
     other = await reserve(registry)
     dead = Registry.connect(redis_server.url, namespace=namespace, client_lease_s=0.5)
+    dead.announce(GatewayAddress("m", "10.0.0.1:8000", "10.0.0.1:50051"))
     for _ in range(3):
         await reserve(dead)
     holding = asyncio.create_task(dead.hold_client_lease())
     await asyncio.sleep(1.0)
     assert await totals(registry) == (4 * 40, 4 * 3), "held as long as it is renewed"
+    assert await registry.gateways() == [GatewayAddress("m", "10.0.0.1:8000", "10.0.0.1:50051")]
     holding.cancel()
 
     async def released() -> bool:
         return await totals(registry) == (40, 3)
 
     assert await eventually(released, 2.0, "released") > 0.2
+    assert await registry.gateways() == []
     await reserve(dead)
     assert await totals(registry) == (80, 6), "a client that comes back reserves anew"
     await dead.close()

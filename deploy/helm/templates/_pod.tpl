@@ -92,9 +92,11 @@ capabilities:
 - name: {{ .root.Values.apiKeys.required | ternary "TANDEM_API_KEYS" "TANDEM_INSECURE" }}
   value: {{ .root.Values.apiKeys.required | ternary "/etc/tandem/api-keys/keys.json" "true" | quote }}
 {{- end }}
-{{- if $worker }}
+{{- if or $worker (eq .component "gateway") }}
 - name: TANDEM_ADVERTISE_HOST
   value: $(POD_IP)
+{{- end }}
+{{- if $worker }}
 - name: TANDEM_WORKER_ID
   value: $(POD_NAME)
 {{- /* Where there are both roles, a new pod has to prove a link before an old one goes. */}}

@@ -87,6 +87,7 @@ local function drop_all_of(client)
     end
   end
   redis.call('ZREM', key('clients'), client)
+  redis.call('HDEL', key('gateways'), client)
   return count
 end
 
