@@ -21,7 +21,7 @@ from rich.table import Table
 
 from tandem.api_keys import check_exposed
 from tandem.local import Launcher, LocalLauncher, Service, ServiceFailed, check_free, unless_failed
-from tandem.local.cluster import Cluster, check_settings, read_cluster
+from tandem.local.cluster import Cluster, Model, check_settings, read_cluster
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 from tandem.security import ClusterSettings
 from tandem.settings import load
@@ -176,9 +176,7 @@ def _with_ray_address(arguments: list[str]) -> list[str]:
 
 def _check(settings: UpSettings, cluster: Cluster) -> None:
     for model in cluster.models:
-        if not (model.weights.path / "config.json").is_file():
-            name = f"models.{model.id}.weights.path" if settings.file else "--model-path"
-            raise ValueError(f"{name}: {model.weights.path} is no Hugging Face folder: it has no config.json")
+        _check_model(settings, cluster, model)
     if settings.file is not None:
         _check_settings(cluster)
     gateway = cluster.gateway.settings
@@ -187,6 +185,19 @@ def _check(settings: UpSettings, cluster: Cluster) -> None:
         raise ValueError("--detach: only a cluster on Ray can be left running; add --ray")
     if not settings.detach:
         check_free(cluster.addresses())
+
+
+def _check_model(settings: UpSettings, cluster: Cluster, model: Model) -> None:
+    name, folder = f"models.{model.id}.weights.path" if settings.file else "--model-path", model.weights.path
+    if model.weights.kind == "runtime_env":
+        if not settings.ray:
+            raise ValueError(f"models.{model.id}.weights.kind: runtime_env is Ray's; add --ray")
+        brought = Path(cluster.ray.runtime_env["working_dir"])
+        if not brought.is_dir():
+            return  # a zip, somewhere: the workers see what is in it
+        folder = brought / folder
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name}: {folder} is no Hugging Face folder: it has no config.json")
 
 
 def _check_settings(cluster: Cluster) -> None:
@@ -211,7 +222,7 @@ async def _up_here(settings: UpSettings, cluster: Cluster) -> None:
 async def _up_on_ray(settings: UpSettings, cluster: Cluster) -> None:
     from tandem.local.ray import RayLauncher, connect, kvstore_on_ray, service_address
 
-    connect(settings.ray, settings.ray_namespace)
+    connect(settings.ray, settings.ray_namespace, cluster.ray.runtime_env)
     console = Console()
     launcher = RayLauncher(lambda text: console.print(escape(text), style="yellow"), detached=settings.detach)
     kvstore = await launcher.kvstore() or kvstore_on_ray(cluster)

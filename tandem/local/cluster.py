@@ -53,8 +53,15 @@ class Resources(_Part):
 
 
 class Weights(_Part):
-    kind: Literal["baked"] = "baked"
+    """A folder: on every machine at `path`, or one that Ray brings there, at `path` within its working_dir."""
+
+    kind: Literal["baked", "runtime_env"] = "baked"
     path: Path
+
+    @property
+    def settled(self) -> Path:
+        """As a service is given it: Ray starts each in the working_dir."""
+        return self.path.resolve() if self.kind == "baked" else self.path
 
 
 class Model(_Part):
@@ -82,12 +89,19 @@ class Redis(_Part):
     port: int = Field(default=6380, ge=1, le=65535)
 
 
+class Ray(_Part):
+    """Of `tandem up --ray` alone. `runtime_env`: what Ray brings to each node; its words, docs.ray.io says which."""
+
+    runtime_env: dict[str, Any] = {}
+
+
 class Cluster(_Part):
     models: list[Model] = Field(min_length=1)
     workers: Replicas = Replicas()
     pools: list[Pool] = Field(min_length=1)
     gateway: Replicas = Replicas()
     redis: Redis = Redis()
+    ray: Ray = Ray()
     security: dict[str, Path] = {}  # settings of every service: cluster_secret, tls_cert, tls_key, tls_ca
 
     @model_validator(mode="before")
@@ -107,6 +121,8 @@ class Cluster(_Part):
         for what, names in (("models", known), ("pools", [pool.name for pool in self.pools])):
             if twice := {name for name in names if names.count(name) > 1}:
                 raise ValueError(f"{what}: {', '.join(sorted(twice))} is there twice")
+        for model in self.models:
+            self._check_brought(model)
         for pool in self.pools:
             if pool.model not in known:
                 raise ValueError(f"pools.{pool.name}.model: {pool.model!r} is not an id of models: {', '.join(known)}")
@@ -178,13 +194,21 @@ class Cluster(_Part):
                 found[key] = (host, int(str(settings[name])))
         return found
 
+    def _check_brought(self, model: Model) -> None:
+        weights, place = model.weights, f"models.{model.id}.weights"
+        if weights.kind == "baked":
+            return
+        if not isinstance(self.ray.runtime_env.get("working_dir"), str):
+            raise ValueError(f"{place}.kind: runtime_env needs ray.runtime_env.working_dir, a folder or a zip's URI")
+        if weights.path.is_absolute() or ".." in weights.path.parts:
+            raise ValueError(f"{place}.path: {weights.path} is not within ray.runtime_env.working_dir")
+
     def _gateway_ports(self, number: int) -> dict[str, object]:
         return {"http_port": self.http_port + number, "grpc_port": self.grpc_port + number}
 
     def _shared(self, model_id: str, redis_url: str) -> dict[str, object]:
         model = next(model for model in self.models if model.id == model_id)
-        path = model.weights.path.resolve()
-        return {"model_path": path, "model_name": model.name, "redis_url": redis_url, **self.security}
+        return {"model_path": model.weights.settled, "model_name": model.name, "redis_url": redis_url, **self.security}
 
 
 def read_cluster(path: Path) -> Cluster:

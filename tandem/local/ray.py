@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from secrets import token_urlsafe
@@ -21,7 +21,7 @@ from tempfile import mkdtemp
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RuntimeEnvSetupError
 from ray.util import get_node_ip_address, list_named_actors, placement_group, remove_placement_group
 from ray.util.placement_group import get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -55,15 +55,22 @@ class State:
     error: str
 
 
-def connect(address: str, namespace: str) -> None:
+def connect(address: str, namespace: str, runtime_env: Mapping[str, Any] | None = None) -> None:
     """To the Ray cluster at `address`; "auto": this machine's; "local": one that is started here and ends with this.
+
+    Actors that are then started have `runtime_env`.
 
     Raises:
         ConnectionError: there is none.
+        ValueError: Ray does not take the runtime_env.
     """
-    ray.init(
-        address=address, namespace=namespace, ignore_reinit_error=True, log_to_driver=False, configure_logging=False
-    )
+    try:
+        ray.init(
+            address=address, namespace=namespace, runtime_env=dict(runtime_env or {}), ignore_reinit_error=True,
+            log_to_driver=False, configure_logging=False,
+        )  # fmt: skip
+    except (TypeError, ValueError, RuntimeEnvSetupError) as error:
+        raise ValueError(f"ray.runtime_env: {error}") from None
 
 
 def node_address() -> str:
@@ -172,7 +179,7 @@ class _ProcessLife:
     ready = False
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service = _advertised(service)
         self._launcher = LocalLauncher(Path(mkdtemp(prefix="tandem-")), print)
         self._stopped = asyncio.Event()
         self.address = service_address(service)
@@ -206,6 +213,13 @@ def service_address(service: Service) -> str:
         return settings.get("redis_url") or own
     host = settings.get("host", "127.0.0.1")
     return f"{node_address() if host in ('0.0.0.0', '::') else host}:{settings['http_port']}"
+
+
+def _advertised(service: Service) -> Service:
+    """A gateway that listens at every address of its node is reached at the one that Ray knows."""
+    if service.module != "services.gateway" or service.settings.get("host") not in ("0.0.0.0", "::"):
+        return service
+    return replace(service, settings={"advertise_host": node_address(), **service.settings})
 
 
 def kvstore_on_ray(cluster: Cluster) -> Service:

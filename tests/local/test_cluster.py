@@ -14,6 +14,8 @@ from tandem.local.cluster import Cluster, check_settings, read_cluster
 from tandem.worker import WorkerSettings
 
 MODEL = {"id": "demo", "name": "tandem-demo", "weights": {"path": "models/demo/target"}}
+BROUGHT = MODEL | {"weights": {"kind": "runtime_env", "path": "target"}}
+SENT = {"ray": {"runtime_env": {"working_dir": "models/demo"}}}
 PREFILL, DECODE = ({"name": role, "role": role, "model": "demo"} for role in ("prefill", "decode"))
 
 
@@ -33,6 +35,12 @@ def test_pools_become_services_with_all_their_settings(tmp_path: Path) -> None:
         "model_path": Path("models/demo/target").resolve(), "model_name": "tandem-demo", "redis_url": "redis://here",
         "dtype": "float32", "threads": 3, "worker_id": "decode-1",
     }  # fmt: skip
+
+
+def test_a_model_that_ray_brings_is_named_within_what_it_brings(tmp_path: Path) -> None:
+    made = Cluster.model_validate(cluster(models=[BROUGHT], **SENT))
+    services = [*made.worker_services("redis://here", tmp_path), *made.gateway_services("redis://here")]
+    assert {service.settings["model_path"] for service in services} == {Path("target")}
 
 
 def test_workers_without_a_cpu_resource_share_the_machine(tmp_path: Path) -> None:
@@ -69,6 +77,12 @@ def test_each_model_has_gateways_with_ports_that_count_up() -> None:
         ({"models": [MODEL | {"weights": {"kind": "claim", "path": "x"}}]}, "models.0.weights.kind: Input should be"),
         ({"security": {"tls_cert": "a.pem"}}, "security.tls-cert, tls-key and tls-ca belong together"),
         ({"security": {"secret": "a"}}, "security.secret: Extra inputs are not permitted"),
+        ({"models": [BROUGHT]}, "models.demo.weights.kind: runtime_env needs ray.runtime_env.working_dir"),
+        ({"models": [BROUGHT], "ray": {"runtime_env": {"working_dir": 1}}}, "needs ray.runtime_env.working"),
+        (
+            {"models": [MODEL | {"weights": {"kind": "runtime_env", "path": "../target"}}], **SENT},
+            "models.demo.weights.path: ../target is not within ray.runtime_env.working_dir",
+        ),
         ({"nodes": 3}, "nodes: Extra inputs are not permitted"),
     ],
 )

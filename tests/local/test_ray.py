@@ -1,4 +1,4 @@
-"""A cluster on real Ray: three raylets on this machine, services as detached actors; nodes and actors go under load.
+"""A cluster on real Ray: three raylets on this machine, services as detached actors; each part goes under load.
 
 The tests share one cluster and go in order: what each leaves behind is whole again.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,28 +24,31 @@ import yaml
 from grpc import aio
 from ray.cluster_utils import Cluster as Raylets
 
+from tandem.commands.detached import down, status
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
-from tandem.local import free_ports
+from tandem.local import RedisServer, free_ports
 from tandem.local.ray import RayLauncher, State
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import eventually
 
 pytestmark = pytest.mark.timeout(300)
-STORE_BYTES, RESTART_S, COMMAND_S = 80 * 2**20, 60.0, 150.0
+NODE = {"object_store_memory": 80 * 2**20, "include_log_monitor": False}
+RESTART_S, COMMAND_S, HEADLESS_S = 60.0, 150.0, 2.0
+# Else each raylet starts a worker a CPU for each driver that connects.
+NO_SPARE_WORKERS = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
 PROMPT, NUM_TOKENS = list(range(40, 90)), 24
-
-
-def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tandem", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
 
 
 @dataclass(frozen=True)
 class OnRay:
     raylets: Raylets
-    file: Path
+    folder: Path  # holds models/target, which Ray brings to the services
     http_port: int
     grpc_port: int
+
+    @property
+    def options(self) -> list[str]:
+        return [f"--ray={self.raylets.address}"]
 
     def up(self, decode: int = 2, **pool: Any) -> subprocess.CompletedProcess[str]:
         """Start it, or change it to so many decode workers and another pool."""
@@ -53,15 +57,17 @@ class OnRay:
         pools[1]["replicas"] = decode
         settings = {"dtype": "float32", "transports": ["shm"], "num_blocks": 256, "threads": 1}
         cluster = {
-            "models": [{"id": "demo", "name": "tandem-demo", "weights": {"path": "models/demo/target"}}],
+            "models": [{"id": "demo", "name": "tandem-demo", "weights": {"kind": "runtime_env", "path": "target"}}],
+            "ray": {"runtime_env": {"working_dir": str(self.folder / "models")}},
             "workers": {"settings": settings},
             "pools": pools + ([common | pool] if pool else []),
             "gateway": {"settings": {"http_port": self.http_port, "grpc_port": self.grpc_port}},
             "redis": {"port": free_ports(1)[0]},
         }
-        self.file.write_text(yaml.safe_dump(cluster))
-        timeout = "--ready-timeout-s=12" if pool else "--ready-timeout-s=120"
-        return tandem("up", "--ray", self.raylets.address, "--detach", "--file", str(self.file), timeout)
+        (file := self.folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+        timeout = f"--ready-timeout-s={12 if pool else 120}"
+        command = [sys.executable, "-m", "tandem", "up", *self.options, "--detach", f"--file={file}", timeout]
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
 
     def states(self) -> dict[str, State | str]:
         return asyncio.run(RayLauncher(print, detached=True).states())
@@ -75,19 +81,19 @@ class OnRay:
         states = self.states().values()
         return len(states) == num_services and all(isinstance(state, State) and state.ready for state in states)
 
-    async def load(self, during: Callable[[], object]) -> list[grpc.StatusCode]:
-        """The status of each of many requests, sent while `during` runs on a thread, and for a moment longer."""
+    async def load(self, during: Coroutine[Any, Any, object]) -> list[grpc.StatusCode]:
+        """The status of each of many requests, sent while `during` runs, and for a moment longer."""
         async with aio.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
             service = llm_pb2_grpc.LLMServiceStub(channel)
             sent: list[asyncio.Task[grpc.StatusCode]] = []
 
             async def send() -> grpc.StatusCode:
-                return await service.GenerateUnary(unary(100, [len(sent) + 2, *PROMPT]), timeout=60).code()
+                return await service.GenerateUnary(unary(60, [len(sent) + 2, *PROMPT]), timeout=60).code()
 
-            done = asyncio.create_task(asyncio.to_thread(during))
-            while not done.done() or len(sent) < 20:
+            done = asyncio.create_task(during)
+            while not done.done() or len(sent) < 12:
                 sent.append(asyncio.create_task(send()))
-                await asyncio.sleep(0.25)
+                await asyncio.sleep(0.3)
             await done
             return list(await asyncio.gather(*sent))
 
@@ -105,18 +111,23 @@ def unary(max_tokens: int, token_ids: list[int]) -> llm_pb2.GenerateUnaryRequest
 
 
 @pytest.fixture(scope="module")
-def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
-    """Two nodes that hold two services with a CPU each, and the head, which holds none of them."""
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-    raylets = Raylets(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        raylets.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
-    ray.init(raylets.address, namespace="tandem", log_to_driver=False, configure_logging=False)
-    try:
-        yield OnRay(raylets, tmp_path_factory.mktemp("ray") / "cluster.yaml", free_ports(1)[0], free_ports(1)[0])
-    finally:
-        ray.shutdown()
-        raylets.shutdown()
+def on_ray(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[OnRay]:
+    """Two nodes that hold two services with a CPU each, and the head, which holds none and whose memory is a Redis."""
+    folder = tmp_path_factory.mktemp("ray")
+    shutil.copytree(demo_model, folder / "models" / "target")
+    head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "_system_config": NO_SPARE_WORKERS}
+    with RedisServer.start() as redis, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_REDIS_ADDRESS", f"{redis.host}:{redis.port}")
+        raylets = Raylets(initialize_head=True, head_node_args=head | NODE)
+        patch.undo()
+        for _ in range(2):
+            raylets.add_node(num_cpus=2, **NODE)
+        ray.init(raylets.address, namespace="tandem", log_to_driver=False, configure_logging=False)
+        try:
+            yield OnRay(raylets, folder, *free_ports(2))
+        finally:
+            ray.shutdown()
+            raylets.shutdown()
 
 
 def test_it_starts_and_stays_and_answers_as_one_engine(on_ray: OnRay, demo_model: Path) -> None:
@@ -135,19 +146,35 @@ def test_it_starts_and_stays_and_answers_as_one_engine(on_ray: OnRay, demo_model
     assert on_ray.answer() == expected
 
 
-def test_status_shows_every_service_and_no_password(on_ray: OnRay) -> None:
-    done = tandem("status", "--ray", on_ray.raylets.address)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {line.split()[0]: line for line in done.stdout.splitlines()[1:]}
+def test_status_shows_every_service_where_clients_go_and_no_password(
+    on_ray: OnRay, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status(on_ray.options)
+    _, *lines, gateway = capsys.readouterr().out.splitlines()
+    assert gateway == f"tandem-demo: http://127.0.0.1:{on_ray.http_port}/v1, gRPC 127.0.0.1:{on_ray.grpc_port}"
+    rows = {line.split()[0]: line for line in lines}
     assert sorted(rows) == ["decode-0", "decode-1", "gateway", "kvstore", "prefill-0"]
     assert all(" ready " in row for row in rows.values())
     assert re.search(r"redis://:\*\*\*@\S+:\d+", rows["kvstore"])
     assert on_ray.state("decode-0").incarnation[:8] in rows["decode-0"]
 
 
+async def test_requests_go_on_while_the_head_is_gone_and_it_comes_back_knowing_all(on_ray: OnRay) -> None:
+    before = await asyncio.to_thread(on_ray.states)
+
+    async def restart_head() -> None:
+        """On this thread: the head's process dies with the thread that started it."""
+        on_ray.raylets.head_node.kill_gcs_server()
+        await asyncio.sleep(HEADLESS_S)
+        on_ray.raylets.head_node.start_gcs_server()
+
+    assert set(await on_ray.load(restart_head())) == {grpc.StatusCode.OK}
+    assert await asyncio.to_thread(on_ray.states) == before
+
+
 async def test_a_killed_actor_comes_back_as_another_incarnation(on_ray: OnRay) -> None:
     before = await asyncio.to_thread(on_ray.state, "decode-0")
-    codes = await on_ray.load(lambda: os.kill(before.pid, signal.SIGKILL))
+    codes = await on_ray.load(asyncio.to_thread(os.kill, before.pid, signal.SIGKILL))
     assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
     assert codes[-1] is grpc.StatusCode.OK
     await asyncio.to_thread(eventually, on_ray.whole, RESTART_S, "all services are ready")
@@ -158,38 +185,47 @@ async def test_a_killed_actor_comes_back_as_another_incarnation(on_ray: OnRay) -
 async def test_services_of_a_removed_node_come_back_on_another(on_ray: OnRay) -> None:
     lost = (await asyncio.to_thread(on_ray.state, "prefill-0")).node
     (node,) = [node for node in on_ray.raylets.list_all_nodes() if node.node_id == lost]
-    on_ray.raylets.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
-    codes = await on_ray.load(lambda: on_ray.raylets.remove_node(node, allow_graceful=False))
+    on_ray.raylets.add_node(num_cpus=2, **NODE)
+    models = (on_ray.folder / "models").rename(on_ray.folder / "away")  # the model comes from Ray
+    codes = await on_ray.load(asyncio.to_thread(on_ray.raylets.remove_node, node, allow_graceful=False))
     assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
     await asyncio.to_thread(eventually, on_ray.whole, RESTART_S, "all services are ready")
     assert (await asyncio.to_thread(on_ray.state, "prefill-0")).node != lost
     assert await asyncio.to_thread(on_ray.answer)
+    models.rename(on_ray.folder / "models")
 
 
-async def test_scaling_down_and_up_fails_no_request(on_ray: OnRay) -> None:
+async def test_scaling_down_fails_no_request(on_ray: OnRay) -> None:
     def change() -> None:
-        for decode in (1, 2):
-            done = on_ray.up(decode)
-            assert done.returncode == 0, done.stdout + done.stderr
+        done = on_ray.up(decode=1)
+        assert done.returncode == 0, done.stdout + done.stderr
 
-    assert set(await on_ray.load(change)) == {grpc.StatusCode.OK}
-    assert await asyncio.to_thread(on_ray.whole)
-
-
-def test_what_cannot_be_placed_is_named_and_the_rest_serves(on_ray: OnRay) -> None:
-    done = on_ray.up(name="gpu", role="decode", resources={"limits": {"nvidia.com/gpu": 1}})
-    assert done.returncode == 1
-    assert "gpu-0 waits for its start" in done.stdout
-    assert "GPU: 1 needed, 0 free of 0" in " ".join(done.stdout.split())
-    assert on_ray.answer()
+    assert set(await on_ray.load(asyncio.to_thread(change))) == {grpc.StatusCode.OK}
+    assert await asyncio.to_thread(on_ray.whole, 4)
 
 
-def test_down_leaves_nothing(on_ray: OnRay) -> None:
+async def test_scaling_up_fails_no_request_and_what_cannot_be_placed_is_named(on_ray: OnRay) -> None:
+    def change() -> None:
+        done = on_ray.up(decode=2, name="gpu", role="decode", resources={"limits": {"nvidia.com/gpu": 1}})
+        assert done.returncode == 1
+        assert "gpu-0 waits for its start" in done.stdout
+        assert "GPU: 1 needed, 0 free of 0" in " ".join(done.stdout.split())
+
+    assert set(await on_ray.load(asyncio.to_thread(change))) == {grpc.StatusCode.OK}
+
+    def rest_is_whole() -> bool:
+        states = on_ray.states()
+        return isinstance(states.pop("gpu-0"), str) and all(isinstance(s, State) and s.ready for s in states.values())
+
+    await asyncio.to_thread(eventually, rest_is_whole, RESTART_S, "all services but one are ready")
+
+
+def test_down_leaves_nothing(on_ray: OnRay, capsys: pytest.CaptureFixture[str]) -> None:
     pids = [state.pid for state in on_ray.states().values() if isinstance(state, State)]
     assert len(pids) == 5
-    done = tandem("down", "--ray", on_ray.raylets.address)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "stopped decode-0, decode-1, gateway, gpu-0, kvstore, prefill-0\n"
+    down(on_ray.options)
+    assert capsys.readouterr().out == "stopped decode-0, decode-1, gateway, gpu-0, kvstore, prefill-0\n"
     assert on_ray.states() == {}
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10, "every process ends")
-    assert tandem("status", "--ray", on_ray.raylets.address).returncode == 1
+    with pytest.raises(SystemExit, match="no cluster runs"):
+        status(on_ray.options)
