@@ -1,20 +1,79 @@
-"""Attention over a paged KV cache, in plain torch.
+"""Attention over a paged KV cache: one small interface, and what it is in plain torch.
 
-    write    k, v of the step's tokens into their slots of the cache
-    attend   per group of sequences that ask equally many tokens: gather their blocks, mask what lies ahead, SDPA;
-             a prompt's first chunk needs nothing of the cache: its own k, v, and SDPA's causal way
+    planned   once a step: who asks how many tokens, over which blocks    ──> attends in each layer of that step
+    fixed     once a size: decode steps of so many sequences, whose       ──> attends in each layer of each of them
+              lengths and tables lie where they always lie
+
+In torch, per group of sequences that ask equally many tokens: gather their blocks, mask what lies ahead, SDPA; a
+prompt's first chunk needs nothing of the cache: its own k, v, and SDPA's causal way. `flashinfer` has the other one.
 
 A layer's cache is (num_blocks, 2, num_kv_heads, block_size, head_dim).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# q, k, v of a step's tokens (tokens, heads, head_dim), and a layer's cache with the step's k, v in it ──> as q.
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class FixedAttend(Protocol):
+    """Of decode steps that are replayed from static memory: no shape and no branch depends on what that holds."""
+
+    def prepare(self, lengths: Tensor, tables: Tensor) -> None:
+        """Before each replay, with what it will find: (rows,) and (rows, blocks), on the host."""
+
+    def __call__(self, q: Tensor, kv: Tensor) -> Tensor:
+        """q (rows, heads, head_dim), one token each."""
+
+
+class PagedAttention(Protocol):
+    def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> Attend:
+        """For a step: of sequence i there are `counts[i]` tokens, the last being number `lengths[i]` of the context in
+        the blocks `tables[i]`. Void when the next step is planned."""
+
+    def fixed(self, lengths: Tensor, tables: Tensor) -> FixedAttend:
+        """For decode steps whose `lengths` and `tables` lie on the device, padded."""
+
+
+class TorchAttention:
+    """PagedAttention on any device; `kv` is the cache of any layer."""
+
+    def __init__(self, kv: Tensor) -> None:
+        self._kv = kv
+
+    def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> Attend:
+        groups = _groups(counts, lengths, tables, self._kv)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:
+            out = q.new_empty(q.shape)
+            paged_attention(q, k, v, kv, groups, out)
+            return out
+
+        return attend
+
+    def fixed(self, lengths: Tensor, tables: Tensor) -> FixedAttend:
+        return TorchFixedAttend(lengths, tables)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFixedAttend:
+    lengths: Tensor
+    tables: Tensor
+
+    def prepare(self, lengths: Tensor, tables: Tensor) -> None:
+        """The device's are all it reads."""
+
+    def __call__(self, q: Tensor, kv: Tensor) -> Tensor:
+        return paged_decode(q, kv, self.tables, self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +169,37 @@ def _gather(kv: Tensor, group: Group) -> Tensor:
     ends = past[:, rows, :, group.last_block]  # (sequences, 2, kv_heads, block_size, head_dim)
     past[:, rows, :, group.last_block] = ends.masked_fill(group.unwritten, 0)
     return past.flatten(3, 4)
+
+
+def paged_decode(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
+    """q (sequences, heads, head_dim), one token each, over contexts of `lengths` tokens in blocks `tables`."""
+    num_seqs, _, head_dim = q.shape
+    _, _, kv_heads, block_size, _ = kv.shape
+    past = kv[tables].permute(2, 0, 3, 1, 4, 5).reshape(2, num_seqs, kv_heads, -1, head_dim)
+    visible = torch.arange(tables.shape[1] * block_size, device=q.device) < lengths[:, None]
+    # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
+    k, v = past.masked_fill(~visible[None, :, None, :, None], 0)
+    out = F.scaled_dot_product_attention(
+        q.view(num_seqs, kv_heads, -1, head_dim), k, v, attn_mask=visible[:, None, None, :]
+    )
+    return out.reshape(q.shape)
+
+
+def _groups(
+    counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]], kv: Tensor
+) -> list[Group | FirstChunk]:
+    """Neighbours with one token each whose contexts differ by less than twice share a group; others are alone."""
+
+    def key(i: int) -> tuple[int, int]:
+        return (0, ((lengths[i] - 1) // kv.shape[3]).bit_length()) if counts[i] == 1 else (1, i)
+
+    groups, start = list[Group | FirstChunk](), 0
+    for _, members in groupby(range(len(counts)), key=key):
+        which = list(members)
+        count, ends = counts[which[0]], [lengths[i] for i in which]
+        if len(which) == 1 and count == ends[0]:
+            groups.append(FirstChunk(start, start + count))
+        else:
+            groups.append(make_group(start, count, [list(tables[i]) for i in which], ends, kv))
+        start += count * len(which)
+    return groups

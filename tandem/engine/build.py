@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem import native
 from tandem.engine.decode_graphs import DecodeGraphs, cuda_capture, padded
 from tandem.engine.device import memory_checked, open_device
+from tandem.engine.flashinfer import paged_attention_for
 from tandem.engine.forward import Forward, TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
@@ -155,7 +156,8 @@ def _load(
         elif (library := load_library()) is not None:
             forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
             return forward, kv_cache, CpuChoose(library, cores.threads)
-    plain = TorchForward(model, kv_cache)
+    attention = paged_attention_for(kv_cache[0], model_config.num_heads)
+    plain = TorchForward(model, kv_cache, attention)
     if config.cuda_graphs:
-        return DecodeGraphs(plain, model, padded(kv_cache), cuda_capture), kv_cache, choose
+        return DecodeGraphs(plain, model, padded(kv_cache), attention, cuda_capture), kv_cache, choose
     return plain, kv_cache, choose

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.attention import write_kv
+from tandem.engine.attention import FixedAttend, PagedAttention, write_kv
 from tandem.engine.forward import Forward, StepInput
 from tandem.engine.models import Decoder
 
@@ -29,8 +28,11 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 class DecodeGraphs:
     """A Forward of `model`. `cache` has one block more per layer than sequences use: its last is the padding's."""
 
-    def __init__(self, plain: Forward, model: Decoder, cache: list[Tensor], capture: Capture) -> None:
+    def __init__(
+        self, plain: Forward, model: Decoder, cache: list[Tensor], attention: PagedAttention, capture: Capture
+    ) -> None:
         self._plain, self._model, self._cache, self._capture = plain, model, cache, capture
+        self._attention = attention
         self._padding_block = len(cache[0]) - 1
         self._graphs: dict[tuple[int, int], Graph] = {}
         self.logits = plain.logits
@@ -47,8 +49,11 @@ class DecodeGraphs:
 
     def _captured(self, size: int, width: int) -> Graph:
         inputs = StaticInputs.of(size, width, self._padding_block, self._cache[0])
-        replay = self._capture(lambda: self._model(inputs.ids, inputs.positions, StaticContext(self._cache, inputs)))
-        graph = self._graphs[size, width] = Graph(inputs, replay)
+        attend = self._attention.fixed(inputs.lengths, inputs.tables)
+        attend.prepare(*inputs.host_contexts)
+        context = StaticContext(self._cache, inputs, attend)
+        replay = self._capture(lambda: self._model(inputs.ids, inputs.positions, context))
+        graph = self._graphs[size, width] = Graph(inputs, attend, replay)
         return graph
 
 
@@ -75,10 +80,17 @@ class StaticInputs:
         ids, positions, slots, lengths = device[: 4 * size].view(4, size)
         return cls(ids, positions, slots, lengths, device[4 * size :].view(size, width), device, host, padding)
 
+    @property
+    def host_contexts(self) -> tuple[Tensor, Tensor]:
+        """Lengths and tables, as the host has them."""
+        size, width = self.tables.shape
+        return self.host[3 * size : 4 * size], self.host[4 * size :].view(size, width)
+
 
 @dataclass(frozen=True, slots=True)
 class Graph:
     inputs: StaticInputs
+    attend: FixedAttend
     replay: Callable[[], Tensor]
 
     def fill(self, step: StepInput) -> None:
@@ -90,6 +102,7 @@ class Graph:
         rows[3, :count] = torch.tensor(step.lengths)
         tables[:count] = _rectangle(step.tables, width)
         self.inputs.device.copy_(host, non_blocking=True)
+        self.attend.prepare(*self.inputs.host_contexts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +111,17 @@ class StaticContext:
 
     cache: list[Tensor]
     inputs: StaticInputs
+    attend: FixedAttend
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self.cache[layer]
         write_kv(kv, self.inputs.slots, k, v)
-        return paged_decode(q, kv, self.inputs.tables, self.inputs.lengths)
+        return self.attend(q, kv)
 
 
 def padded(cache: list[Tensor]) -> list[Tensor]:
     """The same caches with the block that lies behind each."""
     return [kv.as_strided((len(kv) + 1, *kv.shape[1:]), kv.stride()) for kv in cache]
-
-
-def paged_decode(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
-    """q (sequences, heads, head_dim), one token each, over contexts of `lengths` tokens in blocks `tables`."""
-    num_seqs, _, head_dim = q.shape
-    _, _, kv_heads, block_size, _ = kv.shape
-    past = kv[tables].permute(2, 0, 3, 1, 4, 5).reshape(2, num_seqs, kv_heads, -1, head_dim)
-    visible = torch.arange(tables.shape[1] * block_size, device=q.device) < lengths[:, None]
-    # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
-    k, v = past.masked_fill(~visible[None, :, None, :, None], 0)
-    out = F.scaled_dot_product_attention(
-        q.view(num_seqs, kv_heads, -1, head_dim), k, v, attn_mask=visible[:, None, None, :]
-    )
-    return out.reshape(q.shape)
 
 
 def cuda_capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:

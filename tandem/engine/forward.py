@@ -11,13 +11,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import FirstChunk, Group, make_group, paged_attention, write_kv
+from tandem.engine.attention import Attend, PagedAttention, TorchAttention, write_kv
 from tandem.engine.lora import Adapter, RowAdapters, part_sizes
 from tandem.engine.models import Decoder
 from tandem.engine.sequence import Sequence as TokenSequence
@@ -86,12 +85,14 @@ class Forward(Protocol):
 class TorchForward:
     """Runs `model` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer."""
 
-    def __init__(self, model: Decoder, kv_cache: list[Tensor]) -> None:
+    def __init__(self, model: Decoder, kv_cache: list[Tensor], attention: PagedAttention | None = None) -> None:
         self._model, self._kv_cache = model, kv_cache
+        self._attention = attention or TorchAttention(kv_cache[0])
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         device = self._kv_cache[0].device
-        context = PagedContext(self._kv_cache, step.slots.to(device), _groups(step, self._kv_cache[0]), written)
+        attend = self._attention.planned(step.counts, step.lengths, step.tables)
+        context = PagedContext(self._kv_cache, step.slots.to(device), attend, written)
         return self._model(step.input_ids.to(device), step.positions.to(device), context, self._adapt(step))
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
@@ -107,7 +108,7 @@ class PagedContext:
 
     kv_cache: list[Tensor]
     slots: Tensor
-    groups: list[Group | FirstChunk]
+    attend: Attend
     written: Callable[[int], None] | None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,25 +116,4 @@ class PagedContext:
         write_kv(kv, self.slots, k, v)
         if self.written is not None:
             self.written(layer)
-        out = q.new_empty(q.shape)
-        paged_attention(q, k, v, kv, self.groups, out)
-        return out
-
-
-def _groups(step: StepInput, kv: Tensor) -> list[Group | FirstChunk]:
-    """Neighbours with one token each whose contexts differ by less than twice share a group; others are alone."""
-
-    def key(i: int) -> tuple[int, int]:
-        single = step.counts[i] == 1
-        return (0, ((step.lengths[i] - 1) // kv.shape[3]).bit_length()) if single else (1, i)
-
-    groups, start = list[Group | FirstChunk](), 0
-    for _, members in groupby(range(len(step.counts)), key=key):
-        which = list(members)
-        count, lengths = step.counts[which[0]], [step.lengths[i] for i in which]
-        if len(which) == 1 and count == lengths[0]:
-            groups.append(FirstChunk(start, start + count))
-        else:
-            groups.append(make_group(start, count, [list(step.tables[i]) for i in which], lengths, kv))
-        start += count * len(which)
-    return groups
+        return self.attend(q, k, v, kv)

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tandem.engine.attention import PagedAttention, TorchAttention
 from tandem.engine.decode_graphs import SIZES, DecodeGraphs, padded
+from tandem.engine.flashinfer import FlashInfer
 from tandem.engine.forward import StepInput, TorchForward
 from tandem.engine.models import Decoder
+from tests.engine import fake_flashinfer
 from tests.engine.test_kernels import VOCAB, Sizes, fill
 
 SHAPES = [Sizes(4, 2, 32, 4), Sizes(8, 2, 16, 16, biased=True), Sizes(2, 1, 64, 8)]
@@ -46,8 +49,20 @@ def decode_step(lengths: list[int], tables: list[list[int]], size: int, dice: ra
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_replayed_steps_equal_plain_ones_and_touch_nobody_elses_blocks(sizes: Sizes, tmp_path: Path) -> None:
+def by_torch(kv: Tensor, num_heads: int) -> PagedAttention:
+    return TorchAttention(kv)
+
+
+def by_flashinfer(kv: Tensor, num_heads: int) -> PagedAttention:
+    return FlashInfer(fake_flashinfer, kv, num_heads)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "attention"), [*((sizes, by_torch) for sizes in SHAPES), (SHAPES[0], by_flashinfer)], ids=str
+)
+def test_replayed_steps_equal_plain_ones_and_touch_nobody_elses_blocks(
+    sizes: Sizes, attention: Callable[[Tensor, int], PagedAttention], tmp_path: Path
+) -> None:
     model = Decoder(sizes.config(tmp_path), torch.float32)
     fill(model, 3)
     dice, generator = random.Random(1), torch.Generator().manual_seed(1)
@@ -57,7 +72,8 @@ def test_replayed_steps_equal_plain_ones_and_touch_nobody_elses_blocks(sizes: Si
     longer = [torch.cat([kv, torch.zeros_like(kv[:1])]) for kv in start]
     cache = padded([kv[:-1] for kv in longer])  # the last is the padding's
     plain, capture = TorchForward(model, plain_cache), Traced()
-    graphs = DecodeGraphs(TorchForward(model, [kv[:-1] for kv in longer]), model, cache, capture)
+    static = attention(cache[0], sizes.heads)
+    graphs = DecodeGraphs(TorchForward(model, [kv[:-1] for kv in longer]), model, cache, static, capture)
     keys = set()
     with torch.no_grad():
         for count in (1, 3, 3, 4, 7, 9, 8, 3, 1):
@@ -83,7 +99,9 @@ def test_steps_that_read_or_push_go_to_the_plain_forward(tmp_path: Path) -> None
     fill(model, 3)
     cache = [torch.zeros(9, 2, sizes.kv_heads, sizes.block_size, sizes.head_dim) for _ in model.layers]
     capture = Traced()
-    graphs = DecodeGraphs(TorchForward(model, [kv[:-1] for kv in cache]), model, cache, capture)
+    graphs = DecodeGraphs(
+        TorchForward(model, [kv[:-1] for kv in cache]), model, cache, TorchAttention(cache[0]), capture
+    )
     chunk = StepInput(
         torch.tensor([1, 2, 3]), torch.arange(3), torch.arange(3) + sizes.block_size, [3], array("q", [3]), [[1]]
     )

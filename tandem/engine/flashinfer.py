@@ -1,0 +1,147 @@
+"""Paged attention by FlashInfer, where it is installed and has kernels for the model. Only this file knows it.
+
+    planned   prompts' chunks and decodes in one call; a step of decodes alone by the kernels made for those
+    fixed     its decode wrapper for CUDA graphs, which keeps what a replay reads in buffers of its own
+
+A cache of ours is one of theirs: pages of block_size tokens, of layout HND. Plans are made of tensors on the host, so
+none waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import structlog
+import torch
+from torch import Tensor
+
+from tandem.engine.attention import Attend, FixedAttend, PagedAttention, TorchAttention
+
+log = structlog.get_logger(__name__)
+# What FlashInfer advises. Its kernels for graphs keep plans between replays, so each of those has its own.
+WORKSPACE_BYTES, FIXED_WORKSPACE_BYTES = 128 << 20, 32 << 20
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+class Library(Protocol):
+    """What is used of flashinfer."""
+
+    BatchPrefillWithPagedKVCacheWrapper: Any
+    BatchDecodeWithPagedKVCacheWrapper: Any
+
+
+def paged_attention_for(kv: Tensor, num_heads: int) -> PagedAttention:
+    """The best there is for a cache: torch's says in the log why it is not FlashInfer's."""
+    reason = "the cache is not on a GPU" if not kv.is_cuda else misfit(kv)
+    if not reason:
+        try:
+            return FlashInfer(import_module("flashinfer"), kv, num_heads)
+        except ImportError as error:
+            reason = f"{error}; install tandem[flashinfer]"
+    if kv.is_cuda:
+        log.warning("attention by torch", reason=reason)
+    return TorchAttention(kv)
+
+
+def misfit(kv: Tensor) -> str:
+    """Why FlashInfer has no kernel for this cache, or nothing."""
+    if kv.dtype not in DTYPES:
+        return f"FlashInfer has no kernel for {kv.dtype}"
+    return "" if kv.shape[-1] in HEAD_DIMS else f"FlashInfer has no kernel for heads of {kv.shape[-1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Contexts as FlashInfer has them, int32 on the host: those of sequence i are `ids[starts[i] : starts[i + 1]]`."""
+
+    starts: Tensor
+    ids: Tensor
+    last_lengths: Tensor
+
+    @classmethod
+    def of(cls, lengths: Tensor, tables: Tensor, block_size: int) -> Pages:
+        """`tables` (sequences, blocks): what is in a row behind its context does not matter."""
+        counts = (lengths + block_size - 1) // block_size
+        used = torch.arange(tables.shape[1]) < counts[:, None]
+        last = lengths - (counts - 1) * block_size
+        return cls(_starts(counts), tables[used].int(), last.int())
+
+
+class FlashInfer:
+    """PagedAttention over caches like `kv`, by `library`."""
+
+    def __init__(self, library: Library, kv: Tensor, num_heads: int) -> None:
+        self._library, self._kv, self._num_heads = library, kv, num_heads
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.device)
+        # The two take turns, step by step, in the order of the stream.
+        self._mixed = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._decode = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=self._wide)
+
+    def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> Attend:
+        ends, width = torch.tensor(list(lengths)), max(map(len, tables))
+        rows = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
+        pages = Pages.of(ends, rows, self._block_size)
+        if max(counts) == 1:
+            self._plan_decode(self._decode, pages)
+            wrapper = self._decode
+        else:
+            wrapper = self._mixed
+            wrapper.plan(
+                _starts(torch.tensor(list(counts))), pages.starts, pages.ids, pages.last_lengths, *self._shape,
+                causal=True, q_data_type=self._kv.dtype, kv_data_type=self._kv.dtype,
+            )  # fmt: skip
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:
+            out: Tensor = wrapper.run(q, kv)
+            return out
+
+        return attend
+
+    def fixed(self, lengths: Tensor, tables: Tensor) -> FixedAttend:
+        size, device = len(lengths), self._kv.device
+        buffers = (torch.zeros(n, dtype=torch.int32, device=device) for n in (size + 1, tables.numel(), size))
+        workspace = torch.zeros(FIXED_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", True, self._wide, *buffers
+        )  # fmt: skip
+        return _FixedFlashInfer(self, wrapper)
+
+    def _plan_decode(self, wrapper: Any, pages: Pages) -> None:
+        dtype = self._kv.dtype
+        wrapper.plan(
+            pages.starts, pages.ids, pages.last_lengths, *self._shape, q_data_type=dtype, kv_data_type=dtype
+        )  # fmt: skip
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        return self._num_heads, self._kv.shape[2], self._kv.shape[4], self._block_size
+
+    @property
+    def _block_size(self) -> int:
+        return self._kv.shape[3]
+
+    @property
+    def _wide(self) -> bool:
+        """Whether so many query heads share a KV head that tensor cores pay."""
+        return self._num_heads // self._kv.shape[2] >= 4
+
+
+@dataclass(frozen=True, slots=True)
+class _FixedFlashInfer:
+    attention: FlashInfer
+    wrapper: Any
+
+    def prepare(self, lengths: Tensor, tables: Tensor) -> None:
+        self.attention._plan_decode(self.wrapper, Pages.of(lengths, tables, self.attention._block_size))
+
+    def __call__(self, q: Tensor, kv: Tensor) -> Tensor:
+        out: Tensor = self.wrapper.run(q, kv)
+        return out
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()

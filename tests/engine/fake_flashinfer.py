@@ -1,0 +1,144 @@
+"""What is used of FlashInfer, in torch's plainest terms: pages, checked as its kernels need them; an exact softmax.
+
+A wrapper for graphs reads nothing but the buffers it was made with, so a trace of it can be replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+    ) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert kv_layout == "HND"
+        self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        self._fixed = use_cuda_graph
+        assert all((buffer is not None) == use_cuda_graph for buffer in self._buffers)
+        self.num_plans = 0
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        check_pages(indptr, indices, last_page_len, page_size)
+        self._shape = num_qo_heads, num_kv_heads, head_dim, page_size
+        self._dtypes = q_data_type, kv_data_type
+        self.num_plans += 1
+        if not self._fixed:
+            self._buffers = (indptr, indices, last_page_len)
+            return
+        for buffer, given in zip(self._buffers, (indptr, indices, last_page_len), strict=True):
+            assert buffer is not None
+            assert buffer.dtype == torch.int32
+            assert len(given) == len(buffer) or given is indices
+            buffer[: len(given)] = given
+
+    def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
+        starts, ids, last = self._buffers
+        assert starts is not None
+        assert ids is not None
+        assert last is not None
+        check_run(q, paged_kv_cache, self._shape, self._dtypes)
+        rows = len(last)
+        assert q.shape[0] == rows, "one token each"
+        most = len(ids) // rows if self._fixed else int((starts[1:] - starts[:-1]).max())
+        pages = starts[:-1, None].long() + torch.arange(most)
+        table = ids[pages.clamp(max=len(ids) - 1)].long()
+        lengths = (starts[1:] - starts[:-1] - 1) * self._shape[3] + last
+        return exact(q[:, None], paged_kv_cache, table, lengths)[:, 0]
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert kv_layout == "HND"
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        assert causal
+        assert qo_indptr.dtype == torch.int32
+        assert len(qo_indptr) == len(paged_kv_indptr)
+        check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        self._queries, self._pages = qo_indptr, (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
+        self._dtypes = q_data_type, kv_data_type
+
+    def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
+        check_run(q, paged_kv_cache, self._shape, self._dtypes)
+        assert int(self._queries[-1]) == len(q)
+        starts, ids, last = self._pages
+        found = []
+        for i in range(len(last)):
+            asked = q[self._queries[i] : self._queries[i + 1]]
+            table = ids[starts[i] : starts[i + 1]].long()
+            length = (len(table) - 1) * self._shape[3] + last[i : i + 1]
+            found.append(exact(asked[None], paged_kv_cache, table[None], length)[0])
+        return torch.cat(found)
+
+
+def check_pages(starts: Tensor, ids: Tensor, last: Tensor, page_size: int) -> None:
+    for tensor in (starts, ids, last):
+        assert tensor.dtype == torch.int32
+        assert tensor.device.type == "cpu", "a plan from device tensors waits for the device"
+    assert len(starts) == len(last) + 1
+    assert int(starts[0]) == 0
+    assert int(starts[-1]) == len(ids)
+    assert bool((starts[1:] > starts[:-1]).all())
+    assert int(last.min()) >= 1
+    assert int(last.max()) <= page_size
+
+
+def check_run(q: Tensor, kv: Tensor, shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> None:
+    heads, kv_heads, head_dim, page_size = shape
+    assert q.shape[1:] == (heads, head_dim)
+    assert kv.shape[1:] == (2, kv_heads, page_size, head_dim)
+    assert (q.dtype, kv.dtype) == dtypes
+
+
+def exact(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
+    """q (sequences, tokens, heads, head_dim), the last of contexts of `lengths` tokens in the pages `tables`."""
+    head_dim = kv.shape[4]
+    k, v = kv[tables].permute(2, 0, 3, 1, 4, 5).flatten(3, 4).double()
+    places = torch.arange(k.shape[2])
+    behind = places >= lengths[:, None]
+    share = q.shape[2] // k.shape[1]
+    k, v = (part.masked_fill(behind[:, None, :, None], 0).repeat_interleave(share, 1) for part in (k, v))
+    scores = torch.einsum("sqhd,shkd->shqk", q.double(), k) / head_dim**0.5
+    asked = lengths[:, None] - q.shape[1] + torch.arange(q.shape[1])
+    weights = scores.masked_fill((places > asked[:, :, None])[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("shqk,shkd->sqhd", weights, v).to(q.dtype)
