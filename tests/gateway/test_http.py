@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -239,3 +240,22 @@ async def test_the_official_client(http: httpx.AsyncClient) -> None:
 
 async def nothing_reserved(peers: Peers) -> bool:
     return await peers.reserved() == 0
+
+
+async def test_openapi_describes_what_generation_takes(http: httpx.AsyncClient) -> None:
+    """Read by something that knows OpenAPI only: every reference leads somewhere, every field is there."""
+    found = (await http.get("/openapi.json")).json()
+    for path, fields in {
+        "/v1/chat/completions": {"messages", "temperature", "logprob_token_ids", "structured_outputs", "top_logprobs"},
+        "/v1/completions": {"prompt", "echo", "prompt_logprobs", "stop"},
+        "/tokenize": {"messages"},
+        "/detokenize": {"tokens"},
+    }.items():
+        body = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        described = found["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+        assert fields <= described["properties"].keys()
+    assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(found))) <= found["components"]["schemas"].keys()
+    assert "/v1/models" in found["paths"]
+    page = await http.get("/docs")
+    assert page.status_code == 200
+    assert "/openapi.json" in page.text

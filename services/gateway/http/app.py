@@ -18,6 +18,7 @@ from services.gateway.http.chat import read_chat
 from services.gateway.http.completions import read_completion
 from services.gateway.http.endpoint import GenerateEndpoint, JsonEndpoint
 from services.gateway.http.exchange import request_id_of
+from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
@@ -34,7 +35,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
         integrity: what the gateway holds.
     """
     # A request's span is ours: FastAPI's own would stand beside it, a second root of the same trace.
-    app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, telemetry={"tracing": False, "metrics": False})
+    app = DescribedApp(title="Tandem", redoc_url=None, telemetry={"tracing": False, "metrics": False})
     for path, read in (("/v1/chat/completions", read_chat), ("/v1/completions", read_completion)):
         app.router.routes.append(Route(path, GenerateEndpoint(llm, read, wall), methods=["POST"]))
     for path, respond in (("/tokenize", tokenize), ("/detokenize", detokenize)):

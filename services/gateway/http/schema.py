@@ -154,8 +154,8 @@ LOOSE = {"stop": Strings, "bad_words": Strings}
 
 
 @cache
-def _with_sampling(schema: type[B]) -> type[B]:
-    """A field more for each sampling parameter that the schema does not have in a form of its own."""
+def with_sampling(schema: type[B]) -> type[B]:
+    """The schema with a field more for each sampling parameter that the schema does not have in a form of its own."""
     taken = INTERNAL.union(schema.model_fields)
     types = {name: LOOSE.get(name, kind) for name, kind in TYPES.items() if name not in taken}
     fields: dict[str, Any] = {name: (kind | None, None) for name, kind in types.items()}
@@ -179,7 +179,7 @@ def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
     Raises:
         InvalidRequest: naming the first field that is wrong.
     """
-    full = _with_sampling(schema)
+    full = with_sampling(schema)
     found = validated(full, body)
     _refuse_extras(found, "")
     if found.n is not None and found.n < 1:
