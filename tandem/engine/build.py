@@ -64,6 +64,8 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
         kv_cache = _kv_cache(layout, config.device, _num_blocks(config, layout))
         runner = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
         return Parts(model, layout, kv_cache, runner, {"ngram": NgramProposer()}, _adapters(config, model, kv_cache[0]))
+    if model.quantized is not None and config.quantization != "none":
+        raise ValueError(f"quantization: {config.quantization}, but the checkpoint is quantized already")
     # Before any memory is taken for what a wrong config says.
     find_weights(Decoder(model, torch.float32, "meta"), config.model_path)
     revision = config.revision or weights_revision(config.model_path)

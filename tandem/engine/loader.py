@@ -2,26 +2,31 @@
 
 1 find     model.safetensors.index.json names the shards, or there is one model.safetensors
 2 compare  the names and shapes in the shards with the ones the model needs: missing, extra or mis-shaped is an error
-3 copy     each tensor to where it belongs, from a mapping of its own, let go at once: nothing is held twice
+3 copy     each tensor to where it belongs, from a mapping of its own, let go at once: nothing is held twice; layers
+           that the checkpoint holds quantized stay so, in the engine's own form (checkpoint_formats.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tandem.engine.models import Decoder
+from tandem.engine.checkpoint_formats import CheckpointFormat
+from tandem.engine.models import Decoder, Linear
+from tandem.engine.quantization import QuantizedWeight
 from tandem.engine.types import Progress
 from tandem.model_files import ModelFile, read_file
 
 _PAGE = 4096
 _PAGES_PER_SHARD = 1024
 _MAX_HEADER = 100 * 10**6  # safetensors' own
+Shapes = dict[str, list[int]]
 
 
 class IndexFile(ModelFile):
@@ -31,13 +36,17 @@ class IndexFile(ModelFile):
 def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None) -> None:
     """Fill `model` from the folder at `path`. ValueError says which tensor or file is wrong."""
     targets, sources = model.checkpoint_tensors(), find_weights(model, path)
-    total, done = sum(t.nbytes for t in targets.values()), 0
-    for name, shard in sources.items():
+    plain = {name: shard for name, shard in sources.items() if name in targets and not _is_packed(model, name, sources)}
+    total, done = sum(targets[name].nbytes for name in plain), 0
+    for name, shard in plain.items():
         with _open(shard) as file:
             targets[name].copy_(file.get_tensor(name))
         done += targets[name].nbytes
         if on_progress is not None:
             on_progress("weights", done, total)
+    if (form := model.config.quantized) is not None:
+        for linear, names, sizes in model.fused():
+            _load_packed(linear, names, sizes, form, sources)
 
 
 def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
@@ -49,8 +58,64 @@ def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
             for name in file.keys():  # noqa: SIM118
                 if not _redundant(name, targets):
                     sources[name], shapes[name] = shard, list(file.get_slice(name).get_shape())
-    _compare(shapes, targets, path)
+    needed = {name: list(tensor.shape) for name, tensor in targets.items()}
+    _compare(shapes, *_as_packed(model, needed, sources), path)
     return sources
+
+
+def _as_packed(model: Decoder, needed: Shapes, sources: Mapping[str, Path]) -> tuple[Shapes, Shapes]:
+    """What is needed, and what may be there, too, of the layers that the checkpoint holds quantized as such."""
+    optional: Shapes = {}
+    form = model.config.quantized
+    for linear, names, sizes in model.fused() if form else ():
+        inputs = linear.weight.shape[1]
+        for name, outputs in zip(names, sizes, strict=True):
+            if form is None or f"{name}.{form.marker}" not in sources:
+                continue
+            del needed[f"{name}.weight"]
+            needed |= {f"{name}.{kind}": list(shape) for kind, shape in form.needed(outputs, inputs).items()}
+            optional |= {f"{name}.{kind}": list(shape) for kind, shape in form.optional(outputs, inputs).items()}
+            if linear.bias is None:
+                optional[f"{name}.bias"] = [outputs]
+    return needed, optional
+
+
+def _is_packed(model: Decoder, name: str, sources: Mapping[str, Path]) -> bool:
+    """Whether this is the weight of a layer that the checkpoint holds quantized."""
+    form, (layer, _, kind) = model.config.quantized, name.rpartition(".")
+    return kind == "weight" and form is not None and f"{layer}.{form.marker}" in sources
+
+
+def _load_packed(
+    linear: Linear, names: Sequence[str], sizes: Sequence[int], form: CheckpointFormat, sources: Mapping[str, Path]
+) -> None:
+    """Quantized where all parts are; where only some are, those are opened."""
+    inputs, parts = linear.weight.shape[1], list[QuantizedWeight | None]()
+    assert isinstance(linear.weight, Tensor)
+    for name, outputs in zip(names, sizes, strict=True):
+        found = dict(_tensors_of(name, (form.needed(outputs, inputs) | form.optional(outputs, inputs)), sources))
+        try:
+            parts.append(form.read(found, outputs, inputs) if f"{name}.{form.marker}" in sources else None)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if linear.bias is None and any(bias.any() for _, bias in _tensors_of(name, ("bias",), sources)):
+            raise ValueError(f"tensor {name}.bias: the model has no bias there")
+    packed = [part for part in parts if part is not None]
+    if len(packed) == len(parts) and len({part.group for part in packed}) == 1:
+        columns = zip(*((part.codes, part.scales, part.offsets) for part in packed), strict=True)
+        codes, scales, offsets = (torch.cat(column).to(linear.weight.device) for column in columns)
+        linear.weight = QuantizedWeight(codes, scales, offsets, packed[0].bits)
+        return
+    for part, target in zip(parts, torch.split(linear.weight, list(sizes)), strict=True):
+        if part is not None:
+            target.copy_(part.dense(target.dtype))
+
+
+def _tensors_of(layer: str, kinds: Iterable[str], sources: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    for kind in kinds:
+        if (name := f"{layer}.{kind}") in sources:
+            with _open(sources[name]) as file:
+                yield kind, file.get_tensor(name)
 
 
 def shard_paths(path: Path) -> list[Path]:
@@ -102,12 +167,13 @@ def _redundant(name: str, targets: Mapping[str, Tensor]) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in targets)
 
 
-def _compare(shapes: Mapping[str, list[int]], targets: Mapping[str, Tensor], path: Path) -> None:
-    for problem, names in (("missing", targets.keys() - shapes.keys()), ("extra", shapes.keys() - targets.keys())):
+def _compare(shapes: Shapes, needed: Shapes, optional: Shapes, path: Path) -> None:
+    extra = shapes.keys() - needed.keys() - optional.keys()
+    for problem, names in (("missing", needed.keys() - shapes.keys()), ("extra", extra)):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
             raise ValueError(f"{path}: {len(names)} {problem} tensors: {shown}")
     for name, found in shapes.items():
-        needed = list(targets[name].shape)
-        if found != needed:
-            raise ValueError(f"{path}: tensor {name} has shape {found}, the config says {needed}")
+        wanted = (needed | optional)[name]
+        if found != wanted:
+            raise ValueError(f"{path}: tensor {name} has shape {found}, the config says {wanted}")

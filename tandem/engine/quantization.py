@@ -4,7 +4,7 @@ int8   one scale for each output
 int4   a scale and an offset for each 64 inputs of an output, from the range that leaves the least squared error; the
        head, which every token needs whole, is int8
 
-A number is code * scale + offset, both in bfloat16.
+A number is code * scale + offset.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _SHARES = (1.0, 0.9, 0.8)  # of a group's range, to choose from
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """`codes` (outputs, inputs) uint8 below 2 ** `bits`; `scales`, `offsets` (outputs, groups) bfloat16."""
+    """`codes` (outputs, inputs) uint8 below 2 ** `bits`; `scales`, `offsets` (outputs, groups).
+
+    These are bfloat16 where made here, and float32 of a checkpoint that is quantized already.
+    """
 
     codes: Tensor
     scales: Tensor

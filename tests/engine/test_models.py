@@ -115,7 +115,7 @@ def test_end_of_text_ids_come_from_the_generation_config_first(llama: Path, tmp_
     [
         ({"model_type": "gpt2"}, "model_type: 'gpt2'"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type: 'yarn'"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding_window: 64 is less than max_model_len 128"),

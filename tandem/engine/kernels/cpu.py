@@ -29,7 +29,7 @@ _KNOWN = frozenset(
     {
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "rms_norm_eps", "rope", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
-        "max_model_len", "eos_token_ids", "dtype",
+        "max_model_len", "eos_token_ids", "dtype", "quantized",
     }
 )  # fmt: skip
 

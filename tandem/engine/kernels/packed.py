@@ -46,7 +46,7 @@ def _panels(weight: QuantizedWeight, halves: bool) -> Tensor:
     if halves:  # a panel is 16 outputs of either half
         order = torch.arange(outputs).view(2, -1, 16).transpose(0, 1).reshape(-1)
     groups = inputs // weight.group
-    numbers = torch.stack((weight.scales[order], weight.offsets[order]))  # (2, outputs, groups)
+    numbers = torch.stack((weight.scales[order], weight.offsets[order])).bfloat16()  # (2, outputs, groups)
     head = numbers.view(2, -1, _OUTPUTS, groups).permute(1, 3, 0, 2).contiguous().view(-1, groups, 2 * _OUTPUTS)
     codes = weight.codes[order].view(-1, _OUTPUTS, groups, weight.group // 2, 2).permute(0, 2, 3, 1, 4).flatten(3)
     if weight.bits == 4:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from tandem.engine.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tandem.model_files import ModelFile, end_tokens, read_file
 
 # Far beyond any model there is: what is larger would fill the machine before it is found to be wrong.
@@ -55,6 +56,7 @@ class ModelConfig:
     max_model_len: int
     eos_token_ids: frozenset[int]
     dtype: str
+    quantized: CheckpointFormat | None = None  # how the checkpoint holds its linear layers
 
     @property
     def multiplications(self) -> int:
@@ -140,6 +142,7 @@ def _model_config(raw: ConfigFile, eos_token_ids: frozenset[int], max_model_len:
         max_model_len=length,
         eos_token_ids=eos_token_ids,
         dtype=raw.dtype or raw.torch_dtype or "float32",
+        quantized=checkpoint_format(raw.quantization_config) if raw.quantization_config else None,
     )
 
 
@@ -193,7 +196,7 @@ def _max_model_len(raw: ConfigFile, rope: Rope, wanted: int | None) -> int:
 def _refuse_unsupported(raw: ConfigFile, max_model_len: int) -> None:
     if raw.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
         raise ValueError(f"model_type: {raw.model_type!r} is not one of llama, mistral, qwen2, qwen3")
-    for field, served in (("hidden_act", "silu"), ("quantization_config", None), ("partial_rotary_factor", 1.0)):
+    for field, served in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
         value = getattr(raw, field)
         if value not in (served, None):
             raise ValueError(f"{field}: {value!r} is not supported")

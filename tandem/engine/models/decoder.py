@@ -170,6 +170,16 @@ class Decoder:
         normed = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
         return F.linear(normed, dense(self.lm_head, normed.dtype)).float()
 
+    def fused(self) -> Iterator[tuple[Linear, tuple[str, ...], tuple[int, ...]]]:
+        """Each linear layer, and the names in a checkpoint and outputs of those that it is made of."""
+        for number, layer in enumerate(self.layers):
+            at, attention, inner = f"model.layers.{number}", layer.attention, layer.mlp.gate_up.weight.shape[0] // 2
+            names = tuple(f"{at}.self_attn.{part}_proj" for part in "qkvo")
+            yield attention.qkv, names[:3], attention.sizes
+            yield attention.o, names[3:], (attention.o.weight.shape[0],)
+            yield layer.mlp.gate_up, (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"), (inner, inner)
+            yield layer.mlp.down, (f"{at}.mlp.down_proj",), (layer.mlp.down.weight.shape[0],)
+
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor a checkpoint must hold, by its Hugging Face name, as the storage it is to fill."""
         assert isinstance(self.embed, Tensor)

@@ -1,0 +1,243 @@
+"""Quantized linear layers as checkpoints on the hub hold them; other kinds than these are refused by name.
+
+quant_method                        tensors of a layer
+gptq           4, 8 bits            qweight (inputs / n, outputs), qzeros (groups, outputs / n), scales, g_idx
+awq            4 bits, gemm         qweight (inputs, outputs / 8), qzeros (groups, outputs / 8), scales; in an own order
+compressed-    pack-quantized       weight_packed (outputs, inputs / n), weight_scale, weight_shape, weight_zero_point
+tensors        int-quantized        weight int8, weight_scale
+bitsandbytes   8 bits               weight int8, SCB
+
+n numbers of 4 or 8 bits are packed in an int32, the first one lowest. A number is (code - zero) * scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from tandem.engine.quantization import QuantizedWeight
+from tandem.model_files import ModelFile
+
+Shapes = dict[str, tuple[int, ...]]
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs lies in each place, the lowest first
+
+
+class CheckpointFormat(Protocol):
+    """How one linear layer lies in a checkpoint."""
+
+    @property
+    def marker(self) -> str:
+        """The tensor that only a quantized layer has."""
+
+    def needed(self, outputs: int, inputs: int) -> Shapes:
+        """Tensors of a layer by what follows its name. ValueError where it cannot be of this format."""
+
+    def optional(self, outputs: int, inputs: int) -> Shapes:
+        """Those that may be there, too."""
+
+    def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """`zero_offset` is added to stored zeros: 1 in the first version of the format."""
+
+    bits: int
+    group_size: int
+    zero_offset: int
+    marker = "qweight"
+
+    def needed(self, outputs: int, inputs: int) -> Shapes:
+        group, each = _group(self.group_size, inputs), 32 // self.bits
+        _divides("inputs", inputs, each)
+        _divides("outputs", outputs, each)
+        groups = inputs // group
+        return {"qweight": (inputs // each, outputs), "qzeros": (groups, outputs // each), "scales": (groups, outputs)}
+
+    def optional(self, outputs: int, inputs: int) -> Shapes:
+        return {"g_idx": (inputs,)}
+
+    def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        group = _group(self.group_size, inputs)
+        if "g_idx" in found and not torch.equal(found["g_idx"].long(), torch.arange(inputs) // group):
+            raise ValueError("desc_act: inputs in another order (g_idx) are not supported")
+        zeros = (_unpacked(found["qzeros"], self.bits) + self.zero_offset) % (1 << self.bits)
+        codes = _unpacked(found["qweight"].T, self.bits)
+        return _weight(codes, found["scales"].T, zeros.T, self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    group_size: int
+    marker = "qweight"
+
+    def needed(self, outputs: int, inputs: int) -> Shapes:
+        groups = inputs // _group(self.group_size, inputs)
+        _divides("outputs", outputs, 8)
+        return {"qweight": (inputs, outputs // 8), "qzeros": (groups, outputs // 8), "scales": (groups, outputs)}
+
+    def optional(self, outputs: int, inputs: int) -> Shapes:
+        return {}
+
+    def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        codes, zeros = (self._unpacked(found[name]).T for name in ("qweight", "qzeros"))
+        return _weight(codes, found["scales"].T, zeros, 4)
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        places = torch.tensor(_AWQ_ORDER).argsort()
+        return _unpacked(packed, 4).view(len(packed), -1, 8)[..., places].flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class PackQuantized:
+    bits: int
+    group_size: int
+    symmetric: bool
+    marker = "weight_packed"
+
+    def needed(self, outputs: int, inputs: int) -> Shapes:
+        groups, each = inputs // _group(self.group_size, inputs), 32 // self.bits
+        shapes: Shapes = {"weight_packed": (outputs, -(-inputs // each)), "weight_scale": (outputs, groups)}
+        return shapes if self.symmetric else shapes | {"weight_zero_point": (-(-outputs // each), groups)}
+
+    def optional(self, outputs: int, inputs: int) -> Shapes:
+        return {"weight_shape": (2,)}
+
+    def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        codes, zeros = _unpacked(found["weight_packed"], self.bits)[:, :inputs], torch.tensor(1 << self.bits - 1)
+        if not self.symmetric:
+            zeros = _unpacked(found["weight_zero_point"].T, self.bits).T[:outputs]
+        return _weight(codes, found["weight_scale"], zeros, self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """Bytes with a scale for each output or group: 1 / `full` of the tensor `scale`."""
+
+    scale: str
+    full: int
+    group_size: int = -1
+    flat: bool = False  # `scale` has one dimension
+
+    @property
+    def marker(self) -> str:
+        return self.scale
+
+    def needed(self, outputs: int, inputs: int) -> Shapes:
+        groups = inputs // _group(self.group_size, inputs)
+        return {"weight": (outputs, inputs), self.scale: (outputs,) if self.flat else (outputs, groups)}
+
+    def optional(self, outputs: int, inputs: int) -> Shapes:
+        return {"weight_format": ()}
+
+    def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        if found["weight"].dtype != torch.int8:
+            raise ValueError(f"weight is of {found['weight'].dtype}, not of int8")
+        scales = found[self.scale].float().view(outputs, -1) / self.full
+        return _weight(found["weight"].to(torch.int16) + 128, scales, torch.tensor(128), 8)
+
+
+class _Gptq(ModelFile):
+    quant_method: Literal["gptq"]
+    bits: Literal[4, 8]
+    group_size: int
+    checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
+    dynamic: None = None
+
+
+class _Awq(ModelFile):
+    quant_method: Literal["awq"]
+    bits: Literal[4]
+    group_size: int
+    version: Literal["gemm", "GEMM"] = "gemm"
+    zero_point: Literal[True] = True
+
+
+class _Bitsandbytes(ModelFile):
+    quant_method: Literal["bitsandbytes"]
+    load_in_8bit: Literal[True]
+
+
+class _Weights(ModelFile):
+    num_bits: Literal[4, 8]
+    type: Literal["int"]
+    strategy: Literal["channel", "group"]
+    symmetric: bool = True
+    group_size: int | None = None
+    actorder: Literal["weight", "static"] | None = None  # neither changes how weights lie
+
+
+class _Group(ModelFile):
+    weights: _Weights
+    input_activations: None = None
+    output_activations: None = None
+    format: Literal["pack-quantized", "int-quantized"] | None = None
+
+
+class _CompressedTensors(ModelFile):
+    quant_method: Literal["compressed-tensors"]
+    format: Literal["pack-quantized", "int-quantized"]
+    config_groups: Annotated[dict[str, _Group], Field(min_length=1, max_length=1)]
+    kv_cache_scheme: None = None
+    sparsity_config: dict[str, Any] | None = None
+
+
+_Said = Annotated[_Gptq | _Awq | _Bitsandbytes | _CompressedTensors, Field(discriminator="quant_method")]
+_SAID: TypeAdapter[_Said] = TypeAdapter(_Said)
+
+
+def checkpoint_format(said: Any) -> CheckpointFormat:
+    """What `quantization_config` says. ValueError names the field that is not supported."""
+    try:
+        found = _SAID.validate_python(said)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(("quantization_config", *map(str, problem["loc"])))
+        raise ValueError(f"{field}: {problem['msg']}, got {str(problem['input'])[:200]!r}") from None
+    if isinstance(found, _Gptq):
+        return Gptq(found.bits, found.group_size, 1 if found.checkpoint_format == "gptq" else 0)
+    if isinstance(found, _Awq):
+        return Awq(found.group_size)
+    if isinstance(found, _Bitsandbytes):
+        return Int8("SCB", 127, flat=True)
+    return _compressed(found)
+
+
+def _compressed(found: _CompressedTensors) -> CheckpointFormat:
+    (group,) = found.config_groups.values()
+    weights = group.weights
+    size = -1 if weights.strategy == "channel" else weights.group_size or -1
+    if (group.format or found.format) == "pack-quantized":
+        return PackQuantized(weights.num_bits, size, weights.symmetric)
+    if weights.num_bits != 8 or not weights.symmetric:
+        raise ValueError("quantization_config.format: 'int-quantized' is supported in 8 bits and symmetric only")
+    return Int8("weight_scale", 1, size)
+
+
+def _weight(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> QuantizedWeight:
+    scales = scales.float()
+    offsets = (-zeros.float() * scales).contiguous()
+    return QuantizedWeight(codes.to(torch.uint8).contiguous(), scales.contiguous(), offsets, bits)
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The numbers of each int32 of the last dimension, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (packed[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def _group(size: int, inputs: int) -> int:
+    group = inputs if size == -1 else size
+    if group < 2 or group % 2 or inputs % group:
+        raise ValueError(f"quantization_config.group_size: {size} does not divide {inputs} inputs")
+    return group
+
+
+def _divides(what: str, number: int, each: int) -> None:
+    if number % each:
+        raise ValueError(f"quantization_config.bits: {number} {what} cannot be packed by {each}")
