@@ -5,6 +5,7 @@ Trailers say which path the request took, as the headers of HTTP do; so does the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from grpc import aio
 from opentelemetry import context as otel_context
 
 from services.gateway.errors import GatewayError, InvalidRequest
-from services.gateway.generation import Answer, Generation, check_salt, held_to, read_sampling, truncated
+from services.gateway.generation import TOO_MANY, Answer, Generation, check_salt, held_to, read_sampling, truncated
 from services.gateway.llm import LLM
 from services.gateway.llm_messages import (
     choice_of,
@@ -111,14 +112,17 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         return llm_pb2.UnloadLoraAdapterResponse()
 
     async def _answer(self, request: llm_pb2.GenerateRequest, context: Context) -> Answer:
+        arrived = asyncio.get_running_loop().time()
         try:
-            generation, param = await self._read(request, context)
+            generation, param = await self._read(request, context, arrived)
             return self._llm.answer(generation, param)
         except GatewayError as error:
             self._llm.metrics.request("none", error.status)
+            if error.status == TOO_MANY:
+                self._llm.metrics.refused(asyncio.get_running_loop().time() - arrived)
             raise _refused(error, context, {}) from None
 
-    async def _read(self, request: llm_pb2.GenerateRequest, context: Context) -> tuple[Generation, str]:
+    async def _read(self, request: llm_pb2.GenerateRequest, context: Context, arrived: float) -> tuple[Generation, str]:
         llm, metadata = self._llm, _metadata(context)
         client = llm.access.authenticate(metadata)
         if not request.model:
@@ -127,13 +131,16 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         n = request.n or 1
         llm.check_choices(1, n)
         use = tools_of(request)
-        prompt, param, reading = await self._prompt(request, use)
-        given = given_in(request.sampling)
-        structure = held_to(use, structure_of(request.structured_outputs), reading)
-        sampling = await read_sampling(given, model, structure=structure)
         if request.priority not in PRIORITIES:
             raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
+        priority = PRIORITIES[request.priority].priority
+        deadline = llm.deadline(context.time_remaining(), "grpc-timeout")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
+        given = given_in(request.sampling)
+        llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"))
+        prompt, param, reading = await self._prompt(request, use)
+        structure = held_to(use, structure_of(request.structured_outputs), reading)
+        sampling = await read_sampling(given, model, structure=structure)
         generation = Generation(
             operation="chat" if param == "messages" else "text_completion",
             request_id=request.request_id[:128] or llm.new_id(),
@@ -142,8 +149,9 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             n=n,
             given=given,
             sampling=sampling,
-            deadline=llm.deadline(context.time_remaining()),
-            priority=PRIORITIES[request.priority].priority,
+            deadline=deadline,
+            arrived=arrived,
+            priority=priority,
             tenant=tenant,
             client=client,
             cache_salt=llm.access.cache_salt(tenant, check_salt(request.cache_salt)),

@@ -25,6 +25,7 @@ TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2
 ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+REFUSED = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
 
 
@@ -69,6 +70,9 @@ class Metrics:
             "vllm:request_queue_time_seconds", "Waited for a turn at the gateway.", (*LABELS, "priority_class"),
             registry=registry, buckets=QUEUE,
         )  # fmt: skip
+        self._refused = histogram(
+            "tandem_refused_after_seconds", "From a request's arrival to its 429, inside the gateway.", REFUSED
+        )
         self._model = model
 
     def choice(self, now: Callable[[], float]) -> Meter:
@@ -81,6 +85,10 @@ class Metrics:
     def request(self, path: str, status: int) -> None:
         """One request has ended; 499 is a client that left."""
         self._requests.labels(path, str(status)).inc()
+
+    def refused(self, seconds: float) -> None:
+        """One request got a 429, so long after it had arrived."""
+        self._refused.observe(seconds)
 
     def queued(self, kind: PriorityClass, seconds: float) -> None:
         self._queued.labels(self._model, kind.label).observe(seconds)

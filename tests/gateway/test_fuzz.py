@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.gateway import Gateway
 from tandem.v1 import llm_pb2
 from tests.fuzzing import collected
+from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL
 
 FIELDS = (
@@ -54,7 +55,7 @@ async def test_bodies_of_http(gateway: Gateway, http: httpx.AsyncClient) -> None
         seen.append((answer.status_code, body))
     assert [body for status, body in seen if status >= 500] == []
     assert {status for status, _ in seen} >= {200, 400}
-    assert (await http.get("/health/ready")).status_code == 200
+    await eventually(lambda: gateway.llm.readiness()[0], 5.0)
 
 
 async def test_messages_of_grpc(gateway: Gateway) -> None:

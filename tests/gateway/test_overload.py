@@ -23,6 +23,7 @@ TTFT_S, WARM_S, RUN_S = 2.0, 5.0, 25.0
 @dataclass
 class Outcomes:
     good: int = 0
+    read: int = 0  # whose prompts were read
     ends: Counter[str] = field(default_factory=Counter)
     refused_after: list[float] = field(default_factory=list)
 
@@ -53,6 +54,8 @@ class Overload:
         work = Work(INTERACTIVE, "t", born + (self._deadline_s or 600.0), 100, tokens)
         end, first_s = "done", 0.0
         try:
+            self.admission.check(Work(INTERACTIVE, "t", work.deadline, 0, tokens))
+            self.outcomes.read += counted
             await self.admission.enter(work)
             await asyncio.sleep(READ_S)
             self.admission.wrote(work, 1)
@@ -84,6 +87,7 @@ def test_goodput_stays_at_its_peak(times: float, deadline_s: float | None, sprea
     goodput = outcomes.good / (RUN_S - WARM_S)
     assert goodput >= 0.95 * PEAK, outcomes.ends
     assert outcomes.ends["late"] + outcomes.ends["queue_timeout"] <= 0.02 * outcomes.good
+    assert outcomes.read <= 1.1 * (outcomes.good + outcomes.ends["late"]), "hardly a prompt is read for nothing"
     refused = sorted(outcomes.refused_after)
     assert refused[int(0.99 * len(refused))] < 0.010
 

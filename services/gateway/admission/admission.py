@@ -1,5 +1,6 @@
 """Waiting to be let into the cluster, and being inside.
 
+    check ──> refused at once, before its prompt is read
     enter ──> it is this work's turn, and there is room ──> inside ── first token ──> read ── end ──> leave
          ├──> it would come too late: refused at once (forecast.py), for its deadline or its class's time to first token
          ├──> too many wait: the last of the tenant with most waiting is refused, this one or another
@@ -55,6 +56,18 @@ class Admission:
 
     def num_waiting(self, kind: PriorityClass) -> int:
         return self._queue.num_waiting(kind)
+
+    def check(self, work: Work) -> None:
+        """Refuse what `enter` would refuse for coming too late, before anything is done for it. Keeps nothing of it.
+
+        Args:
+            work: as little as it may come to, where that is not known yet.
+
+        Raises:
+            Overloaded
+        """
+        if (self._queue or not self.admitted.fits(work)) and (late := self._too_late(work)):
+            raise late
 
     async def enter(self, work: Work) -> None:
         """Return when `work` may go on. Whatever comes of it, `leave` follows.

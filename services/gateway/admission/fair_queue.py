@@ -112,13 +112,15 @@ class FairQueue:
         return work
 
     def tokens_ahead(self, work: Work) -> int:
-        """About what is given to others before this work, which waits, has had its turn: parties that share are served
-        alike by weight, until each has had what stands before it or has nothing left."""
+        """About what is given to others before this work, waiting or not yet, has had its turn: parties that share are
+        served alike by weight, until each has had what stands before it or has nothing left."""
         group = self._classes[work.priority_class]
-        tenant = group.tenants[work.tenant]
-        own = sum(other.cost for other in tenant.works if _last_first(other) >= _last_first(work))
+        tenant = group.tenants.get(work.tenant)
+        works, weight = (tenant.works, tenant.weight) if tenant else ([], self._weight(work.tenant))
+        before = (other for other in works if other is not work and _last_first(other) >= _last_first(work))
+        own = work.cost + sum(other.cost for other in before)
         others = (other for other in group.tenants.values() if other is not tenant and other.works)
-        within = own + sum(min(_cost(other), own * other.weight / tenant.weight) for other in others)
+        within = own + sum(min(_cost(other), own * other.weight / weight) for other in others)
         classes = (other for other in self._classes.values() if other is not group and other.num_waiting)
         beside = (
             min(sum(map(_cost, other.tenants.values())), within * other.weight / group.weight) for other in classes
@@ -172,9 +174,11 @@ class FairQueue:
     def _tenant(self, group: _Class, name: str) -> _Tenant:
         known = group.tenants.get(name)
         if known is None:
-            known = _Tenant(name, self._tenant_weights.get(name, 1.0), next(self._numbers))
-            group.tenants[name] = known
+            known = group.tenants[name] = _Tenant(name, self._weight(name), next(self._numbers))
         return known
+
+    def _weight(self, tenant: str) -> float:
+        return self._tenant_weights.get(tenant, 1.0)
 
 
 def _cost(tenant: _Tenant) -> int:

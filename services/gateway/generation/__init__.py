@@ -4,7 +4,7 @@ Request -> Answer -> one Pipeline run for each choice -> Attempt on a pair of wo
 """
 
 from services.gateway.generation import tracing
-from services.gateway.generation.answer import CLIENT_LEFT, REASONS, Answer
+from services.gateway.generation.answer import CLIENT_LEFT, REASONS, TOO_MANY, Answer
 from services.gateway.generation.attempt import WORKER_LOST, ClusterAccess, Outcome
 from services.gateway.generation.background import BackgroundTasks
 from services.gateway.generation.choice import Delta
@@ -24,6 +24,7 @@ from services.gateway.generation.structured import Structure, held_to, read_resp
 __all__ = [
     "CLIENT_LEFT",
     "REASONS",
+    "TOO_MANY",
     "WORKER_LOST",
     "Answer",
     "BackgroundTasks",

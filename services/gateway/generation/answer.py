@@ -32,7 +32,7 @@ REASONS = {
     llm_pb2.FINISH_REASON_LENGTH: "length",
     llm_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
-CLIENT_LEFT = 499
+CLIENT_LEFT, TOO_MANY = 499, 429
 
 
 class Answer:
@@ -187,6 +187,8 @@ class Answer:
         )
         span.end()
         metrics.request(kind, status)
+        if status == TOO_MANY:
+            metrics.refused(asyncio.get_running_loop().time() - self.request.arrived)
         if status == 200:
             metrics.prefix_cache_queries.inc(usage.prompt_tokens)
             metrics.prefix_cache_hits.inc(usage.cached_tokens)

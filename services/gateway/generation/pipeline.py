@@ -44,6 +44,14 @@ class Pipeline:
         self._nonce = nonce
         self._limits = limits
 
+    def check_turn(self, priority: int, tenant: str, deadline: float, max_tokens: int | None) -> None:
+        """Before a prompt is read: would its answer of so many tokens, however short the prompt, come too late?
+
+        Raises:
+            Overloaded
+        """
+        self._admission.check(Work(PriorityClass.of(priority), tenant, deadline, 0, max(max_tokens or 1, 1)))
+
     async def tokens(
         self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome,
         prompt: SharedPrompt | None = None,

@@ -37,6 +37,7 @@ class Generation:
     given: Mapping[str, Any]  # the sampling parameters that the client named
     sampling: SamplingParams
     deadline: float  # on the event loop's clock
+    arrived: float  # likewise
     priority: int = 0
     tenant: str = ""
     client: Client = ANYONE

@@ -9,13 +9,13 @@ from typing import Any
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, held_to, read_sampling, truncated
 from services.gateway.http import schema
-from services.gateway.http.format import Format, ParsedBody, logprob_entries, structure_of
+from services.gateway.http.format import CheckTurn, Format, ParsedBody, logprob_entries, structure_of
 from services.gateway.llm import LLM
 from services.gateway.text import ROLES, TemplateOptions, Tokenizer
 from services.gateway.tools import ToolUse, plan_reading, read_call, read_tools
 
 
-async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
+async def read_chat(llm: LLM, body: bytes, check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
@@ -23,6 +23,7 @@ async def read_chat(llm: LLM, body: bytes) -> ParsedBody:
     found, given = schema.read(schema.ChatBody, body)
     llm.served(found.model)
     llm.check_choices(1, found.n or 1)
+    check_turn(found, found.max_completion_tokens or given.get("max_tokens"))
     use = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
     prompt = llm.render_chat(read_messages(found.messages), template_options(found, use))
     reading = plan_reading(llm.model.thoughts, llm.model.calls, use, prompt)

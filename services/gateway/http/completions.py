@@ -9,7 +9,7 @@ from typing import Any
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, read_sampling, truncated
 from services.gateway.http import schema
-from services.gateway.http.format import Format, ParsedBody, structure_of, token_text
+from services.gateway.http.format import CheckTurn, Format, ParsedBody, structure_of, token_text
 from services.gateway.llm import LLM
 from services.gateway.text import Tokenizer
 from tandem.v1 import llm_pb2
@@ -18,7 +18,7 @@ from tandem.v1 import llm_pb2
 DEFAULT_MAX_TOKENS = 16
 
 
-async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
+async def read_completion(llm: LLM, body: bytes, check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
@@ -26,6 +26,7 @@ async def read_completion(llm: LLM, body: bytes) -> ParsedBody:
     found, given = schema.read(schema.CompletionBody, body)
     llm.served(found.model)
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    check_turn(found, given["max_tokens"])
     with_logprobs, n = bool({"logprobs", "logprob_token_ids"} & given.keys()), _choices(found)
     with_prompt_logprobs = "prompt_logprobs" in given
     if found.echo and (with_logprobs or given["max_tokens"] == 0):

@@ -1,6 +1,6 @@
 """The hot routes. One request:
 
-1 read      body, within its bounds; fields checked; prompt tokenized
+1 read      body, within its bounds; refused here if its answer would come too late; fields checked; prompt tokenized
 2 wait      for the first delta: until it is there, a failure still has an HTTP status of its own
 3 write     one event per delta, or all deltas as one body
 4 end       whichever comes first: the answer's end, an error, the deadline, the client's disconnect
@@ -14,6 +14,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import structlog
@@ -23,6 +24,7 @@ from services.gateway.access import Client
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, unexpected
 from services.gateway.generation import (
     CLIENT_LEFT,
+    TOO_MANY,
     Answer,
     Delta,
     Generation,
@@ -31,7 +33,8 @@ from services.gateway.generation import (
     tracing,
 )
 from services.gateway.http.exchange import ClientLeft, Exchange, deadline_of
-from services.gateway.http.format import Envelope, ParsedBody, joined
+from services.gateway.http.format import CheckTurn, Envelope, ParsedBody, joined
+from services.gateway.http.schema import GenerationBody
 from services.gateway.llm import LLM
 from services.gateway.priority import priority_of
 
@@ -90,7 +93,7 @@ class GenerateEndpoint(Endpoint):
     def __init__(
         self,
         llm: LLM,
-        read: Callable[[LLM, bytes], Awaitable[ParsedBody]],
+        read: Callable[[LLM, bytes, CheckTurn], Awaitable[ParsedBody]],
         wall: Callable[[], float],
     ) -> None:
         super().__init__(llm)
@@ -104,18 +107,27 @@ class GenerateEndpoint(Endpoint):
             async with asyncio.timeout_at(deadline):
                 settings = self._llm.settings
                 body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s)
-                found = await self._read(self._llm, body)
+                found = await self._read(self._llm, body, partial(self._check_turn, exchange, client, deadline))
             answer = self._llm.answer(self._generation(exchange, client, found, deadline), found.param)
         except TimeoutError:
             self._llm.metrics.request("none", TimedOut.status)
             raise TimedOut("the request's deadline passed while its body was read") from None
         except GatewayError as error:
             self._llm.metrics.request("none", error.status)
+            if error.status == TOO_MANY:
+                self._llm.metrics.refused(asyncio.get_running_loop().time() - exchange.arrived)
             raise
         try:
             await self._supervise(exchange, self._write(exchange, found, answer), deadline)
         except GatewayError as error:
             await exchange.fail(error, answer.path_headers())
+
+    def _check_turn(
+        self, exchange: Exchange, client: Client, deadline: float, body: GenerationBody, max_tokens: int | None
+    ) -> None:
+        tenant = self._llm.access.tenant(client, exchange.headers, body.user or "", "user")
+        priority = priority_of(body.service_tier, body.priority)
+        self._llm.pipeline.check_turn(priority, tenant, deadline, max_tokens)
 
     def _generation(self, exchange: Exchange, client: Client, found: ParsedBody, deadline: float) -> Generation:
         body, access = found.body, self._llm.access
@@ -129,6 +141,7 @@ class GenerateEndpoint(Endpoint):
             given=found.given,
             sampling=found.sampling,
             deadline=deadline,
+            arrived=exchange.arrived,
             priority=priority_of(body.service_tier, body.priority),
             tenant=tenant,
             client=client,

@@ -37,6 +37,7 @@ class Exchange:
     ) -> None:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = request_id_of(self.headers, new_id)
+        self.arrived = asyncio.get_running_loop().time()
         self._receive = receive
         self._send = send
         self._keeps_alive = scope["http_version"].startswith("1")

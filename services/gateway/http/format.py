@@ -6,7 +6,7 @@ stream          the same envelope around each delta; a last one with usage where
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ TIERS_SERVED = {"auto": "default"}
 COMPLETION_DETAILS = dict.fromkeys(
     ("reasoning_tokens", "audio_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"), 0
 )
+
+# Refuses, before its prompt is tokenized, a request whose answer of at most so many tokens would come too late.
+CheckTurn = Callable[[GenerationBody, int | None], None]
 
 
 class Format(Protocol):
