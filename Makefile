@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos lint protos bench plot docs chart-lint clean
+.PHONY: help run test chaos guard lint protos bench plot docs chart-lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,16 @@ test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## all tests, on real parts: three
 
 chaos: $(VENV)/dev.stamp ## N seeded schedules of faults over the whole cluster's code (N=100000)
 	@$(BIN)/python -m tests.chaos.explorer $(or $(N),100000) $(ARGS)
+
+# What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`.
+GUARD := tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
+  tests/registry/test_wire_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
+  $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py) \
+  tests/e2e/test_secured.py
+
+guard: $(VENV)/dev.stamp ## the door: hostile input, strangers, limits, fuzz at length; then overload, measured
+	@$(BIN)/python -m pytest --hypothesis-profile=guard $(GUARD) $(ARGS)
+	@$(BIN)/python -m benchmarks.overload
 
 lint: $(VENV)/dev.stamp ## ruff, mypy, buf (style and breaking changes)
 	@$(BIN)/ruff check .

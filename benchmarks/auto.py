@@ -100,7 +100,7 @@ async def _run(fleet: Fleet, mixes: Sequence[str], load: float, rounds: int) -> 
     trace = read_trace(1.0)
     capacity = load * (fleet.prefill + fleet.decode) * fleet.step_time.prefill_tokens_per_s
     async with running(fleet) as addresses:
-        gateways = dict(zip(GATEWAYS, addresses, strict=True))
+        gateways = dict(zip(GATEWAYS, (address.grpc for address in addresses), strict=True))
         for name, address in gateways.items():  # so that every worker has measured itself
             await replay(mixed(trace, MIXES["all"], capacity, 5.0), [address], MODEL, f"warm-up {name}")
         return {mix: await _compare(mixed(trace, MIXES[mix], capacity), gateways, mix, rounds) for mix in mixes}

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -41,9 +42,16 @@ class Fleet:
     step_time: StepTime = field(default_factory=lambda: StepTime(decode_step_s=0.02))
 
 
+class Address(NamedTuple):
+    """Of one gateway, as host:port."""
+
+    http: str
+    grpc: str
+
+
 @asynccontextmanager
-async def running(fleet: Fleet) -> AsyncIterator[list[str]]:
-    """The gateways' gRPC addresses, once everything is ready.
+async def running(fleet: Fleet) -> AsyncIterator[list[Address]]:
+    """The gateways, once everything is ready.
 
     Raises:
         ServiceFailed: a process ended; its last words.
@@ -59,7 +67,7 @@ async def running(fleet: Fleet) -> AsyncIterator[list[str]]:
         await launcher.start(_workers(fleet, redis))
         await launcher.start(_gateways(fleet, http, grpc, redis))
         await unless_failed(launcher, _ready(fleet, http))
-        yield [f"127.0.0.1:{port}" for port in grpc]
+        yield [Address(*(f"127.0.0.1:{port}" for port in ports)) for ports in zip(http, grpc, strict=True)]
     finally:
         await launcher.stop()
 

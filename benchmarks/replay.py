@@ -62,7 +62,7 @@ def _requests(options: argparse.Namespace) -> list[Request]:
 
 async def _run(requests: Sequence[Request], fleet: Fleet) -> dict[str, Any]:
     async with running(fleet) as addresses:
-        replayed = await replay(requests, addresses, MODEL)
+        replayed = await replay(requests, [address.grpc for address in addresses], MODEL)
     return figures(replayed, tokens_read("prefill")) | {
         "spread_read": spread(worker_tokens("prefill", "read")),
         "spread_written": spread(worker_tokens("decode", "written")),

@@ -6,10 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tandem import telemetry
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("guard", max_examples=1000)  # see tests/fuzzing.py
 
 telemetry.set_up("tests", "tests", "warning")
 

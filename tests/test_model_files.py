@@ -9,18 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.model import ServedModel
 from tests.engine.tiny import make, make_engine
+from tests.fuzzing import fuzzed
 from tests.gateway.tiny_model import write_model
 
 MAX_GROWTH = 512 * 2**20
-FUZZED = settings(
-    max_examples=25, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
 VALUES = st.recursive(
     st.sampled_from([0, 1, -1, 3, 2**31, 2**63, 10**30, 1e300, "", "x", True, None, "default", "yarn", "linear"])
     | st.text(max_size=8),
@@ -98,7 +95,7 @@ def test_any_bytes_as_a_models_file(folder: Path, tmp_path: Path, name: str) -> 
     ends = set[str]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    @FUZZED
+    @fuzzed(25)
     @given(damaged_bytes(good, 2000) | damaged_json(good) if name.endswith(".json") else damaged_bytes(good, 2000))
     def load(data: bytes) -> None:
         (tmp_path / name).write_bytes(data)

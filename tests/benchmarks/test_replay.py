@@ -70,7 +70,7 @@ async def test_a_fleet_answers_a_trace(trace: Path) -> None:
     requests = read_trace(10, trace)
     fleet = Fleet(prefill=2, decode=1, gateways=(("round-robin", "require"),), prefill_blocks=64, decode_blocks=64)
     async with running(fleet) as gateways:
-        replayed = await replay(requests, gateways, MODEL)
+        replayed = await replay(requests, [gateway.grpc for gateway in gateways], MODEL)
     found = figures(replayed, tokens_read("prefill"))
     assert found["answered"] == 8
     assert not found["errors"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.registry.address import RedisAddress
 from tandem.registry.wire import Line, ReplyError
+from tests.fuzzing import fuzzed
 
 REPLIES = st.one_of(
     st.binary(max_size=60),
@@ -20,7 +21,7 @@ REPLIES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@fuzzed(60)
 @given(said=REPLIES, binary=st.booleans())
 def test_a_call_ends_whatever_is_said(said: bytes, binary: bool) -> None:
     asyncio.run(_ask(said, binary))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.transfer import Receiver, Sender
 from tandem.transfer.protocol.wire import Hello, Kind, Message, control
+from tests.fuzzing import fuzzed
 from tests.transfer.pair import DECODE, PREFILL, kv_cache, until
 
 HELLO = Hello(sender=PREFILL, receiver=DECODE, nonce=1, offers={"tcp": {}}).packed()
@@ -45,7 +46,7 @@ def test_whatever_comes_over_a_link_harms_only_that_link() -> None:
     receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=("tcp",))
     host, _, port = receiver.address.rpartition(":")
 
-    @settings(max_examples=100, deadline=None, derandomize=True)
+    @fuzzed(100)
     @given(STREAMS)
     def send(said: bytes) -> None:
         with socket.create_connection((host, int(port)), timeout=5.0) as stranger:
