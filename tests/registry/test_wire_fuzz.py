@@ -35,7 +35,7 @@ async def _ask(said: bytes, binary: bool) -> None:
         await writer.wait_closed()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server, asyncio.timeout(5.0):
+    async with server, asyncio.timeout(30.0):
         line = await Line.open(RedisAddress.parse(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
         try:
             await line.ask(("PING",), binary)
