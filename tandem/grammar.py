@@ -124,6 +124,10 @@ class Guide:
             self._matcher.consume_tokens(new)
         return self._matcher.get_error() if self._matcher.is_error() else ""
 
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as far as there is no choice."""
+        return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+
     def fill(self, pointer: int, size: int, ahead: Sequence[int]) -> bool:
         """Write the mask of what may follow `ahead`, `size` bytes; False where the grammar does not allow that."""
         matcher, count = self._matcher, 0

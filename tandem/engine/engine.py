@@ -73,7 +73,9 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             prefix_caching=config.enable_prefix_caching,
         )
-        self._speculator = Speculator(parts.proposers, self._scheduler, self.model_config.max_model_len, now)
+        self._speculator = Speculator(
+            parts.proposers, self._scheduler, self.model_config.max_model_len, now, jump_forward=config.jump_forward
+        )
         config.speculative.check(self._speculator.methods)
         self._speculative, self._now = config.speculative, now
         self._live: dict[str, Sequence] = {}

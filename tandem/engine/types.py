@@ -143,8 +143,9 @@ class EngineConfig:
     null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
 
     `speculative` is how tokens are proposed where a request does not say; `draft` needs the `speculative_model`, a
-    folder of a model with the same vocabulary. Reservations are for half of a `likely_answer`, until the lengths of
-    answers have been seen. `quantization` int8 or int4 makes the model's weights that when loaded.
+    folder of a model with the same vocabulary. `jump_forward` computes what a grammar leaves no choice about in one
+    step. Reservations are for half of a `likely_answer`, until the lengths of answers have been seen. `quantization`
+    int8 or int4 makes the model's weights that when loaded.
     LoRA adapters are read from folders below `lora_dir`, and take up to `lora_memory` bytes; None: there are none.
     """
 
@@ -168,6 +169,7 @@ class EngineConfig:
     null: StepTime | None = None
     speculative: Speculative = OFF
     speculative_model: Path | None = None
+    jump_forward: bool = True
     quantization: str = "none"
     likely_answer: int = 256
     lora_dir: Path | None = None

@@ -65,6 +65,9 @@ class WorkerSettings(ClusterSettings):
         OFF.num_tokens, ge=0, le=MAX_NUM_TOKENS, description="most tokens proposed in a step"
     )
     speculative_model: Path | None = Field(None, description="folder of a draft model with the same vocabulary")
+    jump_forward: bool = Field(
+        True, description="compute tokens that a grammar leaves no choice about in one step; the answer is the same"
+    )
     lora_dir: Path | None = Field(
         None,
         description="folder, the same for all workers, that LoRA adapters (PEFT) are loaded from",
@@ -108,6 +111,7 @@ class WorkerSettings(ClusterSettings):
             max_model_len=self.max_model_len,
             speculative=Speculative(self.speculative_method, self.speculative_num_tokens),
             speculative_model=self.speculative_model,
+            jump_forward=self.jump_forward,
             quantization=self.quantization,
             lora_dir=self.lora_dir,
             lora_memory=int(self.lora_memory),

@@ -143,6 +143,28 @@ def test_a_batch_gives_everyone_what_they_get_alone(engine: Engine) -> None:
     assert run(engine, asked, speculative=Speculative("ngram", 4)) == alone
 
 
+def test_what_has_to_come_is_computed_at_once(engine: Engine) -> None:
+    """The same answers as without, greedy and seeded, in a batch with free ones, in fewer steps."""
+    config = EngineConfig(
+        DEMO, "demo", dtype="float32", num_blocks=1024, kv_budget_bytes=None, num_threads=1, jump_forward=False
+    )
+    names = ["family_name", "year_of_birth", "postal_code"]
+    wordy = {"type": "object", "properties": {name: {"type": "null"} for name in names}, "required": names}
+    made = (
+        grammar.of_json_schema({**wordy, "additionalProperties": False}),
+        grammar.of_choice(["a red fox", "blue"]),
+        "",
+    )
+    asked = {
+        str(n): (prompt(n), guided(made[n % 3], temperature=n % 2, seed=n, logprobs=n % 2 or None)) for n in range(9)
+    }
+    slow, before = Engine(config), engine.stats()
+    assert run(engine, asked) == run(slow, asked)
+    accepted = engine.stats().num_accepted_tokens - before.num_accepted_tokens
+    assert accepted == engine.stats().num_proposed_tokens - before.num_proposed_tokens > 60
+    assert slow.stats().num_proposed_tokens == 0
+
+
 def test_the_grammar_goes_before_everything_else(engine: Engine, vocabulary: Vocabulary) -> None:
     made = grammar.of_choice(["red", "blue"])
     others: list[dict[str, Any]] = [

@@ -10,6 +10,7 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.plan import Plan
 from tandem.engine.speculation.proposer import Proposer, Wanted
 
+MOST_FORCED = 64  # tokens of one answer in a step
 REST = 7  # steps without a thought of proposing, after one where nothing paid
 
 
@@ -17,10 +18,13 @@ class Speculator:
     """Proposes by `proposers`, by method. `now` says the time in seconds, from any beginning."""
 
     def __init__(
-        self, proposers: Mapping[str, Proposer], scheduler: Scheduler, max_model_len: int, now: Callable[[], float]
-    ) -> None:
+        self, proposers: Mapping[str, Proposer], scheduler: Scheduler, max_model_len: int, now: Callable[[], float],
+        *, jump_forward: bool,
+    ) -> None:  # fmt: skip
         self._proposers, self._scheduler, self._max_model_len, self._now = proposers, scheduler, max_model_len, now
         self._plans = {method: Plan() for method in proposers}
+        self._jump_forward = jump_forward
+        self._forced: set[str] = set()
         self._resting = 0
         self.num_proposed = self.num_accepted = 0
 
@@ -30,17 +34,13 @@ class Speculator:
 
     def propose(self, batch: list[Scheduled]) -> list[Scheduled]:
         """The batch with the proposed tokens of its sequences."""
-        if self._resting:
-            self._resting -= 1
-            return batch
-        wanting = [item.seq for item in batch if _decodes(item) and item.seq.speculative.method in self._proposers]
-        if not wanting:
-            return batch
-        room = left = self._scheduler.max_num_batched_tokens - sum(item.num_tokens for item in batch)
-        for method, seqs in groupby(sorted(wanting, key=_method), key=_method):
-            left -= self._propose_by(method, list(seqs), len(batch), left)
-        if left == room:
-            self._resting = REST
+        decoding = [item.seq for item in batch if _decodes(item)]
+        room = self._scheduler.max_num_batched_tokens - sum(item.num_tokens for item in batch)
+        self._forced.clear()
+        if self._jump_forward:
+            room -= sum([self._force(seq, room) for seq in decoding if seq.guide is not None])
+        self._guess([seq for seq in decoding if seq.request_id not in self._forced], len(batch), room)
+        if not any(item.seq.proposed for item in batch):
             return batch
         return [item._replace(num_tokens=item.num_tokens + len(item.seq.proposed)) for item in batch]
 
@@ -52,7 +52,8 @@ class Speculator:
             seq.num_accepted_tokens += num_drawn - 1
             self.num_proposed += proposed
             self.num_accepted += num_drawn - 1
-            self._plans[seq.speculative.method].verified(seq, proposed, num_drawn - 1)
+            if seq.request_id not in self._forced:
+                self._plans[seq.speculative.method].verified(seq, proposed, num_drawn - 1)
             del seq.proposed[:]
 
     def passed(self, batch: list[Scheduled], seconds: float) -> None:
@@ -61,6 +62,31 @@ class Speculator:
             rows = sum(item.num_tokens for item in batch)
             for plan in self._plans.values():
                 plan.passed(rows, seconds, 1 + self._resting)
+
+    def _force(self, seq: Sequence, room: int) -> int:
+        """What its grammar leaves no choice about is proposed at once; returns how much that is."""
+        assert seq.guide is not None
+        if seq.guide.follow(seq.token_ids[seq.answer_start :]):
+            return 0
+        most = min(MOST_FORCED, room, seq.num_tokens_to_come(self._max_model_len) - 1)
+        forced = seq.guide.forced()[: max(0, most)]
+        fit = self._scheduler.extend(seq, len(forced))
+        if fit:
+            seq.proposed.extend(forced[:fit])
+            self._forced.add(seq.request_id)
+        return fit
+
+    def _guess(self, seqs: list[Sequence], num_rows: int, room: int) -> None:
+        """Proposals of those that want them, by their methods."""
+        if self._resting:
+            self._resting -= 1
+            return
+        wanting = [seq for seq in seqs if seq.speculative.method in self._proposers]
+        left = room
+        for method, alike in groupby(sorted(wanting, key=_method), key=_method):
+            left -= self._propose_by(method, list(alike), num_rows, left)
+        if wanting and left == room:
+            self._resting = REST
 
     def _propose_by(self, method: str, seqs: list[Sequence], num_rows: int, room: int) -> int:
         """Returns for how many tokens there was reason and room."""
