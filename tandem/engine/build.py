@@ -18,7 +18,7 @@ from tandem import native
 from tandem.engine.decode_graphs import DecodeGraphs, cuda_capture, padded
 from tandem.engine.device import memory_checked, open_device
 from tandem.engine.flashinfer import paged_attention_for
-from tandem.engine.forward import Forward, TorchForward
+from tandem.engine.forward import Forward, Prepare, TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
 from tandem.engine.loader import find_weights, load_weights, weights_revision
@@ -51,6 +51,15 @@ class Parts(NamedTuple):
     adapters: AdapterStore | None = None
 
 
+class Computing(NamedTuple):
+    """What a Runner is made of."""
+
+    forward: Forward
+    kv_cache: list[Tensor]
+    choose: Choose
+    prepare: Prepare | None = None
+
+
 def build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
     """ValueError names what in the config or a checkpoint is wrong."""
     with memory_checked(open_device(config.device)):
@@ -80,7 +89,7 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
     if draft and config.speculative_model:
         draft_cache = _kv_cache(_layout(config, draft, "draft"), config.device, num_blocks)
         proposers["draft"] = DraftProposer(
-            *_load(config, config.speculative_model, draft, draft_cache, cores, on_progress),
+            *_load(config, config.speculative_model, draft, draft_cache, cores, on_progress)[:3],
             min(max_prefill_beside_decode(config, draft), config.max_num_batched_tokens),
         )
     return Parts(model, layout, kv_cache, loaded, proposers, _adapters(config, model, kv_cache[0]))
@@ -147,7 +156,7 @@ def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
 def _load(
     config: EngineConfig, path: Path, model_config: ModelConfig, kv_cache: list[Tensor], cores: Cores,
     on_progress: Progress | None,
-) -> tuple[Forward, list[Tensor], Choose]:  # fmt: skip
+) -> Computing:  # fmt: skip
     model = Decoder(model_config, kv_cache[0].dtype, config.device)
     load_weights(model, path, on_progress)
     if config.quantization != "none" and path == config.model_path:
@@ -157,9 +166,10 @@ def _load(
             log.warning("CPU kernels are off, torch computes everything", reason=misfit)
         elif (library := load_library()) is not None:
             forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
-            return forward, kv_cache, CpuChoose(library, cores.threads)
+            return Computing(forward, kv_cache, CpuChoose(library, cores.threads))
     attention = paged_attention_for(kv_cache[0], model_config.num_heads)
     plain = TorchForward(model, kv_cache, attention)
     if config.cuda_graphs:
-        return DecodeGraphs(plain, model, padded(kv_cache), attention, cuda_capture), kv_cache, choose
-    return plain, kv_cache, choose
+        graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, cuda_capture)
+        return Computing(graphs, kv_cache, choose, graphs.prepare)
+    return Computing(plain, kv_cache, choose)

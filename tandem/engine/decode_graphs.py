@@ -1,10 +1,11 @@
 """Decode steps as graphs: one token of each sequence, padded to a size that was captured, replayed from static memory.
 
-    step ──fill──> static inputs [ ids | positions | slots | lengths | tables ] ──replay──> hidden states, a row each
+    step ──write──> host: [ ids | positions | slots | lengths | tables ] ──run──> device: the same, replay ──> hidden
 
 Rows and blocks are padded: a row to the next of SIZES, a table to a power of two. A row of padding is a sequence of one
 token in a block that belongs to nobody, so it writes where nothing is read. A graph is captured when a step first needs
-it; steps that read prompts, have adapters or push KV go to the plain forward.
+it; steps that read prompts, have adapters or push KV go to the plain forward. While the device computes one step, the
+next one's row is written, as far as it can be foreseen: if it is what comes, its ids are all that is missing.
 """
 
 from __future__ import annotations
@@ -35,22 +36,41 @@ class DecodeGraphs:
         self._attention = attention
         self._padding_block = len(cache[0]) - 1
         self._graphs: dict[tuple[int, int], Graph] = {}
+        self._ahead: tuple[Graph, StepInput] | None = None
+        self.num_prepared = 0  # steps whose inputs were written before they came
         self.logits = plain.logits
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         count = len(step.counts)
         if written is not None or count != len(step.input_ids) or count > SIZES[-1] or any(step.adapters):
             return self._plain(step, written)
-        size = next(size for size in SIZES if size >= count)
-        width = 1 << (max(map(len, step.tables)) - 1).bit_length()
-        graph = self._graphs.get((size, width)) or self._captured(size, width)
-        graph.fill(step)
-        return graph.replay()[:count]
+        key = _padded_sizes(step)
+        graph = self._graphs.get(key) or self._captured(*key)
+        if self._is_ahead(graph, step):
+            self.num_prepared += 1
+        else:
+            graph.write(step)
+        self._ahead = None
+        return graph.run(step.input_ids)[:count]
+
+    def prepare(self, step: StepInput) -> None:
+        """Write the inputs of a step that may come next, but for its ids, while the device computes another."""
+        graph = self._graphs.get(_padded_sizes(step)) if len(step.counts) <= SIZES[-1] else None
+        if graph is not None:
+            graph.write(step)
+            self._ahead = graph, step
+
+    def _is_ahead(self, graph: Graph, step: StepInput) -> bool:
+        """What was written is what has come: sequences may have ended, come, or been given other blocks."""
+        if self._ahead is None or self._ahead[0] is not graph:
+            return False
+        guess = self._ahead[1]
+        return guess.lengths == step.lengths and guess.tables == step.tables
 
     def _captured(self, size: int, width: int) -> Graph:
         inputs = StaticInputs.of(size, width, self._padding_block, self._cache[0])
         attend = self._attention.fixed(inputs.lengths, inputs.tables)
-        attend.prepare(*inputs.host_contexts)
+        attend.prepare(*inputs.contexts(inputs.hosts[0]))
         context = StaticContext(self._cache, inputs, attend)
         replay = self._capture(lambda: self._model(inputs.ids, inputs.positions, context))
         graph = self._graphs[size, width] = Graph(inputs, attend, replay)
@@ -59,7 +79,7 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """Views of one row of int64 on the device, and its like on the host, which a step is written to."""
+    """Views of one row of int64 on the device, and two of its like on the host, which steps are written to in turn."""
 
     ids: Tensor
     positions: Tensor
@@ -67,7 +87,7 @@ class StaticInputs:
     lengths: Tensor
     tables: Tensor
     device: Tensor
-    host: Tensor
+    hosts: tuple[Tensor, Tensor]
     padding: Tensor
 
     @classmethod
@@ -75,34 +95,45 @@ class StaticInputs:
         slot = padding_block * kv.shape[3]
         rows = torch.tensor([0, 0, slot, 1]).repeat_interleave(size)
         padding = torch.cat([rows, torch.full((size * width,), padding_block)])
-        host = padding.pin_memory() if kv.is_cuda else padding.clone()
+        first, second = (padding.pin_memory() if kv.is_cuda else padding.clone() for _ in range(2))
         device = padding.to(kv.device, copy=True)
         ids, positions, slots, lengths = device[: 4 * size].view(4, size)
-        return cls(ids, positions, slots, lengths, device[4 * size :].view(size, width), device, host, padding)
+        return cls(
+            ids, positions, slots, lengths, device[4 * size :].view(size, width), device, (first, second), padding
+        )
 
-    @property
-    def host_contexts(self) -> tuple[Tensor, Tensor]:
-        """Lengths and tables, as the host has them."""
+    def contexts(self, host: Tensor) -> tuple[Tensor, Tensor]:
+        """Lengths and tables in one of `hosts`."""
         size, width = self.tables.shape
-        return self.host[3 * size : 4 * size], self.host[4 * size :].view(size, width)
+        return host[3 * size : 4 * size], host[4 * size :].view(size, width)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Graph:
     inputs: StaticInputs
     attend: FixedAttend
     replay: Callable[[], Tensor]
+    turn: int = 0
 
-    def fill(self, step: StepInput) -> None:
-        """One copy to the device. The last step's is over: its tokens have been read since."""
-        host, (size, width) = self.inputs.host.copy_(self.inputs.padding), self.inputs.tables.shape
-        count = len(step.counts)
-        rows, tables = host[: 4 * size].view(4, size), host[4 * size :].view(size, width)
-        rows[0, :count], rows[1, :count], rows[2, :count] = step.input_ids, step.positions, step.slots
-        rows[3, :count] = torch.tensor(step.lengths)
-        tables[:count] = _rectangle(step.tables, width)
+    def write(self, step: StepInput) -> None:
+        """All but the ids, where no copy reads: that of the step before the last is over, for its tokens were read."""
+        host, size, count = self._host.copy_(self.inputs.padding), len(self.inputs.ids), len(step.counts)
+        rows, (lengths, tables) = host[: 4 * size].view(4, size), self.inputs.contexts(host)
+        rows[1, :count], rows[2, :count], lengths[:count] = step.positions, step.slots, torch.tensor(step.lengths)
+        tables[:count] = _rectangle(step.tables, tables.shape[1])
+
+    def run(self, input_ids: Tensor) -> Tensor:
+        """What was written last, by one copy to the device."""
+        host = self._host
+        host[: len(input_ids)] = input_ids
+        self.turn = 1 - self.turn
         self.inputs.device.copy_(host, non_blocking=True)
-        self.attend.prepare(*self.inputs.host_contexts)
+        self.attend.prepare(*self.inputs.contexts(host))
+        return self.replay()
+
+    @property
+    def _host(self) -> Tensor:
+        return self.inputs.hosts[self.turn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +172,12 @@ def cuda_capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return out
 
     return replay
+
+
+def _padded_sizes(step: StepInput) -> tuple[int, int]:
+    """Of the graph for it: rows and blocks a row."""
+    size = next(size for size in SIZES if size >= len(step.counts))
+    return size, 1 << (max(map(len, step.tables)) - 1).bit_length()
 
 
 def _rectangle(tables: Sequence[Sequence[int]], width: int) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class StepInput:
     lengths: array[int]
     tables: Sequence[Sequence[int]]
     adapters: Sequence[Adapter | None] = ()
+
+
+# Of a step to come: all but its token ids, which are not known yet.
+Prepare: TypeAlias = Callable[[StepInput], None]
 
 
 class Chunk(NamedTuple):
@@ -68,7 +72,7 @@ def step_input(chunks: Iterable[Chunk], size: int) -> StepInput:
 
 def _tensor(values: array[int]) -> Tensor:
     """The same memory as an int64 tensor."""
-    return torch.frombuffer(values, dtype=torch.int64)
+    return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
 class Forward(Protocol):
@@ -96,7 +100,7 @@ class TorchForward:
         return self._model(step.input_ids.to(device), step.positions.to(device), context, self._adapt(step))
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        return self._model.logits(hidden[list(rows)])
+        return self._model.logits(hidden[torch.tensor(rows).to(hidden.device, non_blocking=True)])
 
     def _adapt(self, step: StepInput) -> RowAdapters | None:
         return RowAdapters(step.adapters, step.counts, part_sizes(self._model.config)) if any(step.adapters) else None

@@ -16,7 +16,7 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
-from tandem.engine.forward import Chunk, Forward, StepInput, step_input
+from tandem.engine.forward import Chunk, Forward, Prepare, StepInput, step_input
 from tandem.engine.push import push_of
 from tandem.engine.sampler import Choose, reported, sample
 from tandem.engine.scheduler import Scheduled
@@ -29,11 +29,14 @@ LOGITS_ROWS = 64  # of prompts, at once: a vocabulary is wide
 class Runner:
     """Runs `forward` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer.
 
-    `choose` makes tokens of logits.
+    `choose` makes tokens of logits. `prepare` is called while a device computes a step, with what the next one
+    is likely to be.
     """
 
-    def __init__(self, forward: Forward, kv_cache: list[Tensor], choose: Choose) -> None:
-        self._forward, self._kv_cache, self._choose = forward, kv_cache, choose
+    def __init__(
+        self, forward: Forward, kv_cache: list[Tensor], choose: Choose, prepare: Prepare | None = None
+    ) -> None:
+        self._forward, self._kv_cache, self._choose, self._prepare = forward, kv_cache, choose, prepare
         self._block_size = kv_cache[0].shape[3]
 
     @torch.inference_mode()
@@ -54,8 +57,18 @@ class Runner:
         hidden = self._forward(self._input(batch), written if pushes else None)
         for push in pushes:
             push.done()
+        self._look_ahead(batch)
         self._report_prompts(batch, hidden)
         return self._sample(batch, hidden)
+
+    def _look_ahead(self, batch: list[Scheduled]) -> None:
+        """Where each sequence writes one token: the next step, but for those that will have all they may write."""
+        if self._prepare is None or any(item.num_tokens > 1 or not item.samples for item in batch):
+            return
+        staying = (item.seq for item in batch if item.seq.num_output_tokens + 1 < item.seq.sampling.max_tokens)
+        chunks = [Chunk(seq, seq.num_computed_tokens + 1, seq.num_computed_tokens + 2) for seq in staying]
+        if chunks and all(len(seq.block_table) * self._block_size >= end for seq, _, end in chunks):
+            self._prepare(step_input(chunks, self._block_size))
 
     def _report_prompts(self, batch: list[Scheduled], hidden: Tensor) -> None:
         row = 0

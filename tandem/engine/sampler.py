@@ -158,21 +158,32 @@ def _per_row(logits: Tensor, seqs: Rows[Row], read: Callable[[SamplingParams], f
 
 
 def choose(logits: Tensor, seqs: Rows[Row]) -> list[int]:
-    """`Choose` in torch, on any device."""
-    best = logits.max(dim=-1)
-    token_ids: list[int] = best.indices.masked_fill(~best.values.isfinite(), -1).tolist()
-    drawn = [row for row, seq in enumerate(seqs) if seq.sampling.temperature > 0 and token_ids[row] != -1]
-    if drawn:
-        params = [seqs[row].sampling for row in drawn]
-        uniforms = [uniform(seqs[row].sampling.seed, seqs[row].num_output_tokens) for row in drawn]
-        for row, token_id in zip(drawn, _draw(logits[drawn], params, uniforms), strict=True):
-            token_ids[row] = token_id
+    """`Choose` in torch, on any device: a step waits here for the device, once."""
+    token_ids: list[int] = chosen(logits, seqs).tolist()
     return token_ids
 
 
-def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> list[int]:
-    """By the sums of chunks to the chunk, and in it to the token."""
-    temperatures = logits.new_tensor([sampling.temperature * _LN_2 for sampling in params])[:, None]
+def chosen(logits: Tensor, seqs: Rows[Row]) -> Tensor:
+    """What `choose` reads: (rows,) on the device, asked for without waiting for it."""
+    best = logits.max(dim=-1)
+    token_ids = best.indices
+    drawn = [row for row, seq in enumerate(seqs) if seq.sampling.temperature > 0]
+    if drawn:
+        params = [seqs[row].sampling for row in drawn]
+        uniforms = [uniform(seqs[row].sampling.seed, seqs[row].num_output_tokens) for row in drawn]
+        rows = _sent(drawn, logits, torch.int64)
+        token_ids[rows] = _draw(logits[rows], params, uniforms)
+    return token_ids.masked_fill(~best.values.isfinite(), -1)
+
+
+def _sent(values: Rows[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """On the device of `like`, which may still be computing: `new_tensor` would wait for it."""
+    return torch.tensor(values, dtype=dtype or like.dtype).to(like.device, non_blocking=True)
+
+
+def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Tensor:
+    """By the sums of chunks to the chunk, and in it to the token. Of a row without a finite best, anything."""
+    temperatures = _sent([sampling.temperature * _LN_2 for sampling in params], logits)[:, None]
     temperatures.clamp_(max=torch.finfo(temperatures.dtype).max)  # else a masked token would be no number
     # As powers of two: exp takes three times as long. The best is 0, so nothing overflows.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures)
@@ -180,14 +191,13 @@ def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
         scaled.masked_fill_(scaled < _thresholds(scaled, params)[:, None], -math.inf)
     chunks = _chunks(scaled.exp2_(), 0.0)
     cdf = chunks.sum(dim=-1).double().cumsum(dim=-1)
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=cdf.device)[:, None] * cdf[:, -1:]
+    targets = _sent(uniforms, cdf)[:, None] * cdf[:, -1:]
     chunk = _first_above(cdf, targets)
     inside = _pick(chunks, chunk).double().cumsum(dim=-1)
     left = targets - pad(cdf, (1, 0)).gather(1, chunk)
     # The chunk's sum may be rounded up: below its own total, the last token with any weight is the last to be found.
     below = inside[:, -1:].nextafter(inside.new_zeros(()))
-    picked: list[int] = (chunk * _CHUNK + _first_above(inside, left.minimum(below)))[:, 0].tolist()
-    return picked
+    return (chunk * _CHUNK + _first_above(inside, left.minimum(below)))[:, 0]
 
 
 def _chunks(values: Tensor, fill: float) -> Tensor:
@@ -208,12 +218,13 @@ def _first_above(cdf: Tensor, targets: Tensor) -> Tensor:
 
 def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     """The least value in each row that top_k, top_p and min_p keep: (rows,)."""
-    lowest = scaled.new_tensor([sampling.min_p for sampling in params]).log2()
+    lowest = _sent([sampling.min_p for sampling in params], scaled).log2()
     top_k = [row for row, sampling in enumerate(params) if sampling.top_k > 0]
     if top_k:
         _raise_to_top_k(lowest, scaled, top_k, params)
     nucleus = [row for row, sampling in enumerate(params) if sampling.top_k == 0 and sampling.top_p < 1]
-    for width in (_NARROW, scaled.shape[1]):  # most nuclei lie within a few tokens, and a whole sort is dear
+    # Most nuclei lie within a few tokens, and a whole sort is dear; on a GPU, to wait for which do is dearer.
+    for width in (_NARROW, scaled.shape[1]) if scaled.is_cpu else (scaled.shape[1],):
         if nucleus:
             nucleus = _raise_to_top_p(lowest, scaled, nucleus, params, width)
     return lowest
@@ -221,22 +232,27 @@ def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
 
 def _raise_to_top_k(lowest: Tensor, scaled: Tensor, rows: list[int], params: list[SamplingParams]) -> None:
     """top_k of `rows`, and within it their top_p."""
-    k = scaled.new_tensor([min(params[row].top_k, scaled.shape[1]) for row in rows])[:, None]
-    best = _best(scaled[rows], int(k.max()))
-    best = best.masked_fill(torch.arange(best.shape[1], device=best.device) >= k, -math.inf)
+    k, where = [min(params[row].top_k, scaled.shape[1]) for row in rows], _sent(rows, scaled, torch.int64)
+    best = _best(scaled[where], max(k))
+    best = best.masked_fill(torch.arange(best.shape[1], device=best.device) >= _sent(k, scaled)[:, None], -math.inf)
     needed = _needed(best, best.exp2().sum(dim=-1), [params[row].top_p for row in rows]) & best.isfinite()
-    lowest[rows] = lowest[rows].maximum(best.masked_fill(~needed, math.inf).amin(dim=-1))
+    lowest[where] = lowest[where].maximum(best.masked_fill(~needed, math.inf).amin(dim=-1))
 
 
 def _raise_to_top_p(
     lowest: Tensor, scaled: Tensor, rows: list[int], params: list[SamplingParams], width: int
 ) -> list[int]:
     """top_p of those `rows` whose nucleus lies within the `width` best tokens; returns the other ones."""
-    best = _best(scaled[rows], width)
-    needed = _needed(best, scaled[rows].exp2().sum(dim=-1), [params[row].top_p for row in rows])
+    where = _sent(rows, scaled, torch.int64)
+    here = scaled[where]
+    best = _best(here, width)
+    needed = _needed(best, here.exp2().sum(dim=-1), [params[row].top_p for row in rows])
     value = best.masked_fill(~needed, math.inf).amin(dim=-1)
-    within = ~needed[:, -1] if width < scaled.shape[1] else torch.ones_like(needed[:, -1])
-    lowest[rows] = torch.where(within, lowest[rows].maximum(value), lowest[rows])
+    if width >= scaled.shape[1]:
+        lowest[where] = lowest[where].maximum(value)
+        return []
+    within = ~needed[:, -1]
+    lowest[where] = torch.where(within, lowest[where].maximum(value), lowest[where])
     return [row for row, done in zip(rows, within.tolist(), strict=True) if not done]
 
 
@@ -253,7 +269,7 @@ def _needed(best: Tensor, total: Tensor, top_p: list[float]) -> Tensor:
     `total` (rows,) is the mass that top_p is a part of.
     """
     probs = best.double().exp2() / total[:, None]
-    limit = probs.new_tensor([p if p < 1 else math.inf for p in top_p])
+    limit = _sent([p if p < 1 else math.inf for p in top_p], probs)
     return probs.cumsum(dim=-1) - probs < limit[:, None]
 
 
