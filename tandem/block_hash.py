@@ -16,6 +16,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 HASH_BYTES = 16
+MAX_SALT_LENGTH = 1024  # of a tenant's name and what the request says: salts are remembered
 
 
 @lru_cache(1024)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tandem.adapters import AdapterRef
+from tandem.block_hash import MAX_SALT_LENGTH
 from tandem.engine import FinishReason, Request, SampledToken, SequenceOutput
 from tandem.sampling import SamplingParams
 from tandem.security import ClusterSecret
 from tandem.speculative import Speculative
 from tandem.v1 import llm_pb2, worker_pb2
+from tandem.worker.errors import SequenceFailed
 
 FINISH_REASONS = {
     None: llm_pb2.FINISH_REASON_UNSPECIFIED,
@@ -20,6 +22,13 @@ FINISH_REASONS = {
 
 
 def request_of(spec: worker_pb2.SequenceSpec) -> Request:
+    """
+    Raises:
+        SequenceFailed
+    """
+    if len(spec.cache_salt) > MAX_SALT_LENGTH:
+        said = f"cache_salt: must have at most {MAX_SALT_LENGTH} characters, got {len(spec.cache_salt)}"
+        raise SequenceFailed("INVALID_ARGUMENT", said)
     return Request(
         request_id=spec.request_id,
         token_ids=list(spec.token_ids),

@@ -23,7 +23,7 @@ from services.prefill.settings import PrefillSettings
 from tandem import rpc
 from tandem.local import RedisServer
 from tandem.registry import Registry
-from tandem.v1 import decode_pb2, kvstore_pb2, prefill_pb2, process_pb2
+from tandem.v1 import decode_pb2, kvstore_pb2, prefill_pb2, process_pb2, worker_pb2
 from tests.fuzzing import collected
 from tests.registry.cluster import eventually
 from tests.worker.test_build import running
@@ -55,6 +55,7 @@ METHODS: Sequence[MethodDescriptor] = [
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
         kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"],
         process_pb2.DESCRIPTOR.services_by_name["IntegrityService"],
+        worker_pb2.DESCRIPTOR.services_by_name["AdapterService"],
     )
     for method in service.methods
 ]
@@ -136,6 +137,7 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
             "tandem.v1.DecodeService": decode.address,
             "tandem.v1.PrefillService": prefill.address,
             "tandem.v1.IntegrityService": decode.address,
+            "tandem.v1.AdapterService": decode.address,
             "tandem.v1.KVStoreService": f"127.0.0.1:{kvstore.port}",
             "known": {
                 "decode_incarnation": [d0.incarnation],
@@ -152,6 +154,7 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
                 "max_tokens": [4, 400, 1],
                 "timeout_ms": [300, 1000],
                 "seed": [1],
+                "path": [str(demo_model), "/", "/proc/self/mem"],
             },
         }
         stream.cancel()
@@ -170,6 +173,8 @@ async def answered(channel: aio.Channel, method: MethodDescriptor, data: bytes) 
 
 
 async def test_messages_at_the_workers_ports(ports: dict[str, Any]) -> None:
+    before = await held(ports)
+    assert any(before)
     for method in METHODS:
         address = ports[method.containing_service.full_name]
         examples = collected(bytes_for(method, ports["known"]), EXAMPLES)
@@ -188,13 +193,19 @@ async def test_messages_at_the_workers_ports(ports: dict[str, Any]) -> None:
         stop = decode_pb2.AbortRequest(request_ids=["good"]).SerializeToString()
         assert await answered(channel, abort, stop) is grpc.StatusCode.OK
 
-    async def nothing_held() -> bool:
-        for service in ("DecodeService", "PrefillService"):
-            async with aio.insecure_channel(ports[f"tandem.v1.{service}"]) as channel:
-                call: Any = channel.unary_unary("/tandem.v1.IntegrityService/CheckIntegrity")
-                found = process_pb2.CheckIntegrityResponse.FromString(await call(b"", timeout=5.0))
-            if found.violations or found.num_sequences or found.num_blocks:
-                return False
-        return True
+    async def as_before() -> bool:
+        return await held(ports) == before
 
-    await eventually(nothing_held, 5.0, "all that was held is released")
+    await eventually(as_before, 5.0, "all that was held is released")
+
+
+async def held(ports: dict[str, Any]) -> list[dict[str, int]]:
+    """By both workers; nothing that no request accounts for."""
+    found = []
+    for service in ("DecodeService", "PrefillService"):
+        async with aio.insecure_channel(ports[f"tandem.v1.{service}"]) as channel:
+            call: Any = channel.unary_unary("/tandem.v1.IntegrityService/CheckIntegrity")
+            said = process_pb2.CheckIntegrityResponse.FromString(await call(b"", timeout=5.0))
+        assert not said.violations
+        found.append(dict(said.held))
+    return found
