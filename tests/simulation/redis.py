@@ -317,8 +317,10 @@ class RedisClient:
 
             def connected(end: End) -> None:
                 self._opening = None
-                if opening.done():
+                if opening.done() or self._end is not None:  # another was quicker
                     end.close()
+                    if not opening.done():
+                        opening.set_result(self._end)
                     return
                 self._end = end
                 self.lines += 1
