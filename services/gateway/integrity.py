@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from services.gateway.admission import Admission
 from services.gateway.generation import BackgroundTasks
 from services.gateway.llm import LLM
@@ -17,6 +19,7 @@ def check_gateway(llm: LLM, admission: Admission, background: BackgroundTasks) -
         "attempts": sum(connection.running for connection in llm.pool.connections),
         "mailboxes": sum(len(connection.stream) for connection in llm.pool.connections),
         "connections": len(llm.pool.connections),
+        "tasks": len(asyncio.all_tasks()),
     }
     wrong = admission.check_integrity()
     if not held["answers"] and not held["releasing"]:

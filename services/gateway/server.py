@@ -3,8 +3,9 @@
 1 see       the registry, once; from then on in the background. Redis need not be up yet
 2 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
 3 leave     asked to drain: not ready, but serving all that still comes, until nothing has come for a while
-4 end       not ready, no new requests, running ones get `drain_s`, then a
-            typed error; what they held is released before the process ends
+4 end       not ready; connections are told to go: gRPC's by GOAWAY, HTTP's by `connection: close` on what comes within
+            TOLD_S; then none is taken any more, and running requests get `drain_s`, then a typed error; what they held
+            is released before the process ends
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ HEALTH_S = 0.25
 # Balancers that have seen a gateway turn unready send it nothing any more after so long.
 QUIET_S = 3.0
 IDLE_CHECK_S = 0.05
+# Pooled HTTP connections that are in use learn within so long that they are to go.
+TOLD_S = 1.0
 
 
 class Door(Protocol):
@@ -58,7 +61,11 @@ class Door(Protocol):
     async def run(self) -> None:
         """Until the server ends by itself, which it should not."""
 
-    async def stop(self) -> None: ...
+    def close(self) -> None:
+        """Take no connections any more, and end those that are idle; what runs goes on."""
+
+    async def stop(self) -> None:
+        """`close`, and wait for what runs, within a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,15 +252,18 @@ class Gateway:
     # --- end ---
 
     async def _drain(self) -> None:
-        self.llm.stopping = True
+        drain_s = self.settings.drain_s
+        self.llm.leaving = True
         await self._grpc.set_serving(False)
-        ended = asyncio.create_task(self._wait_idle())
-        await asyncio.wait({ended}, timeout=self.settings.drain_s)
-        ended.cancel()
+        grpc = asyncio.create_task(self._grpc.stop(drain_s))
+        going = asyncio.create_task(self._turn_away())
+        await asyncio.wait({going}, timeout=drain_s)
+        going.cancel()
+        self.llm.stopping = True
         stopping = Unavailable("the gateway is stopping", code="stopping")
         self.admission.stop(stopping)
         self.llm.pool.stop(stopping)
-        await asyncio.gather(self._grpc.stop(GRPC_GRACE_S), self._http.stop(), return_exceptions=True)
+        await asyncio.gather(grpc, self._grpc.stop(GRPC_GRACE_S), self._http.stop(), return_exceptions=True)
         try:
             async with asyncio.timeout(FREE_WAIT_S):
                 await self._background.drain()
@@ -262,9 +272,12 @@ class Gateway:
                 "not everything was freed in time; workers will notice by themselves", left=len(self._background)
             )
 
-    async def _wait_idle(self) -> None:
+    async def _turn_away(self) -> None:
+        """Until nothing runs, and nothing can come any more."""
+        await asyncio.sleep(min(TOLD_S, self.settings.drain_s / 10))
+        self._http.close()
         while self.llm.running:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(IDLE_CHECK_S)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -12,9 +12,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc
 import httpx
 import psutil
 import pytest
+from grpc import ChannelConnectivity
 
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import RESERVATIONS_LEASE_S, make_gateway
@@ -102,6 +104,22 @@ async def test_ending_lets_short_requests_end(settings: GatewaySettings, peers: 
         answer = await request
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["text"] == TEXT
+
+
+async def test_connections_are_told_to_go_before_none_is_taken(settings: GatewaySettings, peers: Peers) -> None:
+    peers.decode.step_s = 0.01
+    body = {"model": MODEL, "prompt": "x", "seed": 0, "max_tokens": 100}
+    async with running(settings.model_copy(update={"drain_s": 10.0})) as (gateway, http):
+        assert "connection" not in (await http.post("/v1/completions", json=body)).headers
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+            await channel.channel_ready()
+            ending = asyncio.create_task(gateway.__aexit__(None, None, None))
+            await channel.wait_for_state_change(ChannelConnectivity.READY)  # GOAWAY
+        last = await http.post("/v1/completions", json=body)
+        assert (last.status_code, last.headers["connection"]) == (200, "close")
+        await ending
+        with pytest.raises(httpx.ConnectError):
+            await http.post("/v1/completions", json=body)
 
 
 async def test_ending_is_bounded_and_typed(settings: GatewaySettings, peers: Peers) -> None:

@@ -282,6 +282,9 @@ class NoHttp:
     async def run(self) -> None:
         await asyncio.Event().wait()
 
+    def close(self) -> None:
+        pass
+
     async def stop(self) -> None:
         pass
 

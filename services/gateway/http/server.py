@@ -1,6 +1,6 @@
 """Granian, embedded: Rust reads and writes HTTP, the app runs on this process's own event loop beside gRPC.
 
-start -> serving -> stop (no new connections; the app has ended its requests before) -> stopped, or given up on
+start -> serving -> close (no new connections, idle ones end) -> stop, once the app has ended its requests
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class HttpServer:
             http1_settings=HTTP1Settings(header_read_timeout=round(1000 * header_timeout_s)),
         )  # fmt: skip
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
 
     async def start(self) -> None:
         """Return once connections are taken.
@@ -57,11 +58,17 @@ class HttpServer:
         assert self._task is not None
         await asyncio.shield(self._task)
 
+    def close(self) -> None:
+        """Take no connections any more, and end those that are idle; responses that are under way go on."""
+        if self._task is not None and not self._task.done() and not self._closed:
+            self._closed = True
+            self._server.stop()  # type: ignore[no-untyped-call]
+
     async def stop(self) -> None:
         """Bounded: connections that will not end are dropped with the process."""
         if self._task is None or self._task.done():
             return
-        self._server.stop()  # type: ignore[no-untyped-call]
+        self.close()
         await asyncio.wait({self._task}, timeout=STOP_WAIT_S)
         if not self._task.done():
             log.warning("HTTP connections did not end in time")
