@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos guard lint protos bench plot docs chart-lint clean
+.PHONY: help run test chaos soak guard lint protos bench plot docs chart-lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## all tests, on real parts: three
 
 chaos: $(VENV)/dev.stamp ## N seeded schedules of faults over the whole cluster's code (N=100000)
 	@$(BIN)/python -m tests.chaos.explorer $(or $(N),100000) $(ARGS)
+
+soak: $(VENV)/dev.stamp ## MINUTES of traffic on real processes whose workers are replaced (MINUTES=30)
+	@$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(ARGS)
 
 # What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`.
 GUARD := tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
