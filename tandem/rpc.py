@@ -215,6 +215,9 @@ class _Edge(aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler.unary_unary:
             behavior = _unary(handler.unary_unary, carrier)
             return grpc.unary_unary_rpc_method_handler(behavior, parse, handler.response_serializer)
+        if handler.stream_stream:
+            both_ways = _stream(_checked(handler.stream_stream), carrier)
+            return grpc.stream_stream_rpc_method_handler(both_ways, parse, handler.response_serializer)
         return grpc.unary_stream_rpc_method_handler(
             _stream(handler.unary_stream, carrier), parse, handler.response_serializer
         )
@@ -259,6 +262,15 @@ def _parsed(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 def _check(request: Any) -> None:
     if isinstance(request, _Malformed):
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of the kind that this call takes")
+
+
+def _checked(behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            _check(request)
+            yield request
+
+    return lambda requests, context: behavior(checked(requests), context)
 
 
 def _unary(behavior: Callable[..., Awaitable[Any]], carrier: dict[str, str]) -> Callable[..., Awaitable[Any]]:

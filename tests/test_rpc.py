@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import pytest
 
 from tandem import rpc
-from tandem.v1 import decode_pb2, decode_pb2_grpc
+from tandem.v1 import worker_pb2_grpc
 
 DETECT_S = 2.0
 
@@ -23,19 +24,19 @@ DETECT_S = 2.0
 SERVER = """
 import asyncio, time
 from tandem import rpc
-from tandem.v1 import decode_pb2, decode_pb2_grpc
+from tandem.v1 import worker_pb2, worker_pb2_grpc
 
-class Silent(decode_pb2_grpc.DecodeServiceServicer):
-    async def StreamTokens(self, request, context):
-        yield decode_pb2.StreamTokensResponse(incarnation="only")
+class Silent(worker_pb2_grpc.WorkerServiceServicer):
+    async def Work(self, requests, context):
+        yield worker_pb2.WorkResponse(incarnation="only")
         try:
             await asyncio.sleep(60)
         finally:
             print("lost", flush=True)
 
 async def main():
-    add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
-    server = await rpc.serve([rpc.Servicer("tandem.v1.DecodeService", Silent(), add)], "127.0.0.1", 0)
+    add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
+    server = await rpc.serve([rpc.Servicer("tandem.v1.WorkerService", Silent(), add)], "127.0.0.1", 0)
     print(server.port, flush=True)
     await asyncio.sleep(60)
 
@@ -44,11 +45,11 @@ asyncio.run(main())
 CLIENT = """
 import asyncio, sys
 from tandem import rpc
-from tandem.v1 import decode_pb2, decode_pb2_grpc
+from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 async def main():
     channel = rpc.channel("127.0.0.1:" + sys.argv[1])
-    async for _ in decode_pb2_grpc.DecodeServiceStub(channel).StreamTokens(decode_pb2.StreamTokensRequest()):
+    async for _ in worker_pb2_grpc.WorkerServiceStub(channel).Work():
         print("open", flush=True)
 
 asyncio.run(main())
@@ -75,7 +76,7 @@ def line(child: subprocess.Popen[str]) -> str:
 async def test_a_stopped_server_is_noticed_by_its_client() -> None:
     with python(SERVER) as server:
         channel = rpc.channel(f"127.0.0.1:{line(server)}")
-        stream = decode_pb2_grpc.DecodeServiceStub(channel).StreamTokens(decode_pb2.StreamTokensRequest())
+        stream: Any = worker_pb2_grpc.WorkerServiceStub(channel).Work()  # type: ignore[call-arg]
         first = await asyncio.wait_for(anext(aiter(stream)), 10)
         assert first.incarnation == "only"
         os.kill(server.pid, signal.SIGSTOP)

@@ -18,7 +18,7 @@ from tandem import rpc
 from tandem.security import NO_SECRET, OPEN, TLS, ClusterSecret, Security
 from tandem.settings import load
 from tandem.transfer import Endpoint, Receiver, Sender, TransferError
-from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.worker import wire
 from tandem.worker.settings import WorkerSettings
 from tests.authority import Authority
@@ -28,12 +28,12 @@ SECRET = ClusterSecret(b"only this cluster knows")
 OTHER = ClusterSecret(b"another cluster's secret")
 
 
-class Echo(decode_pb2_grpc.DecodeServiceServicer):
-    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:
-        return decode_pb2.AbortResponse()
+class Echo(worker_pb2_grpc.WorkerServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
+    async def ProbeLink(self, request: prefill_pb2.ProbeLinkRequest, context: Any) -> prefill_pb2.ProbeLinkResponse:
+        return prefill_pb2.ProbeLinkResponse()
 
-    async def StreamTokens(self, request: decode_pb2.StreamTokensRequest, context: Any) -> AsyncIterator[Any]:
-        yield decode_pb2.StreamTokensResponse(incarnation="d-1")
+    async def Work(self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Any) -> AsyncIterator[Any]:
+        yield worker_pb2.WorkResponse(incarnation="d-1")
 
 
 @pytest.fixture
@@ -41,8 +41,9 @@ async def serve() -> AsyncIterator[Callable[[Security], Awaitable[str]]]:
     servers = []
 
     async def start(security: Security) -> str:
-        servicer = rpc.Servicer("tandem.v1.DecodeService", Echo(), decode_pb2_grpc.add_DecodeServiceServicer_to_server)
-        servers.append(await rpc.serve([servicer], "127.0.0.1", 0, security=security))
+        work = rpc.Servicer("tandem.v1.WorkerService", Echo(), worker_pb2_grpc.add_WorkerServiceServicer_to_server)
+        probe = rpc.Servicer("tandem.v1.PrefillService", Echo(), prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
+        servers.append(await rpc.serve([work, probe], "127.0.0.1", 0, security=security))
         return f"127.0.0.1:{servers[-1].port}"
 
     yield start
@@ -54,10 +55,11 @@ async def answers(address: str, security: Security) -> grpc.StatusCode:
     """What a process gets there by a unary call, and by a stream."""
     codes = []
     async with rpc.channel(address, security) as channel:
-        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        probe: Any = prefill_pb2_grpc.PrefillServiceStub(channel)
+        worker: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         for call in (
-            lambda: stub.Abort(decode_pb2.AbortRequest(), timeout=5.0),
-            lambda: stub.StreamTokens(decode_pb2.StreamTokensRequest(), timeout=5.0).read(),
+            lambda: probe.ProbeLink(prefill_pb2.ProbeLinkRequest(), timeout=5.0),
+            lambda: worker.Work(timeout=5.0).read(),
         ):
             try:
                 await call()

@@ -22,10 +22,9 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
 from services.decode.admission import Admission
-from services.decode.streams import Streams
 from tandem.engine import FinishReason, Request, SampledToken, SequenceOutput
 from tandem.transfer import TransferError
-from tandem.worker import EnginePort, SequenceFailed
+from tandem.worker import EnginePort, SequenceFailed, Streams
 
 T = TypeVar("T")
 # A transfer that cannot be fenced keeps its blocks: the worker then ends, and is started again.
@@ -143,7 +142,7 @@ class Sequences:
 
     def _enter(self, request_id: str, stream_id: str, timeout_s: float) -> Held:
         if not self._streams.is_open(stream_id):
-            raise SequenceFailed("FAILED_PRECONDITION", "stream_id: open StreamTokens before reserving")
+            raise SequenceFailed("FAILED_PRECONDITION", "the gateway's stream has ended")
         if request_id in self._held:
             raise SequenceFailed("ALREADY_EXISTS", f"request_id: {request_id!r} is running here")
         span = tracer.start_span("decode", attributes={"tandem.worker": self._worker_id})

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import grpc
-from grpc import aio
-
 from services.decode.sequences import Sequences
-from services.decode.streams import Streams
 from tandem import rpc
 from tandem.engine import SampledToken, SequenceOutput
 from tandem.integrity import IntegrityReport
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Receiver
-from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
-from tandem.worker import SequenceFailed, WorkerContext, wire
+from tandem.v1 import worker_pb2
+from tandem.worker import Entry, SequenceFailed, Streams, WorkerContext, WorkService, wire
 
 RECEIVER_CHECK_S = 0.5
 
 
-class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
+class DecodeWorker:
     role = Role.DECODE
 
     def __init__(self, context: WorkerContext) -> None:
@@ -45,9 +41,8 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
             new_id=context.ports.new_id,
             worker_id=context.worker_id,
         )
-        self.servicer = rpc.Servicer(
-            "tandem.v1.DecodeService", self, decode_pb2_grpc.add_DecodeServiceServicer_to_server
-        )
+        work = WorkService(self._streams, context.ports.new_id, self._begin, self._sequences.abort)
+        self.servicers: Sequence[rpc.Servicer] = [work.servicer]
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [self._watch_receiver()]
@@ -81,40 +76,19 @@ class DecodeWorker(decode_pb2_grpc.DecodeServiceServicer):
             await asyncio.sleep(RECEIVER_CHECK_S)
         raise RuntimeError(self._sequences.stuck.result() if self._receiver.healthy else "the KV receiver ended")
 
-    async def Reserve(
-        self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.ReserveResponse:
-        incarnation = self._context.incarnation
-        if request.decode_incarnation != incarnation:
-            raise rpc.Refused(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"decode_incarnation: this worker is {incarnation}, not {request.decode_incarnation}",
-            )
-        try:
-            return decode_pb2.ReserveResponse(ticket=await self._reserve(request))
-        except SequenceFailed as error:
-            raise rpc.Refused(getattr(grpc.StatusCode, error.code), str(error)) from None
+    async def _begin(self, stream_id: str, entry: Entry) -> None:
+        if not isinstance(entry, worker_pb2.Reservation):
+            raise SequenceFailed("UNIMPLEMENTED", "prefills: this is a decode worker")
+        ticket = await self._reserve(stream_id, entry)
+        self._streams.reserved(stream_id, worker_pb2.Reserved(request_id=entry.sequence.request_id, ticket=ticket))
 
-    async def StreamTokens(
-        self, request: decode_pb2.StreamTokensRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        async for response in self._streams.stream(request.stream_id):
-            yield response
-
-    async def Abort(
-        self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.AbortResponse:
-        held = self._sequences.request_ids().intersection(request.request_ids)
-        await asyncio.gather(*(self._sequences.abort(request_id) for request_id in held))
-        return decode_pb2.AbortResponse()
-
-    async def _reserve(self, request: decode_pb2.ReserveRequest) -> worker_pb2.LandingTicket | None:
+    async def _reserve(self, stream_id: str, request: worker_pb2.Reservation) -> worker_pb2.LandingTicket | None:
         sequence, timeout_s = wire.request_of(request.sequence), request.sequence.timeout_ms / 1000
         await self._context.ports.engine.prepare(sequence, timeout_s)
         if request.local_prefill:
-            await self._sequences.add(sequence, request.stream_id, timeout_s)
+            await self._sequences.add(sequence, stream_id, timeout_s)
             return None
-        reserved = await self._sequences.reserve(sequence, request.stream_id, timeout_s, request.prefill_incarnation)
+        reserved = await self._sequences.reserve(sequence, stream_id, timeout_s, request.prefill_incarnation)
         ticket = worker_pb2.LandingTicket(
             transfer_id=reserved.transfer_id,
             decode_worker=self._context.worker_id,

@@ -159,7 +159,7 @@ class LLM:
         if self.leaving or self.stopping:
             missing.append("the gateway is stopping")
         if not connected:
-            missing.append("decode: no worker with an open token stream")
+            missing.append("decode: no worker with an open stream")
         if not pairs and self.settings.disaggregation is Disaggregation.REQUIRE:
             missing.append("prefill: no worker with a proven link to a connected decode worker")
         return not missing, {

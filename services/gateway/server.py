@@ -156,7 +156,7 @@ class Gateway:
             log.warning("registry unavailable: no workers known yet", error=str(error))
         self._run(view.run())
         self._run(self._ports.access.run())
-        pool = WorkerPool(view, model.name, self._ports.connect, self._ports.new_id)
+        pool = WorkerPool(view, model.name, self._ports.connect)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
         metrics = Metrics(CollectorRegistry(), model.name)

@@ -43,8 +43,6 @@ class Prefilled:
     output: SequenceOutput
     transfer_bytes: int
     transport: str
-    queue_s: float
-    compute_s: float
 
 
 class Sequences:
@@ -89,6 +87,10 @@ class Sequences:
             except TransferError as error:
                 raise SequenceFailed(error.code, f"KV transfer: {error}") from None
 
+    async def abort(self, request_id: str) -> None:
+        """Return once a sequence whose `prefill` was cancelled holds nothing any more."""
+        await self._engine.call(lambda engine: engine.abort(request_id))
+
     def on_outputs(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             computed = self._computing.get(output.request_id)
@@ -108,10 +110,9 @@ class Sequences:
         finally:
             self._pushing.discard(ticket.transfer_id)
         push.commit(self._payload(output))
-        end = self._now()
-        computing = push.first_push_at or end
+        computing = push.first_push_at or self._now()
         span.set_attributes({"prefill.cached_tokens": output.num_cached_tokens, "prefill.queue_s": computing - start})
-        return Prefilled(output, push.bytes_sent, link.transport, computing - start, end - computing)
+        return Prefilled(output, push.bytes_sent, link.transport)
 
     def _begin(self, link: Link, ticket: Ticket, timeout_s: float, span: Span) -> TracedPush:
         push = link.begin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -16,8 +16,8 @@ from tandem.engine import Engine, SequenceOutput
 from tandem.integrity import IntegrityReport
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Sender, TransferError
-from tandem.v1 import prefill_pb2, prefill_pb2_grpc
-from tandem.worker import SequenceFailed, WorkerContext, wire
+from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
+from tandem.worker import Entry, SequenceFailed, Streams, WorkerContext, WorkService, wire
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0
@@ -45,9 +45,11 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             now=context.ports.driver.now,
             worker_id=context.worker_id,
         )
-        self.servicer = rpc.Servicer(
-            "tandem.v1.PrefillService", self, prefill_pb2_grpc.add_PrefillServiceServicer_to_server
-        )
+        # What a stream had begun is cancelled with it: nothing is left to end.
+        self._streams = Streams(context.incarnation, lambda stream_id: None)
+        work = WorkService(self._streams, context.ports.new_id, self._begin, self._sequences.abort)
+        probe = rpc.Servicer("tandem.v1.PrefillService", self, prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
+        self.servicers: Sequence[rpc.Servicer] = [work.servicer, probe]
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [self._links.keep()]
@@ -68,41 +70,36 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         return self._sender.check_integrity(self._sequences.transfer_ids())
 
     async def hand_over(self) -> None:
-        """Nothing to do: the end of a call says enough."""
+        """Nothing to do: the end of the streams says enough."""
 
     async def close(self) -> None:
+        self._streams.close()
         self._sender.close()
 
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
-    ) -> prefill_pb2.PrefillResponse:
-        if not wire.is_signed(request.ticket, self._secret):
-            raise rpc.Refused(grpc.StatusCode.PERMISSION_DENIED, "ticket: no worker of this cluster has signed it")
-        prompt_blocks = -(-len(request.sequence.token_ids) // self._block_size)
-        if request.ticket.num_prompt_blocks != prompt_blocks:
-            said = f"num_prompt_blocks: {request.ticket.num_prompt_blocks}, and the prompt has {prompt_blocks}"
-            raise rpc.Refused(grpc.StatusCode.INVALID_ARGUMENT, f"ticket.{said}")
+    async def _begin(self, stream_id: str, entry: Entry) -> None:
+        if not isinstance(entry, worker_pb2.Prefill):
+            raise SequenceFailed("UNIMPLEMENTED", "reservations: this is a prefill worker")
+        if not wire.is_signed(entry.ticket, self._secret):
+            raise SequenceFailed("PERMISSION_DENIED", "ticket: no worker of this cluster has signed it")
+        prompt_blocks = -(-len(entry.sequence.token_ids) // self._block_size)
+        if entry.ticket.num_prompt_blocks != prompt_blocks:
+            said = f"num_prompt_blocks: {entry.ticket.num_prompt_blocks}, and the prompt has {prompt_blocks}"
+            raise SequenceFailed("INVALID_ARGUMENT", f"ticket.{said}")
         ticket = Ticket(
-            request.ticket.transfer_id,
-            Endpoint(request.ticket.decode_worker, request.ticket.decode_incarnation, request.ticket.kv_layout_hash),
-            request.ticket.transfer_address,
-            request.ticket.num_cached_blocks,
-            request.ticket.num_prompt_blocks,
+            entry.ticket.transfer_id,
+            Endpoint(entry.ticket.decode_worker, entry.ticket.decode_incarnation, entry.ticket.kv_layout_hash),
+            entry.ticket.transfer_address,
+            entry.ticket.num_cached_blocks,
+            entry.ticket.num_prompt_blocks,
         )
-        timeout_s = request.sequence.timeout_ms / 1000
-        try:
-            sequence = wire.request_of(request.sequence)
-            await self._engine.prepare(sequence, timeout_s)
-            done = await self._sequences.prefill(sequence, ticket, timeout_s)
-        except SequenceFailed as error:
-            raise rpc.Refused(getattr(grpc.StatusCode, error.code), str(error)) from None
-        return prefill_pb2.PrefillResponse(
-            output=wire.output_to_proto(done.output),
-            transfer_bytes=done.transfer_bytes,
-            transport=done.transport,
-            queue_ms=int(done.queue_s * 1000),
-            compute_ms=int(done.compute_s * 1000),
+        timeout_s = entry.sequence.timeout_ms / 1000
+        sequence = wire.request_of(entry.sequence)
+        await self._engine.prepare(sequence, timeout_s)
+        done = await self._sequences.prefill(sequence, ticket, timeout_s)
+        answer = worker_pb2.Prefilled(
+            output=wire.output_to_proto(done.output), transfer_bytes=done.transfer_bytes, transport=done.transport
         )
+        self._streams.prefilled(stream_id, answer)
 
     async def ProbeLink(
         self, request: prefill_pb2.ProbeLinkRequest, context: aio.ServicerContext[Any, Any]

@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from tandem.v1 import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\x1a\x16tandem/v1/worker.proto\"e\n\x0ePrefillRequest\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12(\n\x06ticket\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LandingTicket\"\x8d\x01\n\x0fPrefillResponse\x12)\n\x06output\x18\x01 \x01(\x0b\x32\x19.tandem.v1.SequenceOutput\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x10\n\x08queue_ms\x18\x04 \x01(\r\x12\x12\n\ncompute_ms\x18\x05 \x01(\r\")\n\x10ProbeLinkRequest\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\"\xc6\x01\n\x11ProbeLinkResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nelapsed_us\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12:\n\x07refused\x18\x04 \x03(\x0b\x32).tandem.v1.ProbeLinkResponse.RefusedEntry\x12\x0f\n\x07\x63\x61rrier\x18\x05 \x01(\t\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\x9a\x01\n\x0ePrefillService\x12@\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse\x12\x46\n\tProbeLink\x12\x1b.tandem.v1.ProbeLinkRequest\x1a\x1c.tandem.v1.ProbeLinkResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\")\n\x10ProbeLinkRequest\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\"\xc6\x01\n\x11ProbeLinkResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nelapsed_us\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12:\n\x07refused\x18\x04 \x03(\x0b\x32).tandem.v1.ProbeLinkResponse.RefusedEntry\x12\x0f\n\x07\x63\x61rrier\x18\x05 \x01(\t\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32X\n\x0ePrefillService\x12\x46\n\tProbeLink\x12\x1b.tandem.v1.ProbeLinkRequest\x1a\x1c.tandem.v1.ProbeLinkResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PROBELINKRESPONSE_REFUSEDENTRY']._loaded_options = None
   _globals['_PROBELINKRESPONSE_REFUSEDENTRY']._serialized_options = b'8\001'
-  _globals['_PREFILLREQUEST']._serialized_start=62
-  _globals['_PREFILLREQUEST']._serialized_end=163
-  _globals['_PREFILLRESPONSE']._serialized_start=166
-  _globals['_PREFILLRESPONSE']._serialized_end=307
-  _globals['_PROBELINKREQUEST']._serialized_start=309
-  _globals['_PROBELINKREQUEST']._serialized_end=350
-  _globals['_PROBELINKRESPONSE']._serialized_start=353
-  _globals['_PROBELINKRESPONSE']._serialized_end=551
-  _globals['_PROBELINKRESPONSE_REFUSEDENTRY']._serialized_start=505
-  _globals['_PROBELINKRESPONSE_REFUSEDENTRY']._serialized_end=551
-  _globals['_PREFILLSERVICE']._serialized_start=554
-  _globals['_PREFILLSERVICE']._serialized_end=708
+  _globals['_PROBELINKREQUEST']._serialized_start=38
+  _globals['_PROBELINKREQUEST']._serialized_end=79
+  _globals['_PROBELINKRESPONSE']._serialized_start=82
+  _globals['_PROBELINKRESPONSE']._serialized_end=280
+  _globals['_PROBELINKRESPONSE_REFUSEDENTRY']._serialized_start=234
+  _globals['_PROBELINKRESPONSE_REFUSEDENTRY']._serialized_end=280
+  _globals['_PREFILLSERVICE']._serialized_start=282
+  _globals['_PREFILLSERVICE']._serialized_end=370
 # @@protoc_insertion_point(module_scope)

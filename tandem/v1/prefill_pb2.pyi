@@ -1,33 +1,10 @@
-from tandem.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class PrefillRequest(_message.Message):
-    __slots__ = ("sequence", "ticket")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    sequence: _worker_pb2.SequenceSpec
-    ticket: _worker_pb2.LandingTicket
-    def __init__(self, sequence: _Optional[_Union[_worker_pb2.SequenceSpec, _Mapping]] = ..., ticket: _Optional[_Union[_worker_pb2.LandingTicket, _Mapping]] = ...) -> None: ...
-
-class PrefillResponse(_message.Message):
-    __slots__ = ("output", "transfer_bytes", "transport", "queue_ms", "compute_ms")
-    OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
-    output: _worker_pb2.SequenceOutput
-    transfer_bytes: int
-    transport: str
-    queue_ms: int
-    compute_ms: int
-    def __init__(self, output: _Optional[_Union[_worker_pb2.SequenceOutput, _Mapping]] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., queue_ms: _Optional[int] = ..., compute_ms: _Optional[int] = ...) -> None: ...
 
 class ProbeLinkRequest(_message.Message):
     __slots__ = ("decode_worker",)

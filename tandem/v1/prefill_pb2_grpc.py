@@ -34,11 +34,6 @@ class PrefillServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_unary(
-                '/tandem.v1.PrefillService/Prefill',
-                request_serializer=tandem_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
-                _registered_method=True)
         self.ProbeLink = channel.unary_unary(
                 '/tandem.v1.PrefillService/ProbeLink',
                 request_serializer=tandem_dot_v1_dot_prefill__pb2.ProbeLinkRequest.SerializeToString,
@@ -48,14 +43,6 @@ class PrefillServiceStub:
 
 class PrefillServiceServicer:
     """Missing associated documentation comment in .proto file."""
-
-    def Prefill(self, request, context):
-        """Computes the prompt, pushes its KV to the ticket's decode worker layer by layer, and returns the first token.
-        Cancelling the call aborts the sequence and the push.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def ProbeLink(self, request, context):
         """Moves one probe block to a decode worker and says how long it took.
@@ -67,11 +54,6 @@ class PrefillServiceServicer:
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=tandem_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
-            ),
             'ProbeLink': grpc.unary_unary_rpc_method_handler(
                     servicer.ProbeLink,
                     request_deserializer=tandem_dot_v1_dot_prefill__pb2.ProbeLinkRequest.FromString,
@@ -87,33 +69,6 @@ def add_PrefillServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class PrefillService:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.PrefillService/Prefill',
-            tandem_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-            tandem_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def ProbeLink(request,

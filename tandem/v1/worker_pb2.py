@@ -25,31 +25,49 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import llm_pb2 as tandem_dot_v1_dot_llm__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x13tandem/v1/llm.proto\"\x98\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12+\n\x0bspeculative\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculative\x12\x18\n\x10num_prior_tokens\x18\t \x01(\r\x12#\n\x07\x61\x64\x61pter\x18\n \x01(\x0b\x32\x12.tandem.v1.Adapter\"7\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\"0\n\x12ReadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\":\n\x13ReadAdapterResponse\x12#\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Adapter\"&\n\x12\x44ropAdapterRequest\x12\x10\n\x08revision\x18\x01 \x01(\t\"\x15\n\x13\x44ropAdapterResponse\"\xce\x01\n\rLandingTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x16\n\x0ekv_layout_hash\x18\x05 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_blocks\x18\x07 \x01(\r\x12\r\n\x05proof\x18\x08 \x01(\t\"\xd5\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Failure\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1b\n\x13num_proposed_tokens\x18\x08 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\xac\x01\n\x0e\x41\x64\x61pterService\x12L\n\x0bReadAdapter\x12\x1d.tandem.v1.ReadAdapterRequest\x1a\x1e.tandem.v1.ReadAdapterResponse\x12L\n\x0b\x44ropAdapter\x12\x1d.tandem.v1.DropAdapterRequest\x1a\x1e.tandem.v1.DropAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x13tandem/v1/llm.proto\"q\n\x0bWorkRequest\x12,\n\x0creservations\x18\x01 \x03(\x0b\x32\x16.tandem.v1.Reservation\x12$\n\x08prefills\x18\x02 \x03(\x0b\x32\x12.tandem.v1.Prefill\x12\x0e\n\x06\x61\x62orts\x18\x03 \x03(\t\"\xb1\x01\n\x0cWorkResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12%\n\x08reserved\x18\x02 \x03(\x0b\x32\x13.tandem.v1.Reserved\x12\'\n\tprefilled\x18\x03 \x03(\x0b\x32\x14.tandem.v1.Prefilled\x12*\n\x07outputs\x18\x04 \x03(\x0b\x32\x19.tandem.v1.SequenceOutput\x12\x10\n\x08released\x18\x05 \x03(\t\"l\n\x0bReservation\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\"H\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x06ticket\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LandingTicket\"^\n\x07Prefill\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12(\n\x06ticket\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LandingTicket\"a\n\tPrefilled\x12)\n\x06output\x18\x01 \x01(\x0b\x32\x19.tandem.v1.SequenceOutput\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\"\x8f\x03\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12+\n\x0bspeculative\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculative\x12\x18\n\x10num_prior_tokens\x18\t \x01(\r\x12#\n\x07\x61\x64\x61pter\x18\n \x01(\x0b\x32\x12.tandem.v1.Adapter\x12@\n\rtrace_context\x18\x0b \x03(\x0b\x32).tandem.v1.SequenceSpec.TraceContextEntry\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"7\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\"0\n\x12ReadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\":\n\x13ReadAdapterResponse\x12#\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Adapter\"&\n\x12\x44ropAdapterRequest\x12\x10\n\x08revision\x18\x01 \x01(\t\"\x15\n\x13\x44ropAdapterResponse\"\xce\x01\n\rLandingTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x16\n\x0ekv_layout_hash\x18\x05 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_blocks\x18\x07 \x01(\r\x12\r\n\x05proof\x18\x08 \x01(\t\"\xd5\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Failure\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1b\n\x13num_proposed_tokens\x18\x08 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2L\n\rWorkerService\x12;\n\x04Work\x12\x16.tandem.v1.WorkRequest\x1a\x17.tandem.v1.WorkResponse(\x01\x30\x01\x32\xac\x01\n\x0e\x41\x64\x61pterService\x12L\n\x0bReadAdapter\x12\x1d.tandem.v1.ReadAdapterRequest\x1a\x1e.tandem.v1.ReadAdapterResponse\x12L\n\x0b\x44ropAdapter\x12\x1d.tandem.v1.DropAdapterRequest\x1a\x1e.tandem.v1.DropAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEQUENCESPEC']._serialized_start=59
-  _globals['_SEQUENCESPEC']._serialized_end=339
-  _globals['_ADAPTER']._serialized_start=341
-  _globals['_ADAPTER']._serialized_end=396
-  _globals['_READADAPTERREQUEST']._serialized_start=398
-  _globals['_READADAPTERREQUEST']._serialized_end=446
-  _globals['_READADAPTERRESPONSE']._serialized_start=448
-  _globals['_READADAPTERRESPONSE']._serialized_end=506
-  _globals['_DROPADAPTERREQUEST']._serialized_start=508
-  _globals['_DROPADAPTERREQUEST']._serialized_end=546
-  _globals['_DROPADAPTERRESPONSE']._serialized_start=548
-  _globals['_DROPADAPTERRESPONSE']._serialized_end=569
-  _globals['_LANDINGTICKET']._serialized_start=572
-  _globals['_LANDINGTICKET']._serialized_end=778
-  _globals['_SEQUENCEOUTPUT']._serialized_start=781
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1122
-  _globals['_FAILURE']._serialized_start=1124
-  _globals['_FAILURE']._serialized_end=1164
-  _globals['_ADAPTERSERVICE']._serialized_start=1167
-  _globals['_ADAPTERSERVICE']._serialized_end=1339
+  _globals['_SEQUENCESPEC_TRACECONTEXTENTRY']._loaded_options = None
+  _globals['_SEQUENCESPEC_TRACECONTEXTENTRY']._serialized_options = b'8\001'
+  _globals['_WORKREQUEST']._serialized_start=58
+  _globals['_WORKREQUEST']._serialized_end=171
+  _globals['_WORKRESPONSE']._serialized_start=174
+  _globals['_WORKRESPONSE']._serialized_end=351
+  _globals['_RESERVATION']._serialized_start=353
+  _globals['_RESERVATION']._serialized_end=461
+  _globals['_RESERVED']._serialized_start=463
+  _globals['_RESERVED']._serialized_end=535
+  _globals['_PREFILL']._serialized_start=537
+  _globals['_PREFILL']._serialized_end=631
+  _globals['_PREFILLED']._serialized_start=633
+  _globals['_PREFILLED']._serialized_end=730
+  _globals['_SEQUENCESPEC']._serialized_start=733
+  _globals['_SEQUENCESPEC']._serialized_end=1132
+  _globals['_SEQUENCESPEC_TRACECONTEXTENTRY']._serialized_start=1081
+  _globals['_SEQUENCESPEC_TRACECONTEXTENTRY']._serialized_end=1132
+  _globals['_ADAPTER']._serialized_start=1134
+  _globals['_ADAPTER']._serialized_end=1189
+  _globals['_READADAPTERREQUEST']._serialized_start=1191
+  _globals['_READADAPTERREQUEST']._serialized_end=1239
+  _globals['_READADAPTERRESPONSE']._serialized_start=1241
+  _globals['_READADAPTERRESPONSE']._serialized_end=1299
+  _globals['_DROPADAPTERREQUEST']._serialized_start=1301
+  _globals['_DROPADAPTERREQUEST']._serialized_end=1339
+  _globals['_DROPADAPTERRESPONSE']._serialized_start=1341
+  _globals['_DROPADAPTERRESPONSE']._serialized_end=1362
+  _globals['_LANDINGTICKET']._serialized_start=1365
+  _globals['_LANDINGTICKET']._serialized_end=1571
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1574
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1915
+  _globals['_FAILURE']._serialized_start=1917
+  _globals['_FAILURE']._serialized_end=1957
+  _globals['_WORKERSERVICE']._serialized_start=1959
+  _globals['_WORKERSERVICE']._serialized_end=2035
+  _globals['_ADAPTERSERVICE']._serialized_start=2038
+  _globals['_ADAPTERSERVICE']._serialized_end=2210
 # @@protoc_insertion_point(module_scope)

@@ -25,6 +25,87 @@ if _version_not_supported:
     )
 
 
+class WorkerServiceStub:
+    """Between a gateway and a worker of either role, all that concerns sequences. What a side has gathered in a turn of its
+    loop leaves as one message; every entry is a request, or an answer, of its own. When the stream breaks, its sequences
+    are aborted.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Work = channel.stream_stream(
+                '/tandem.v1.WorkerService/Work',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.WorkRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.WorkResponse.FromString,
+                _registered_method=True)
+
+
+class WorkerServiceServicer:
+    """Between a gateway and a worker of either role, all that concerns sequences. What a side has gathered in a turn of its
+    loop leaves as one message; every entry is a request, or an answer, of its own. When the stream breaks, its sequences
+    are aborted.
+    """
+
+    def Work(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Work': grpc.stream_stream_rpc_method_handler(
+                    servicer.Work,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.WorkRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.WorkResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.WorkerService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.WorkerService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerService:
+    """Between a gateway and a worker of either role, all that concerns sequences. What a side has gathered in a turn of its
+    loop leaves as one message; every entry is a request, or an answer, of its own. When the stream breaks, its sequences
+    are aborted.
+    """
+
+    @staticmethod
+    def Work(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.WorkerService/Work',
+            tandem_dot_v1_dot_worker__pb2.WorkRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.WorkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class AdapterServiceStub:
     """Served by every worker beside its own service.
     """

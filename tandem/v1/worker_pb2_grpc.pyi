@@ -26,6 +26,43 @@ class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ig
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
+class WorkerServiceStub:
+    """Between a gateway and a worker of either role, all that concerns sequences. What a side has gathered in a turn of its
+    loop leaves as one message; every entry is a request, or an answer, of its own. When the stream breaks, its sequences
+    are aborted.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
+    Work: _grpc.StreamStreamMultiCallable[_worker_pb2.WorkRequest, _worker_pb2.WorkResponse]
+
+@_typing.type_check_only
+class WorkerServiceAsyncStub(WorkerServiceStub):
+    """Between a gateway and a worker of either role, all that concerns sequences. What a side has gathered in a turn of its
+    loop leaves as one message; every entry is a request, or an answer, of its own. When the stream breaks, its sequences
+    are aborted.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Work: _aio.StreamStreamMultiCallable[_worker_pb2.WorkRequest, _worker_pb2.WorkResponse]  # type: ignore[assignment]
+
+class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Between a gateway and a worker of either role, all that concerns sequences. What a side has gathered in a turn of its
+    loop leaves as one message; every entry is a request, or an answer, of its own. When the stream breaks, its sequences
+    are aborted.
+    """
+
+    @_abc_1.abstractmethod
+    def Work(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.WorkRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkResponse], _abc.AsyncIterator[_worker_pb2.WorkResponse]]: ...
+
+def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class AdapterServiceStub:
     """Served by every worker beside its own service."""
 

@@ -7,16 +7,21 @@ from tandem.worker.engine_thread import EngineThread
 from tandem.worker.errors import SequenceFailed
 from tandem.worker.process import process_ports, run_worker
 from tandem.worker.settings import WorkerSettings
+from tandem.worker.streams import Streams
+from tandem.worker.work import Entry, WorkService
 
 __all__ = [
     "EngineDied",
     "EnginePort",
     "EngineStuck",
     "EngineThread",
+    "Entry",
     "InlineEngine",
     "Ports",
     "SequenceFailed",
     "Server",
+    "Streams",
+    "WorkService",
     "Worker",
     "WorkerContext",
     "WorkerService",

@@ -80,10 +80,10 @@ class WorkerContext:
 
 
 class WorkerService(Protocol):
-    """What a role adds: its gRPC service, its side of the KV transfer, and its background tasks."""
+    """What a role adds: its gRPC services, its side of the KV transfer, and its background tasks."""
 
     role: Role
-    servicer: rpc.Servicer
+    servicers: Sequence[rpc.Servicer]
     transfer_address: str
 
     def on_outputs(self, outputs: list[SequenceOutput]) -> None: ...
@@ -135,7 +135,7 @@ class Worker:
         tasks: list[asyncio.Task[Any]] = []
         try:
             servicers = [
-                service.servicer,
+                *service.servicers,
                 IntegrityService(self.check_integrity).servicer,
                 AdapterService(ports.engine).servicer,
             ]

@@ -15,7 +15,6 @@ import pytest
 
 from services.decode.admission import Admission as DecodeAdmission
 from services.decode.sequences import Sequences as DecodeSequences
-from services.decode.streams import Streams
 from services.gateway.admission import Admission as GatewayAdmission
 from services.gateway.errors import WorkerLost
 from services.gateway.generation import pipeline
@@ -27,6 +26,7 @@ from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine import sequence
 from tandem.engine.null_runner import NullRunner
 from tandem.transfer.protocol.receiver import ReceiverProtocol
+from tandem.worker import Streams
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import schedule_of
 from tests.simulation.redis import Store

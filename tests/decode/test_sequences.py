@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from services.decode.sequences import Sequences
-from services.decode.streams import Streams
 from tandem.engine import EngineConfig, Request, SampledToken, SamplingParams, StepTime
 from tandem.transfer import Endpoint, Push, Receiver, Sender, TransferError
 from tandem.v1 import worker_pb2
-from tandem.worker import InlineEngine, SequenceFailed
+from tandem.worker import InlineEngine, SequenceFailed, Streams
 
 BLOCKS, BLOCK, WHOLE = 8, 16, 8 * 16 - 8
 INCARNATION = "p-1"
@@ -149,7 +148,7 @@ async def test_a_gateway_that_is_back_at_once_keeps_nothing_of_its_broken_stream
     await decode.connect("again")
     await decode.released()
     await decode.reserve("b", stream="again")
-    with pytest.raises(SequenceFailed, match="stream_id"):
+    with pytest.raises(SequenceFailed, match="stream has ended"):
         await decode.reserve("late", stream="g")
     await decode.sequences.abort("b")
     await decode.released()

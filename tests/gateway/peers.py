@@ -17,12 +17,11 @@ from tandem import rpc
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.v1 import (
-    decode_pb2,
-    decode_pb2_grpc,
     llm_pb2,
     prefill_pb2,
     prefill_pb2_grpc,
     worker_pb2,
+    worker_pb2_grpc,
 )
 
 MODEL = "tiny"
@@ -74,54 +73,94 @@ class Generator:
         return output
 
 
-class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
+class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker's side of the gateway's stream."""
+
     def __init__(self, incarnation: str, layout_hash: str, generator: Generator) -> None:
         self.incarnation = incarnation
         self.layout_hash = layout_hash
         self.generator = generator
+        self.seen: list[worker_pb2.SequenceSpec] = []
+        self.refuse: grpc.StatusCode | None = None
+        self._streams: dict[str, asyncio.Queue[worker_pb2.WorkResponse | None]] = {}
+
+    async def Work(
+        self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.WorkResponse]:
+        stream_id = uuid4().hex
+        queue = self._streams[stream_id] = asyncio.Queue()
+        reading = asyncio.create_task(self._read(stream_id, requests))
+        try:
+            yield worker_pb2.WorkResponse(incarnation=self.incarnation)
+            while (message := await queue.get()) is not None:
+                yield message
+        finally:
+            reading.cancel()
+            self.ended()
+
+    async def _read(self, stream_id: str, requests: AsyncIterator[worker_pb2.WorkRequest]) -> None:
+        async for request in requests:
+            for reservation in request.reservations:
+                self.reserve(stream_id, reservation)
+            for prefill in request.prefills:
+                self.prefill(stream_id, prefill)
+            for request_id in request.aborts:
+                self.abort(request_id)
+                self._say(stream_id, worker_pb2.WorkResponse(released=[request_id]))
+
+    def reserve(self, stream_id: str, request: worker_pb2.Reservation) -> None:
+        raise AssertionError("a reservation came to a prefill worker")
+
+    def prefill(self, stream_id: str, request: worker_pb2.Prefill) -> None:
+        raise AssertionError("a prefill came to a decode worker")
+
+    def abort(self, request_id: str) -> None:
+        raise AssertionError("an abort came that was not expected")
+
+    def ended(self) -> None:
+        """A stream has ended."""
+
+    def _say(self, stream_id: str, message: worker_pb2.WorkResponse) -> None:
+        self._streams[stream_id].put_nowait(message)
+
+    def _refuse(self, stream_id: str, request_id: str, refusal: grpc.StatusCode) -> None:
+        failure = worker_pb2.Failure(code=refusal.name, message="refused for the test")
+        output = worker_pb2.SequenceOutput(request_id=request_id, failure=failure)
+        self._say(stream_id, worker_pb2.WorkResponse(outputs=[output]))
+
+
+class DecodePeer(WorkingPeer):
+    def __init__(self, incarnation: str, layout_hash: str, generator: Generator) -> None:
+        super().__init__(incarnation, layout_hash, generator)
         self.step_s = 0.001
         self.held: dict[str, Sequence] = {}
-        self.seen: list[worker_pb2.SequenceSpec] = []
         self.senders: list[str] = []
         self.aborted: list[str] = []
-        self.metadata: list[dict[str, str]] = []
-        self.refuse: grpc.StatusCode | None = None
         self.skip_token = -1
         self.repeat_tokens = False
-        self._streams: dict[str, asyncio.Queue[worker_pb2.SequenceOutput | None]] = {}
 
-    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
-        if self.refuse is not None:
-            raise rpc.Refused(self.refuse, "refused for the test")
-        assert request.decode_incarnation == self.incarnation
-        assert request.stream_id in self._streams, "the stream must be open before reserving"
+    def reserve(self, stream_id: str, request: worker_pb2.Reservation) -> None:
         spec = request.sequence
+        if self.refuse is not None:
+            self._refuse(stream_id, spec.request_id, self.refuse)
+            return
         self.seen.append(spec)
         self.senders.append(request.prefill_incarnation)
-        self.metadata.append(dict(context.invocation_metadata()))
-        self.held[spec.request_id] = sequence = Sequence(spec, request.stream_id)
+        self.held[spec.request_id] = sequence = Sequence(spec, stream_id)
+        reserved = worker_pb2.Reserved(request_id=spec.request_id)
         if request.local_prefill:
             sequence.task = asyncio.create_task(self._decode(sequence, spec.num_prior_tokens))
-            return decode_pb2.ReserveResponse()
-        ticket = worker_pb2.LandingTicket(
-            transfer_id=spec.request_id, decode_worker="d", decode_incarnation=self.incarnation,
-            kv_layout_hash=self.layout_hash,
-        )  # fmt: skip
-        return decode_pb2.ReserveResponse(ticket=ticket)
+        else:
+            ticket = worker_pb2.LandingTicket(
+                transfer_id=spec.request_id, decode_worker="d", decode_incarnation=self.incarnation,
+                kv_layout_hash=self.layout_hash,
+            )  # fmt: skip
+            reserved.ticket.CopyFrom(ticket)
+        self._say(stream_id, worker_pb2.WorkResponse(reserved=[reserved]))
 
-    async def StreamTokens(
-        self, request: decode_pb2.StreamTokensRequest, context: Any
-    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        queue = self._streams[request.stream_id] = asyncio.Queue()
-        yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation)
-        while (output := await queue.get()) is not None:
-            yield decode_pb2.StreamTokensResponse(outputs=[output])
-
-    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:
-        for request_id in request.request_ids:
-            self.aborted.append(request_id)
-            self._free(request_id)
-        return decode_pb2.AbortResponse()
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self._free(request_id)
 
     def join(self, request_id: str) -> None:
         """The commit frame has landed."""
@@ -137,7 +176,7 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
             self._free(request_id)
 
     def break_streams(self) -> None:
-        """End every token stream and what depends on it, as a worker does whose gateway has gone."""
+        """End every stream and what depends on it, as a worker does whose gateway has gone."""
         for queue in self._streams.values():
             queue.put_nowait(None)
         for request_id in list(self.held):
@@ -170,7 +209,7 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
             self.held.pop(spec.request_id, None)
 
     def _send(self, sequence: Sequence, output: worker_pb2.SequenceOutput) -> None:
-        self._streams[sequence.stream_id].put_nowait(output)
+        self._say(sequence.stream_id, worker_pb2.WorkResponse(outputs=[output]))
 
     def _free(self, request_id: str) -> None:
         sequence = self.held.pop(request_id, None)
@@ -178,41 +217,50 @@ class DecodePeer(decode_pb2_grpc.DecodeServiceServicer):
             sequence.task.cancel()
 
 
-class PrefillPeer(prefill_pb2_grpc.PrefillServiceServicer):
-    def __init__(self, layout_hash: str, generator: Generator, decodes: Callable[[str], DecodePeer]) -> None:
-        self.layout_hash = layout_hash
-        self.generator = generator
-        self.seen: list[worker_pb2.SequenceSpec] = []
-        self.running: set[str] = set()
+class PrefillPeer(WorkingPeer, prefill_pb2_grpc.PrefillServiceServicer):
+    def __init__(
+        self, incarnation: str, layout_hash: str, generator: Generator, decodes: Callable[[str], DecodePeer]
+    ) -> None:
+        super().__init__(incarnation, layout_hash, generator)
+        self.running: dict[str, asyncio.Task[None]] = {}
         self.cancelled: list[str] = []
-        self.metadata: list[dict[str, str]] = []
         self.hold = asyncio.Event()
         self.hold.set()
-        self.refuse: grpc.StatusCode | None = None
         self._decodes = decodes
 
     async def ProbeLink(self, request: prefill_pb2.ProbeLinkRequest, context: Any) -> prefill_pb2.ProbeLinkResponse:
         return prefill_pb2.ProbeLinkResponse(bytes=1, elapsed_us=1, transport="tcp")
 
-    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
+    def prefill(self, stream_id: str, request: worker_pb2.Prefill) -> None:
         assert request.ticket.kv_layout_hash == self.layout_hash, "pushing to a worker of another KV layout"
+        self.seen.append(request.sequence)
+        self.running[request.sequence.request_id] = asyncio.create_task(self._prefill(stream_id, request))
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.running:
+            self.running[request_id].cancel()
+
+    def ended(self) -> None:
+        for task in self.running.values():
+            task.cancel()
+
+    async def _prefill(self, stream_id: str, request: worker_pb2.Prefill) -> None:
         spec = request.sequence
-        self.seen.append(spec)
-        self.metadata.append(dict(context.invocation_metadata()))
-        self.running.add(spec.request_id)
         try:
             await self.hold.wait()
         except asyncio.CancelledError:
             self.cancelled.append(spec.request_id)
             raise
         finally:
-            self.running.discard(spec.request_id)
+            del self.running[spec.request_id]
         if self.refuse is not None:
-            raise rpc.Refused(self.refuse, "refused for the test")
+            self._refuse(stream_id, spec.request_id, self.refuse)
+            return
         output = self.generator.output(spec, spec.num_prior_tokens)
         output.num_cached_tokens = 3
         self._decodes(request.ticket.decode_incarnation).join(spec.request_id)
-        return prefill_pb2.PrefillResponse(output=output, transfer_bytes=4096, transport="tcp")
+        answer = worker_pb2.Prefilled(output=output, transfer_bytes=4096, transport="tcp")
+        self._say(stream_id, worker_pb2.WorkResponse(prefilled=[answer]))
 
 
 @dataclass(slots=True)
@@ -252,13 +300,13 @@ class Peers:
     async def add_decode(self, worker_id: str = "d", revision: str = REVISION, num_blocks: int = 64) -> Peer:
         incarnation = uuid4().hex
         peer = self._decodes[incarnation] = DecodePeer(incarnation, layout_of(revision), self.generator)
-        servicer = rpc.Servicer("tandem.v1.DecodeService", peer, decode_pb2_grpc.add_DecodeServiceServicer_to_server)
-        return await self._add(worker_id, Role.DECODE, incarnation, revision, servicer, num_blocks)
+        return await self._add(worker_id, Role.DECODE, incarnation, revision, peer, [], num_blocks)
 
     async def add_prefill(self, worker_id: str = "p", revision: str = REVISION) -> Peer:
-        peer = PrefillPeer(layout_of(revision), self.generator, self._by_incarnation)
-        servicer = rpc.Servicer("tandem.v1.PrefillService", peer, prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
-        return await self._add(worker_id, Role.PREFILL, uuid4().hex, revision, servicer)
+        incarnation = uuid4().hex
+        peer = PrefillPeer(incarnation, layout_of(revision), self.generator, self._by_incarnation)
+        probe = rpc.Servicer("tandem.v1.PrefillService", peer, prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
+        return await self._add(worker_id, Role.PREFILL, incarnation, revision, peer, [probe])
 
     async def move_to(self, redis: RedisServer, namespace: str) -> None:
         """Register in another registry."""
@@ -283,9 +331,11 @@ class Peers:
         return WorkerLoad(free_blocks=64, num_waiting=0, num_running=0, queued_tokens=0, linked=tuple(decodes))
 
     async def _add(
-        self, worker_id: str, role: Role, incarnation: str, revision: str, servicer: rpc.Servicer, num_blocks: int = 64
-    ) -> Peer:
-        server = await rpc.serve([servicer], "127.0.0.1", 0)
+        self, worker_id: str, role: Role, incarnation: str, revision: str, peer: WorkingPeer,
+        others: list[rpc.Servicer], num_blocks: int = 64,
+    ) -> Peer:  # fmt: skip
+        work = rpc.Servicer("tandem.v1.WorkerService", peer, worker_pb2_grpc.add_WorkerServiceServicer_to_server)
+        server = await rpc.serve([work, *others], "127.0.0.1", 0)
         info = WorkerInfo(
             worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
             transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=revision,
@@ -294,10 +344,10 @@ class Peers:
         )  # fmt: skip
         await self.registry.register(info, self._load(), TTL_S)
         heartbeat = asyncio.create_task(self._heartbeat(info))
-        self.workers[worker_id] = peer = Peer(info, server, servicer.implementation, heartbeat)
+        self.workers[worker_id] = made = Peer(info, server, peer, heartbeat)
         for other in self.workers.values():
             await self.registry.heartbeat(other.info, self._load(), TTL_S)
-        return peer
+        return made
 
     async def _heartbeat(self, info: WorkerInfo) -> None:
         while True:

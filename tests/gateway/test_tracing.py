@@ -68,7 +68,7 @@ async def test_workers_are_called_within_their_spans(
     await http.post("/v1/completions", json=BODY, headers=HEADERS)
     await eventually(lambda: len(ours(spans)) == 6)
     for name, peer in (("reserve", peers.decode), ("prefill", peers.prefill)):
-        _, trace_id, span_id, _ = peer.metadata[0]["traceparent"].split("-")
+        _, trace_id, span_id, _ = peer.seen[0].trace_context["traceparent"].split("-")
         assert trace_id == TRACE
         assert span_id == f"{ours(spans)[name].context.span_id:016x}"
 

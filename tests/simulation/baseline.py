@@ -17,7 +17,7 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.world import Process
 
 # Messages that a worker sends while it only waits.
-STEADY_CALLS = ("/tandem.v1.DecodeService/StreamTokens", "/grpc.health.v1.Health/Watch")
+STEADY_CALLS = ("/tandem.v1.WorkerService/Work", "/grpc.health.v1.Health/Watch")
 
 
 def leftovers(cluster: Cluster) -> list[str]:
@@ -77,7 +77,7 @@ def _gateway(gateway: Gateway) -> Iterator[str]:
         yield f"{len(gateway._background)} attempts are being released"
     for connection in llm.pool._connections.values():
         if connection.running or len(connection.stream):
-            held = f"{connection.running} attempts, {len(connection.stream)} mailboxes"
+            held = f"{connection.running} attempts, {len(connection.stream)} mailboxes and replies"
             yield f"connection to {connection.info.worker_id}: {held}"
 
 

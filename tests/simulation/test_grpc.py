@@ -12,7 +12,7 @@ import pytest
 from grpc import ChannelConnectivity, aio
 
 from tandem import rpc
-from tandem.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from tandem.v1 import llm_pb2, llm_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.simulation.grpc_client import Channel
 from tests.simulation.grpc_server import Server
 from tests.simulation.network import NOTICE_S, Network
@@ -22,7 +22,7 @@ MANY = 5
 Serve = Callable[[Sequence[rpc.Servicer]], Awaitable[rpc.Server]]
 
 
-class Decode(decode_pb2_grpc.DecodeServiceServicer):
+class Answers(llm_pb2_grpc.LLMServiceServicer):
     """Answers as the request_id says, and notes how its calls ended."""
 
     def __init__(self) -> None:
@@ -30,9 +30,9 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
         self.began = asyncio.Event()
         self.metadata: dict[str, str] = {}
 
-    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
+    async def GenerateUnary(self, request: llm_pb2.GenerateUnaryRequest, context: Any) -> llm_pb2.GenerateUnaryResponse:
         self.metadata = dict(context.invocation_metadata())
-        match request.sequence.request_id:
+        match request.generate.request_id:
             case "refuse":
                 context.set_trailing_metadata((("retry-after", "3"),))
                 raise rpc.Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
@@ -40,17 +40,14 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
                 raise KeyError("a bug")
             case "wait":
                 await self._wait()
-        ticket = worker_pb2.LandingTicket(transfer_id=request.sequence.request_id)
-        return decode_pb2.ReserveResponse(ticket=ticket)
+        return llm_pb2.GenerateUnaryResponse(request_id=request.generate.request_id)
 
-    async def StreamTokens(
-        self, request: decode_pb2.StreamTokensRequest, context: Any
-    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+    async def Generate(self, request: llm_pb2.GenerateRequest, context: Any) -> AsyncIterator[llm_pb2.GenerateResponse]:
         for i in range(MANY):
-            yield decode_pb2.StreamTokensResponse(incarnation=str(i))
-        if request.stream_id == "wait":
+            yield llm_pb2.GenerateResponse(text=str(i))
+        if request.request_id == "wait":
             await self._wait()
-        if request.stream_id == "refuse":
+        if request.request_id == "refuse":
             raise rpc.Refused(grpc.StatusCode.ABORTED, "enough")
 
     async def _wait(self) -> None:
@@ -61,6 +58,16 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
         except asyncio.CancelledError:
             self.endings.append("cancelled")
             raise
+
+
+class Works(worker_pb2_grpc.WorkerServiceServicer):
+    """Releases at once what is to be aborted."""
+
+    async def Work(
+        self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.WorkResponse]:
+        async for request in requests:
+            yield worker_pb2.WorkResponse(released=request.aborts)
 
 
 async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -76,7 +83,7 @@ def add_echo(implementation: Any, server: Any) -> None:
 class Peers:
     """A decode service and channels to it."""
 
-    decode: Decode
+    answers: Answers
     stub: Any
 
     def __init__(self, serve: Serve, connect: Callable[[str], Any]) -> None:
@@ -94,29 +101,28 @@ class Peers:
         await self.server.stop(0.0)
 
     async def start_server(self, serve: Serve | None = None) -> None:
-        self.decode = Decode()
-        decode = rpc.Servicer(
-            "tandem.v1.DecodeService", self.decode, decode_pb2_grpc.add_DecodeServiceServicer_to_server
-        )
-        self.server = await (serve or self._serve)([decode, rpc.Servicer("test.Echo", echo, add_echo)])
+        self.answers = Answers()
+        llm = rpc.Servicer("tandem.v1.LLMService", self.answers, llm_pb2_grpc.add_LLMServiceServicer_to_server)
+        work = rpc.Servicer("tandem.v1.WorkerService", Works(), worker_pb2_grpc.add_WorkerServiceServicer_to_server)
+        self.server = await (serve or self._serve)([llm, work, rpc.Servicer("test.Echo", echo, add_echo)])
 
     def connect(self) -> None:
         self.channel = self._connect(f"127.0.0.1:{self.server.port}")
         self.nowhere = self._connect("127.0.0.1:1")
-        self.stub = decode_pb2_grpc.DecodeServiceStub(self.channel)
+        self.stub = llm_pb2_grpc.LLMServiceStub(self.channel)
 
-    def reserve(self, request_id: str, **options: Any) -> Any:
-        sequence = worker_pb2.SequenceSpec(request_id=request_id)
-        return self.stub.Reserve(decode_pb2.ReserveRequest(sequence=sequence), **options)
+    def ask(self, request_id: str, **options: Any) -> Any:
+        asked = llm_pb2.GenerateRequest(request_id=request_id)
+        return self.stub.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=asked), **options)
 
-    def stream(self, stream_id: str) -> Any:
-        return self.stub.StreamTokens(decode_pb2.StreamTokensRequest(stream_id=stream_id))
+    def stream(self, request_id: str) -> Any:
+        return self.stub.Generate(llm_pb2.GenerateRequest(request_id=request_id))
 
     async def cancelled(self) -> None:
         async with asyncio.timeout(5):
-            while not self.decode.endings:
+            while not self.answers.endings:
                 await asyncio.sleep(0.01)
-        assert self.decode.endings == ["cancelled"]
+        assert self.answers.endings == ["cancelled"]
 
 
 Scenario = Callable[[Peers], Awaitable[None]]
@@ -130,16 +136,16 @@ def scenario(function: Scenario) -> Scenario:
 
 @scenario
 async def unary(peers: Peers) -> None:
-    call = peers.reserve("a", timeout=5, metadata=(("traceparent", "x"),))
-    assert (await call).ticket.transfer_id == "a"
-    assert peers.decode.metadata["traceparent"] == "x"
+    call = peers.ask("a", timeout=5, metadata=(("traceparent", "x"),))
+    assert (await call).request_id == "a"
+    assert peers.answers.metadata["traceparent"] == "x"
     assert await call.code() is grpc.StatusCode.OK
 
 
 @scenario
 async def refusal_with_trailers(peers: Peers) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
-        await peers.reserve("refuse", timeout=5)
+        await peers.ask("refuse", timeout=5)
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
     assert dict(caught.value.trailing_metadata() or ())["retry-after"] == "3"
 
@@ -147,14 +153,14 @@ async def refusal_with_trailers(peers: Peers) -> None:
 @scenario
 async def a_bug_is_internal(peers: Peers) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
-        await peers.reserve("break", timeout=5)
+        await peers.ask("break", timeout=5)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 
 @scenario
 async def deadline(peers: Peers) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
-        await peers.reserve("wait", timeout=0.3)
+        await peers.ask("wait", timeout=0.3)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await peers.cancelled()
 
@@ -162,10 +168,10 @@ async def deadline(peers: Peers) -> None:
 @scenario
 async def cancelled_caller(peers: Peers) -> None:
     async def call() -> None:
-        await peers.reserve("wait", timeout=10)
+        await peers.ask("wait", timeout=10)
 
     task = asyncio.create_task(call())
-    await peers.decode.began.wait()
+    await peers.answers.began.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -174,8 +180,8 @@ async def cancelled_caller(peers: Peers) -> None:
 
 @scenario
 async def cancelled_call(peers: Peers) -> None:
-    call = peers.reserve("wait", timeout=10)
-    await peers.decode.began.wait()
+    call = peers.ask("wait", timeout=10)
+    await peers.answers.began.wait()
     assert call.cancel()
     assert not call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -185,7 +191,7 @@ async def cancelled_call(peers: Peers) -> None:
 
 @scenario
 async def stream(peers: Peers) -> None:
-    assert [message.incarnation async for message in peers.stream("all")] == [str(i) for i in range(MANY)]
+    assert [message.text async for message in peers.stream("all")] == [str(i) for i in range(MANY)]
 
 
 @scenario
@@ -207,7 +213,7 @@ async def stream_that_is_cancelled(peers: Peers) -> None:
             pass
 
     reader = asyncio.create_task(read_all())
-    await peers.decode.began.wait()
+    await peers.answers.began.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
@@ -218,7 +224,7 @@ async def stream_that_is_cancelled(peers: Peers) -> None:
 async def read_one_by_one(peers: Peers) -> None:
     call = peers.stream("all")
     for i in range(MANY):
-        assert (await call.read()).incarnation == str(i)
+        assert (await call.read()).text == str(i)
     assert await call.read() is aio.EOF
 
 
@@ -234,6 +240,26 @@ async def both_ways(peers: Peers) -> None:
 
 
 @scenario
+async def both_ways_within_the_cluster(peers: Peers) -> None:
+    stub: Any = worker_pb2_grpc.WorkerServiceStub(peers.channel)
+    call = stub.Work()
+    for request_id in ("a", "b"):
+        await call.write(worker_pb2.WorkRequest(aborts=[request_id]))
+        assert (await call.read()).released == [request_id]
+    await call.done_writing()
+    assert await call.read() is aio.EOF
+
+
+@scenario
+async def what_is_no_message_ends_the_stream(peers: Peers) -> None:
+    call = peers.channel.stream_stream("/tandem.v1.WorkerService/Work")()
+    await call.write(b"\xff")
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@scenario
 async def iterated_requests(peers: Peers) -> None:
     async def requests() -> AsyncIterator[bytes]:
         for request in (b"a", b"b"):
@@ -245,19 +271,19 @@ async def iterated_requests(peers: Peers) -> None:
 
 @scenario
 async def nobody_there(peers: Peers) -> None:
-    stub: Any = decode_pb2_grpc.DecodeServiceStub(peers.nowhere)
+    stub: Any = llm_pb2_grpc.LLMServiceStub(peers.nowhere)
     with pytest.raises(aio.AioRpcError) as caught:
-        await stub.Abort(decode_pb2.AbortRequest(), timeout=5)
+        await stub.ListModels(llm_pb2.ListModelsRequest(), timeout=5)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     with pytest.raises(aio.AioRpcError) as caught:
-        await stub.Abort(decode_pb2.AbortRequest(), timeout=0.5, wait_for_ready=True)
+        await stub.ListModels(llm_pb2.ListModelsRequest(), timeout=0.5, wait_for_ready=True)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @scenario
 async def unknown_method(peers: Peers) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
-        await peers.stub.Abort(decode_pb2.AbortRequest(), timeout=5)  # the generated base class refuses it
+        await peers.stub.ListModels(llm_pb2.ListModelsRequest(), timeout=5)  # the generated base class refuses it
     assert caught.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
 
 
@@ -275,8 +301,8 @@ async def states(peers: Peers) -> None:
 
 @scenario
 async def server_that_stops(peers: Peers) -> None:
-    call = peers.reserve("wait", timeout=10)
-    await peers.decode.began.wait()
+    call = peers.ask("wait", timeout=10)
+    await peers.answers.began.wait()
     await peers.server.stop(0.1)
     with pytest.raises(aio.AioRpcError) as caught:
         await call
@@ -286,13 +312,13 @@ async def server_that_stops(peers: Peers) -> None:
 
 @scenario
 async def closed_channel(peers: Peers) -> None:
-    call = peers.reserve("wait", timeout=10)
-    await peers.decode.began.wait()
+    call = peers.ask("wait", timeout=10)
+    await peers.answers.began.wait()
     await peers.channel.close()
     with pytest.raises(asyncio.CancelledError):
         await call
     with pytest.raises(aio.UsageError):
-        await peers.reserve("a", timeout=1)
+        await peers.ask("a", timeout=1)
     await peers.cancelled()
 
 
@@ -347,7 +373,7 @@ def test_both_sides_notice_a_fault_and_calls_reach_the_next_server(fault: str) -
 
         async def play() -> None:
             peers.connect()
-            call = peers.reserve("wait", timeout=20)
+            call = peers.ask("wait", timeout=20)
             await asyncio.sleep(0.5)
             FAULTS[fault](network, client, first)
             began = client.time()
@@ -358,11 +384,11 @@ def test_both_sides_notice_a_fault_and_calls_reach_the_next_server(fault: str) -
             await asyncio.sleep(NOTICE_S[1])
             first.resume()
             await asyncio.sleep(0.1)
-            assert peers.decode.endings == ([] if fault == "kill" else ["cancelled"])
+            assert peers.answers.endings == ([] if fault == "kill" else ["cancelled"])
             first.kill()
             second.spawn(peers.start_server(simulated(network, second)))
             network.mend(client, first)
-            assert (await peers.reserve("a", timeout=5, wait_for_ready=True)).ticket.transfer_id == "a"
+            assert (await peers.ask("a", timeout=5, wait_for_ready=True)).request_id == "a"
 
         world.run(client, play())
         assert world.errors == []
@@ -376,10 +402,10 @@ def test_messages_arrive_late_and_in_order() -> None:
 
         async def play() -> None:
             peers.connect()
-            await peers.reserve("a", timeout=5)
+            await peers.ask("a", timeout=5)
             network.between(client, server)[0].hold(3.0)
             began = client.time()
-            got = [message.incarnation async for message in peers.stream("all")]
+            got = [message.text async for message in peers.stream("all")]
             assert got == [str(i) for i in range(MANY)]
             assert client.time() - began > 3.0
 

@@ -23,7 +23,7 @@ from services.prefill.settings import PrefillSettings
 from tandem import rpc
 from tandem.local import RedisServer
 from tandem.registry import Registry
-from tandem.v1 import decode_pb2, kvstore_pb2, prefill_pb2, process_pb2, worker_pb2
+from tandem.v1 import kvstore_pb2, prefill_pb2, process_pb2, worker_pb2
 from tests.fuzzing import collected
 from tests.registry.cluster import eventually
 from tests.worker.test_build import running
@@ -51,7 +51,7 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
 METHODS: Sequence[MethodDescriptor] = [
     method
     for service in (
-        decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
+        worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
         kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"],
         process_pb2.DESCRIPTOR.services_by_name["IntegrityService"],
@@ -127,27 +127,21 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
 
         await eventually(linked, 20.0, "a link is open")
         infos = {worker.info.worker_id: worker.info for worker in await registry.workers()}
-        channel = await stack.enter_async_context(aio.insecure_channel(decode.address))
-        stream = channel.unary_stream("/tandem.v1.DecodeService/StreamTokens")(
-            decode_pb2.StreamTokensRequest(stream_id="open").SerializeToString()
-        )
-        await stream.read()
         d0 = infos["d0"]
         yield {
-            "tandem.v1.DecodeService": decode.address,
-            "tandem.v1.PrefillService": prefill.address,
-            "tandem.v1.IntegrityService": decode.address,
-            "tandem.v1.AdapterService": decode.address,
-            "tandem.v1.KVStoreService": f"127.0.0.1:{kvstore.port}",
+            "tandem.v1.WorkerService": [decode.address, prefill.address],
+            "tandem.v1.PrefillService": [prefill.address],
+            "tandem.v1.IntegrityService": [decode.address, prefill.address],
+            "tandem.v1.AdapterService": [decode.address, prefill.address],
+            "tandem.v1.KVStoreService": [f"127.0.0.1:{kvstore.port}"],
             "known": {
                 "decode_incarnation": [d0.incarnation],
-                "stream_id": ["open"],
                 "prefill_incarnation": ["", infos["p0"].incarnation],
                 "decode_worker": ["d0"],
                 "transfer_address": [d0.transfer_address, "127.0.0.1:1"],
                 "kv_layout_hash": [d0.layout_hash],
                 "request_id": [f"r{i}" for i in range(50)],
-                "request_ids": [[f"r{i}" for i in range(50)]],
+                "aborts": [[], [f"r{i}" for i in range(50)]],
                 "token_ids": [[5] * 20, [5] * 500, [7]],
                 "num_prompt_blocks": [2, 1, 32],
                 "num_cached_blocks": [0, 1],
@@ -157,41 +151,53 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
                 "path": [str(demo_model), "/", "/proc/self/mem"],
             },
         }
-        stream.cancel()
 
 
 async def answered(channel: aio.Channel, method: MethodDescriptor, data: bytes) -> grpc.StatusCode:
     name = f"/{method.containing_service.full_name}/{method.name}"
-    make = channel.unary_stream if method.server_streaming else channel.unary_unary
-    call: Any = make(name)(data, timeout=2.0)
     try:
-        await (call.read() if method.server_streaming else call)
+        if method.client_streaming:
+            await heard(channel, name, data)
+        else:
+            await channel.unary_unary(name)(data, timeout=2.0)
     except aio.AioRpcError as error:
         return error.code()
-    call.cancel()
     return grpc.StatusCode.OK
+
+
+async def heard(channel: aio.Channel, name: str, data: bytes) -> list[worker_pb2.WorkResponse]:
+    """What a worker says to one message, in half a second or until the answer to one entry."""
+    call: Any = channel.stream_stream(name)()
+    said: list[worker_pb2.WorkResponse] = []
+    try:
+        async with asyncio.timeout(0.5):
+            await call.write(data)
+            while len(said) < 2 and (message := await call.read()) is not aio.EOF:
+                said.append(worker_pb2.WorkResponse.FromString(message))
+    except TimeoutError:
+        pass
+    finally:
+        call.cancel()
+    return said
 
 
 async def test_messages_at_the_workers_ports(ports: dict[str, Any]) -> None:
     before = await held(ports)
     assert any(before)
     for method in METHODS:
-        address = ports[method.containing_service.full_name]
         examples = collected(bytes_for(method, ports["known"]), EXAMPLES)
-        async with aio.insecure_channel(address) as channel:
-            codes = await asyncio.gather(*(answered(channel, method, data) for data in examples))
-            assert await answered(channel, method, b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
-        assert [(data, code) for data, code in zip(examples, codes, strict=True) if code not in ITS_FAULT] == []
-    good = decode_pb2.ReserveRequest(stream_id="open", decode_incarnation=ports["known"]["decode_incarnation"][0])
-    good.sequence.request_id, good.sequence.timeout_ms = "good", 5000
-    good.sequence.token_ids.extend([5] * 20)
-    good.sequence.sampling.max_tokens = 4
-    async with aio.insecure_channel(ports["tandem.v1.DecodeService"]) as channel:
-        reserve = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].methods_by_name["Reserve"]
-        assert await answered(channel, reserve, good.SerializeToString()) is grpc.StatusCode.OK
-        abort = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].methods_by_name["Abort"]
-        stop = decode_pb2.AbortRequest(request_ids=["good"]).SerializeToString()
-        assert await answered(channel, abort, stop) is grpc.StatusCode.OK
+        for address in ports[method.containing_service.full_name]:
+            async with aio.insecure_channel(address) as channel:
+                codes = await asyncio.gather(*(answered(channel, method, data) for data in examples))
+                assert await answered(channel, method, b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
+            assert [(data, code) for data, code in zip(examples, codes, strict=True) if code not in ITS_FAULT] == []
+    sequence = worker_pb2.SequenceSpec(request_id="good", timeout_ms=5000, token_ids=[5] * 20)
+    sequence.sampling.max_tokens = 4
+    good = worker_pb2.WorkRequest(reservations=[worker_pb2.Reservation(sequence=sequence)])
+    decode, _ = ports["tandem.v1.WorkerService"]
+    async with aio.insecure_channel(decode) as channel:
+        _, answer = await heard(channel, "/tandem.v1.WorkerService/Work", good.SerializeToString())
+        assert [reserved.request_id for reserved in answer.reserved] == ["good"]
 
     async def as_before() -> bool:
         return await held(ports) == before
@@ -202,8 +208,8 @@ async def test_messages_at_the_workers_ports(ports: dict[str, Any]) -> None:
 async def held(ports: dict[str, Any]) -> list[dict[str, int]]:
     """By both workers; nothing that no request accounts for."""
     found = []
-    for service in ("DecodeService", "PrefillService"):
-        async with aio.insecure_channel(ports[f"tandem.v1.{service}"]) as channel:
+    for address in ports["tandem.v1.WorkerService"]:
+        async with aio.insecure_channel(address) as channel:
             call: Any = channel.unary_unary("/tandem.v1.IntegrityService/CheckIntegrity")
             said = process_pb2.CheckIntegrityResponse.FromString(await call(b"", timeout=5.0))
         assert not said.violations

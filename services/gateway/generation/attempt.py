@@ -1,9 +1,9 @@
 """One try of one choice on one pair of workers.
 
     route     (P, D) chosen and reserved                                  registry
-    reserve   D's token stream open, blocks held; a ticket, or D reads    DecodeService.Reserve
-    prefill   P's reply carries the first token                           PrefillService.Prefill
-    decode    the other tokens come by the stream
+    reserve   D's stream open, blocks held; a ticket, or D reads          Reservation
+    prefill   P's reply carries the first token                           Prefill
+    decode    the other tokens come by D's stream
     close     D aborts unless it has ended the sequence itself; the reservation is released
 
 Whatever ends it, `close` frees everything; it runs apart from the request, so a second cancellation cannot stop it.
@@ -24,9 +24,9 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 from services.gateway.errors import GatewayError, TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.routing import Router, RouteRequest
-from services.gateway.workers import Mailbox, Tokens, WorkerConnection, WorkerPool
+from services.gateway.workers import Mailbox, Reply, Tokens, WorkerConnection, WorkerPool
 from tandem.registry import Route, WorkerInfo
-from tandem.v1 import decode_pb2, llm_pb2, prefill_pb2, worker_pb2
+from tandem.v1 import llm_pb2, worker_pb2
 
 log = structlog.get_logger(__name__)
 # After a last token from P, D is about to end the sequence by itself and keep its blocks as cache.
@@ -174,29 +174,32 @@ class Attempt:
             mailbox = self._mailbox = decode.stream.attach(self._sequence.request_id, self._sequence.num_prior_tokens)
             late = TimedOut("the request's deadline passed")
             self._timer = asyncio.get_running_loop().call_at(self._deadline, mailbox.fail, late)
-            request = decode_pb2.ReserveRequest(
-                sequence=self._timed(),
-                stream_id=decode.stream.stream_id,
-                decode_incarnation=decode.info.incarnation,
+            reservation = worker_pb2.Reservation(
+                sequence=self._asked(span),
                 local_prefill=prefill is None,
                 prefill_incarnation=prefill.incarnation if prefill else "",
             )
+            reply = decode.stream.reserve(reservation)
             self._reserving = True
-            response = await self._call(decode, decode.decode.Reserve, request, span, mailbox)
-        return mailbox, response.ticket
+            reserved: worker_pb2.Reserved = await _answered(reply, mailbox)
+        return mailbox, reserved.ticket
 
     async def _prefill(self, prefill: WorkerConnection, ticket: worker_pb2.LandingTicket, mailbox: Mailbox) -> Tokens:
         with tracing.child(self._cluster.spans, "prefill", self._parent, SpanKind.CLIENT) as span:
             self.span = span
             span.set_attribute("tandem.worker", prefill.info.worker_id)
-            request = prefill_pb2.PrefillRequest(sequence=self._timed(), ticket=ticket)
+            await prefill.stream.wait_open(self._deadline)
+            reply = prefill.stream.prefill(worker_pb2.Prefill(sequence=self._asked(span), ticket=ticket))
             try:
-                response = await self._call(prefill, prefill.prefill.Prefill, request, span, mailbox)
+                response: worker_pb2.Prefilled = await _answered(reply, mailbox)
             except WorkerLost as error:
                 if not mailbox.reported:
                     raise
                 # The decode worker lives, for it says so: what it has lost is this prefill worker.
                 raise WorkerLost(prefill.info.worker_id, error.message) from None
+            finally:
+                if not reply.done():
+                    prefill.stream.abort(mailbox.request_id)
             self._outcome.path.transfer_bytes += response.transfer_bytes
             self._outcome.path.transport = response.transport
             span.set_attribute("kv.transfer.bytes", response.transfer_bytes)
@@ -210,12 +213,11 @@ class Attempt:
             await self._linger(mailbox)
             if mailbox.ended:
                 return
-        request = decode_pb2.AbortRequest(request_ids=[mailbox.request_id])
         try:
-            # A stream that comes back at once keeps the worker from freeing this by itself: wait for the connection.
-            await decode.call(decode.decode.Abort, request, timeout=ABORT_TIMEOUT_S, wait_for_ready=True)
-        except GatewayError as error:
-            log.warning("sequence not aborted", request_id=mailbox.request_id, reason=error.message)
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await decode.stream.abort(mailbox.request_id)
+        except TimeoutError:
+            log.warning("sequence not aborted", request_id=mailbox.request_id, worker=decode.info.worker_id)
 
     async def _linger(self, mailbox: Mailbox) -> None:
         with suppress(TimeoutError):
@@ -230,14 +232,13 @@ class Attempt:
             raise TimedOut("the request's deadline passed")
         return left
 
-    def _timed(self) -> worker_pb2.SequenceSpec:
-        self._sequence.timeout_ms = max(1, int(self._left() * 1000))
-        return self._sequence
-
-    async def _call(self, connection: WorkerConnection, method: Any, request: Any, span: Span, mailbox: Mailbox) -> Any:
-        """A unary call, ended early when the sequence fails: the deadline, or the decode worker's death."""
-        metadata = tracing.metadata(tracing.under(span))
-        return await connection.call(method, request, timeout=self._left(), metadata=metadata, unless=mailbox.failed)
+    def _asked(self, span: Span) -> worker_pb2.SequenceSpec:
+        """What a worker is asked to do now, under this span."""
+        sequence = self._sequence
+        sequence.timeout_ms = max(1, int(self._left() * 1000))
+        sequence.trace_context.clear()
+        sequence.trace_context.update(tracing.outgoing(span))
+        return sequence
 
     # --- notes ---
 
@@ -270,3 +271,16 @@ class Attempt:
         self._outcome.finish_reason = mailbox.finish_reason
         if mailbox.next_index - num_prior == num_new:
             self._cluster.in_background(self._cluster.router.release_prefill(route))
+
+
+async def _answered(reply: Reply, mailbox: Mailbox) -> Any:
+    """The reply, unless the sequence fails first: by its deadline, or the decode worker's death.
+
+    Raises:
+        GatewayError
+    """
+    await asyncio.wait((reply, mailbox.failed), return_when=asyncio.FIRST_COMPLETED)
+    answer = mailbox.failed.result() if mailbox.failed.done() else reply.result()
+    if isinstance(answer, GatewayError):
+        raise answer
+    return answer

@@ -4,7 +4,7 @@ chat {model}  (SERVER; GenAI semantic conventions, and vLLM's names beside them)
  ├─ queue      until it is its turn: class, tenant, wait
  ├─ route      which pair, and why
  ├─ reserve    blocks on the decode worker        (CLIENT)
- ├─ prefill    the prefill worker's unary call    (CLIENT; its server span is the child)
+ ├─ prefill    until the prefill worker answers   (CLIENT; the worker's span is the child)
  ├─ decode     from there to the last token
  └─ migration  from a worker's loss until tokens come again, linked to the span that it ended; then route … decode anew
 """
@@ -36,11 +36,11 @@ def incoming(headers: Mapping[str, str]) -> Context:
     return propagate.extract(headers)
 
 
-def metadata(context: Context) -> list[tuple[str, str]]:
-    """A trace context, for an outgoing call."""
+def outgoing(span: Span) -> dict[str, str]:
+    """The trace context of what a worker does under this span."""
     carrier: dict[str, str] = {}
-    propagate.inject(carrier, context=context)
-    return list(carrier.items())
+    propagate.inject(carrier, context=under(span))
+    return carrier
 
 
 def start_root(spans: Tracer, request: Generation) -> Span:

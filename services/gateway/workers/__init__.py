@@ -1,8 +1,8 @@
-"""The workers as the gateway reaches them: channels, token streams, mailboxes."""
+"""The workers as the gateway reaches them: channels, streams, mailboxes."""
 
 from services.gateway.workers.connection import WorkerConnection
 from services.gateway.workers.mailbox import Mailbox, Tokens
 from services.gateway.workers.pool import WorkerPool
-from services.gateway.workers.token_stream import TokenStream
+from services.gateway.workers.stream import Reply, WorkerStream
 
-__all__ = ["Mailbox", "TokenStream", "Tokens", "WorkerConnection", "WorkerPool"]
+__all__ = ["Mailbox", "Reply", "Tokens", "WorkerConnection", "WorkerPool", "WorkerStream"]

@@ -51,7 +51,7 @@ class Mailbox:
         self._outputs.append(output)
         self._news.set()
         if output.HasField("failure"):
-            self.reported = not self.failed.done()
+            self.reported |= not self.failed.done()
             self.fail(from_failure(self._worker_id, output.failure.code, output.failure.message))
 
     def fail(self, error: GatewayError) -> None:

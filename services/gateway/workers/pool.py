@@ -1,6 +1,6 @@
-"""The gateway's side of every worker: one channel per incarnation, one token stream per decode worker.
+"""The gateway's side of every worker: one channel and one stream per incarnation.
 
-    view names an incarnation  -> connection made (channel; decode: stream task)
+    view names an incarnation  -> connection made (channel, stream task)
     view or registry names another one -> connection closed, its requests failed at once; the old one never returns
     view names none, and no request is left on it -> connection closed
 
@@ -34,11 +34,9 @@ class WorkerPool:
         view: ClusterView,
         model: str,
         connect: Callable[[str], aio.Channel],
-        new_id: Callable[[], str],
     ) -> None:
         self._view = view
         self._model = model
-        self._new_id = new_id
         self._connect = connect
         self._connections: dict[str, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -68,7 +66,7 @@ class WorkerPool:
         if known is not None:
             self._replaced.append(known.info.incarnation)
             self._retire(known, f"it was restarted: incarnation {info.incarnation} took its place")
-        made = WorkerConnection(info, self._connect(info.grpc_address), self._new_id)
+        made = WorkerConnection(info, self._connect(info.grpc_address))
         self._connections[info.worker_id] = made
         return made
 

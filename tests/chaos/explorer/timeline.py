@@ -1,7 +1,7 @@
 """A run's messages, faults and log lines, drawn with one column a process.
 
-3.412350     g0 ── Reserve ──────> d0
-3.412731                           d0 ── Reserve OK ──> g0          …
+3.412350     g0 ── reservations 1 ──────> d0
+3.412731                           d0 ── reserved 1 ──> g0          …
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from grpc import StatusCode
 
 from tandem.transfer import TransferError
 from tandem.transfer.protocol.wire import HEADER_BYTES, parse_header
+from tandem.v1 import worker_pb2
 
 COLUMN = 22
 # Calls that only say that all is well.
@@ -35,7 +36,7 @@ def _texts(
     _, kind, *rest = event
     if kind == "message":
         source, target, connection, frame = rest
-        text = _frame(connection, frame, methods)
+        text = _frame(connection, frame, methods, source)
         if not (quiet and any(word in text.split() for word in QUIET)) and text:
             left, right = names.index(source), names.index(target)
             arrow = f"{source} ──{text}──> {target}" if left < right else f"{target} <──{text}── {source}"
@@ -51,7 +52,7 @@ def _texts(
             yield names.index(name) if name in names else 0, f"({name}: {line.get('event')} {details})"
 
 
-def _frame(connection: int, frame: Any, methods: dict[tuple[int, int], str]) -> str:
+def _frame(connection: int, frame: Any, methods: dict[tuple[int, int], str], source: str) -> str:
     if isinstance(frame, bytes):
         return _kv(frame)
     kind, number, *rest = frame
@@ -63,6 +64,8 @@ def _frame(connection: int, frame: Any, methods: dict[tuple[int, int], str]) -> 
     if kind in ("call", "read", "subscribe", "ping"):
         return f" redis {rest[0]} {str(rest[2][:1])[1:40]} " if kind == "call" else f" redis {kind} "
     method = methods.get((connection, number), "")
+    if kind == "message" and method == "Work":
+        return _work(worker_pb2.WorkRequest if source.startswith("g") else worker_pb2.WorkResponse, rest[0])
     if kind == "message":
         return f" {method} {len(rest[0])} bytes "
     if kind == "status":
@@ -70,6 +73,11 @@ def _frame(connection: int, frame: Any, methods: dict[tuple[int, int], str]) -> 
     if kind in ("cancel", "window", "goaway"):
         return f" {method} {kind} "
     return ""  # the end of a call's requests
+
+
+def _work(kind: type[worker_pb2.WorkRequest] | type[worker_pb2.WorkResponse], data: bytes) -> str:
+    said = [(field.name, value) for field, value in kind.FromString(data).ListFields()]
+    return f" {' '.join(name if isinstance(value, str) else f'{name} {len(value)}' for name, value in said)} "
 
 
 def _kv(message: bytes) -> str:

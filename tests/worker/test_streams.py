@@ -5,12 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.decode.streams import Streams
 from services.gateway.errors import GatewayError
 from services.gateway.workers import Mailbox
-from tandem import rpc
 from tandem.engine import FinishReason, SampledToken, SequenceOutput
-from tandem.v1 import decode_pb2, llm_pb2
+from tandem.v1 import llm_pb2, worker_pb2
+from tandem.worker import Streams
 
 
 def output(
@@ -20,11 +19,11 @@ def output(
     return SequenceOutput(name, at, sampled, end, error=error, finished=bool(end or error))
 
 
-def said(message: decode_pb2.StreamTokensResponse) -> list[tuple[str, int, list[int]]]:
+def said(message: worker_pb2.WorkResponse) -> list[tuple[str, int, list[int]]]:
     return [(o.request_id, o.first_index, list(o.token_ids)) for o in message.outputs]
 
 
-async def opened(streams: Streams) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+async def opened(streams: Streams) -> AsyncIterator[worker_pb2.WorkResponse]:
     """The stream of gateway "g", its greeting read."""
     stream = streams.stream("g")
     await anext(stream)
@@ -34,7 +33,7 @@ async def opened(streams: Streams) -> AsyncIterator[decode_pb2.StreamTokensRespo
 MANY = [f"s{i}" for i in range(64)]
 
 
-async def held_up() -> tuple[Streams, AsyncIterator[decode_pb2.StreamTokensResponse]]:
+async def held_up() -> tuple[Streams, AsyncIterator[worker_pb2.WorkResponse]]:
     """Where many sequences have had a token a moment ago: their next ones are held."""
     streams = Streams("inc", lambda gateway: None)
     stream = await opened(streams)
@@ -47,8 +46,8 @@ async def held_up() -> tuple[Streams, AsyncIterator[decode_pb2.StreamTokensRespo
 async def test_tokens_of_many_sequences_leave_a_few_steps_at_a_time_and_none_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.decode.streams.MOST_S", 1.0)
-    monkeypatch.setattr("services.decode.streams.EACH_S", 1.0)
+    monkeypatch.setattr("tandem.worker.streams.MOST_S", 1.0)
+    monkeypatch.setattr("tandem.worker.streams.EACH_S", 1.0)
     streams, stream = await held_up()
     for step in (2, 3):
         for name in MANY:
@@ -134,11 +133,3 @@ async def test_a_call_cancelled_while_it_writes_has_ended_too() -> None:
     task.cancel()
     await asyncio.wait([task])
     assert ended == ["g"]
-
-
-async def test_a_stream_id_is_used_once() -> None:
-    streams = Streams("inc", print)
-    await opened(streams)
-    with pytest.raises(rpc.Refused, match="stream_id"):
-        await opened(streams)
-    streams.close()

@@ -1,7 +1,7 @@
-"""One outbox per stream: what engine steps made for a gateway leaves in one message.
+"""One outbox per gateway's stream: what a turn of the loop, or an engine step, made for it leaves in one message.
 
-first tokens, ends, errors      at once
-other tokens                    when EACH_S for every sequence, or MOST_S, have passed since the last ones
+answers, first tokens, ends, errors      at once
+other tokens                             when EACH_S for every sequence, or MOST_S, have passed since the last ones
 
 Handing a piece out costs the gateway and its client as much with three tokens as with one, and where they share a
 machine with the engine, it waits for them. The tokens of a few sequences are never held for long.
@@ -17,11 +17,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
-import grpc
-
-from tandem import rpc
 from tandem.engine import SequenceOutput
-from tandem.v1 import decode_pb2, worker_pb2
+from tandem.v1 import worker_pb2
 from tandem.worker import wire
 
 EACH_S, MOST_S = 0.00075, 0.05
@@ -32,6 +29,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
+        self.reserved: list[worker_pb2.Reserved] = []
+        self.prefilled: list[worker_pb2.Prefilled] = []
+        self.released: list[str] = []
         self._ready: list[worker_pb2.SequenceOutput] = []
         self._held: dict[str, SequenceOutput] = {}
         self._loop = asyncio.get_running_loop()
@@ -56,10 +56,13 @@ class Outbox:
         self._ready.append(wire.failed(request_id, code, message))
         self.changed.set()
 
-    def take(self) -> list[worker_pb2.SequenceOutput]:
+    def take(self) -> worker_pb2.WorkResponse:
         self.changed.clear()
-        ready, self._ready = self._ready, []
-        return ready
+        message = worker_pb2.WorkResponse(
+            reserved=self.reserved, prefilled=self.prefilled, outputs=self._ready, released=self.released
+        )
+        self.reserved, self.prefilled, self._ready, self.released = [], [], [], []
+        return message
 
     def close(self) -> None:
         if self._timer is not None:
@@ -77,7 +80,10 @@ class Outbox:
 
 
 class Streams:
-    """The outboxes of all streams. `on_ended(stream_id)` is called once when one has ended, however it did."""
+    """The outboxes of all streams. What is said to one that is not open is dropped.
+
+    `on_ended(stream_id)` is called once when one has ended, however it did.
+    """
 
     def __init__(self, incarnation: str, on_ended: Callable[[str], None]) -> None:
         self._incarnation = incarnation
@@ -88,39 +94,59 @@ class Streams:
         return stream_id in self._outboxes
 
     def send(self, stream_id: str, output: SequenceOutput) -> None:
-        """Put an output, which grows by those that follow, into a stream's outbox; drop it where there is none."""
+        """Put an output, which grows by those that follow, into a stream's outbox."""
         outbox = self._outboxes.get(stream_id)
         if outbox is not None:
             outbox.put(output)
 
+    def reserved(self, stream_id: str, answer: worker_pb2.Reserved) -> None:
+        outbox = self._outboxes.get(stream_id)
+        if outbox is not None:
+            outbox.reserved.append(answer)
+            outbox.changed.set()
+
+    def prefilled(self, stream_id: str, answer: worker_pb2.Prefilled) -> None:
+        outbox = self._outboxes.get(stream_id)
+        if outbox is not None:
+            outbox.prefilled.append(answer)
+            outbox.changed.set()
+
+    def released(self, stream_id: str, request_id: str) -> None:
+        """Report that nothing is held any more for a sequence that was to be aborted."""
+        outbox = self._outboxes.get(stream_id)
+        if outbox is not None:
+            outbox.released.append(request_id)
+            outbox.changed.set()
+
     def fail(self, stream_id: str, request_id: str, code: str, message: str) -> None:
-        """Report, where the stream is open, that a sequence has ended in an error."""
+        """Report that a sequence has ended in an error."""
         outbox = self._outboxes.get(stream_id)
         if outbox is not None:
             outbox.fail(request_id, code, message)
 
-    async def stream(self, stream_id: str) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        """The stream's messages, until its reader hangs up."""
-        if not stream_id or stream_id in self._outboxes:
-            raise rpc.Refused(grpc.StatusCode.INVALID_ARGUMENT, f"stream_id: {stream_id!r} is not new")
+    async def stream(self, stream_id: str) -> AsyncIterator[worker_pb2.WorkResponse]:
+        """The messages of a new stream, until its reader hangs up or `end`."""
         outbox = self._outboxes[stream_id] = Outbox()
         # Of a call that is cancelled while it writes, only its task's end is certain to be seen here.
-        cast("asyncio.Task[Any]", asyncio.current_task()).add_done_callback(lambda done: self._end(stream_id))
+        cast("asyncio.Task[Any]", asyncio.current_task()).add_done_callback(lambda done: self.end(stream_id))
         try:
-            yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation)
+            yield worker_pb2.WorkResponse(incarnation=self._incarnation)
             while True:
                 await outbox.changed.wait()
-                if outputs := outbox.take():
-                    yield decode_pb2.StreamTokensResponse(outputs=outputs)
+                message = outbox.take()
+                if not self.is_open(stream_id):
+                    return
+                yield message
         finally:
-            self._end(stream_id)
+            self.end(stream_id)
+
+    def end(self, stream_id: str) -> None:
+        outbox = self._outboxes.pop(stream_id, None)
+        if outbox is not None:
+            outbox.close()
+            outbox.changed.set()
+            self._on_ended(stream_id)
 
     def close(self) -> None:
         for outbox in self._outboxes.values():
             outbox.close()
-
-    def _end(self, stream_id: str) -> None:
-        outbox = self._outboxes.pop(stream_id, None)
-        if outbox is not None:
-            outbox.close()
-            self._on_ended(stream_id)

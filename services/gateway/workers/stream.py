@@ -1,0 +1,236 @@
+"""The one long-lived Work call to one incarnation of a worker: all that this gateway asks of it, and hears from it.
+
+    connecting ── first message, right incarnation ──> open ── break ──> connecting, after a pause
+
+What a turn of the loop has gathered leaves as one message. A break fails every sequence and every question here at
+once, for the worker frees them too. Another incarnation at the same address ends the stream for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, TypeAlias
+
+import structlog
+from grpc import aio
+
+from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, WorkerLost, from_failure
+from services.gateway.workers.mailbox import Mailbox
+from tandem.registry import WorkerInfo
+from tandem.rpc import MAX_REQUEST_BYTES
+from tandem.v1 import worker_pb2
+
+log = structlog.get_logger(__name__)
+RECONNECT_S = 0.1
+CONNECT_WAIT_S = 1.5
+# A message is sent when it has grown so large, whatever else waits: long prompts share no limit with others.
+FULL_BYTES = 2**20
+Reply: TypeAlias = "asyncio.Future[Any]"
+
+
+class WorkerStream:
+    """`run` is a task of the connection that made this. A reply is what was asked for, or the GatewayError instead."""
+
+    def __init__(self, worker: WorkerInfo, stub: Any) -> None:
+        self.open = asyncio.Event()
+        self._worker = worker
+        self._stub = stub
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._asked: dict[str, Reply] = {}
+        self._aborting: dict[str, Reply] = {}
+        self._unsent: deque[worker_pb2.WorkRequest] = deque()
+        self._to_send = asyncio.Event()
+        self._closed_because = ""
+        self._stopped: GatewayError | None = None
+
+    def __len__(self) -> int:
+        """Sequences that wait for something from here."""
+        return len(self._mailboxes.keys() | self._asked.keys())
+
+    # --- out ---
+
+    def attach(self, request_id: str, num_prior_tokens: int = 0) -> Mailbox:
+        """For the tokens behind `num_prior_tokens`.
+
+        Raises:
+            WorkerLost: the stream is not open.
+            GatewayError: it was stopped.
+        """
+        self._check_open()
+        mailbox = self._mailboxes[request_id] = Mailbox(request_id, self._worker.worker_id, num_prior_tokens)
+        return mailbox
+
+    def detach(self, mailbox: Mailbox) -> None:
+        self._mailboxes.pop(mailbox.request_id, None)
+
+    def reserve(self, reservation: worker_pb2.Reservation) -> Reply:
+        """Answered with Reserved; `abort` ends it.
+
+        Raises:
+            GatewayError: as `attach`, or the request is too large for a message.
+        """
+        return self._ask(reservation.sequence.request_id, worker_pb2.WorkRequest(reservations=[reservation]))
+
+    def prefill(self, prefill: worker_pb2.Prefill) -> Reply:
+        """Answered with Prefilled; `abort` ends it.
+
+        Raises:
+            GatewayError: as `reserve`.
+        """
+        return self._ask(prefill.sequence.request_id, worker_pb2.WorkRequest(prefills=[prefill]))
+
+    def abort(self, request_id: str) -> Reply:
+        """Answered with None once the worker holds nothing for it, or when the stream is not there any more."""
+        self._asked.pop(request_id, None)
+        reply = asyncio.get_running_loop().create_future()
+        if self.open.is_set():
+            self._aborting[request_id] = reply
+            self._send(worker_pb2.WorkRequest(aborts=[request_id]))
+        else:
+            reply.set_result(None)
+        return reply
+
+    async def wait_open(self, deadline: float) -> None:
+        """Until the stream is open.
+
+        Raises:
+            WorkerLost: not within CONNECT_WAIT_S.
+            TimedOut: the deadline came first.
+        """
+        if self.open.is_set() or self._closed_because or self._stopped:
+            return
+        patience = asyncio.get_running_loop().time() + CONNECT_WAIT_S
+        try:
+            async with asyncio.timeout_at(min(patience, deadline)):
+                await self.open.wait()
+        except TimeoutError:
+            if deadline <= patience:
+                raise TimedOut("the request's deadline passed while connecting to a worker") from None
+            raise WorkerLost(self._worker.worker_id, "no stream could be opened") from None
+
+    def _ask(self, request_id: str, request: worker_pb2.WorkRequest) -> Reply:
+        self._check_open()
+        if (size := request.ByteSize()) > MAX_REQUEST_BYTES - FULL_BYTES:
+            raise InvalidRequest(f"the request is too large for a worker: {size} bytes")
+        reply = self._asked[request_id] = asyncio.get_running_loop().create_future()
+        self._send(request)
+        return reply
+
+    def _check_open(self) -> None:
+        if self._stopped:
+            raise self._stopped
+        if self._closed_because or not self.open.is_set():
+            raise WorkerLost(self._worker.worker_id, self._closed_because or "its stream is not open")
+
+    def _send(self, request: worker_pb2.WorkRequest) -> None:
+        self._unsent.append(request)
+        self._to_send.set()
+
+    # --- its life ---
+
+    async def run(self) -> None:
+        """Keep the stream open until cancelled, or until another incarnation answers."""
+        try:
+            while not self._closed_because:
+                reason = await self._talk()
+                self.fail(reason)
+                await asyncio.sleep(RECONNECT_S)
+        finally:
+            self.fail(self._closed_because or "the gateway is stopping")
+
+    def fail(self, reason: str) -> None:
+        """End every sequence of this stream with an error."""
+        was_open = self.open.is_set()
+        self.open.clear()
+        self._unsent.clear()
+        lost = WorkerLost(self._worker.worker_id, reason)
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        for mailbox in mailboxes.values():
+            mailbox.fail(lost)
+        asked, self._asked = self._asked, {}
+        for reply in asked.values():
+            _answer(reply, lost)
+        aborting, self._aborting = self._aborting, {}
+        for reply in aborting.values():
+            _answer(reply, None)
+        if was_open:
+            failed = len(mailboxes.keys() | asked.keys())
+            log.warning("stream ended", worker=self._worker.worker_id, reason=reason, failed=failed)
+
+    def close(self, reason: str) -> None:
+        """This incarnation is dead: nothing more may be sent to it."""
+        self._closed_because = reason
+        self.fail(reason)
+
+    def stop(self, error: GatewayError) -> None:
+        """No more sequences; those that run end with this error. The stream itself stays."""
+        self._stopped = error
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(error)
+
+    async def _talk(self) -> str:
+        """One call, until it breaks; returns why."""
+        call = self._stub.Work()
+        writing = asyncio.create_task(self._write(call))
+        try:
+            async for message in call:
+                if message.incarnation:
+                    self._greet(message.incarnation)
+                self._deliver(message)
+                if self._closed_because:
+                    return self._closed_because
+        except aio.AioRpcError as error:
+            return f"its stream broke: {error.code().name}: {error.details()}"
+        finally:
+            writing.cancel()
+            call.cancel()
+        return "its stream ended"
+
+    async def _write(self, call: Any) -> None:
+        """What was gathered since the last message is the next, up to FULL_BYTES and one entry more."""
+        try:
+            while True:
+                await self._to_send.wait()
+                self._to_send.clear()
+                while self._unsent:
+                    await call.write(self._gathered())
+        except (aio.AioRpcError, asyncio.InvalidStateError):
+            return  # whoever reads is told why
+
+    def _gathered(self) -> worker_pb2.WorkRequest:
+        message = self._unsent.popleft()
+        size = message.ByteSize()
+        while self._unsent and size < FULL_BYTES:
+            entry = self._unsent.popleft()
+            size += entry.ByteSize()
+            message.MergeFrom(entry)
+        return message
+
+    # --- in ---
+
+    def _greet(self, incarnation: str) -> None:
+        if incarnation == self._worker.incarnation:
+            self.open.set()
+        else:
+            self._closed_because = f"it was restarted: incarnation {incarnation} answers"
+
+    def _deliver(self, message: worker_pb2.WorkResponse) -> None:
+        for reserved in message.reserved:
+            _answer(self._asked.pop(reserved.request_id, None), reserved)
+        for prefilled in message.prefilled:
+            _answer(self._asked.pop(prefilled.output.request_id, None), prefilled)
+        for output in message.outputs:
+            if output.HasField("failure"):
+                failure = from_failure(self._worker.worker_id, output.failure.code, output.failure.message)
+                _answer(self._asked.pop(output.request_id, None), failure)
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None:
+                mailbox.put(output)
+        for request_id in message.released:
+            _answer(self._aborting.pop(request_id, None), None)
+
+
+def _answer(reply: Reply | None, with_this: Any) -> None:
+    if reply is not None and not reply.done():
+        reply.set_result(with_this)

@@ -1,0 +1,110 @@
+"""A worker's side of its gateways' streams: every entry of a message is a task of its own, with a trace of its own.
+
+reservation, prefill ── begin ──> an answer, or why there is none ──> the outbox of the stream that it came by
+abort                ── what still begins is cancelled, the rest is released ──> `released`
+the stream ends      ── all that still begins is cancelled; what it had begun ends by Streams' on_ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias, cast
+
+import structlog
+from grpc import aio
+from opentelemetry import context as otel_context
+from opentelemetry import propagate
+
+from tandem import rpc
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.worker.errors import SequenceFailed
+from tandem.worker.streams import Streams
+
+log = structlog.get_logger(__name__)
+Entry: TypeAlias = worker_pb2.Reservation | worker_pb2.Prefill
+
+
+class WorkService(worker_pb2_grpc.WorkerServiceServicer):
+    """`begin(stream_id, entry)` answers an entry by `streams`; `abort(request_id)` returns once all is released."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        new_id: Callable[[], str],
+        begin: Callable[[str, Entry], Awaitable[None]],
+        abort: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._streams, self._new_id = streams, new_id
+        self._begin, self._abort = begin, abort
+        self._beginning: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._aborting: set[asyncio.Task[None]] = set()
+        self.servicer = rpc.Servicer(
+            "tandem.v1.WorkerService", self, worker_pb2_grpc.add_WorkerServiceServicer_to_server
+        )
+
+    async def Work(
+        self, requests: AsyncIterator[worker_pb2.WorkRequest], context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.WorkResponse]:
+        stream_id = self._new_id()
+        reading = asyncio.create_task(self._read(stream_id, requests))
+        # Of a call that is cancelled while it writes, only its task's end is certain to be seen here.
+        cast("asyncio.Task[Any]", asyncio.current_task()).add_done_callback(lambda done: reading.cancel())
+        async for response in self._streams.stream(stream_id):
+            yield response
+        await reading  # which says what is wrong with a request
+
+    async def _read(self, stream_id: str, requests: AsyncIterator[worker_pb2.WorkRequest]) -> None:
+        try:
+            async for request in requests:
+                for reservation in request.reservations:
+                    self._start(stream_id, reservation)
+                for prefill in request.prefills:
+                    self._start(stream_id, prefill)
+                for request_id in request.aborts:
+                    task = asyncio.create_task(self._end(stream_id, request_id))
+                    self._aborting.add(task)
+                    task.add_done_callback(self._aborted)
+        except rpc.Refused:
+            raise
+        except Exception as error:  # whatever gRPC says of a call that has ended
+            log.warning("a gateway's stream cannot be read", stream_id=stream_id, error=str(error))
+        finally:
+            self._streams.end(stream_id)
+            for (beginning_on, _), task in list(self._beginning.items()):
+                if beginning_on == stream_id:
+                    task.cancel()
+
+    def _start(self, stream_id: str, entry: Entry) -> None:
+        key = stream_id, entry.sequence.request_id
+        if key in self._beginning:
+            self._streams.fail(*key, "ALREADY_EXISTS", f"request_id: {key[1]!r} begins already")
+            return
+        task = self._beginning[key] = asyncio.create_task(self._run(stream_id, entry))
+        task.add_done_callback(lambda done: self._beginning.pop(key))
+
+    async def _run(self, stream_id: str, entry: Entry) -> None:
+        sequence = entry.sequence
+        if sequence.trace_context:
+            otel_context.attach(propagate.extract(sequence.trace_context))
+        try:
+            await self._begin(stream_id, entry)
+        except SequenceFailed as error:
+            self._streams.fail(stream_id, sequence.request_id, error.code, str(error))
+        except Exception as error:
+            log.error("a sequence could not begin", request_id=sequence.request_id, exc_info=error)
+            said = "internal error; the worker's log tells more"
+            self._streams.fail(stream_id, sequence.request_id, "INTERNAL", said)
+
+    async def _end(self, stream_id: str, request_id: str) -> None:
+        beginning = self._beginning.get((stream_id, request_id))
+        if beginning is not None:
+            beginning.cancel()
+            await asyncio.wait([beginning])
+        await self._abort(request_id)
+        self._streams.released(stream_id, request_id)
+
+    def _aborted(self, task: asyncio.Task[None]) -> None:
+        self._aborting.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a sequence could not be released", exc_info=task.exception())
