@@ -65,7 +65,9 @@ def by_flashinfer(kv: Tensor, num_heads: int) -> PagedAttention:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "attention"), [*((sizes, by_torch) for sizes in SHAPES), (SHAPES[0], by_flashinfer)], ids=str
+    ("sizes", "attention"),
+    [*((sizes, by_torch) for sizes in SHAPES), (SHAPES[0], by_flashinfer)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_replayed_steps_equal_plain_ones_and_touch_nobody_elses_blocks(
     sizes: Sizes, attention: Callable[[Tensor, int], PagedAttention], tmp_path: Path
