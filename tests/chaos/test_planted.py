@@ -186,6 +186,17 @@ def never_go_on_elsewhere(patch: Patch) -> None:
     patch.setattr(Migration, "lost", lost)
 
 
+@planted("I5", 20, "kill", "reset")
+def keep_the_loss_to_oneself(patch: Patch) -> None:
+    note = Attempt._note_route
+
+    def without(self: Attempt, route: Any) -> None:
+        self._outcome.lost = ""
+        note(self, route)
+
+    patch.setattr(Attempt, "_note_route", without)
+
+
 @planted("I3", 5)
 def stay_admitted(patch: Patch) -> None:
     patch.setattr(GatewayAdmission, "leave", lambda self, work: None)

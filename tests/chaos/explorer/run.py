@@ -21,6 +21,7 @@ from typing import Any
 from grpc import StatusCode
 
 from services.gateway.model import ServedModel
+from tandem.v1 import llm_pb2
 from tests.chaos.explorer.faults import Faults
 from tests.chaos.explorer.schedule import Request, Schedule, names
 from tests.simulation.baseline import leftovers, registry_leftovers, sizes
@@ -163,9 +164,27 @@ class Run:
         reading = request.read_pause_s * (len(expected) + 1)
         if took > timeout_s + 1 + reading + (NOTICE_S[1] if self._is_touched(request.gateway) else 0):
             problems.append(f"I1: took {took:.3f} s with {timeout_s} s to its deadline")
+        problems += [f"I5: {text}" for text in self._unexplained(reply)]
         if reply.code not in (None, StatusCode.OK) and not self._is_excused(request, reply, took, timeout_s):
             problems.append(f"{reply.code.name if reply.code else ''}: {reply.details}")
         return problems
+
+    def _unexplained(self, reply: Reply) -> list[str]:
+        """What the end of an answer leaves open, or what it says and is not so."""
+        if reply.code is not StatusCode.OK:
+            return [] if reply.code is None or reply.details else [f"{reply.code.name} without a reason"]
+        path = reply.path
+        if path is None or not path.kind or not path.reason:
+            return [f"it does not say which path it took and why: {path}"]
+        known, remote = names(self.schedule.shape), path.kind == llm_pb2.Path.KIND_REMOTE_PREFILL
+        wrong = []
+        if path.decode_worker not in known or (path.prefill_worker or known[0]) not in known:
+            wrong.append(f"it names workers that there are not: {path}")
+        if remote != bool(path.prefill_worker) or (remote and not (path.transfer_bytes and path.transport)):
+            wrong.append(f"a remote prompt has a prefill worker, and KV that moved: {path}")
+        if bool(path.migrated) != ("; after " in path.reason):
+            wrong.append(f"an answer that migrated says after which loss: {path}")
+        return wrong
 
     def _is_touched(self, name: str) -> bool:
         return self.faults.touched[name] > 0
