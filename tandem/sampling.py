@@ -19,7 +19,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOPS = 16
 MAX_BAD_WORDS = 64
 MAX_STOP_LENGTH = 1024
-MAX_BIAS = 100.0
+MAX_BIAS, MAX_BIASED = 100.0, 16384
 
 
 class InvalidParameter(ValueError):
@@ -140,6 +140,8 @@ class SamplingParams:
         for text in self.bad_words:
             if not 0 < len(text) <= MAX_STOP_LENGTH:
                 raise InvalidParameter("bad_words", f"must have 1 to {MAX_STOP_LENGTH} characters, got {len(text)}")
+        if len(self.logit_bias) > MAX_BIASED:
+            raise InvalidParameter("logit_bias", f"must have at most {MAX_BIASED} tokens, got {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise InvalidParameter(

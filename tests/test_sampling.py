@@ -18,6 +18,7 @@ FULL = SamplingParams(
     stop_token_ids=frozenset({4, 2}), logprobs=0, seed=2**64 - 1, ignore_eos=True,
     include_stop_str_in_output=True, skip_special_tokens=False, allowed_token_ids=frozenset({8, 1}),
     bad_words=("y", "x"), bad_words_token_ids=((3, 1), (2,)), grammar="g",
+    prompt_logprobs=1, logprob_token_ids=(6, 7),
 )  # fmt: skip
 
 
@@ -63,6 +64,7 @@ def test_other_words_for_the_same() -> None:
         ({"presence_penalty": math.inf}, "presence_penalty"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
         ({"logit_bias": {1: 101.0}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(20000), 1.0)}, "logit_bias"),
         ({"stop": ("",)}, "stop"),
         ({"stop": ("x",) * 17}, "stop"),
         ({"logprobs": 21}, "logprobs"),

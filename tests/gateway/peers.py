@@ -16,6 +16,7 @@ import grpc
 from tandem import rpc
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
+from tandem.security import OPEN, Security
 from tandem.v1 import (
     llm_pb2,
     prefill_pb2,
@@ -285,6 +286,7 @@ class Peers:
     registry: Registry
     generator: Generator
     workers: dict[str, Peer] = field(default_factory=dict)
+    security: Security = OPEN  # of workers that are added
     _decodes: dict[str, DecodePeer] = field(default_factory=dict)
 
     @property
@@ -307,6 +309,15 @@ class Peers:
         peer = PrefillPeer(incarnation, layout_of(revision), self.generator, self._by_incarnation)
         probe = rpc.Servicer("tandem.v1.PrefillService", peer, prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
         return await self._add(worker_id, Role.PREFILL, incarnation, revision, peer, [probe])
+
+    async def cut(self, worker_id: str) -> None:
+        """Its connections end; it listens again at once, as the same incarnation."""
+        peer = self.workers[worker_id]
+        await peer.server.stop(0)
+        work = rpc.Servicer(
+            "tandem.v1.WorkerService", peer.servicer, worker_pb2_grpc.add_WorkerServiceServicer_to_server
+        )
+        peer.server = await rpc.serve([work], "127.0.0.1", peer.server.port, security=self.security)
 
     async def move_to(self, redis: RedisServer, namespace: str) -> None:
         """Register in another registry."""
@@ -335,7 +346,7 @@ class Peers:
         others: list[rpc.Servicer], num_blocks: int = 64,
     ) -> Peer:  # fmt: skip
         work = rpc.Servicer("tandem.v1.WorkerService", peer, worker_pb2_grpc.add_WorkerServiceServicer_to_server)
-        server = await rpc.serve([work, *others], "127.0.0.1", 0)
+        server = await rpc.serve([work, *others], "127.0.0.1", 0, security=self.security)
         info = WorkerInfo(
             worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
             transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=revision,

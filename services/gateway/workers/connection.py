@@ -20,25 +20,35 @@ from tandem.v1 import worker_pb2_grpc
 class WorkerConnection:
     """Owned by the pool, which closes it. `running` counts the attempts that use it."""
 
-    def __init__(self, info: WorkerInfo, channel: aio.Channel) -> None:
+    def __init__(self, info: WorkerInfo, channel: aio.Channel, met: bool = False) -> None:
+        """`met`: the worker has answered on a connection before this one."""
         self.info = info
         self.running = 0
         self.adapters: Any = worker_pb2_grpc.AdapterServiceStub(channel)
         self.stream = WorkerStream(info, worker_pb2_grpc.WorkerServiceStub(channel))
         self._channel = channel
-        self._met = False
+        self.met = met
+        self._loop = asyncio.get_running_loop()
+        self._seen_at = self._loop.time()
         self._task = asyncio.create_task(self.stream.run())
 
     @property
     def connected(self) -> bool:
         """Whether the worker answers now."""
-        self._met |= self.stream.open.is_set()
-        return self.stream.open.is_set()
+        answers = self.stream.open.is_set()
+        if answers:
+            self.met, self._seen_at = True, self._loop.time()
+        return answers
+
+    @property
+    def absent_s(self) -> float:
+        """For how long the worker has not answered, as far as it was looked at."""
+        return 0.0 if self.connected else self._loop.time() - self._seen_at
 
     @property
     def lost(self) -> bool:
         """Whether the worker has answered once, and no longer does."""
-        return not self.connected and self._met
+        return not self.connected and self.met
 
     @property
     def broken(self) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import structlog
 from grpc import aio
@@ -24,6 +25,9 @@ from tandem.registry import ClusterView, Worker, WorkerInfo
 log = structlog.get_logger(__name__)
 FOLLOW_S = 1.0
 MAX_REPLACED = 1024
+# A worker that has not answered for so long is called on a new channel.
+RENEW_S = 2.0
+T = TypeVar("T")
 
 
 class WorkerPool:
@@ -40,6 +44,7 @@ class WorkerPool:
         self._connect = connect
         self._connections: dict[str, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._stopped = False
         # The view may still name an incarnation that the registry's last answer has replaced.
         self._replaced: deque[str] = deque(maxlen=MAX_REPLACED)
 
@@ -56,7 +61,7 @@ class WorkerPool:
         """The connection to this incarnation; made if there is none.
 
         Raises:
-            WorkerLost: a newer incarnation has taken its place.
+            WorkerLost: a newer incarnation has taken its place, or this gateway's certificate cannot be read.
         """
         known = self._connections.get(info.worker_id)
         if known is not None and known.info.incarnation == info.incarnation:
@@ -66,9 +71,7 @@ class WorkerPool:
         if known is not None:
             self._replaced.append(known.info.incarnation)
             self._retire(known, f"it was restarted: incarnation {info.incarnation} took its place")
-        made = WorkerConnection(info, self._connect(info.grpc_address))
-        self._connections[info.worker_id] = made
-        return made
+        return self._make(info)
 
     def connected(self, info: WorkerInfo) -> bool:
         """Whether this incarnation answers."""
@@ -92,7 +95,7 @@ class WorkerPool:
     def follow(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             if worker.info.incarnation not in self._replaced:
-                self.connection(worker.info)
+                self._try(self.connection, worker.info)
         seen = {worker.info.worker_id for worker in workers}
         for worker_id, connection in list(self._connections.items()):
             if connection.broken:
@@ -100,9 +103,12 @@ class WorkerPool:
                 self._retire(connection, "internal error in its connection")
             elif worker_id not in seen and not connection.running:
                 self._retire(connection, "it left the cluster")
+            elif connection.absent_s > RENEW_S and not connection.running and not self._stopped:
+                self._try(self._renew, connection)
 
     def stop(self, error: GatewayError) -> None:
         """No more sequences; those that run end with this error. Aborts still get through."""
+        self._stopped = True
         for connection in self._connections.values():
             connection.stream.stop(error)
 
@@ -110,6 +116,25 @@ class WorkerPool:
         for connection in list(self._connections.values()):
             self._retire(connection, "the gateway is stopping")
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _make(self, info: WorkerInfo, met: bool = False) -> WorkerConnection:
+        try:
+            channel = self._connect(info.grpc_address)
+        except OSError as error:
+            raise WorkerLost(info.worker_id, f"this gateway's certificate cannot be read: {error}") from None
+        made = self._connections[info.worker_id] = WorkerConnection(info, channel, met)
+        return made
+
+    def _renew(self, connection: WorkerConnection) -> None:
+        """A channel keeps the certificate that it was made with: the worker may answer one made now."""
+        self._retire(connection, "it does not answer")
+        self._make(connection.info, connection.met)
+
+    def _try(self, step: Callable[[T], object], of: T) -> None:
+        try:
+            step(of)
+        except WorkerLost as error:
+            log.error("no connection", error=error.message)
 
     def _retire(self, connection: WorkerConnection, reason: str) -> None:
         connection.stream.close(reason)
