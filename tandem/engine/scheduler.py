@@ -2,22 +2,27 @@
 
     1 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
                 preempted: it releases its blocks and waits to compute everything again
-    2 prefill   running sequences with more tokens left get what remains of the budget, in order; beside a decode, it
-                is cut to max_prefill_beside_decode, so that no decode waits for a long chunk
-    3 admit     waiting sequences take blocks for all their tokens and join the running ones, in order; one whose prefix
-                another is reading waits for it, then takes those blocks and copies the part-full last one
+    2 read      prompts get what remains of the budget, each in its turn; beside a decode, it is cut to
+                max_prefill_beside_decode, so that no decode waits for a long chunk
+    3 admit     a waiting sequence whose turn it is takes blocks for all its tokens and joins the running ones; one
+                whose prefix another is reading waits for it, then takes those blocks and copies the part-full last one
 
-Order is (priority, arrival). A reservation holds blocks for the prompt and what is likely to follow; beyond that its
-sequence grows as any other does. While it waits for its prompt it is not preempted, but that ends by itself, and what
-is behind everything in order has then all blocks there are: nobody waits for ever. New reservations do not pass a
-preempted sequence that comes before them, and both leave a block for each running one, or would be preempted at once.
+Order is (priority, arrival), but prompts of a priority are read by their turn: the tokens that had been read when it
+came, and those that it brings. So a short one does not stand in line behind long ones, and a long one is passed by no
+more tokens of others than it has itself. Who was preempted goes on before anyone new.
+
+A reservation holds blocks for the prompt and what is likely to follow; beyond that its sequence grows as any other
+does. While it waits for its prompt it is not preempted, but that ends by itself, and what is behind everything in order
+has then all blocks there are: nobody waits for ever. New reservations do not pass a preempted sequence that comes
+before them, and both leave a block for each running one, or would be preempted at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import merge
 from typing import NamedTuple
 
 from tandem.engine.block_pool import BlockPool
@@ -45,9 +50,10 @@ class Batch:
 
 
 class SequenceQueue:
-    """Sequences ordered by key."""
+    """Sequences in an order that does not change while they are in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: Callable[[Sequence], tuple[int, ...]]) -> None:
+        self.order = order
         self._sequences: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -63,10 +69,10 @@ class SequenceQueue:
         return self._sequences[0]
 
     def add(self, seq: Sequence) -> None:
-        insort(self._sequences, seq, key=lambda s: s.key)
+        insort(self._sequences, seq, key=self.order)
 
     def remove(self, seq: Sequence) -> None:
-        del self._sequences[bisect_left(self._sequences, seq.key, key=lambda s: s.key)]
+        del self._sequences[bisect_left(self._sequences, self.order(seq), key=self.order)]
 
 
 class Scheduler:
@@ -87,7 +93,10 @@ class Scheduler:
         self._max_prefill_beside_decode = max_prefill_beside_decode
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
         self.copies: list[tuple[int, int]] = []  # of blocks, (from, to), in order, before the scheduled tokens
-        self._queues = {status: SequenceQueue() for status in Status}
+        self._num_read_tokens = 0
+        self._queues = {
+            status: SequenceQueue(_turn if status is Status.WAITING else lambda seq: seq.key) for status in Status
+        }
         self.waiting, self.running, self.reserved = (self._queues[status] for status in Status)
 
     def add(self, seq: Sequence) -> None:
@@ -121,10 +130,7 @@ class Scheduler:
         longer = self._schedule_decodes(batch)
         if batch.scheduled:
             batch.budget = min(batch.budget, self._max_prefill_beside_decode)
-        for seq in longer:
-            if batch.budget and seq.status is Status.RUNNING:
-                batch.add(seq)
-        self._admit(batch)
+        self._schedule_reading(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
         return batch.scheduled
 
     def extend(self, seq: Sequence, num_ahead: int) -> int:
@@ -189,19 +195,32 @@ class Scheduler:
         seq.num_computed_tokens = 0
         self._move(seq, Status.WAITING)
 
-    def _admit(self, batch: Batch) -> None:
+    def _schedule_reading(self, batch: Batch, begun: list[Sequence]) -> None:
+        """Those begun and those that wait, each in its turn; nobody passes a waiting one for whom there is no room."""
         reading = self._being_read() if self.waiting else set()
-        for seq in tuple(self.waiting):
-            if not batch.budget or self._num_free_seats() < 1:
-                return
-            if self._may_share(seq) and self._first_missing(seq) in reading:
-                continue
-            spare = len(self.running) if seq.was_preempted else 0
-            if not self._take_blocks(seq, seq.num_tokens, seq.num_tokens, copy_tail=True, spare=spare):
-                return
-            self._move(seq, Status.RUNNING)
-            batch.add(seq)
-            reading |= self._to_be_read(seq)
+        has_room = True
+        left = batch.budget
+        for seq in merge(begun, tuple(self.waiting), key=_turn):
+            if not batch.budget:
+                break
+            if seq.status is Status.RUNNING:
+                batch.add(seq)
+            elif has_room and not (self._may_share(seq) and self._first_missing(seq) in reading):
+                has_room = self._admit(seq)
+                if has_room:
+                    batch.add(seq)
+                    reading |= self._to_be_read(seq)
+        self._num_read_tokens += left - batch.budget
+
+    def _admit(self, seq: Sequence) -> bool:
+        """False where there is no room."""
+        spare = len(self.running) if seq.was_preempted else 0
+        if self._num_free_seats() < 1 or not self._take_blocks(
+            seq, seq.num_tokens, seq.num_tokens, copy_tail=True, spare=spare
+        ):
+            return False
+        self._move(seq, Status.RUNNING)
+        return True
 
     def _being_read(self) -> set[bytes]:
         """Names of the blocks, part-full ones too, that running sequences will have filled when they have read."""
@@ -276,6 +295,11 @@ class Scheduler:
 
     def _enter(self, seq: Sequence, status: Status) -> None:
         seq.status = status
+        if seq.was_preempted:
+            seq.turn = -1
+        elif seq.turn is None and status is Status.WAITING:
+            uncached = seq.num_tokens - len(self._cached_blocks(seq, seq.num_tokens - 1)) * self._block_size
+            seq.turn = self._num_read_tokens + uncached
         self._queues[status].add(seq)
 
     def _move(self, seq: Sequence, status: Status) -> None:
@@ -285,7 +309,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """AssertionError if a block is held by none or too many, or a sequence is not where its status says."""
         for status, queue in self._queues.items():
-            keys = [seq.key for seq in queue]
+            keys = [queue.order(seq) for seq in queue]
             assert keys == sorted(set(keys)), f"{status.value} is out of order: {keys}"
             for seq in queue:
                 assert seq.status is status, f"{seq.request_id}: {seq.status.value} among the {status.value}"
@@ -294,3 +318,8 @@ class Scheduler:
                 needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
                 assert len(seq.block_table) <= needed, f"{seq.request_id}: more blocks than its tokens need"
         self._pool.check_integrity(seq.block_table for queue in self._queues.values() for seq in queue)
+
+
+def _turn(seq: Sequence) -> tuple[int, int, int]:
+    priority, arrival = seq.key
+    return priority, seq.turn or 0, arrival

@@ -39,6 +39,7 @@ class Sequence:
     another engine has written the first tokens of it.
 
     The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
+    `turn`: when its prompt is read, among those of its priority.
     `num_reserved_blocks`: kept although fewer may do for now.
     `proposed` are the tokens that a step tries ahead; `chance` is how often such were right of late, and the draft
     model has KV for `num_drafted_tokens` of `token_ids`. Of `num_prompt_logprobs` to be reported `prompt_logprobs` are
@@ -56,6 +57,7 @@ class Sequence:
     num_pushed_blocks: int = 0
     prefill_only: bool = False
     status: Status = Status.WAITING
+    turn: int | None = None
     num_reserved_blocks: int = 0
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

@@ -73,6 +73,26 @@ def test_order_is_priority_then_arrival(llama: Path) -> None:
     assert first_steps(engine, 4) == [{"urgent"}, {"first"}, {"second"}, {"late"}]
 
 
+def test_a_short_prompt_passes_a_long_one_that_is_being_read(llama: Path) -> None:
+    engine = make_engine(llama, max_num_batched_tokens=10)
+    engine.add(Request("long", prompt_of(40), greedy(1)))
+    engine.step()
+    engine.add(Request("short", prompt_of(6, seed=1), greedy(1)))
+    assert first_steps(engine, 1) == [{"short"}]  # and 4 tokens of the long one
+    assert engine.stats().queued_tokens == 26
+
+
+def test_a_long_prompt_is_passed_by_no_more_tokens_than_it_has(llama: Path) -> None:
+    engine = make_engine(llama, max_num_batched_tokens=10)
+    engine.add(Request("long", prompt_of(40), greedy(1)))
+    ended = list[str]()
+    for step in range(20):
+        engine.add(Request(str(step), prompt_of(10, seed=step + 1), greedy(1)))
+        ended += [output.request_id for output in engine.step()]
+    assert ended.index("long") == 3
+    assert ended[:3] + ended[4:] == [str(i) for i in range(len(ended) - 1)]
+
+
 def test_no_step_computes_more_than_its_budget(llama: Path) -> None:
     engine = make_engine(llama, max_num_batched_tokens=10, max_num_seqs=99)
     for n in range(12):
@@ -249,7 +269,7 @@ def test_a_copied_tail_does_not_feel_what_its_source_becomes(llama: Path, roomy:
 
 def test_a_prompt_waits_for_no_more_than_it_shares(llama: Path) -> None:
     engine, prompt = make_engine(llama), prompt_of(20)
-    engine.add(Request("long", prompt, greedy(1)))
+    engine.add(Request("long", prompt, greedy(1), priority=-1))
     engine.add(Request("shares", prompt[:8] + prompt_of(4, seed=2), greedy(1)))
     assert first_steps(engine, 1) == [set()]  # 16 tokens of the long one
     assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
