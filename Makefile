@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos soak guard lint protos bench plot docs chart-lint clean
+.PHONY: help run test test-gpu chaos soak guard lint protos bench plot docs chart-lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,10 @@ run: $(VENV)/run.stamp ## serve the demo model: Redis, gateway, a prefill and a 
 
 test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## all tests, on real parts: three files at a time, for many of them wait
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-gpu: $(VENV)/dev.stamp ## what needs a CUDA device, which it names where there is none; then what that device gives, as JSON
+	@$(BIN)/python -m pytest -q -rs tests/gpu $(ARGS)
+	@$(BIN)/python -m benchmarks.gpu
 
 chaos: $(VENV)/dev.stamp ## N seeded schedules of faults over the whole cluster's code (N=100000)
 	@$(BIN)/python -m tests.chaos.explorer $(or $(N),100000) $(ARGS)

@@ -47,12 +47,20 @@ class Bandwidth:
 
 
 def bandwidth(
-    shape: Shape, transport: str, order: str, *, num_bytes: int, push_tokens: int, layer_blocks: int, rounds: int
+    shape: Shape,
+    transport: str,
+    order: str,
+    *,
+    num_bytes: int,
+    push_tokens: int,
+    layer_blocks: int,
+    rounds: int,
+    device: str = "cpu",
 ) -> Bandwidth:
     """Moves `num_bytes` of the shape's KV `rounds` times, each time beside a memcpy; a round that counts not first."""
-    cache = kv_cache(shape, num_bytes)
+    cache = kv_cache(shape, num_bytes, device)
     rates: list[tuple[float, float]] = []
-    with linked(shape, transport, order, num_bytes) as (link, pipe):
+    with linked(shape, transport, order, num_bytes, device) as (link, pipe):
         for name in range(rounds + 1):
             seconds = moved(link, pipe, cache, order, push_tokens, str(name))
             rates.append((num_bytes / 1e9 / seconds, memcpy_gb_s(num_bytes)))
@@ -65,11 +73,11 @@ def _probed(link: Link, num_bytes: int) -> float:
     return link.probe(num_bytes, timeout_s=BOUND_S).result(BOUND_S)
 
 
-def kv_cache(shape: Shape, num_bytes: int) -> list[torch.Tensor]:
+def kv_cache(shape: Shape, num_bytes: int, device: str = "cpu") -> list[torch.Tensor]:
     """A layer's (num_blocks, 2, kv_heads, block_size, head_dim) for each layer, `num_bytes` in all at most."""
     block = (2, shape.kv_heads, BLOCK_SIZE, shape.hidden // shape.heads)
     num_blocks = num_bytes // (shape.layers * 2 * int(np.prod(block)))
-    return [torch.ones(num_blocks, *block, dtype=torch.bfloat16) for _ in range(shape.layers)]
+    return [torch.ones(num_blocks, *block, dtype=torch.bfloat16, device=device) for _ in range(shape.layers)]
 
 
 def block_ids(order: str, num_blocks: int, seed: int) -> list[int]:
@@ -109,11 +117,13 @@ def memcpy_gb_s(num_bytes: int) -> float:
 
 
 @contextmanager
-def linked(shape: Shape, transport: str, order: str, num_bytes: int) -> Iterator[tuple[Link, Connection]]:
+def linked(
+    shape: Shape, transport: str, order: str, num_bytes: int, device: str = "cpu"
+) -> Iterator[tuple[Link, Connection]]:
     """A link to a receiver in a process of its own, and the pipe that tells it which transfer to expect."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_receive, args=(theirs, shape, transport, order, num_bytes), daemon=True)
+    process = context.Process(target=_receive, args=(theirs, shape, transport, order, num_bytes, device), daemon=True)
     process.start()
     sender = Sender(PREFILL, transports=(transport,))
     try:
@@ -126,9 +136,9 @@ def linked(shape: Shape, transport: str, order: str, num_bytes: int) -> Iterator
         process.join(BOUND_S)
 
 
-def _receive(pipe: Connection, shape: Shape, transport: str, order: str, num_bytes: int) -> None:
+def _receive(pipe: Connection, shape: Shape, transport: str, order: str, num_bytes: int, device: str) -> None:
     torch.set_num_threads(1)
-    cache = kv_cache(shape, num_bytes)
+    cache = kv_cache(shape, num_bytes, device)
     receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=(transport,))
     pipe.send(receiver.address)
     while name := pipe.recv():

@@ -83,3 +83,16 @@ def test_a_worker_ends_with_that_line(demo_model: Path, service: str) -> None:
         .endswith(f"device: 'cuda', but torch {torch.__version__} is without CUDA: install a build with it")
     )
     assert "Traceback" not in done.stderr
+
+
+def test_a_worker_whose_transports_all_need_a_device_ends_with_their_reasons(demo_model: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    options = ["--transports=nccl,cuda_ipc", "--engine=null", f"--model-path={demo_model}"]
+    command = [sys.executable, "-m", "services.decode", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "transports: none can be used here: nccl: " in last
+    assert "cuda_ipc: no CUDA device" in last
+    assert "Traceback" not in done.stderr

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from services.prefill.settings import PrefillSettings
+from tandem.settings import load
 from tests.helm.chart import (
     NAMESPACE,
     RELEASE,
@@ -17,6 +20,7 @@ from tests.helm.chart import (
     name_of,
     of_kind,
     pod_templates,
+    render,
     rendered,
     values_of,
 )  # fmt: skip
@@ -228,6 +232,19 @@ def test_settings_become_variables_as_settings_read_them() -> None:
     assert found["TANDEM_KV_MEMORY"] == "10GiB"
     assert found["TANDEM_MAX_NUM_BATCHED_TOKENS"] == "16384"
     assert found["TANDEM_NAMESPACE"] == f"{NAMESPACE}.{RELEASE}"
+
+
+def test_what_a_gpu_pool_says_is_what_its_worker_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = values_of("gpu-4p8d")
+    values["workers"]["env"] = [{"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/mps"}]
+    deployments = {o["metadata"]["name"]: o["spec"]["template"] for o in of_kind(render(values), "Deployment")}
+    found = environment(deployments["rel-prefill-h100"])
+    for name, value in found.items():
+        monkeypatch.setenv(name, value or "somewhere")
+    settings = load(PrefillSettings, [])
+    assert (settings.device, settings.transports, settings.max_num_batched_tokens) == ("cuda", ("nccl", "tcp"), 16384)
+    # NCCL and CUDA read these themselves.
+    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["CUDA_MPS_PIPE_DIRECTORY"]) == ("eth0", "/mps")
 
 
 def test_rdma_devices_are_asked_for_with_the_right_to_lock_their_memory() -> None:

@@ -1,0 +1,1 @@
+"""What a GPU gives, beside what it could: run with `python -m benchmarks.gpu`."""

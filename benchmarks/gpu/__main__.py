@@ -1,0 +1,72 @@
+"""`python -m benchmarks.gpu`: what a GPU gives beside what it could, as JSON with device, versions and date.
+
+    engine     decodes of a batch beside the memory's bandwidth (>= 0.8), a prompt beside the GEMM's peak (>= 0.6)
+    transfer   KV between two processes on the device beside a copy within it (>= 0.7)
+    serving    a prefill and a decode worker on one device beside one worker alone: TTFT (<= 1.1), ITL p99
+
+A part that fails is named, and the others are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.bandwidth import ORDERS, bandwidth
+from benchmarks.gpu.engine import copy_seconds, engine_rows
+from benchmarks.gpu.rows import FULL, Row, Scale, report
+from benchmarks.gpu.serving import serving_rows
+from benchmarks.models import OUT, made
+
+Part = Callable[[Scale, Path], list[Row]]
+
+
+def transfer_rows(scale: Scale, model: Path) -> list[Row]:
+    size = scale.copy_mib << 20
+    found = bandwidth(
+        scale.shape, scale.transport, ORDERS[0], num_bytes=size, push_tokens=512, layer_blocks=32,
+        rounds=scale.rounds, device=scale.device,
+    )  # fmt: skip
+    copy = size / 1e9 / copy_seconds(scale.device, size, scale.rounds)
+    return [Row(f"KV by {scale.transport}", "GB/s", found.gb_s, "a copy within the device", copy, wanted=0.7)]
+
+
+PARTS: dict[str, Part] = {"engine": engine_rows, "transfer": transfer_rows, "serving": serving_rows}
+
+
+def main() -> None:
+    options = _options()
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            f"benchmarks.gpu: torch {torch.__version__} sees no CUDA device; docs/gpu.md says what ran where"
+        )
+    measure(FULL, made(FULL.shape), options.only.split(","), options.out)
+
+
+def measure(scale: Scale, model: Path, parts: list[str], out: Path) -> None:
+    rows, failed = list[Row](), dict[str, str]()
+    for name in parts:
+        try:
+            rows += (measured := PARTS[name](scale, model))
+            print(*measured, sep="\n", flush=True)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+            print(f"{name} FAILED: {failed[name]}", flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report(scale, rows, failed), indent=1, default=str))
+    print(f"written to {out}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)} (default: all)")
+    parser.add_argument("--out", type=Path, default=OUT / "gpu.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

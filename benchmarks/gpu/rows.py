@@ -1,0 +1,95 @@
+"""What is measured: a value, what it is measured against in the same run, their ratio, and the ratio that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.models import Shape
+
+LIBRARIES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "flashinfer-python", "tandem")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured. `device` "cpu" shows without a GPU that this runs; its figures mean nothing."""
+
+    device: str
+    dtype: Literal["bfloat16", "float32"]
+    shape: Shape
+    batches: tuple[int, ...]  # of decodes
+    context: int  # tokens before a decode
+    steps: int  # decodes timed
+    prompt: int  # of the prefill
+    prompts: tuple[int, ...]  # whose TTFT is compared
+    transport: str  # within the device
+    kv_mib: int  # of each worker, and moved to compare with a copy
+    copy_mib: int
+    gemm: int
+    rounds: int
+
+
+FULL = Scale(
+    device="cuda", dtype="bfloat16", shape=Shape("qwen2-1.4b", 1536, 28, 12, 2, 8960, 32_000, 40_960),
+    batches=(1, 64), context=512, steps=128, prompt=4096, prompts=(4096, 32_768), transport="cuda_ipc", kv_mib=4096,
+    copy_mib=2048, gemm=8192, rounds=5,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    unit: str
+    value: float
+    against: str
+    reference: float
+    wanted: float | None = None  # at least this ratio; at most it, where `better` is lower
+    better: Literal["higher", "lower"] = "higher"
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.reference
+
+    @property
+    def met(self) -> bool | None:
+        if self.wanted is None:
+            return None
+        return self.ratio >= self.wanted if self.better == "higher" else self.ratio <= self.wanted
+
+    def __str__(self) -> str:
+        goal = "" if self.wanted is None else f", wanted {'>=' if self.better == 'higher' else '<='} {self.wanted:.2f}"
+        said = f"{self.name}: {self.value:,.1f} {self.unit}; {self.against} {self.reference:,.1f}"
+        return f"{said}; ratio {self.ratio:.2f}{goal}{'' if self.met is not False else ', MISSED'}"
+
+
+def report(scale: Scale, rows: Sequence[Row], failed: dict[str, str]) -> dict[str, Any]:
+    """As it is written: what was measured where, when and with what; `failed` says what could not be, and why."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name(scale.device),
+        "versions": versions(),
+        "scale": asdict(scale),
+        "rows": [asdict(row) | {"ratio": row.ratio, "met": row.met} for row in rows],
+        "failed": failed,
+    }
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device != "cpu" else "cpu"
+
+
+def versions() -> dict[str, str]:
+    found = {"cuda": str(torch.version.cuda)}
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

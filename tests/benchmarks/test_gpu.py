@@ -1,0 +1,67 @@
+"""What measures GPUs runs here on a CPU, at a small scale: every row is there, and what cannot be measured is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import PARTS, measure
+from benchmarks.gpu.rows import FULL, Row, Scale
+from benchmarks.gpu.serving import NAMES, cluster
+from benchmarks.models import Shape, made
+from services.gateway.settings import GatewaySettings
+from tandem.local.cluster import Cluster, check_settings
+from tandem.worker import WorkerSettings
+
+TINY = Scale(
+    device="cpu", dtype="float32", shape=Shape("tiny", 64, 2, 4, 2, 128, 4096, 512), batches=(1, 3), context=40,
+    steps=6, prompt=64, prompts=(64,), transport="tcp", kv_mib=4, copy_mib=4, gemm=64, rounds=1,
+)  # fmt: skip
+
+
+def test_rows_have_ratios_versions_and_a_date_and_what_fails_is_named(tmp_path: Path) -> None:
+    out, model = tmp_path / "gpu.json", made(TINY.shape, tmp_path / "tiny")
+    measure(TINY, model, ["engine", "transfer"], out)
+    found = json.loads(out.read_text())
+    assert found["failed"] == {}
+    assert [row["name"] for row in found["rows"]] == [
+        "decode, batch 1", "decode, batch 3", "prefill of 64 tokens", "KV by tcp",
+    ]  # fmt: skip
+    assert all(row["ratio"] > 0 and row["met"] is not None for row in found["rows"])
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["device"] == "cpu"
+    assert found["date"].startswith("20")
+    measure(replace(TINY, prompt=1 << 20), model, ["engine", "unknown"], out)
+    found = json.loads(out.read_text())
+    assert list(found["failed"]) == ["engine", "unknown"]
+    assert "token_ids" in found["failed"]["engine"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_clusters_are_ones_that_up_takes(name: str) -> None:
+    made = Cluster.model_validate(cluster(FULL, Path("models/demo/target"), name, 8000))
+    check_settings([(pool.name, pool.settings) for pool in made.pools], WorkerSettings)
+    check_settings([("gateway", made.gateway.settings)], GatewaySettings)
+    assert made.pools[0].settings["device"] == "cuda"
+
+
+def test_a_ratio_is_missed_on_its_own_side() -> None:
+    assert Row("", "", 7.0, "", 10.0, wanted=0.8).met is False
+    assert Row("", "", 8.0, "", 10.0, wanted=0.8).met is True
+    assert Row("", "", 12.0, "", 10.0, wanted=1.1, better="lower").met is False
+    assert Row("", "", 12.0, "", 10.0, better="lower").met is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_device_it_says_so_in_one_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "sees no CUDA device" in done.stderr
+    assert set(PARTS) == {"engine", "transfer", "serving"}
