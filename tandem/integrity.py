@@ -31,7 +31,7 @@ class IntegrityReport:
 
     def __str__(self) -> str:
         held = ", ".join(f"{count} {what}" for what, count in sorted(self.held.items()))
-        return "; ".join([held, *self.violations])
+        return "; ".join([*([held] if held else []), *self.violations])
 
 
 Look: TypeAlias = Callable[[], Awaitable[IntegrityReport]]

@@ -211,9 +211,9 @@ def _is_clean(what: str, detail: str) -> bool:
     if not what.endswith(", integrity"):
         return True
     held, *violations = detail.split("; ")
-    named = dict(reversed(part.split(" ", 1)) for part in held.split(", "))
-    lasting = {"leases", "clients", "connections", "kv_links", "tasks"}
-    return not violations and all(count == "0" for name, count in named.items() if name not in lasting)
+    lasting = ("leases", "clients", "connections", "kv_links", "tasks")
+    idle = (part.startswith("0 ") or part.endswith(lasting) for part in held.split(", "))
+    return not violations and all(idle)
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
