@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from services.gateway import Gateway
+from services.gateway.http import schema
 from services.gateway.text import Tokenizer
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -206,3 +208,12 @@ async def test_a_prompt_of_several_answers_is_read_once(http: httpx.AsyncClient,
     assert [path["path"] for path in paths] == ["remote", "local", "local"]
     assert "shares" in paths[2]["reason"]
     assert found["usage"]["prompt_tokens"] == 70
+
+
+def test_the_documents_name_every_field() -> None:
+    said = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    taken, _, refused = said.partition("Refused with 400")
+    bodies = schema.with_sampling(schema.ChatBody), schema.with_sampling(schema.CompletionBody)
+    fields = {name for body in bodies for name in body.model_fields}
+    assert not {name for name in fields if f"`{name}`" not in taken}
+    assert not {name for name in schema.AS_IS if f"`{name}`" not in refused}

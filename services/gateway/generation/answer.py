@@ -70,6 +70,7 @@ class Answer:
             cached_tokens=sum(outcome.num_cached_tokens for outcome in self.outcomes[:: self.request.n]),
             proposed_tokens=sum(outcome.num_proposed_tokens for outcome in self.outcomes),
             accepted_tokens=sum(outcome.num_accepted_tokens for outcome in self.outcomes),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
         )
 
     @property

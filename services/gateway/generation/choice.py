@@ -44,7 +44,7 @@ class Choice:
     ) -> None:  # fmt: skip
         """`stop_ids`: with the model's own ends of text."""
         self.index = index
-        self.num_tokens = 0
+        self.num_tokens = self.num_reasoning_tokens = 0
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
         self._detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens, plan.markers if plan else ())
         self._reader = plan.reader() if plan else None
@@ -73,17 +73,23 @@ class Choice:
         if finish_reason:
             shown.append(self._rest())
         self.num_tokens += len(tokens.ids)
-        delta = self._read("".join(shown), tokens, offsets, finish_reason)
+        delta = self._read(shown, tokens, offsets, finish_reason)
         self.finish_reason = delta.finish_reason
         return delta
 
-    def _read(self, text: str, tokens: Tokens, offsets: list[int], finish_reason: llm_pb2.FinishReason) -> Delta:
-        if self._reader is None:
-            return Delta(self.index, text, tokens, offsets, finish_reason)
-        found = self._reader.feed(text)
+    def _read(
+        self, shown: Sequence[str], tokens: Tokens, offsets: list[int], finish_reason: llm_pb2.FinishReason
+    ) -> Delta:
+        """`shown`: the text of each token, and perhaps what was held back."""
+        if (reader := self._reader) is None:
+            return Delta(self.index, "".join(shown), tokens, offsets, finish_reason)
+        found = Reading()
+        for i, text in enumerate(shown):
+            before = reader.within_thoughts
+            found += reader.feed(text)
+            self.num_reasoning_tokens += i < len(tokens.ids) and (before or reader.within_thoughts)
         if finish_reason:
-            rest = self._reader.finish()
-            found = Reading(found.text + rest.text, found.reasoning + rest.reasoning, [*found.calls, *rest.calls])
+            found += reader.finish()
         self._called = self._called or bool(found.calls)
         if self._called and finish_reason == llm_pb2.FINISH_REASON_STOP:
             finish_reason = llm_pb2.FINISH_REASON_TOOL_CALLS

@@ -22,11 +22,6 @@ from tandem.v1 import llm_pb2
 
 # What a response calls the service tier that was asked for by another name.
 TIERS_SERVED = {"auto": "default"}
-# Predictions are OpenAI's `prediction`, which is not served; tokens proposed ahead are reported under `tandem`.
-COMPLETION_DETAILS = dict.fromkeys(
-    ("reasoning_tokens", "audio_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"), 0
-)
-
 # Refuses, before its prompt is tokenized, a request whose answer of at most so many tokens would come too late.
 CheckTurn = Callable[[GenerationBody, int | None], None]
 
@@ -167,7 +162,7 @@ def usage(answer: Answer) -> dict[str, Any]:
         "completion_tokens": used.completion_tokens,
         "total_tokens": used.prompt_tokens + used.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": used.cached_tokens, "audio_tokens": 0},
-        "completion_tokens_details": COMPLETION_DETAILS,
+        "completion_tokens_details": {"reasoning_tokens": used.reasoning_tokens, "audio_tokens": 0},
         "tandem": [_path(outcome) for outcome in answer.outcomes],
     }
 

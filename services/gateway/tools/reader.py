@@ -17,6 +17,9 @@ class Reading:
     reasoning: str = ""
     calls: Sequence[Call] = field(default_factory=list)
 
+    def __add__(self, more: Reading) -> Reading:
+        return Reading(self.text + more.text, self.reasoning + more.reasoning, [*self.calls, *more.calls])
+
 
 class AnswerReader:
     def __init__(self, thinking: Thinking | None, calls: CallReader | None, most_calls: int | None = None) -> None:
@@ -27,6 +30,10 @@ class AnswerReader:
         self._called = False
         self._said = False
         self._space = ""  # white space that is a part of the answer only if text follows
+
+    @property
+    def within_thoughts(self) -> bool:
+        return self._thinking is not None and self._thinking.within
 
     def feed(self, text: str) -> Reading:
         thoughts, rest = self._thinking.feed(text) if self._thinking else ("", text)

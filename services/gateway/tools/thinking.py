@@ -44,6 +44,10 @@ class Thinking:
         self._begun = False
         self.seen = opened
 
+    @property
+    def within(self) -> bool:
+        return self._state == "thinking"
+
     def feed(self, text: str) -> tuple[str, str]:
         """Thoughts and other text that are certain now."""
         self._held += text

@@ -64,7 +64,12 @@ def prompt_in(seen: list[worker_pb2.SequenceSpec], tokenizer: Tokenizer) -> str:
 
 async def test_a_call_whole_and_streamed(client: AsyncOpenAI, says: Any, tokenizer: Tokenizer) -> None:
     seen = says(f"<think>\nWhere?\n</think>\n\nLet me look.\n{CALL}\n{CALL}")
-    choice = (await client.chat.completions.create(**ASKED)).choices[0]
+    whole = await client.chat.completions.create(**ASKED)
+    choice = whole.choices[0]
+    assert whole.usage
+    assert whole.usage.completion_tokens_details
+    least, most = (len(tokenizer._encode(text, False)) for text in ("Where?", "<think>\nWhere?\n</think>\n"))
+    assert least <= (whole.usage.completion_tokens_details.reasoning_tokens or 0) <= most
     assert prompt_in(seen, tokenizer).startswith("[weather][time]<user>hi")
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
     assert choice.message.reasoning == choice.message.reasoning_content == "Where?"  # type: ignore[attr-defined]
