@@ -37,7 +37,9 @@ def incoming(headers: Mapping[str, str]) -> Context:
 
 
 def outgoing(span: Span) -> dict[str, str]:
-    """The trace context of what a worker does under this span."""
+    """The trace context of what a worker does under this span; none where nothing is traced."""
+    if not span.get_span_context().is_valid:
+        return {}
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context=under(span))
     return carrier
