@@ -8,15 +8,21 @@ import pytest
 import torch
 
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
+from tandem.engine.attention import TorchAttention
+from tandem.engine.flashinfer import FlashInfer
+from tandem.engine.sampler import chosen
 from tandem.transfer.copy.copier import load_copier
 from tandem.transfer.copy.device_sum import DeviceSum
 from tests.e2e.test_exact import prompt_of
+from tests.engine.test_sampler import sequence
 
 
-def engine(demo_model: Path, device: str) -> Engine:
+def engine(demo_model: Path, device: str, *, graphs: bool = False, dtype: str = "float32") -> Engine:
     return Engine(
-        EngineConfig(model_path=demo_model, model_name="demo", dtype="float32", num_blocks=256, device=device)
-    )
+        EngineConfig(
+            model_path=demo_model, model_name="demo", dtype=dtype, num_blocks=256, device=device, cuda_graphs=graphs
+        )
+    )  # fmt: skip
 
 
 def tokens(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
@@ -33,14 +39,15 @@ def tokens(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_equal_the_cpus(demo_model: Path, temperature: float) -> None:
+def test_tokens_equal_the_cpus(demo_model: Path, temperature: float, graphs: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     requests = [
         Request(str(n), prompt_of(n, seed=n), SamplingParams(max_tokens=40, temperature=temperature, seed=n))
         for n in (1, 15, 16, 17, 48, 600)
     ]
-    assert tokens(engine(demo_model, "cuda"), requests) == tokens(engine(demo_model, "cpu"), requests)
+    assert tokens(engine(demo_model, "cuda", graphs=graphs), requests) == tokens(engine(demo_model, "cpu"), requests)
 
 
 @pytest.mark.parametrize("count", [1, 100, 1 << 17])
@@ -59,3 +66,30 @@ def test_rows_go_out_and_in_through_this_machines_memory() -> None:
     found = copier.gather(Rows(here), ids, payload, past_caches=False)
     assert copier.scatter(payload, Rows(there), ids) == found
     assert torch.equal(there[[3, 1, 7]], here[[3, 1, 7]])
+
+
+def test_flashinfers_attention_is_ours() -> None:
+    flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer: the extra flashinfer")
+    kv = torch.randn(40, 2, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
+    counts, lengths = [1, 1, 20, 33], [5, 70, 20, 100]
+    tables = [list(range(start, start + 10)) for start in range(0, 40, 10)]
+    q = torch.randn(sum(counts), 8, 64, device="cuda", dtype=torch.bfloat16)
+    # The third one's context is its first chunk, which ours reads from k and v: here, from the cache.
+    past = kv[20:30].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :20]
+    k, v = (torch.cat([part.new_zeros(2, 2, 64), part, part.new_zeros(33, 2, 64)]) for part in past)
+    made = FlashInfer(flashinfer, kv, 8), TorchAttention(kv)
+    theirs, ours = (attention.planned(counts, lengths, tables)(q, k, v, kv) for attention in made)
+    torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2)
+
+
+def test_a_draw_does_not_wait_for_the_device() -> None:
+    seqs = [
+        sequence(SamplingParams(4, temperature=t, top_k=k, top_p=p)) for t, k, p in ((0, 0, 1), (1, 5, 1), (1, 0, 0.9))
+    ]
+    logits = torch.randn(3, 900, device="cuda")
+    chosen(logits, seqs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        chosen(logits, seqs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
