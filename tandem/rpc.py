@@ -20,7 +20,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 from opentelemetry import context as otel_context
 from opentelemetry import propagate
 
@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 # A health service that is SERVING from a process's start to its end; "" and the others say whether it is ready.
 LIVE = "live"
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 MAX_MESSAGE_BYTES = 64 * 2**20
 # A prompt of three million tokens.
 MAX_REQUEST_BYTES = 16 * 2**20
@@ -136,13 +137,26 @@ async def serve(
     for servicer in servicers:
         servicer.add(servicer.implementation, server)
     names = [servicer.name for servicer in servicers]
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    _add_reflection(server, (*names, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1))
     started = Server(server, health_servicer, names)
     started.port = _bind(server, host, port, security.tls)
     await health_servicer.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
     await started.set_serving(False)
     await server.start()
     return started
+
+
+def _add_reflection(server: aio.Server, names: Sequence[str]) -> None:
+    """v1alpha, and v1: the same messages, under a name that newer clients ask for first."""
+    reflection.enable_server_reflection(names, server)
+    servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REFLECTION_V1, methods),))
 
 
 def _bind(server: aio.Server, host: str, port: int, tls: TLS | None = None) -> int:

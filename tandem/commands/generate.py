@@ -9,9 +9,9 @@ from grpc import aio
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from tandem import rpc
+from tandem.client import AsyncClient
 from tandem.settings import Settings, load
-from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tandem.v1 import llm_pb2
 
 
 class GenerateSettings(Settings):
@@ -29,11 +29,11 @@ class GenerateSettings(Settings):
     seed: int | None = Field(None, ge=0, description="equal seeds give equal answers")
     timeout_s: float = Field(120.0, gt=0, description="bound of the whole answer")
 
-    def request(self, model: str) -> llm_pb2.GenerateRequest:
+    def request(self) -> llm_pb2.GenerateRequest:
         sampling = llm_pb2.SamplingParams(
             max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, stop=self.stop, seed=self.seed
         )
-        request = llm_pb2.GenerateRequest(model=model, sampling=sampling)
+        request = llm_pb2.GenerateRequest(model=self.model, sampling=sampling)
         if self.chat:
             request.messages.messages.add(role="user", content=self.prompt)
         else:
@@ -51,26 +51,17 @@ def main(arguments: list[str]) -> None:
 async def run(arguments: list[str]) -> None:
     """Raises aio.AioRpcError when the cluster refuses or fails."""
     settings = load(GenerateSettings, arguments, "tandem generate")
-    async with rpc.channel(settings.address) as channel:
-        service = llm_pb2_grpc.LLMServiceStub(channel)
-        metadata = [("authorization", f"Bearer {settings.api_key}")] if settings.api_key else []
-        request = settings.request(settings.model or await _first_model(service, metadata))
+    async with AsyncClient(settings.address, settings.api_key, settings.timeout_s) as client:
+        request = settings.request()
         before = request.prompt
         try:
-            async for response in service.Generate(request, timeout=settings.timeout_s, metadata=metadata):
+            async for response in client.stream(request):
                 print(before + response.text, end="", flush=True)
                 before = ""
         finally:
             if before != request.prompt or settings.chat:
                 print()
         print(describe(response), file=sys.stderr)
-
-
-async def _first_model(service: llm_pb2_grpc.LLMServiceAsyncStub, metadata: list[tuple[str, str]]) -> str:
-    models = (await service.ListModels(llm_pb2.ListModelsRequest(), timeout=5.0, metadata=metadata)).models
-    if not models:
-        raise SystemExit("the gateway serves no model yet: no worker is registered")
-    return models[0].id
 
 
 def describe(last: llm_pb2.GenerateResponse) -> str:

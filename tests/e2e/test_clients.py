@@ -10,7 +10,7 @@ import httpx
 import pytest
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -118,10 +118,15 @@ async def test_grpc_service_health_and_reflection(shm_cluster: RunningCluster) -
             health_pb2.HealthCheckRequest(service="tandem.v1.LLMService"), timeout=5
         )
         assert health.status == health_pb2.HealthCheckResponse.SERVING
-        reflect = reflection_pb2_grpc.ServerReflectionStub(channel)
-        question = reflection_pb2.ServerReflectionRequest(list_services="")
-        answers = [answer async for answer in reflect.ServerReflectionInfo(iter([question]), timeout=5)]
-        assert "tandem.v1.LLMService" in {s.name for s in answers[0].list_services_response.service}
+        for version in ("v1", "v1alpha"):
+            reflect = channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                reflection_pb2.ServerReflectionRequest.SerializeToString,
+                reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            question = reflection_pb2.ServerReflectionRequest(list_services="")
+            answers = [answer async for answer in reflect(iter([question]), timeout=5)]
+            assert "tandem.v1.LLMService" in {s.name for s in answers[0].list_services_response.service}
         service = llm_pb2_grpc.LLMServiceStub(channel)
         request = llm_pb2.GenerateRequest(model=MODEL, prompt="import ", sampling=llm_pb2.SamplingParams(max_tokens=8))
         unary = await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request), timeout=30)

@@ -33,6 +33,14 @@ def test_generate_streams_an_answer(shm_cluster: RunningCluster) -> None:
     assert "prefill-0 -> decode-0" in result.stderr
 
 
+def test_the_example_runs(shm_cluster: RunningCluster) -> None:
+    example = Path(__file__).parents[2] / "examples" / "generate.py"
+    done = subprocess.run([sys.executable, example, shm_cluster.grpc], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "by decode-0" in done.stdout
+    assert "{'temperature': " in done.stdout
+
+
 def test_generate_says_what_is_wrong() -> None:
     result = tandem("generate", "x", "--model=any", "--address=127.0.0.1:1", "--timeout-s=2")
     assert result.returncode == 1
