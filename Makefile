@@ -37,7 +37,7 @@ GUARD := tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz
   tests/e2e/test_secured.py
 
 guard: $(VENV)/dev.stamp ## the door: hostile input, strangers, limits, fuzz at length; then overload, measured
-	@$(BIN)/python -m pytest --hypothesis-profile=guard $(GUARD) $(ARGS)
+	@$(BIN)/python -m pytest --hypothesis-profile=guard --timeout=900 $(GUARD) $(ARGS)
 	@$(BIN)/python -m benchmarks.overload
 
 lint: $(VENV)/dev.stamp ## ruff, mypy, buf (style and breaking changes)

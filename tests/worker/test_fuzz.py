@@ -62,20 +62,16 @@ METHODS: Sequence[MethodDescriptor] = [
 Known = Mapping[str, Sequence[Any]]
 
 
-def messages(kind: Descriptor, known: Known) -> st.SearchStrategy[Any]:
+@st.composite
+def messages(draw: st.DrawFn, kind: Descriptor, known: Known) -> Any:
     """Any message of a kind; fields that `known` names are often one of those values, so that some get further."""
-
-    @st.composite
-    def message(draw: st.DrawFn) -> Any:
-        made = message_factory.GetMessageClass(kind)()
-        for found in kind.fields:
-            if found.name in known and draw(st.integers(0, 9)) < 9:
-                _put(made, found, draw(st.sampled_from(known[found.name])))
-            elif draw(st.integers(0, 24)) < (20 if found.message_type else 1):
-                _put(made, found, draw(_values(found, known)))
-        return made
-
-    return message()
+    made = message_factory.GetMessageClass(kind)()
+    for found in kind.fields:
+        if found.name in known and draw(st.integers(0, 9)) < 9:
+            _put(made, found, draw(st.sampled_from(known[found.name])))
+        elif draw(st.integers(0, 24)) < (20 if found.message_type else 1):
+            _put(made, found, draw(_values(found, known)))
+    return made
 
 
 def _values(found: FieldDescriptor, known: Known) -> st.SearchStrategy[Any]:
@@ -83,8 +79,9 @@ def _values(found: FieldDescriptor, known: Known) -> st.SearchStrategy[Any]:
     if kind is not None and kind.GetOptions().map_entry:
         key, value = (SCALARS[kind.fields_by_name[name].type] for name in ("key", "value"))
         return st.dictionaries(key, value, max_size=3)
-    one = SCALARS[found.type] if kind is None else messages(kind, known)
-    return st.lists(one, max_size=40) if found.is_repeated else one
+    if kind is None:
+        return st.lists(SCALARS[found.type], max_size=40) if found.is_repeated else SCALARS[found.type]
+    return st.lists(messages(kind, known), max_size=4) if found.is_repeated else messages(kind, known)
 
 
 def _put(made: Any, found: FieldDescriptor, value: Any) -> None:
