@@ -16,6 +16,7 @@ import httpx
 import psutil
 
 from tandem.local import free_ports
+from tandem.local.child import dying_with_parent
 
 START_BOUND_S = 90.0
 STOP_BOUND_S = 30.0
@@ -63,7 +64,7 @@ def running_cluster(folder: Path, *options: str, env: dict[str, str] | None = No
     arguments = [f"--http-port={http}", f"--grpc-port={grpc}", f"--redis-port={redis}", f"--logs={folder / 'logs'}"]
     output = (folder / "up.log").open("w+")
     process = subprocess.Popen(
-        [sys.executable, "-m", "tandem", "up", *arguments, *options],
+        dying_with_parent(sys.executable, "-m", "tandem", "up", *arguments, *options),
         stdout=output, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {}),
     )  # fmt: skip
     cluster = RunningCluster(
