@@ -54,7 +54,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_tasks(folder, arguments.documents)
-        peer = tandem("tandem-float32", "Tandem, 1 prefill + 1 decode", "--dtype=float32", "--prefill=1", "--decode=1")
+        options = ("--dtype=float32", f"--model-name={DEMO.name}", "--prefill=1", "--decode=1")
+        peer = tandem("tandem-float32", "Tandem, 1 prefill + 1 decode", *options)
         with peer.running(DEMO) as client:
             address = {"model": client.model, "base_url": f"{client.url}/v1/completions", "tokenizer": DEMO}
             over_http = evaluate(programs, folder, "local-completions", {**address, "num_concurrent": 4})
@@ -131,7 +132,12 @@ def stream(programs: Path, folder: Path, url: str, model: str) -> dict[str, floa
 
 def _run(*command: object, home: Path) -> None:
     offline = {"HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    paths = {"PATH": f"{ENVIRONMENT / 'bin'}:/usr/bin:/bin", "HOME": str(home), "TOKENIZERS_PARALLELISM": "false"}
+    paths = {
+        "PATH": f"{ENVIRONMENT / 'bin'}:/usr/bin:/bin",
+        "HOME": str(home),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
     subprocess.run([str(part) for part in command], check=True, timeout=RUN_BOUND_S, env=offline | paths)
 
 
