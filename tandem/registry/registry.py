@@ -81,8 +81,8 @@ class Adapters:
     by_name: dict[str, AdapterRef]
 
     @classmethod
-    def of(cls, answer: Sequence[str]) -> Adapters:
-        epoch, *flat = answer
+    def of(cls, answer: tuple[str, Sequence[str]]) -> Adapters:
+        epoch, flat = answer
         texts = zip(flat[::2], flat[1::2], strict=True)
         return cls(epoch, {name: AdapterRef(name, *json.loads(text)) for name, text in texts})
 

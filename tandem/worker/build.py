@@ -37,6 +37,7 @@ STOP_GRACE_S = 2.0
 DRAIN_CHECK_S = 0.05
 LINK_CHECK_S = 0.25
 ENGINE_CHECK_S = 0.25
+MAX_REPORTED_ADAPTERS = 256  # in a heartbeat, the latest used
 
 
 class Server(Protocol):
@@ -258,7 +259,7 @@ class Worker:
             queued_tokens=stats.queued_tokens, draining=self._leaving.is_set(), linked=self._service.linked(),
             prefill_tokens_per_s=rates.prefill_tokens_per_s, step_s=rates.step_s,
             transfer_tokens_per_s=rates.transfer_tokens_per_s,
-            adapters=tuple(adapters.held()) if (adapters := engine.engine.adapters) else (),
+            adapters=tuple(adapters.held()[-MAX_REPORTED_ADAPTERS:]) if (adapters := engine.engine.adapters) else (),
         )  # fmt: skip
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:

@@ -77,6 +77,7 @@ struct pass {
 static struct thread join_pass(struct pass *p) {
     struct thread thread = join(&p->team);
     thread.opened = p->model->opened + thread.me * p->model->opened_size;
+    thread.x_sums = p->model->x_sums;
     take_tiles();
     return thread;
 }

@@ -60,7 +60,10 @@ class CpuForward:
         self._opened = torch.empty(
             _MAX_THREADS, (widest // 2 + _TILE_PAIRS) * _PANEL_OUTPUTS, dtype=torch.int32
         )  # untouched till used
-        self._struct = _struct(model, self._layers, self._head, kv_cache[0], self._opened)
+        weights = [weight.struct for layer in self._weights for weight in layer] + [self._head.struct]
+        groups = max((weight.inputs // weight.group for weight in weights if weight.bits), default=0)
+        self._x_sums = torch.empty(max_tokens, groups)
+        self._struct = _struct(model, self._layers, self._head, kv_cache[0], self._opened, self._x_sums)
         heads = config.num_heads * config.head_dim
         widths = (config.hidden_size, config.hidden_size, heads + 2 * config.num_kv_heads * config.head_dim, heads)
         self._angles = torch.empty(2, max_tokens, config.head_dim // 2)
@@ -170,12 +173,14 @@ def _layer(layer: DecoderLayer, weights: list[PackedWeight], kv: Tensor) -> Laye
     return Layer(*(weight.struct for weight in weights), *map(_pointer, vectors))
 
 
-def _struct(model: Decoder, layers: ctypes.Array[Layer], head: PackedWeight, kv: Tensor, opened: Tensor) -> Model:
+def _struct(
+    model: Decoder, layers: ctypes.Array[Layer], head: PackedWeight, kv: Tensor, opened: Tensor, x_sums: Tensor
+) -> Model:
     config = model.config
     return Model(
         ctypes.addressof(layers), head.struct, model.norm.data_ptr(), opened.data_ptr(), opened.shape[1],
-        model.inverse.data_ptr(), config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
-        config.intermediate_size, kv.shape[3], config.rms_norm_eps,
+        x_sums.data_ptr(), model.inverse.data_ptr(), config.hidden_size, config.num_heads, config.num_kv_heads,
+        config.head_dim, config.intermediate_size, kv.shape[3], config.rms_norm_eps,
     )  # fmt: skip
 
 

@@ -4,9 +4,8 @@
    Where there are more rows, the first walk leaves the panel open in the L2 cache for the others. */
 
 #pragma once
-#include "amx.h"
 #include "model.h"
-#include "threads.h"
+#include "quantized.h"
 
 /* out = x weight^T (+ bias) (+ residual); WIDE: in float32; SILU: silu(gate) * up of outputs (gate | up) */
 enum kind { PLAIN, WIDE, SILU };
@@ -76,9 +75,10 @@ static inline const char *upcoming_block(const struct upcoming *s, int64_t at, i
 }
 
 /* Of `words`, codes of 16 outputs' two inputs each; `scales`, `offsets`: of those outputs, each twice. */
-static inline __m512i dequantize(__m256i words, const __m512 *scales, const __m512 *offsets) {
-    const __m512i low = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(words));
-    const __m512i high = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(words, 1));
+static inline __m512i dequantize(__m256i words, const int bits, const __m512 *scales, const __m512 *offsets) {
+    const __m128i first = _mm256_castsi256_si128(words), last = _mm256_extracti128_si256(words, 1);
+    const __m512i low = bits == 8 ? _mm512_cvtepi8_epi32(first) : _mm512_cvtepu8_epi32(first);
+    const __m512i high = bits == 8 ? _mm512_cvtepi8_epi32(last) : _mm512_cvtepu8_epi32(last);
     const __m512 a = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scales[0], offsets[0]);
     const __m512 b = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), scales[1], offsets[1]);
     return (__m512i)_mm512_cvtne2ps_pbh(b, a);
@@ -99,6 +99,8 @@ static inline __attribute__((always_inline)) void open_group(const uint8_t *grou
                                                              const int bits, uint32_t *to, const char *ahead) {
     __m512 scales[4], offsets[4];
     doubled((const bf16 *)group, scales), doubled((const bf16 *)group + 32, offsets);
+    for (int i = 0; bits == 8 && i < 4; i++)
+        offsets[i] = _mm512_fmadd_ps(_mm512_set1_ps(128.0f), scales[i], offsets[i]);
     for (int64_t k = 0; k < pairs; k++, to += 32, codes += bits * 8) {
         __m256i first = _mm256_loadu_si256((const void *)codes), last;
         if (bits == 8) last = _mm256_loadu_si256((const void *)(codes + 32));
@@ -106,23 +108,20 @@ static inline __attribute__((always_inline)) void open_group(const uint8_t *grou
             const __m256i mask = _mm256_set1_epi8(0xf);
             last = _mm256_and_si256(_mm256_srli_epi16(first, 4), mask), first = _mm256_and_si256(first, mask);
         }
-        _mm512_store_si512(to, dequantize(first, scales, offsets));
-        _mm512_store_si512(to + 16, dequantize(last, scales + 2, offsets + 2));
+        _mm512_store_si512(to, dequantize(first, bits, scales, offsets));
+        _mm512_store_si512(to + 16, dequantize(last, bits, scales + 2, offsets + 2));
         if (ahead) _mm_prefetch(ahead, _MM_HINT_T1), ahead += bits * 8;
     }
 }
 
-/* Steps begin ... end of a quantized panel; meanwhile the same of the panel `ahead` are fetched. */
-static void open_quantized(const struct weight *w, int64_t panel, int64_t begin, int64_t end, uint32_t *to,
-                           const char *ahead) {
+/* A quantized panel, opened; meanwhile the panel `ahead` is fetched. */
+static void open_quantized(const struct weight *w, int64_t panel, uint32_t *to, const char *ahead) {
     const int64_t each = w->group / 2;
-    const uint8_t *bytes = w->bytes + panel * panel_bytes(w);
-    for (int64_t k = begin, count; k < end; k += count, to += count * 32) {
-        const uint8_t *group = bytes + k / each * group_bytes(w), *codes = group + 128 + k % each * w->bits * 8;
-        const char *next = ahead ? ahead + (codes - bytes) : 0;
-        count = each - k % each < end - k ? each - k % each : end - k;
-        if (w->bits == 8) open_group(group, codes, count, 8, to, next);
-        else open_group(group, codes, count, 4, to, next);
+    const uint8_t *group = w->bytes + panel * panel_bytes(w);
+    for (int64_t k = 0; k < w->inputs / 2; k += each, to += each * 32, group += group_bytes(w)) {
+        const char *next = ahead ? ahead + k / each * group_bytes(w) : 0;
+        if (w->bits == 8) open_group(group, group + 128, each, 8, to, next);
+        else open_group(group, group + 128, each, 4, to, next);
     }
 }
 
@@ -142,28 +141,40 @@ static void pad_steps(uint32_t *open, int64_t pairs) {
     memset(open + (pairs - tail) * 32, 0, (AMX_PAIRS - tail) * 128);
 }
 
-enum { CHUNK_PAIRS = 64 }; /* of a quantized panel, so that what is open is in the L1 cache when a single tile reads it */
-
-/* As linear_panel, of a quantized weight. Sums are of chunks, whatever the rows are, so that they do not depend on them;
-   with AMX the whole panel is one. Each of the tiles fetches KV. */
-static void quantized_panel(const struct thread *thread, const struct linear *j, int64_t panel, const char *ahead) {
+/* As linear_panel, of a quantized weight. Each of the tiles fetches KV. */
+static void amx_quantized_panel(const struct thread *thread, const struct linear *j, int64_t panel, const char *ahead) {
     const struct weight *w = j->weight;
-    const int64_t pairs = w->inputs / 2, count = num_tiles(j->rows), chunk = has_amx ? pairs : CHUNK_PAIRS;
-    _Alignas(64) float sums[MOST_ROWS * 32], part[MOST_ROWS * 32];
-    if (count > 1 || has_amx) open_quantized(w, panel, 0, pairs, thread->opened, ahead), pad_steps(thread->opened, pairs);
+    const int64_t pairs = w->inputs / 2, count = num_tiles(j->rows);
+    _Alignas(64) float sums[MOST_ROWS * 32];
+    open_quantized(w, panel, thread->opened, ahead);
+    pad_steps(thread->opened, pairs);
     for (int64_t t = 0; t < count; t++) {
         const int64_t row = tile_begin(j->rows, t, count), rows = tile_begin(j->rows, t + 1, count) - row;
         struct panel_at at = {.ahead = upcoming_block(&j->upcoming, panel * count + t, w->outputs / 32 * count)};
         if (at.ahead) at.lines = j->upcoming.bytes / 64;
-        for (int64_t begin = 0; begin < pairs; begin += chunk, at.lines = 0) {
-            const int64_t end = begin + chunk < pairs ? begin + chunk : pairs;
-            const int whole = count > 1 || has_amx;
-            if (!whole) open_quantized(w, panel, begin, end, thread->opened, ahead);
-            at.open = thread->opened + (whole ? begin * 32 : 0);
-            multiply((const int32_t *)j->x + row * pairs + begin, rows, pairs, end - begin, begin ? part : sums, &at);
-            for (int64_t i = 0; begin && i < rows * 32; i += 16)
-                _mm512_store_ps(sums + i, _mm512_add_ps(_mm512_load_ps(sums + i), _mm512_load_ps(part + i)));
-        }
+        at.open = thread->opened;
+        multiply((const int32_t *)j->x + row * pairs, rows, pairs, pairs, sums, &at);
+        finish_rows(j, panel, row, rows, sums);
+    }
+}
+
+/* The same with AVX512. The next panel is `ahead`: it is fetched while the first tile is computed. */
+static void quantized_panel(const struct thread *thread, const struct linear *j, int64_t panel, const char *ahead) {
+    const struct weight *w = j->weight;
+    const int64_t pairs = w->inputs / 2, groups = w->inputs / w->group, count = num_tiles(j->rows);
+    _Alignas(64) float sums[MOST_ROWS * 32];
+    for (int64_t t = 0; t < count; t++) {
+        const int64_t row = tile_begin(j->rows, t, count), rows = tile_begin(j->rows, t + 1, count) - row;
+        struct quantized_at at = {
+            .groups = w->bytes + panel * panel_bytes(w), .open = thread->opened, .ahead = ahead, .count = groups,
+            .pairs = w->group / 2, .bytes = group_bytes(w), .half = (int64_t)1 << (w->bits - 1), .num_groups = groups,
+            .x_sums = thread->x_sums + row * groups,
+        };
+        if (!t && count > 1) at.opened = thread->opened;
+        if (t) at.ahead = upcoming_block(&j->upcoming, panel * (count - 1) + t - 1, w->outputs / 32 * (count - 1));
+        if (t && at.ahead) at.lines = j->upcoming.bytes / 64;
+        const quantized_fn *tiles = t ? quantized0 : w->bits == 8 ? quantized8 : quantized4;
+        tiles[rows]((const int32_t *)j->x + row * pairs, pairs, sums, &at);
         finish_rows(j, panel, row, rows, sums);
     }
 }
@@ -193,9 +204,10 @@ static void linear_panel(const struct thread *thread, const struct linear *j, in
 
 static void linear_rows(struct thread *thread, const struct linear *job) {
     const char *bytes = (const char *)job->weight->bytes;
+    if (job->weight->bits && !has_amx) sum_groups(thread, job->x, job->rows, job->weight->inputs, job->weight->group);
     begin(thread, job->weight->outputs / 32);
     for (int64_t next, panel; (panel = take(thread, &next)) >= 0;)
-        (job->weight->bits ? quantized_panel : linear_panel)(
+        (!job->weight->bits ? linear_panel : has_amx ? amx_quantized_panel : quantized_panel)(
             thread, job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job->weight));
 }
 

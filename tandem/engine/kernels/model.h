@@ -15,6 +15,7 @@ struct model {
     const bf16 *norm;
     uint32_t *opened; /* for each of MAX_THREADS threads, pairs of the widest panel: opened_size */
     int64_t opened_size;
+    float *x_sums;
     const float *inverse; /* radians per position, (head_dim / 2,) */
     int64_t hidden, heads, kv_heads, head_dim, intermediate, block_size;
     float eps;

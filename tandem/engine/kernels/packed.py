@@ -49,6 +49,8 @@ def _panels(weight: QuantizedWeight, halves: bool) -> Tensor:
     numbers = torch.stack((weight.scales[order], weight.offsets[order])).bfloat16()  # (2, outputs, groups)
     head = numbers.view(2, -1, _OUTPUTS, groups).permute(1, 3, 0, 2).contiguous().view(-1, groups, 2 * _OUTPUTS)
     codes = weight.codes[order].view(-1, _OUTPUTS, groups, weight.group // 2, 2).permute(0, 2, 3, 1, 4).flatten(3)
+    if weight.bits == 8:
+        codes = codes ^ 128  # less 128, as signed bytes
     if weight.bits == 4:
         codes = codes[..., :_OUTPUTS] | codes[..., _OUTPUTS:] << 4
     return torch.cat((head.view(torch.uint8), codes.flatten(2)), dim=2)

@@ -106,7 +106,7 @@ static void dequantize_rows(const struct weight *from, const int64_t *ids, int64
             const float scale = wide(((const bf16 *)group)[n]), offset = wide(((const bf16 *)group)[32 + n]);
             const uint8_t *step = group + 128;
             for (int64_t i = 0; i < from->group; i++, step += i % 2 ? 0 : from->bits * 8) {
-                const int code = from->bits == 8 ? step[n * 2 + i % 2] : step[n % 16 * 2 + i % 2] >> n / 16 * 4 & 0xf;
+                const int code = from->bits == 8 ? (int8_t)step[n * 2 + i % 2] + 128 : step[n % 16 * 2 + i % 2] >> n / 16 * 4 & 0xf;
                 out[k + i] = nearest((float)code * scale + offset);
             }
         }

@@ -49,6 +49,7 @@ class Model(ctypes.Structure):
         ("norm", _POINTER),
         ("opened", _POINTER),
         ("opened_size", _INT),
+        ("x_sums", _POINTER),
         ("inverse", _POINTER),
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "block_size")),
         ("eps", ctypes.c_float),

@@ -33,6 +33,7 @@ struct thread {
     struct team *team;
     int64_t me, threads, turn;
     uint32_t *opened; /* room for a panel, opened */
+    float *x_sums;    /* room for a sum of each row's groups of inputs; all threads' */
 };
 
 /* What each thread that `run` started begins with. */
