@@ -27,7 +27,8 @@ test-gpu: $(VENV)/dev.stamp ## what needs a CUDA device, which it names where th
 chaos: $(VENV)/dev.stamp ## N seeded schedules of faults over the whole cluster's code (N=100000)
 	@$(BIN)/python -m tests.chaos.explorer $(or $(N),100000) $(ARGS)
 
-soak: $(VENV)/dev.stamp ## MINUTES of traffic on real processes whose workers are replaced (MINUTES=30)
+soak: $(VENV)/dev.stamp ## a rolling restart; then MINUTES of traffic on real processes whose workers are replaced (MINUTES=30)
+	@$(BIN)/python -m pytest -n0 tests/chaos/rolling_restart.py
 	@$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(ARGS)
 
 # What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`.
