@@ -6,21 +6,27 @@ Null engines, whose tokens depend on every KV byte before them; and the demo mod
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import httpx
+import jsonschema
 import pytest
 
+from tandem import grammar
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
+WORD = {"type": "string", "minLength": 8, "maxLength": 8}
+WORDS = {"type": "array", "items": WORD, "minItems": 9, "maxItems": 9}
 MANY, NEW_TOKENS, DECODES = 120, 40, 3
 Baseline = Callable[[RunningCluster], Awaitable[bool]]
 
@@ -37,6 +43,11 @@ def asked(count: int, new_tokens: int) -> list[Request]:
         )
         for i in range(count)
     ]
+
+
+def held_to_words(request: Request) -> Request:
+    made = grammar.of_json_schema(WORDS)
+    return replace(request, sampling=replace(request.sampling, grammar=made, stop_token_ids=frozenset({0})))
 
 
 def undisturbed(config: EngineConfig, requests: Sequence[Request]) -> list[list[int]]:
@@ -56,6 +67,7 @@ class Answers:
 
     def __init__(self, service: llm_pb2_grpc.LLMServiceAsyncStub, model: str, requests: Sequence[Request]) -> None:
         self.tokens: list[list[int]] = [[] for _ in requests]
+        self.texts = [""] * len(requests)
         self.last: list[llm_pb2.GenerateResponse] = [llm_pb2.GenerateResponse() for _ in requests]
         self._tasks = [
             asyncio.create_task(self._read(i, service, model, request)) for i, request in enumerate(requests)
@@ -66,10 +78,14 @@ class Answers:
             max_tokens=request.sampling.max_tokens, temperature=request.sampling.temperature,
             seed=request.sampling.seed, ignore_eos=True, top_p=1.0, repetition_penalty=1.0,
         )  # fmt: skip
-        ids = llm_pb2.TokenIds(ids=request.token_ids)
-        call = service.Generate(llm_pb2.GenerateRequest(model=model, token_ids=ids, sampling=sampling), timeout=60)
-        async for self.last[i] in call:
+        held_to = llm_pb2.StructuredOutputs(json=json.dumps(WORDS)) if request.sampling.grammar else None
+        asked = llm_pb2.GenerateRequest(
+            model=model, token_ids=llm_pb2.TokenIds(ids=request.token_ids), sampling=sampling,
+            structured_outputs=held_to,
+        )  # fmt: skip
+        async for self.last[i] in service.Generate(asked, timeout=60):
             self.tokens[i] += self.last[i].token_ids
+            self.texts[i] += self.last[i].text
 
     async def written(self, least: int) -> None:
         """Until every answer has begun and some tokens have come."""
@@ -197,7 +213,8 @@ async def test_a_stopped_decode_worker_holds_nothing_up(
 
 
 async def test_the_models_own_tokens_go_on_exactly(demo_model: Path, tmp_path: Path) -> None:
-    requests = asked(8, 48)
+    """Most of them held to a grammar, greedy and seeded."""
+    requests = [held_to_words(request) if i % 4 < 3 else request for i, request in enumerate(asked(8, 160))]
     config = EngineConfig(demo_model, "oracle", dtype="float32", num_blocks=512, enable_prefix_caching=False)
     whole = undisturbed(config, requests)
     with running_cluster(tmp_path, "--dtype=float32", "--decode=2", "--disaggregation=require") as cluster:
@@ -207,4 +224,7 @@ async def test_the_models_own_tokens_go_on_exactly(demo_model: Path, tmp_path: P
             await answers.written(8 * 12)
             os.kill(cluster.pids("decode")[0], signal.SIGKILL)
             assert await answers.all() == whole
-    assert answers.migrated
+    assert any(last.path.migrated for i, last in enumerate(answers.last) if requests[i].sampling.grammar)
+    for i, request in enumerate(requests):
+        if request.sampling.grammar and answers.last[i].finish_reason == llm_pb2.FINISH_REASON_STOP:
+            jsonschema.validate(json.loads(answers.texts[i]), WORDS)
