@@ -298,11 +298,12 @@ def sanitizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path]
 
     def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", SANITIZED + code, cache, str(folder)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
     return run
 
 
+@pytest.mark.timeout(300)
 def test_sanitizers_find_nothing(
     sanitizers: Callable[[str, Path], subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -310,6 +311,7 @@ def test_sanitizers_find_nothing(
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.timeout(300)
 def test_sanitizers_would_find_something(
     sanitizers: Callable[[str, Path], subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
