@@ -201,6 +201,11 @@ async def test_what_a_killed_gateway_had_reserved_is_released(
         requests = [asyncio.create_task(http.post("/v1/completions", json=LONG)) for _ in range(3)]
         await eventually(lambda: len(peers.decode.held) == 3)
         assert await peers.reserved() > 0
+
+        async def announced() -> bool:
+            return bool(await peers.registry.gateways())
+
+        await eventually(announced, RESERVATIONS_LEASE_S)
         (address,) = await peers.registry.gateways()
         assert (address.model, address.http) == (MODEL, f"127.0.0.1:{settings.http_port}")
         process.kill()
