@@ -127,3 +127,36 @@ def test_an_idle_cluster_takes_what_a_bad_time_would_have_refused() -> None:
             overload.admission.leave(work)
 
         world.run(process, once())
+
+
+def test_answers_that_began_together_end_together() -> None:
+    """A request that comes just behind a wave is refused at once; one that comes before its end waits for it."""
+    with World(4) as world:
+        admission = Admission(FairQueue(WEIGHTS, {}), 1000, {INTERACTIVE: TTFT_S})
+        admission.resize(Capacity(tokens=10**9, sequences=SLOTS, prompt_tokens=10**9, prompts=SLOTS))
+        waits_s: list[float] = []
+
+        async def ask(seconds: float) -> None:
+            work, came = Work(INTERACTIVE, "t", 1e9, 100, TOKENS), asyncio.get_running_loop().time()
+            try:
+                await admission.enter(work)
+                waits_s.append(asyncio.get_running_loop().time() - came)
+                await asyncio.sleep(READ_S)
+                admission.wrote(work, TOKENS)
+                await asyncio.sleep(seconds)
+            finally:
+                admission.leave(work)
+
+        async def waves() -> None:
+            for _ in range(2):
+                await asyncio.gather(*(ask(4.0) for _ in range(SLOTS)))
+            wave = asyncio.gather(*(ask(4.0) for _ in range(SLOTS)))
+            await asyncio.sleep(0.5)
+            with pytest.raises(Overloaded, match="would come in about"):
+                await ask(0.0)
+            await asyncio.sleep(3.0)
+            await ask(0.0)
+            await wave
+
+        world.run(world.process("gateway"), waves())
+    assert waits_s == [*[0.0] * 3 * SLOTS, pytest.approx(0.5 + READ_S)]

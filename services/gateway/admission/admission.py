@@ -150,9 +150,10 @@ class Admission:
 
     def _too_late(self, work: Work) -> Overloaded | None:
         """Why work that has to wait had better not: others, in time, would only come later."""
-        forecast, left = self._forecast, work.deadline - asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        forecast, left = self._forecast, work.deadline - now
         target = self._ttft_s.get(work.priority_class)
-        turn_s = forecast.turn_s(self._queue.tokens_ahead(work), self.admitted.tokens)
+        turn_s = forecast.turn_s(self._queue.tokens_ahead(work), self.admitted, now)
         if not turn_s:
             return None
         last_s, first_s = forecast.last_token_s(turn_s, work), forecast.first_token_s(turn_s)

@@ -13,7 +13,7 @@ In a cluster that is really full that one waits at a decode worker, where more u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.gateway.admission.fair_queue import Work
@@ -60,7 +60,7 @@ class Admitted:
         self.capacity: Capacity | None = None
         self.tokens = 0
         self.prompt_tokens = 0
-        self._inside: set[Work] = set()
+        self._inside: dict[Work, None] = {}  # in the order in which they came
         self._unread: set[Work] = set()
 
     def __contains__(self, work: Work) -> bool:
@@ -68,6 +68,10 @@ class Admitted:
 
     def __len__(self) -> int:
         return len(self._inside)
+
+    def __iter__(self) -> Iterator[Work]:
+        """Oldest first."""
+        return iter(self._inside)
 
     def fits(self, work: Work) -> bool:
         capacity = self.capacity
@@ -83,7 +87,7 @@ class Admitted:
         return self.tokens + work.cost <= capacity.tokens or not self._is_probed(work.priority_class)
 
     def enter(self, work: Work) -> None:
-        self._inside.add(work)
+        self._inside[work] = None
         self._unread.add(work)
         self.tokens += work.cost
         self.prompt_tokens += work.prompt_tokens
@@ -96,7 +100,7 @@ class Admitted:
 
     def leave(self, work: Work) -> None:
         self.read(work)
-        self._inside.remove(work)
+        del self._inside[work]
         self.tokens -= work.cost
 
     def check_integrity(self) -> list[str]:
@@ -104,7 +108,7 @@ class Admitted:
         sums = {
             "tokens": (self.tokens, sum(work.cost for work in self._inside)),
             "prompt tokens": (self.prompt_tokens, sum(work.prompt_tokens for work in self._unread)),
-            "unread and not inside": (len(self._unread - self._inside), 0),
+            "unread and not inside": (len(self._unread - self._inside.keys()), 0),
         }
         return [f"{name}: {is_} where {should} should be" for name, (is_, should) in sums.items() if is_ != should]
 

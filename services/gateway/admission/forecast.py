@@ -1,6 +1,7 @@
 """When work that would have to wait gets its first token, and its last: from how it went for others.
 
-    its turn      what goes before it, in tokens  /  what flows through the cluster: tokens inside / time spent inside
+    its turn      what goes before it, in tokens  /  what flows through the cluster: tokens inside / time spent inside;
+                  not before that much of what is inside has been there as long as usual, for answers end in waves
     first token   as long after its turn as it took others
     last token    as many more as others wrote of what they were allowed, at others' pace
 
@@ -9,6 +10,8 @@ cluster takes work, and measures anew.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from services.gateway.admission.fair_queue import Work
 
@@ -55,9 +58,16 @@ class Forecast:
         if work.new_tokens > 1:
             self._token_s.add((now - work.first_at) / (work.new_tokens - 1))
 
-    def turn_s(self, tokens_ahead: int, tokens_inside: int) -> float:
-        """Seconds until its turn; 0 while nothing is known."""
-        return tokens_ahead * self._inside_s.mean / tokens_inside if tokens_inside else 0.0
+    def turn_s(self, tokens_ahead: int, inside: Iterable[Work], now: float) -> float:
+        """Seconds until its turn; 0 while nothing is known. `inside`: oldest first."""
+        if not self._inside_s:
+            return 0.0
+        tokens_inside, wave_s = 0, 0.0
+        for work in inside:
+            if tokens_inside <= tokens_ahead:
+                wave_s = work.entered_at + self._inside_s.high - now
+            tokens_inside += work.cost
+        return max(tokens_ahead * self._inside_s.mean / tokens_inside, wave_s, 0.0) if tokens_inside else 0.0
 
     def first_token_s(self, turn_s: float) -> float:
         return turn_s + self._first_s.high
