@@ -35,9 +35,10 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 # A prompt of three million tokens.
 MAX_REQUEST_BYTES = 16 * 2**20
 # grpcio ignores keepalive_timeout_ms; a peer is lost when it leaves a ping unanswered for ping_timeout_ms.
+PING_TIMEOUT_MS = 900
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", 500),
-    ("grpc.http2.ping_timeout_ms", 900),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
@@ -123,6 +124,7 @@ async def serve(
     *,
     security: Security = OPEN,
     max_receive_bytes: int = MAX_REQUEST_BYTES,
+    ping_timeout_ms: int = PING_TIMEOUT_MS,
     make_server: Callable[..., aio.Server] = aio.server,
 ) -> Server:
     """Start serving on host:port (0 chooses a free one, see `Server.port`); not healthy until `set_serving(True)`.
@@ -130,7 +132,8 @@ async def serve(
     Raises:
         OSError: the address cannot be bound.
     """
-    options = list({**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": max_receive_bytes}.items())
+    own = {"grpc.max_receive_message_length": max_receive_bytes, "grpc.http2.ping_timeout_ms": ping_timeout_ms}
+    options = list({**dict(SERVER_OPTIONS), **own}.items())
     server = make_server(options=options, interceptors=[_Edge(security.secret)])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

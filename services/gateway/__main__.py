@@ -25,6 +25,8 @@ from tandem.settings import load
 REGISTRY_WAIT_S = 0.5
 # How long the reservations of a gateway that died stay.
 RESERVATIONS_LEASE_S = 2.0
+# Clients are not of the cluster: on a busy machine, or far away, one may stand still for seconds.
+CLIENT_PING_TIMEOUT_MS = 10_000
 
 
 def main() -> None:
@@ -77,7 +79,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
             client_lease_s=RESERVATIONS_LEASE_S,
         ),
         connect=partial(rpc.channel, security=settings.security),
-        serve=partial(rpc.serve, max_receive_bytes=settings.max_message_bytes),
+        serve=partial(rpc.serve, max_receive_bytes=settings.max_message_bytes, ping_timeout_ms=CLIENT_PING_TIMEOUT_MS),
         serve_http=partial(HttpServer, header_timeout_s=settings.header_timeout_s),
         new_id=lambda: uuid4().hex,
         seeds=random.SystemRandom(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -127,6 +129,35 @@ async def test_decode_dies_mid_stream(service: Any, peers: Peers) -> None:
 async def read_all(messages: AsyncIterator[Any]) -> None:
     async for _ in messages:
         continue
+
+
+CLIENT = """
+import sys, grpc
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    request = llm_pb2.GenerateRequest.FromString(bytes.fromhex(sys.argv[2]))
+    for message in llm_pb2_grpc.LLMServiceStub(channel).Generate(request):
+        print(len(message.token_ids), flush=True)
+"""
+
+
+async def test_a_client_that_stands_still_for_a_moment_loses_nothing(gateway: Gateway, peers: Peers) -> None:
+    peers.decode.step_s = 0.02
+    arguments = "-c", CLIENT, f"127.0.0.1:{gateway.grpc_port}", long_request().SerializeToString().hex()
+    client = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert client.stdout is not None
+        first = int(await client.stdout.readline())
+        client.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.5)  # well over what workers and gateways grant each other
+        client.send_signal(signal.SIGCONT)
+        others = await client.stdout.read()
+        assert first + sum(map(int, others.split())) == 200
+        assert await client.wait() == 0
+    finally:
+        if client.returncode is None:
+            client.kill()
+            await client.wait()
 
 
 async def test_health_follows_readiness(channel: aio.Channel, peers: Peers) -> None:
