@@ -1,6 +1,7 @@
 """Who is in the cluster, how loaded they are, and who goes where: on Redis."""
 
 from tandem.registry.address import RedisAddress
+from tandem.registry.answers import Adapters, GatewayAddress, Snapshot, Swept
 from tandem.registry.errors import (
     IncompatibleLayout,
     NoWorkers,
@@ -11,7 +12,7 @@ from tandem.registry.errors import (
 )
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
-from tandem.registry.registry import Adapters, GatewayAddress, PrefillPolicy, Registry, Snapshot, Swept
+from tandem.registry.registry import PrefillPolicy, Registry
 from tandem.registry.replica import BlockReplica
 from tandem.registry.view import ClusterView
 from tandem.registry.worker import Fallback, Place, Role, Route, Worker, WorkerInfo, WorkerLoad

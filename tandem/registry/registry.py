@@ -16,28 +16,23 @@ import asyncio
 import json
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, count
 from typing import Any, Literal, TypeAlias
 
-import structlog
-
 from tandem.adapters import AdapterRef
 from tandem.integrity import IntegrityReport
+from tandem.registry.answers import Adapters, GatewayAddress, Snapshot, Swept
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, Connection, RedisConnection
 from tandem.registry.errors import IncompatibleLayout, NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
+from tandem.registry.late_releases import LateReleases
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.wire import Argument
 from tandem.registry.worker import Fallback, Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
 
-log = structlog.get_logger(__name__)
-# A reservation that cannot be released for so long is left to expire.
-RELEASE_LIMIT_S = 60.0
-RELEASE_RETRY_S = 0.5
-CLOSE_WAIT_S = 1.0
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
 # So many choices and releases in one call: more would keep other gateways waiting.
 MAX_BATCH = 24
@@ -45,46 +40,6 @@ Arguments: TypeAlias = tuple[Argument, ...]
 # What is asked, and its arguments.
 Asked: TypeAlias = tuple[Literal["select", "release"], Arguments]
 NO_PREFIX = PromptPrefix.of("", 1, ())
-
-
-@dataclass(frozen=True, slots=True)
-class Swept:
-    """How much was past its time."""
-
-    leases: int
-    reservations: int
-    blocks: int
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class GatewayAddress:
-    """Where clients reach a gateway, which serves `model`: host:port each."""
-
-    model: str
-    http: str
-    grpc: str
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The live workers, by id. `epoch` changes when Redis has lost its memory; empty when it has none yet."""
-
-    epoch: str
-    workers: list[Worker]
-
-
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """By name; `epoch` as in Snapshot."""
-
-    epoch: str
-    by_name: dict[str, AdapterRef]
-
-    @classmethod
-    def of(cls, answer: tuple[str, Sequence[str]]) -> Adapters:
-        epoch, flat = answer
-        texts = zip(flat[::2], flat[1::2], strict=True)
-        return cls(epoch, {name: AdapterRef(name, *json.loads(text)) for name, text in texts})
 
 
 class Registry:
@@ -102,7 +57,7 @@ class Registry:
         self._connection = connection
         self._announced: tuple[str, ...] = ()
         self._numbers = count()
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._late = LateReleases(connection)
         # Reservations and takings that may be asked for once more, by what was sent and is late.
         self._doubtful: set[str] = set()
         self._batcher = CallBatcher[Asked](self._ask, MAX_BATCH)
@@ -256,7 +211,7 @@ class Registry:
         try:
             return bool(await self._batcher.call(("release", arguments), patient=True) > 0)
         except (RegistryUnavailable, asyncio.CancelledError):
-            self._release_later("release", *arguments)
+            self._late.add("release", *arguments)
             raise
 
     async def take(
@@ -270,7 +225,7 @@ class Registry:
                 "take", tenant, request, _ms(ttl), *every, tokens, repr(cost)
             )
         except BaseException:
-            self._release_later("settle", tenant, request, "0", every[1], str(tokens), "0", "0", "0", "1")
+            self._late.add("settle", tenant, request, "0", every[1], str(tokens), "0", "0", "0", "1")
             raise
         if self._connection.lines != lines:
             self._doubtful.add(request)
@@ -290,7 +245,7 @@ class Registry:
         try:
             await self._connection.call("settle", *arguments)
         except (RegistryUnavailable, asyncio.CancelledError):
-            self._release_later("settle", *arguments)
+            self._late.add("settle", *arguments)
             raise
 
     async def usage(self, tenant: str) -> Usage:
@@ -333,11 +288,7 @@ class Registry:
 
     async def close(self) -> None:
         """Try the releases that are still due once more, end the client's lease and all connections."""
-        if self._releasing:
-            await asyncio.wait(self._releasing, timeout=CLOSE_WAIT_S)
-        for task in self._releasing:
-            task.cancel()
-        await asyncio.gather(*self._releasing, return_exceptions=True)
+        await self._late.close()
         await self._batcher.close()
         if self._client_ttl:
             with suppress(RegistryUnavailable):
@@ -385,7 +336,7 @@ class Registry:
 
     def _abandon_later(self, reservation: str) -> None:
         self._doubtful.discard(reservation)
-        self._release_later("abandon", reservation)
+        self._late.add("abandon", reservation)
 
     async def _place(self, worker_id: str, generation: str, cached_tokens: int) -> Place:
         if generation not in self._infos:
@@ -398,26 +349,6 @@ class Registry:
         async with self._reading_infos:
             if wanted not in self._infos:
                 self._infos = {worker.generation: worker.info for worker in await self.workers()}
-
-    def _release_later(self, script: str, *arguments: str) -> None:
-        task = asyncio.create_task(self._retry_release(script, *arguments))
-        self._releasing.add(task)
-        task.add_done_callback(self._release_ended)
-
-    async def _retry_release(self, script: str, *arguments: str) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RELEASE_LIMIT_S):
-                while True:
-                    try:
-                        await self._connection.call(script, *arguments)
-                        return
-                    except RegistryUnavailable:
-                        await asyncio.sleep(RELEASE_RETRY_S)
-
-    def _release_ended(self, task: asyncio.Task[None]) -> None:
-        self._releasing.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("releasing a reservation failed", error=repr(error))
 
 
 def _incompatible(info: WorkerInfo, worker_id: str, layout_hash: str, role: str) -> str:

@@ -12,8 +12,9 @@ import asyncio
 
 import structlog
 
+from tandem.registry.answers import Snapshot
 from tandem.registry.errors import RegistryUnavailable
-from tandem.registry.registry import Registry, Snapshot
+from tandem.registry.registry import Registry
 from tandem.registry.worker import Worker
 
 log = structlog.get_logger(__name__)

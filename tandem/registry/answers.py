@@ -1,0 +1,50 @@
+"""What the registry answers with, besides workers and routes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.adapters import AdapterRef
+from tandem.registry.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """How much was past its time."""
+
+    leases: int
+    reservations: int
+    blocks: int
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class GatewayAddress:
+    """Where clients reach a gateway, which serves `model`: host:port each."""
+
+    model: str
+    http: str
+    grpc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The live workers, by id. `epoch` changes when Redis has lost its memory; empty when it has none yet."""
+
+    epoch: str
+    workers: list[Worker]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """By name; `epoch` as in Snapshot."""
+
+    epoch: str
+    by_name: dict[str, AdapterRef]
+
+    @classmethod
+    def of(cls, answer: tuple[str, Sequence[str]]) -> Adapters:
+        epoch, flat = answer
+        texts = zip(flat[::2], flat[1::2], strict=True)
+        return cls(epoch, {name: AdapterRef(name, *json.loads(text)) for name, text in texts})

@@ -1,0 +1,53 @@
+"""Releases that could not be made when they were due: tried again until Redis answers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import structlog
+
+from tandem.registry.connection import Connection
+from tandem.registry.errors import RegistryUnavailable
+
+log = structlog.get_logger(__name__)
+# A reservation that cannot be released for so long is left to expire.
+LIMIT_S = 60.0
+RETRY_S = 0.5
+CLOSE_WAIT_S = 1.0
+
+
+class LateReleases:
+    """Owns a task for each, until `close`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, script: str, *arguments: str) -> None:
+        task = asyncio.create_task(self._retry(script, *arguments))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Give those that are still due a moment, then cancel them."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_WAIT_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _retry(self, script: str, *arguments: str) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LIMIT_S):
+                while True:
+                    try:
+                        await self._connection.call(script, *arguments)
+                        return
+                    except RegistryUnavailable:
+                        await asyncio.sleep(RETRY_S)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("releasing a reservation failed", error=repr(error))
