@@ -13,6 +13,7 @@ from llguidance import LLMatcher
 from benchmarks.structured import check_schemas
 from tandem import grammar
 from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams
+from tandem.engine.scheduler import Scheduled
 from tandem.grammar import Grammars, InvalidGrammar
 from tandem.speculative import Speculative
 from tandem.vocabulary import Vocabulary, load_tokenizer
@@ -142,6 +143,27 @@ def test_what_has_to_come_is_computed_at_once(engine: Engine) -> None:
     accepted = engine.stats().num_accepted_tokens - before.num_accepted_tokens
     assert accepted == engine.stats().num_proposed_tokens - before.num_proposed_tokens > 60
     assert slow.stats().num_proposed_tokens == 0
+
+
+def test_steps_stay_within_their_budget_however_much_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(
+        EngineConfig(
+            DEMO, "demo", dtype="float32", num_blocks=256, kv_budget_bytes=None, num_threads=1,
+            max_num_batched_tokens=24,
+        )
+    )  # fmt: skip
+    steps: list[int] = []
+    execute = engine._runner.execute
+
+    def counted(batch: list[Scheduled]) -> Any:
+        steps.append(sum(item.num_tokens for item in batch))
+        return execute(batch)
+
+    monkeypatch.setattr(engine._runner, "execute", counted)
+    made = grammar.of_choice(["the quick brown fox jumps over the lazy dog"])
+    run(engine, {str(n): (prompt(n), guided(made)) for n in range(4)})
+    assert engine.stats().num_accepted_tokens > 8
+    assert max(steps) <= 24
 
 
 def test_the_grammar_goes_before_everything_else(engine: Engine, vocabulary: Vocabulary) -> None:

@@ -37,8 +37,8 @@ class Speculator:
         decoding = [item.seq for item in batch if _decodes(item)]
         room = self._scheduler.max_num_batched_tokens - sum(item.num_tokens for item in batch)
         self._forced.clear()
-        if self._jump_forward:
-            room -= sum([self._force(seq, room) for seq in decoding if seq.guide is not None])
+        for seq in decoding if self._jump_forward else ():
+            room -= self._force(seq, room) if seq.guide is not None else 0
         self._guess([seq for seq in decoding if seq.request_id not in self._forced], len(batch), room)
         if not any(item.seq.proposed for item in batch):
             return batch
