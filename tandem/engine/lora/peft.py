@@ -104,9 +104,20 @@ def _check_config(said: Mapping[str, Any], base: Base) -> None:
         raise ValueError(f"r: {rank!r} is not a rank between 1 and {MAX_RANK}")
     if not isinstance(said.get("lora_alpha"), int | float):
         raise ValueError(f"lora_alpha: {said.get('lora_alpha')!r} is not a number")
+    _check_patterns(said.get("alpha_pattern") or {})
     made_for = str(said.get("base_model_name_or_path") or "").rstrip("/").rpartition("/")[2]
     if made_for and made_for.lower() not in base.names:
         raise ValueError(f"base_model_name_or_path: made for {made_for!r}, not for {' or '.join(sorted(base.names))}")
+
+
+def _check_patterns(alphas: Any) -> None:
+    if not isinstance(alphas, dict) or not all(isinstance(alpha, int | float) for alpha in alphas.values()):
+        raise ValueError("alpha_pattern: must be numbers by patterns of names")
+    for pattern in alphas:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"alpha_pattern: {pattern!r} is no pattern: {error}") from None
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
