@@ -26,7 +26,7 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
 WORD = {"type": "string", "minLength": 8, "maxLength": 8}
-WORDS = {"type": "array", "items": WORD, "minItems": 9, "maxItems": 9}
+WORDS = {"type": "array", "items": WORD, "minItems": 32, "maxItems": 32}  # 220 tokens or more
 MANY, NEW_TOKENS, DECODES = 120, 40, 3
 Baseline = Callable[[RunningCluster], Awaitable[bool]]
 
@@ -157,10 +157,11 @@ def expected(config_only: Path) -> list[list[int]]:
 async def test_a_killed_decode_worker_fails_nothing(
     fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
 ) -> None:
+    killed = fleet.pids("decode")[0]
     async with service(fleet) as stub:
         answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
         await answers.written(MANY * NEW_TOKENS // 4)
-        os.kill(fleet.pids("decode")[0], signal.SIGKILL)
+        os.kill(killed, signal.SIGKILL)
         assert await answers.all() == expected
     assert answers.migrated > MANY // 6
     await restored(fleet, at_baseline)
@@ -170,10 +171,10 @@ async def test_answers_that_have_migrated_migrate_again(
     fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
 ) -> None:
     """Two of three are killed, so all goes on on the third; then that one is."""
+    *two, third = fleet.pids("decode")
     async with service(fleet) as stub:
         answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
         await answers.written(MANY)
-        *two, third = fleet.pids("decode")
         for pid in two:
             os.kill(pid, signal.SIGKILL)
         await answers.going_on()
@@ -186,10 +187,11 @@ async def test_answers_that_have_migrated_migrate_again(
 async def test_what_outlasts_a_drain_moves(fleet: RunningCluster, config_only: Path, at_baseline: Baseline) -> None:
     long = asked(24, 100)
     whole = undisturbed(EngineConfig(config_only, "null", num_blocks=4096, null=StepTime(speedup=1e6)), long)
+    drained = fleet.pids("decode")[0]
     async with service(fleet) as stub:
         answers = Answers(stub, "null", long)
         await answers.written(24)
-        os.kill(fleet.pids("decode")[0], signal.SIGTERM)
+        os.kill(drained, signal.SIGTERM)
         assert await answers.all() == whole
     assert answers.migrated
     await restored(fleet, at_baseline)
@@ -214,17 +216,19 @@ async def test_a_stopped_decode_worker_holds_nothing_up(
 
 async def test_the_models_own_tokens_go_on_exactly(demo_model: Path, tmp_path: Path) -> None:
     """Most of them held to a grammar, greedy and seeded."""
-    requests = [held_to_words(request) if i % 4 < 3 else request for i, request in enumerate(asked(8, 160))]
+    requests = [held_to_words(request) if i % 4 < 3 else request for i, request in enumerate(asked(8, 320))]
     config = EngineConfig(demo_model, "oracle", dtype="float32", num_blocks=512, enable_prefix_caching=False)
     whole = undisturbed(config, requests)
     with running_cluster(tmp_path, "--dtype=float32", "--decode=2", "--disaggregation=require") as cluster:
         eventually(lambda: all_linked(cluster, 2), 30, "every pair has moved a block")
+        killed = cluster.pids("decode")[0]
         async with service(cluster) as stub:
             answers = Answers(stub, "tandem-demo", requests)
             await answers.written(8 * 12)
-            os.kill(cluster.pids("decode")[0], signal.SIGKILL)
+            os.kill(killed, signal.SIGKILL)
             assert await answers.all() == whole
     assert any(last.path.migrated for i, last in enumerate(answers.last) if requests[i].sampling.grammar)
     for i, request in enumerate(requests):
-        if request.sampling.grammar and answers.last[i].finish_reason == llm_pb2.FINISH_REASON_STOP:
+        if request.sampling.grammar:
+            assert answers.last[i].finish_reason == llm_pb2.FINISH_REASON_STOP
             jsonschema.validate(json.loads(answers.texts[i]), WORDS)
