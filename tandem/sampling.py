@@ -46,7 +46,8 @@ class SamplingParams:
     token t depends only on (`seed`, t). For workers `stop` and `bad_words` are empty, for they know no text:
     `stop_token_ids` has the model's end-of-text ids unless `ignore_eos`, `bad_words_token_ids` the ways to spell
     `bad_words`, of each of which the last token is not chosen behind the others. `grammar` (tandem/grammar.py) goes
-    before all else: where nothing that it allows is left, it alone decides.
+    before all else: where nothing that it allows is left, it alone decides. After `thinking_token_budget` tokens of
+    thoughts `thinking_end_token_ids` come; thoughts begin with the answer, or behind `thinking_begin_token_ids`.
     """
 
     max_tokens: int = _number(2**31 - 1, 0, 2**31 - 1)  # the model's context ends an answer, too
@@ -72,10 +73,13 @@ class SamplingParams:
     grammar: str = ""
     prompt_logprobs: int | None = _number(None, 0, 2**31 - 1)
     logprob_token_ids: tuple[int, ...] = field(default_factory=tuple)
+    thinking_token_budget: int | None = _number(None, 0, 2**31 - 1)
+    thinking_begin_token_ids: tuple[int, ...] = field(default_factory=tuple)
+    thinking_end_token_ids: tuple[int, ...] = field(default_factory=tuple)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """What a client gave, by name, checked. -1 is another word for `top_k` 0.
+        """What a client gave, by name, checked. -1 is another word for `top_k` 0 and no `thinking_token_budget`.
 
         Raises:
             InvalidParameter
@@ -83,6 +87,8 @@ class SamplingParams:
         made = cls(**given)
         if made.top_k == -1:
             made = dataclasses.replace(made, top_k=0)
+        if made.thinking_token_budget == -1:
+            made = dataclasses.replace(made, thinking_token_budget=None)
         if made.logprob_token_ids and made.logprobs is None:
             made = dataclasses.replace(made, logprobs=0)
         made.check()
@@ -157,7 +163,8 @@ class SamplingParams:
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         for ids in self.bad_words_token_ids:
             check_token_ids("bad_words_token_ids", ids, vocab_size)
-        check_token_ids("logprob_token_ids", self.logprob_token_ids, vocab_size)
+        for name in ("logprob_token_ids", "thinking_begin_token_ids", "thinking_end_token_ids"):
+            check_token_ids(name, getattr(self, name), vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
                 raise InvalidParameter(name, f"must be at most {vocab_size}, the size of the vocabulary")
@@ -192,4 +199,4 @@ CONTAINERS: dict[str, Any] = {
 }
 CONTAINERS["bad_words_token_ids"] = lambda value: tuple(tuple(one.ids) for one in value)
 # What clients do not set.
-INTERNAL = frozenset({"bad_words_token_ids", "grammar"})
+INTERNAL = frozenset({"bad_words_token_ids", "grammar", "thinking_begin_token_ids", "thinking_end_token_ids"})

@@ -19,6 +19,7 @@ FULL = SamplingParams(
     include_stop_str_in_output=True, skip_special_tokens=False, allowed_token_ids=frozenset({8, 1}),
     bad_words=("y", "x"), bad_words_token_ids=((3, 1), (2,)), grammar="g",
     prompt_logprobs=1, logprob_token_ids=(6, 7),
+    thinking_token_budget=0, thinking_begin_token_ids=(11,), thinking_end_token_ids=(13, 12),
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from google.protobuf.json_format import MessageToDict
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Answer, Delta, Structure, read_speculative
+from services.gateway.reasoning import template_variables
 from services.gateway.text import ROLES, TemplateOptions
 from services.gateway.tools import ToolUse, parsed, read_call, read_tools
 from tandem.speculative import Speculative
@@ -51,9 +52,8 @@ def tools_of(request: llm_pb2.GenerateRequest) -> ToolUse | None:
 
 def options_of(said: llm_pb2.ChatMessages, use: ToolUse | None) -> TemplateOptions:
     opened = said.add_generation_prompt if said.HasField("add_generation_prompt") else not said.continue_final_message
-    return TemplateOptions(
-        opened, said.continue_final_message, MessageToDict(said.chat_template_kwargs), use.tools if use else ()
-    )
+    variables = template_variables(MessageToDict(said.chat_template_kwargs), said.reasoning_effort or None)
+    return TemplateOptions(opened, said.continue_final_message, variables, use.tools if use else ())
 
 
 def messages_of(said: llm_pb2.ChatMessages) -> list[Mapping[str, Any]]:

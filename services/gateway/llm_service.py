@@ -27,6 +27,7 @@ from services.gateway.llm_messages import (
     tools_of,
 )
 from services.gateway.priority import PriorityClass
+from services.gateway.reasoning import budget_of
 from services.gateway.tools import ReadingPlan, ToolUse, plan_reading
 from tandem import rpc
 from tandem.sampling import given_in
@@ -136,7 +137,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         priority = PRIORITIES[request.priority].priority
         deadline = llm.deadline(context.time_remaining(), "grpc-timeout")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
-        given = given_in(request.sampling)
+        given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
         llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"))
         prompt, param, reading = await self._prompt(request, use)
         structure = held_to(use, structure_of(request.structured_outputs), reading)

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from tandem.engine.guided import apply_grammars
 from tandem.engine.sequence import Row
+from tandem.engine.thinking import end_of_thoughts
 from tandem.engine.types import SampledToken
 from tandem.sampling import SamplingParams
 
@@ -80,6 +81,7 @@ def _adjust(logits: Tensor, seqs: Rows[Row]) -> Tensor:
     _mask_stop_tokens(logits, seqs)
     _mask_other_tokens(logits, seqs)
     _mask_bad_words(logits, seqs)
+    _end_thoughts(logits, seqs)
     return logits
 
 
@@ -140,6 +142,14 @@ def _mask_bad_words(logits: Tensor, seqs: Rows[Row]) -> None:
             start = len(seq.token_ids) - len(before)
             if start >= seq.answer_start and seq.token_ids[start:].tolist() == before:
                 logits[row, last] = -math.inf
+
+
+def _end_thoughts(logits: Tensor, seqs: Rows[Row]) -> None:
+    """Where they have used up their budget."""
+    for row, seq in enumerate(seqs):
+        if (token_id := end_of_thoughts(seq)) is not None:
+            logits[row] = -math.inf
+            logits[row, token_id] = 0.0
 
 
 def _ids(seq: Row, start: int) -> Tensor:

@@ -85,7 +85,8 @@ class Sequence:
         self.draw = DRAW.pack(sampling.temperature, sampling.top_p, sampling.min_p, top_k, sampling.seed % 2**64)
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         lists = sampling.grammar, sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words_token_ids
-        self.adjusts = penalties != (1.0, 0.0, 0.0) or any(lists)
+        has_budget = sampling.thinking_token_budget is not None
+        self.adjusts = penalties != (1.0, 0.0, 0.0) or any(lists) or has_budget
 
     @property
     def num_tokens(self) -> int:

@@ -64,8 +64,11 @@ class Generation:
         # A grammar ends an answer by the end-of-text token.
         ends = () if sampling.ignore_eos and not sampling.grammar else self.model.eos_token_ids
         room = max_model_len - len(prompt)
+        begin, end = self._thinking(prompt)
         replace(
             sampling,
+            thinking_begin_token_ids=begin,
+            thinking_end_token_ids=end,
             max_tokens=min(max(1, sampling.max_tokens), self.client.tier.max_new_tokens or room, room),
             stop=(),
             bad_words=(),
@@ -73,6 +76,14 @@ class Generation:
             seed=(seed + choice % self.n) % 2**64,
         ).to_proto(spec.sampling)
         return spec
+
+    def _thinking(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The marks that a budget of thoughts needs: no first one where the prompt ends within thoughts."""
+        if self.sampling.thinking_token_budget is None:
+            return (), ()
+        begin, end = self.model.marks()
+        opened = self.reading.opened if self.reading else _last(prompt, begin) > _last(prompt, end)
+        return () if opened else begin, end
 
 
 async def read_sampling(
@@ -94,6 +105,10 @@ async def read_sampling(
         sampling = SamplingParams.of({**model.defaults, **given})
         sampling.check_vocabulary(vocab_size)
         check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+        if sampling.thinking_token_budget is not None and model.thoughts is None:
+            raise InvalidParameter(
+                "thinking_token_budget", "must be unset: no marks of this model's thoughts are known"
+            )
         if "allowed_token_ids" in given and not sampling.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids", "must not be empty: no token could be chosen")
     except InvalidParameter as error:
@@ -105,6 +120,12 @@ async def read_sampling(
         grammar=await grammar_for(structure),
         bad_words_token_ids=tuple(sorted({tuple(ids) for ids in spellings if ids})),
     )
+
+
+def _last(prompt: Sequence[int], mark: Sequence[int]) -> int:
+    """Where the mark is for the last time; -1 where it is not."""
+    starts = range(len(prompt) - len(mark), -1, -1)
+    return next((at for at in starts if tuple(prompt[at : at + len(mark)]) == mark), -1)
 
 
 def truncated(prompt: Sequence[int], keep: int | None) -> Sequence[int]:

@@ -9,8 +9,9 @@ from typing import Any
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, held_to, read_sampling, truncated
 from services.gateway.http import schema
-from services.gateway.http.format import CheckTurn, Format, ParsedBody, logprob_entries, structure_of
+from services.gateway.http.format import CheckTurn, Format, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
+from services.gateway.reasoning import budget_of, template_variables
 from services.gateway.text import ROLES, TemplateOptions, Tokenizer
 from services.gateway.tools import ToolUse, plan_reading, read_call, read_tools
 
@@ -22,6 +23,7 @@ async def read_chat(llm: LLM, body: bytes, check_turn: CheckTurn) -> ParsedBody:
     """
     found, given = schema.read(schema.ChatBody, body)
     llm.served(found.model)
+    given = budget_of(found.reasoning_effort, llm.model) | given
     llm.check_choices(1, found.n or 1)
     check_turn(found, found.max_completion_tokens or given.get("max_tokens"))
     use = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
@@ -45,6 +47,7 @@ async def read_chat(llm: LLM, body: bytes, check_turn: CheckTurn) -> ParsedBody:
         with_prompt_logprobs="prompt_logprobs" in given,
         format=ChatFormat(
             llm.model.tokenizer,
+            namer(llm.model.tokenizer, found),
             lambda: reading.call_id(llm.new_id()) if reading else "",
             found.include_reasoning is not False,
         ),
@@ -56,8 +59,8 @@ class ChatFormat(Format):
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     prompt_logprobs_in_choice = False
 
-    def __init__(self, tokenizer: Tokenizer, new_call_id: Callable[[], str], with_reasoning: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, name: Name, new_call_id: Callable[[], str], with_reasoning: bool) -> None:
+        self._tokenizer, self._name = tokenizer, name
         self._new_call_id = new_call_id
         self._with_reasoning = with_reasoning
         self._begun: set[int] = set()
@@ -103,18 +106,26 @@ class ChatFormat(Format):
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not delta.tokens.logprobs:
             return None
-        return {"content": logprob_entries(self._tokenizer, delta.tokens.logprobs), "refusal": None}
+        entries = [
+            {
+                **self._entry(one.token_id, one.logprob),
+                "top_logprobs": [self._entry(top.token_id, top.logprob) for top in one.top],
+            }
+            for one in delta.tokens.logprobs
+        ]
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": self._name(token_id), "logprob": logprob, "bytes": list(data)}
 
 
 def template_options(body: schema.ChatBody | schema.TokenizeBody, use: ToolUse | None) -> TemplateOptions:
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
     opened = body.add_generation_prompt
     return TemplateOptions(
         add_generation_prompt=not body.continue_final_message if opened is None else opened,
         continue_final_message=bool(body.continue_final_message),
-        variables=variables,
+        variables=template_variables(body.chat_template_kwargs, body.reasoning_effort),
         tools=use.tools if use else (),
     )
 

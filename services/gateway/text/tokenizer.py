@@ -44,6 +44,10 @@ class Tokenizer:
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
+    def token_ids(self, mark: str) -> tuple[int, ...]:
+        """Of a few characters."""
+        return tuple(self._encode(mark, False))
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 

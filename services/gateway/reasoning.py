@@ -1,0 +1,44 @@
+"""How much a model may think: what a client says of it, for the template and as a number of tokens.
+
+reasoning_effort ─┬─ the template reads it: it decides
+                  └─ it does not: a budget by BUDGETS, unless thinking_token_budget says one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.model import ServedModel
+
+# Of tokens; None is no limit.
+BUDGETS: Mapping[str, int | None] = {
+    "none": 0, "minimal": 512, "low": 1024, "medium": 8192, "high": 24576, "xhigh": None, "max": None,
+}  # fmt: skip
+EFFORT = "reasoning_effort"
+
+
+def template_variables(said: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """`said`: the client's own variables.
+
+    Raises:
+        InvalidRequest
+    """
+    variables = dict(said or {})
+    if effort is None:
+        return variables
+    if effort not in BUDGETS:
+        raise InvalidRequest(f"{EFFORT} must be one of {', '.join(BUDGETS)}, got {effort!r}", EFFORT)
+    variables[EFFORT] = effort
+    if effort == "none":
+        variables.setdefault("enable_thinking", False)
+    return variables
+
+
+def budget_of(effort: str | None, model: ServedModel) -> dict[str, int]:
+    """What the effort says of sampling, where the model's template does not read it."""
+    budget = BUDGETS.get(effort or "")
+    if budget is None or model.thoughts is None or (model.chat_template and EFFORT in model.chat_template.source):
+        return {}
+    return {"thinking_token_budget": budget}

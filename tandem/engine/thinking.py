@@ -1,0 +1,46 @@
+"""Thoughts that have used up their budget: the mark that ends them is all that may come next.
+
+What comes follows from the answer's tokens alone, so an answer that goes on elsewhere goes on the same.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+
+from tandem.engine.sequence import Row
+
+SPACE = 1  # tokens of white space before the mark that begins thoughts
+
+
+def end_of_thoughts(seq: Row) -> int | None:
+    """The token that must come next to end the thoughts; None where any may."""
+    budget, end = seq.sampling.thinking_token_budget, seq.sampling.thinking_end_token_ids
+    if budget is None or not end or seq.num_output_tokens < budget:
+        return None
+    answer = seq.token_ids[seq.answer_start :]
+    start = _start(answer, seq.sampling.thinking_begin_token_ids)
+    if start is None or len(answer) - start < budget or _find(answer, end, start) is not None:
+        return None
+    longest = min(len(end) - 1, len(answer) - start)
+    written = next((n for n in range(longest, 0, -1) if tuple(answer[-n:]) == end[:n]), 0)
+    return end[written]
+
+
+def _start(answer: array[int], begin: Items[int]) -> int | None:
+    """Where thoughts begin; None where the answer has none."""
+    if not begin:
+        return 0
+    found = _find(answer[: SPACE + len(begin)], begin, 0)
+    return None if found is None else found + len(begin)
+
+
+def _find(answer: array[int], mark: Items[int], start: int) -> int | None:
+    while True:
+        try:
+            start = answer.index(mark[0], start)
+        except ValueError:
+            return None
+        if tuple(answer[start : start + len(mark)]) == tuple(mark):
+            return start
+        start += 1
