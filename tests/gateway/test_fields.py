@@ -94,6 +94,19 @@ async def test_token_ids_are_returned(http: httpx.AsyncClient, peers: Peers, tok
         assert "token_ids" not in (await http.post(path, json=body)).json()["choices"][0]
 
 
+async def test_tokens_can_be_named_by_their_ids(http: httpx.AsyncClient) -> None:
+    body = {"return_tokens_as_token_ids": True, "return_token_ids": True, "logprobs": 2}
+    choice = (await completion(http, **body))["choices"][0]
+    named = [f"token_id:{i}" for i in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == named
+    assert next(iter(choice["logprobs"]["top_logprobs"][0])) == named[0]
+    asked = {**CHAT, **body, "logprobs": True, "top_logprobs": 2}
+    entries = (await http.post("/v1/chat/completions", json=asked)).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == named
+    assert entries[0]["top_logprobs"][0]["token"] == named[0]
+    assert bytes(b for entry in entries for b in entry["bytes"]).decode().startswith(TEXT)
+
+
 async def test_usage_with_every_chunk(http: httpx.AsyncClient) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     parts = await events(http, "/v1/completions", {**TEXTUAL, "stream_options": options})

@@ -9,7 +9,7 @@ from typing import Any
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, read_sampling, truncated
 from services.gateway.http import schema
-from services.gateway.http.format import CheckTurn, Format, ParsedBody, structure_of, token_text
+from services.gateway.http.format import CheckTurn, Format, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
 from services.gateway.text import Tokenizer
 from tandem.v1 import llm_pb2
@@ -50,7 +50,7 @@ async def read_completion(llm: LLM, body: bytes, check_turn: CheckTurn) -> Parse
         prompts=prompts,
         param="prompt",
         operation="text_completion",
-        format=CompletionFormat(tokenizer, echoes, found.n or 1, with_logprobs),
+        format=CompletionFormat(tokenizer, namer(tokenizer, found), echoes, found.n or 1, with_logprobs),
         with_prompt_logprobs=with_prompt_logprobs,
     )
 
@@ -67,10 +67,10 @@ class CompletionFormat(Format):
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
     prompt_logprobs_in_choice = True
 
-    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[Echo], n: int, with_logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, name: Name, echoes: Sequence[Echo], n: int, with_logprobs: bool) -> None:
         """`n`: choices of each prompt."""
         self._with_logprobs = with_logprobs
-        self._tokenizer = tokenizer
+        self._tokenizer, self._name = tokenizer, name
         self._echoes, self._n = echoes, n
         self._begun: set[int] = set()
 
@@ -94,9 +94,9 @@ class CompletionFormat(Format):
             logprobs = delta.tokens.prompt_logprobs + logprobs
             offsets = self._offsets(echo) + offsets
         # Nothing comes before a prompt's first token that could make it likely.
-        first = [token_text(self._tokenizer, echo.token_ids[0])] if echo else []
+        first = [self._name(echo.token_ids[0])] if echo else []
         return {
-            "tokens": first + [token_text(self._tokenizer, one.token_id) for one in logprobs],
+            "tokens": first + [self._name(one.token_id) for one in logprobs],
             "token_logprobs": [None for _ in first] + [one.logprob for one in logprobs],
             "top_logprobs": [None for _ in first] + [self._top(one) for one in logprobs],
             "text_offset": offsets,
@@ -111,8 +111,8 @@ class CompletionFormat(Format):
 
     def _top(self, one: llm_pb2.TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens and, as OpenAI has it, the chosen one whether it is among them or not."""
-        found = {token_text(self._tokenizer, top.token_id): top.logprob for top in one.top}
-        return found | {token_text(self._tokenizer, one.token_id): one.logprob}
+        found = {self._name(top.token_id): top.logprob for top in one.top}
+        return found | {self._name(one.token_id): one.logprob}
 
 
 def _choices(body: schema.CompletionBody) -> int:

@@ -195,21 +195,15 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     return Delta(deltas[-1].choice, text, tokens, offsets, deltas[-1].finish_reason, reasoning, calls)
 
 
-def logprob_entries(tokenizer: Tokenizer, logprobs: Sequence[llm_pb2.TokenLogprobs]) -> list[dict[str, Any]]:
-    """As chat completions word them."""
-    return [
-        {
-            **_entry(tokenizer, one.token_id, one.logprob),
-            "top_logprobs": [_entry(tokenizer, top.token_id, top.logprob) for top in one.top],
-        }
-        for one in logprobs
-    ]
+# What logprobs call a token.
+Name = Callable[[int], str]
+
+
+def namer(tokenizer: Tokenizer, body: GenerationBody) -> Name:
+    if body.return_tokens_as_token_ids:
+        return "token_id:{}".format
+    return lambda token_id: token_text(tokenizer, token_id)
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-
-
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    data = tokenizer.token_bytes(token_id)
-    return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}

@@ -32,7 +32,6 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "logits_processors": ([],),
-    "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
     "include_obfuscation": (False, True),
 }
@@ -74,6 +73,7 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
