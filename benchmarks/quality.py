@@ -1,4 +1,4 @@
-"""What quantized weights cost: perplexity on text that the demo model was not trained on, and greedy answers that stay.
+"""What quantized weights and KV cost: perplexity on text that the demo model has not seen, and greedy tokens that stay.
 
 `python -m benchmarks.quality` prints a table; the same figures are bounded in tests/engine/test_quantization.py.
 """
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tandem.engine.kv_cache import row_size, write_kv
 from tandem.engine.loader import load_weights
 from tandem.engine.models import Decoder, read_model_config
 
@@ -47,28 +48,34 @@ def load(path: Path, quantization: str, dtype: torch.dtype = torch.float32) -> D
     return model
 
 
-def perplexity(model: Decoder, sequences: Sequence[Sequence[int]]) -> float:
+def perplexity(model: Decoder, sequences: Sequence[Sequence[int]], kv: torch.dtype = torch.float32) -> float:
     total = 0.0
     for ids in sequences:
-        logits = logits_of(model, ids[:-1])
+        logits = logits_of(model, ids[:-1], kv)
         total += float(F.cross_entropy(logits, torch.tensor(ids[1:])))
     return math.exp(total / len(sequences))
 
 
-def agreement(model: Decoder, other: Decoder, sequences: Sequence[Sequence[int]]) -> float:
-    """Of all positions, how many where both would say the same."""
-    same = [(logits_of(model, ids).argmax(-1) == logits_of(other, ids).argmax(-1)).float().mean() for ids in sequences]
-    return float(torch.stack(same).mean())
+def agreement(
+    model: Decoder, other: Decoder, sequences: Sequence[Sequence[int]], kv: torch.dtype = torch.float32
+) -> float:
+    """Of all positions, how many where `model` with such KV and `other` with plain KV would say the same."""
+    pairs = ((logits_of(model, ids, kv).argmax(-1), logits_of(other, ids).argmax(-1)) for ids in sequences)
+    return float(torch.stack([(ours == theirs).float().mean() for ours, theirs in pairs]).mean())
 
 
 @torch.inference_mode()
-def logits_of(model: Decoder, ids: Sequence[int]) -> Tensor:
-    return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), _attend))
+def logits_of(model: Decoder, ids: Sequence[int], kv: torch.dtype = torch.float32) -> Tensor:
+    """Of every position, with K and V held in `kv`."""
+    slots = torch.arange(len(ids))
 
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        _, heads, dim = k.shape
+        k, v = write_kv(torch.empty(1, 2, heads, len(ids), row_size(kv, dim), dtype=kv), slots, k, v)
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
-def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return model.logits(model(torch.tensor(ids), slots, attend))
 
 
 def main() -> None:
@@ -78,12 +85,13 @@ def main() -> None:
     arguments = parser.parse_args()
     sequences, plain = held_out(arguments.model, arguments.sequences), load(arguments.model, "none")
     base = perplexity(plain, sequences)
-    print(f"| weights | perplexity | beside plain | same greedy token |\n|---|---|---|---|\n| plain | {base:.3f} | | |")
-    for quantization in ("int8", "int4"):
-        model = load(arguments.model, quantization)
-        found = perplexity(model, sequences)
-        same = agreement(model, plain, sequences)
-        print(f"| {quantization} | {found:.3f} | {found / base - 1:+.2%} | {same:.1%} |", flush=True)
+    print("| weights | KV | perplexity | beside plain | same greedy token |\n|---|---|---|---|---|")
+    print(f"| none | float32 | {base:.3f} | | |")
+    for quantization, kv in (("none", "int8"), ("int8", "float32"), ("int4", "float32"), ("int8", "int8")):
+        model, held = load(arguments.model, quantization), getattr(torch, kv)
+        found = perplexity(model, sequences, held)
+        same = agreement(model, plain, sequences, held)
+        print(f"| {quantization} | {kv} | {found:.3f} | {found / base - 1:+.2%} | {same:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,9 @@ class UpSettings(ClusterSettings):
     quantization: Literal["none", "int8", "int4"] = Field(
         "none", description="what weights are made when loaded: 8 or 4 bits a number"
     )
+    kv_cache_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="what KV is held and moved in; auto: what the model computes in"
+    )
     transports: str = Field("shm,tcp", description="how KV may move, best first")
     disaggregation: Literal["require", "prefer", "auto"] = Field(
         "auto", description="who reads prompts: prefill workers, those if there are any, or what costs less"
@@ -123,6 +126,7 @@ class UpSettings(ClusterSettings):
             "engine",
             "dtype",
             "quantization",
+            "kv_cache_dtype",
             "lora_dir",
             "max_num_seqs",
             "null_speedup",

@@ -7,7 +7,7 @@
 In torch, per group of sequences that ask equally many tokens: gather their blocks, mask what lies ahead, SDPA; a
 prompt's first chunk needs nothing of the cache: its own k, v, and SDPA's causal way. `flashinfer` has the other one.
 
-A layer's cache is (num_blocks, 2, num_kv_heads, block_size, head_dim).
+A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row), with rows as kv_cache.py has them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# q, k, v of a step's tokens (tokens, heads, head_dim), and a layer's cache with the step's k, v in it ──> as q.
+from tandem.engine.kv_cache import opened
+
+# q, k, v of a step's tokens (tokens, heads, head_dim), k and v as the cache holds them, and that cache ──> as q.
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -122,13 +124,6 @@ class FirstChunk:
     end: int
 
 
-def write_kv(kv: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Put k, v (tokens, num_kv_heads, head_dim) into `slots` (tokens,): block * block_size + offset."""
-    blocks, offsets = slots // kv.shape[3], slots % kv.shape[3]
-    kv[blocks, 0, :, offsets] = k
-    kv[blocks, 1, :, offsets] = v
-
-
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, groups: Sequence[Group | FirstChunk], out: Tensor
 ) -> None:
@@ -147,7 +142,7 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _group_attention(q: Tensor, kv: Tensor, group: Group) -> Tensor:
-    k, v = _gather(kv, group)
+    k, v = _gather(kv, group, q.dtype)
     _, num_seqs, kv_heads, _ = group.slabs.shape
     # Query heads that share a KV head are rows of one product: (sequences, kv_heads, share * query_len, head_dim).
     share, head_dim = q.shape[1] // kv_heads, q.shape[2]
@@ -159,11 +154,11 @@ def _group_attention(q: Tensor, kv: Tensor, group: Group) -> Tensor:
     return out.reshape(q.shape)
 
 
-def _gather(kv: Tensor, group: Group) -> Tensor:
+def _gather(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
     """K and V of the group's contexts: (2, sequences, kv_heads, blocks * block_size, head_dim)."""
-    block_size, head_dim = kv.shape[3:]
-    past = kv.view(-1, block_size * head_dim).index_select(0, group.slabs.view(-1))
-    past = past.view(*group.slabs.shape, block_size, head_dim)
+    block_size, row = kv.shape[3:]
+    past = kv.view(-1, block_size * row).index_select(0, group.slabs.view(-1))
+    past = opened(past.view(*group.slabs.shape, block_size, row), dtype)
     # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
     rows = torch.arange(len(group.last_block), device=kv.device)
     ends = past[:, rows, :, group.last_block]  # (sequences, 2, kv_heads, block_size, head_dim)
@@ -175,7 +170,7 @@ def paged_decode(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor) -> Tens
     """q (sequences, heads, head_dim), one token each, over contexts of `lengths` tokens in blocks `tables`."""
     num_seqs, _, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv.shape
-    past = kv[tables].permute(2, 0, 3, 1, 4, 5).reshape(2, num_seqs, kv_heads, -1, head_dim)
+    past = opened(kv[tables], q.dtype).permute(2, 0, 3, 1, 4, 5).reshape(2, num_seqs, kv_heads, -1, head_dim)
     visible = torch.arange(tables.shape[1] * block_size, device=q.device) < lengths[:, None]
     # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
     k, v = past.masked_fill(~visible[None, :, None, :, None], 0)

@@ -72,7 +72,7 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
         layout = null_layout(config)
         kv_cache = _kv_cache(layout, config.device, _num_blocks(config, layout))
         runner = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
-        return Parts(model, layout, kv_cache, runner, {"ngram": NgramProposer()}, _adapters(config, model, kv_cache[0]))
+        return Parts(model, layout, kv_cache, runner, {"ngram": NgramProposer()}, _adapters(config, model, layout))
     if model.quantized is not None and config.quantization != "none":
         raise ValueError(f"quantization: {config.quantization}, but the checkpoint is quantized already")
     # Before any memory is taken for what a wrong config says.
@@ -80,25 +80,29 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
     revision = config.revision or weights_revision(config.model_path)
     if config.quantization != "none":
         revision += f"+{config.quantization}"
+    if config.kv_cache_dtype != "auto":
+        revision += f"+kv-{config.kv_cache_dtype}"  # so that blocks have other names, too
     layout = _layout(config, model, revision)
     draft = _read_draft(config, model)
-    num_blocks = _num_blocks(config, *(layout, _layout(config, draft, "draft")) if draft else (layout,))
+    draft_layout = _layout(config, draft, "draft") if draft else layout
+    num_blocks = _num_blocks(config, *(layout, draft_layout) if draft else (layout,))
     kv_cache = _kv_cache(layout, config.device, num_blocks)
-    loaded = Runner(*_load(config, config.model_path, model, kv_cache, cores, on_progress))
+    loaded = Runner(*_load(config, config.model_path, model, layout, kv_cache, cores, on_progress))
     proposers: dict[str, Proposer] = {"ngram": NgramProposer()}
     if draft and config.speculative_model:
-        draft_cache = _kv_cache(_layout(config, draft, "draft"), config.device, num_blocks)
+        draft_cache = _kv_cache(draft_layout, config.device, num_blocks)
         proposers["draft"] = DraftProposer(
-            *_load(config, config.speculative_model, draft, draft_cache, cores, on_progress)[:3],
+            *_load(config, config.speculative_model, draft, draft_layout, draft_cache, cores, on_progress)[:3],
             min(max_prefill_beside_decode(config, draft), config.max_num_batched_tokens),
         )
-    return Parts(model, layout, kv_cache, loaded, proposers, _adapters(config, model, kv_cache[0]))
+    return Parts(model, layout, kv_cache, loaded, proposers, _adapters(config, model, layout))
 
 
-def _adapters(config: EngineConfig, model: ModelConfig, place: Tensor) -> AdapterStore | None:
+def _adapters(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> AdapterStore | None:
     if config.lora_dir is None:
         return None
     names = frozenset({config.model_name.lower(), config.model_path.resolve().name.lower()})
+    place = torch.empty(0, dtype=torch_dtype(layout.dtype), device=config.device)
     return AdapterStore(config.lora_dir, config.lora_memory, Base(model, names), place)
 
 
@@ -124,6 +128,8 @@ def _read_draft(config: EngineConfig, model: ModelConfig) -> ModelConfig | None:
 def _layout(config: EngineConfig, model: ModelConfig, revision: str) -> KVLayout:
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     torch_dtype(dtype)
+    if config.kv_cache_dtype == "int8" and model.head_dim % 2:
+        raise ValueError(f"kv_cache_dtype: int8, but the model's heads have {model.head_dim} numbers, which is odd")
     return KVLayout(
         model=config.model_name,
         revision=revision,
@@ -132,6 +138,7 @@ def _layout(config: EngineConfig, model: ModelConfig, revision: str) -> KVLayout
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=config.block_size,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 
@@ -150,18 +157,18 @@ def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
     Behind each layer's lies one block more, which belongs to no sequence: see `padded`.
     """
     shape = layout.block_shape(num_blocks + 1)
-    return [torch.zeros(shape, dtype=layout.torch_dtype, device=device)[:-1] for _ in range(layout.num_layers)]
+    return [torch.zeros(shape, dtype=layout.kv_dtype, device=device)[:-1] for _ in range(layout.num_layers)]
 
 
 def _load(
-    config: EngineConfig, path: Path, model_config: ModelConfig, kv_cache: list[Tensor], cores: Cores,
-    on_progress: Progress | None,
+    config: EngineConfig, path: Path, model_config: ModelConfig, layout: KVLayout, kv_cache: list[Tensor],
+    cores: Cores, on_progress: Progress | None,
 ) -> Computing:  # fmt: skip
-    model = Decoder(model_config, kv_cache[0].dtype, config.device)
+    model = Decoder(model_config, torch_dtype(layout.dtype), config.device)
     load_weights(model, path, on_progress)
     if config.quantization != "none" and path == config.model_path:
         model.quantize(config.quantization)
-    if config.cpu_kernels and config.device == "cpu" and kv_cache[0].dtype == torch.bfloat16:
+    if config.cpu_kernels and config.device == "cpu" and layout.dtype == "bfloat16":
         if misfit := CpuForward.misfit(model_config):
             log.warning("CPU kernels are off, torch computes everything", reason=misfit)
         elif (library := load_library()) is not None:

@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import Attend, PagedAttention, TorchAttention, write_kv
+from tandem.engine.attention import Attend, PagedAttention, TorchAttention
+from tandem.engine.kv_cache import write_kv
 from tandem.engine.lora import Adapter, RowAdapters, part_sizes
 from tandem.engine.models import Decoder
 from tandem.engine.sequence import Sequence as TokenSequence
@@ -87,7 +88,7 @@ class Forward(Protocol):
 
 
 class TorchForward:
-    """Runs `model` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer."""
+    """Runs `model` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, row) per layer."""
 
     def __init__(self, model: Decoder, kv_cache: list[Tensor], attention: PagedAttention | None = None) -> None:
         self._model, self._kv_cache = model, kv_cache
@@ -117,7 +118,7 @@ class PagedContext:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self.kv_cache[layer]
-        write_kv(kv, self.slots, k, v)
+        k, v = write_kv(kv, self.slots, k, v)
         if self.written is not None:
             self.written(layer)
         return self.attend(q, k, v, kv)

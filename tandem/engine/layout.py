@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
 import torch
 
+from tandem.engine.kv_cache import row_size
+
 
 @dataclass(frozen=True)
 class KVLayout:
-    """A layer's cache is (num_blocks, 2, num_kv_heads, block_size, head_dim) of `dtype`; index 0 is K, 1 is V."""
+    """A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row) of `kv_dtype`; index 0 is K, 1 is V.
+
+    `dtype`: what the model computes in, and what KV is in, too, unless `kv_cache_dtype` is int8: see kv_cache.py.
+    """
 
     model: str
     revision: str
@@ -23,6 +29,7 @@ class KVLayout:
     head_dim: int
     block_size: int
     tp: int = 1
+    kv_cache_dtype: str = "auto"
 
     @cached_property
     def hash(self) -> str:
@@ -31,17 +38,17 @@ class KVLayout:
         return blake2b(fields.encode(), digest_size=16).hexdigest()
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype)
+    def kv_dtype(self) -> torch.dtype:
+        return torch.int8 if self.kv_cache_dtype == "int8" else torch_dtype(self.dtype)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in one layer, K and V."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * self.torch_dtype.itemsize
+        return math.prod(self.block_shape(1)) * self.kv_dtype.itemsize
 
     def block_shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
         """Shape of one layer's cache of `num_blocks` blocks."""
-        return num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim
+        return num_blocks, 2, self.num_kv_heads, self.block_size, row_size(self.kv_dtype, self.head_dim)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -27,7 +27,7 @@ LOGITS_ROWS = 64  # of prompts, at once: a vocabulary is wide
 
 
 class Runner:
-    """Runs `forward` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) per layer.
+    """Runs `forward` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, row) per layer.
 
     `choose` makes tokens of logits. `prepare` is called while a device computes a step, with what the next one
     is likely to be.

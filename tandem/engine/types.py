@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from tandem.adapters import AdapterRef
+from tandem.engine.kv_cache import KV_CACHE_DTYPES
 from tandem.engine.lora import Adapter
 from tandem.engine.quantization import METHODS
 from tandem.engine.step_time import StepTime
@@ -88,7 +89,7 @@ class KVSink(Protocol):
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: Tensor) -> None:
         """Copy logical prompt blocks `first_block`, `first_block + 1`, … out of `kv` before returning.
 
-        `kv` is the layer's whole cache (num_blocks, 2, num_kv_heads, block_size, head_dim), `block_ids` where those
+        `kv` is the layer's whole cache (num_blocks, 2, num_kv_heads, block_size, row), `block_ids` where those
         blocks lie in it. Anything raised ends that sequence with `SequenceOutput.error` and disturbs nothing else.
         """
 
@@ -145,7 +146,7 @@ class EngineConfig:
     `speculative` is how tokens are proposed where a request does not say; `draft` needs the `speculative_model`, a
     folder of a model with the same vocabulary. `jump_forward` computes what a grammar leaves no choice about in one
     step. Reservations are for half of a `likely_answer`, until the lengths of answers have been seen. `quantization`
-    int8 or int4 makes the model's weights that when loaded.
+    int8 or int4 makes the model's weights that when loaded; `kv_cache_dtype` int8 keeps KV so.
     LoRA adapters are read from folders below `lora_dir`, and take up to `lora_memory` bytes; None: there are none.
     """
 
@@ -171,6 +172,7 @@ class EngineConfig:
     speculative_model: Path | None = None
     jump_forward: bool = True
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     likely_answer: int = 256
     lora_dir: Path | None = None
     lora_memory: int = 1 << 30
@@ -187,6 +189,8 @@ class EngineConfig:
             raise ValueError("kv_budget_bytes: set it or num_blocks")
         if self.quantization not in METHODS:
             raise ValueError(f"quantization: {self.quantization!r} is not one of {', '.join(METHODS)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
         if self.cuda_graphs and self.device == "cpu":
             raise ValueError("cuda_graphs: the device is cpu, which has none")
         if self.lora_dir is not None and not self.lora_dir.is_dir():

@@ -49,6 +49,9 @@ class WorkerSettings(ClusterSettings):
     quantization: Literal["none", "int8", "int4"] = Field(
         "none", description="what weights are made when loaded: 8 or 4 bits a number"
     )
+    kv_cache_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="what KV is held and moved in; auto: what the model computes in"
+    )
     kv_memory: ByteSize = Field(ByteSize(256 * 2**20), description="memory for the KV cache, such as 4GiB")
     num_blocks: int | None = Field(None, ge=2, description="size of the KV cache in blocks, instead of kv-memory")
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
@@ -113,6 +116,7 @@ class WorkerSettings(ClusterSettings):
             speculative_model=self.speculative_model,
             jump_forward=self.jump_forward,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
             lora_dir=self.lora_dir,
             lora_memory=int(self.lora_memory),
             num_threads=self.threads,

@@ -22,6 +22,7 @@ from tandem.engine.attention import PagedAttention, TorchAttention
 from tandem.engine.decode_graphs import SIZES, DecodeGraphs, padded
 from tandem.engine.flashinfer import FlashInfer
 from tandem.engine.forward import StepInput, TorchForward
+from tandem.engine.kv_cache import row_size, write_kv
 from tandem.engine.loader import load_weights
 from tandem.engine.models import Decoder
 from tandem.engine.runner import Runner
@@ -33,6 +34,7 @@ from tests.engine.tiny import make_engine, prompt_of
 
 SHAPES = [Sizes(4, 2, 32, 4), Sizes(8, 2, 16, 16, biased=True), Sizes(2, 1, 64, 8)]
 BLOCKS = 120
+NOTHING = {torch.float32: math.nan, torch.int8: -1}  # the scale of a row of -1 is a NaN
 
 
 class Traced:
@@ -45,6 +47,14 @@ class Traced:
         self.count += 1
         traced: Callable[[], Tensor] = make_fx(run)()
         return traced
+
+
+def filled_cache(sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Every row some token's."""
+    shape = (BLOCKS, 2, sizes.kv_heads, sizes.block_size, row_size(dtype, sizes.head_dim))
+    k, v = torch.randn(2, BLOCKS * sizes.block_size, sizes.kv_heads, sizes.head_dim, generator=generator)
+    write_kv(cache := torch.empty(shape, dtype=dtype), torch.arange(len(k)), k, v)
+    return cache
 
 
 def decode_step(lengths: list[int], tables: list[list[int]], size: int, dice: random.Random) -> StepInput:
@@ -65,18 +75,22 @@ def by_flashinfer(kv: Tensor, num_heads: int) -> PagedAttention:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "attention"),
-    [*((sizes, by_torch) for sizes in SHAPES), (SHAPES[0], by_flashinfer)],
+    ("sizes", "attention", "dtype"),
+    [
+        *((sizes, by_torch, torch.float32) for sizes in SHAPES),
+        (SHAPES[0], by_torch, torch.int8),
+        (SHAPES[0], by_flashinfer, torch.float32),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_replayed_steps_equal_plain_ones_and_touch_nobody_elses_blocks(
-    sizes: Sizes, attention: Callable[[Tensor, int], PagedAttention], tmp_path: Path
+    sizes: Sizes, attention: Callable[[Tensor, int], PagedAttention], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = Decoder(sizes.config(tmp_path), torch.float32)
     fill(model, 3)
     dice, generator = random.Random(1), torch.Generator().manual_seed(1)
-    shape = (BLOCKS, 2, sizes.kv_heads, sizes.block_size, sizes.head_dim)
-    start = [torch.randn(shape, generator=generator) for _ in model.layers]
+    start = [filled_cache(sizes, dtype, generator) for _ in model.layers]
+    near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.0, "atol": 1.0}  # a code is 1 beside
     plain_cache = [kv.clone() for kv in start]
     longer = [torch.cat([kv, torch.zeros_like(kv[:1])]) for kv in start]
     cache = padded([kv[:-1] for kv in longer])  # the last is the padding's
@@ -92,13 +106,13 @@ def test_replayed_steps_equal_plain_ones_and_touch_nobody_elses_blocks(
             for kv, filled in zip((*plain_cache, *cache), start * 2, strict=True):
                 kv[:BLOCKS] = filled
                 for length, table in zip(lengths, tables, strict=True):  # what was never written may be anything
-                    kv[table[-1], :, :, (length - 1) % sizes.block_size + 1 :] = math.nan
+                    kv[table[-1], :, :, (length - 1) % sizes.block_size + 1 :] = NOTHING[dtype]
             step = decode_step(lengths, tables, sizes.block_size, dice)
             torch.testing.assert_close(graphs(step), plain(step), rtol=1e-4, atol=1e-4)
             size = next(size for size in SIZES if size >= count)
             keys.add((size, 1 << (max(map(len, tables)) - 1).bit_length()))
             for ours, theirs in zip(cache, plain_cache, strict=True):
-                torch.testing.assert_close(ours[:-1], theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+                torch.testing.assert_close(ours[:-1], theirs, **near, equal_nan=True)
     assert capture.count == len(keys) < 9
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,11 +32,12 @@ class Copy:
         self.pushed.append((layer, first_block, len(block_ids)))
 
 
-@pytest.fixture(scope="module")
-def engines(llama: Path) -> tuple[Engine, Engine, Engine]:
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def engines(request: pytest.FixtureRequest, llama: Path) -> tuple[Engine, Engine, Engine]:
     """Prefill, decode, and the one that does both."""
-    one = make_engine(llama, enable_prefix_caching=False)
-    return make_engine(llama, max_num_batched_tokens=10), make_engine(llama), one
+    kv: dict[str, Any] = {"kv_cache_dtype": request.param}
+    one = make_engine(llama, enable_prefix_caching=False, **kv)
+    return make_engine(llama, max_num_batched_tokens=10, **kv), make_engine(llama, **kv), one
 
 
 def prefill(source: Engine, request: Request, copy: Copy, first_block: int) -> SequenceOutput:

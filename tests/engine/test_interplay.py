@@ -1,4 +1,4 @@
-"""Everything that reads less for a token, together: speculation, LoRA, int8, grammars, the prefix cache and migration.
+"""All that reads less for a token, together: speculation, LoRA, int8, grammars, the prefix cache and migration.
 
 Float32, where exactness is defined. What one sequence alone says, without speculation, cache or migration, it says in
 one batch with all the others, with each.
@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(folder: Path, quantization: str) -> Engine:
     config = EngineConfig(
         DEMO / "target", "demo", dtype="float32", num_blocks=400, num_threads=1, quantization=quantization,
+        kv_cache_dtype="int8" if quantization == "int8" else "auto",
         lora_dir=folder, speculative_model=DEMO / "draft",
     )  # fmt: skip
     return Engine(config, now=lambda: 0.0)  # by this clock every proposal pays

@@ -26,6 +26,7 @@ from tandem.engine.forward import StepInput, TorchForward
 from tandem.engine.kernels import AMX, CpuForward, load_library
 from tandem.engine.kernels.build import INSTRUCTIONS, SOURCE
 from tandem.engine.kernels.packed import PackedWeight
+from tandem.engine.kv_cache import opened, row_size, write_kv
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.models.decoder import rms_norm
 from tandem.engine.quantization import quantize
@@ -90,10 +91,13 @@ def steps(sizes: Sizes, tables: list[list[int]]) -> Iterator[StepInput]:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("threads", "quantization"), [(1, "none"), (2, "none"), (3, "none"), (2, "int8"), (3, "int4")])
+PASSES = [(1, "none", 0), (2, "none", 0), (3, "none", 0), (2, "int8", 0), (3, "int4", 0), (2, "none", 8)]
+
+
+@pytest.mark.parametrize(("threads", "quantization", "kv_bits"), PASSES)
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 def test_a_pass_computes_what_torch_does(
-    library: ctypes.CDLL, sizes: Sizes, threads: int, quantization: str, tmp_path: Path
+    library: ctypes.CDLL, sizes: Sizes, threads: int, quantization: str, kv_bits: int, tmp_path: Path
 ) -> None:
     """Hidden states, logits and the cache itself beside float32, on contexts in scattered blocks of a dirty cache."""
     config = sizes.config(tmp_path)
@@ -103,13 +107,14 @@ def test_a_pass_computes_what_torch_does(
     if quantization != "none":
         rounded.quantize(quantization)
         exact.quantize(quantization)
-    shape = (200, 2, sizes.kv_heads, sizes.block_size, sizes.head_dim)
-    caches = [[torch.zeros(shape, dtype=dtype) for _ in exact.layers] for dtype in (torch.bfloat16, torch.float32)]
+    dtypes = (torch.int8, torch.int8) if kv_bits else (torch.bfloat16, torch.float32)
+    shape = (200, 2, sizes.kv_heads, sizes.block_size, row_size(dtypes[0], sizes.head_dim))
+    caches = [[torch.zeros(shape, dtype=dtype) for _ in exact.layers] for dtype in dtypes]
     expected = TorchForward(exact, caches[1])
     assert not CpuForward.misfit(config)
-    tolerance = 0.03 if quantization == "int4" else 0.02  # its numbers are rounded, too
+    tolerance = 0.03 if quantization == "int4" or kv_bits else 0.02  # such numbers are rounded, too
     for kv in caches[0]:
-        kv.fill_(math.nan)
+        kv.fill_(-1 if kv_bits else math.nan)  # as bytes, -1 is a bfloat16 that is not a number
     found = CpuForward(library, rounded, caches[0], 512, lambda: threads)
     order = random.Random(0).sample(range(200), 200)
     lengths = map(sum, zip(*STEPS, strict=True))
@@ -124,7 +129,31 @@ def test_a_pass_computes_what_torch_does(
     assert written == list(range(len(exact.layers))) * (len(STEPS) // 2)
     used = [block for table in tables for block in table]
     for ours, theirs in zip(*caches, strict=True):
-        torch.testing.assert_close(ours[used].float().nan_to_num(), theirs[used], rtol=0.05, atol=0.1)
+        ours, theirs = (opened(kv[used], torch.float32).float().nan_to_num() for kv in (ours, theirs))
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.1)
+
+
+def test_int8_rows_are_the_bytes_that_torch_writes(library: ctypes.CDLL, tmp_path: Path) -> None:
+    """Of the first layer, whose K and V are the same whatever the cache is in."""
+    sizes = SHAPES[1]
+    config, caches = sizes.config(tmp_path), []
+    for dtype in (torch.bfloat16, torch.int8):
+        model = Decoder(config, torch.bfloat16)
+        fill(model, 3)
+        shape = (40, 2, sizes.kv_heads, sizes.block_size, row_size(dtype, sizes.head_dim))
+        cache = [torch.zeros(shape, dtype=dtype) for _ in model.layers]
+        forward = CpuForward(library, model, cache, 512, lambda: 2)
+        tables = [[4 * i + n for n in range(4)] for i in range(4)]
+        with torch.inference_mode():
+            forward(next(steps(sizes, tables)))
+        caches.append(cache[0])
+    slots = torch.arange(16 * 16)
+    k, v = (caches[0][:16, which].transpose(1, 2).flatten(0, 1) for which in (0, 1))
+    expected = torch.zeros_like(caches[1])
+    write_kv(expected, slots, k, v)
+    written = caches[0][:16].any(dim=-1)
+    assert written.sum() == 2 * sizes.kv_heads * (1 + 5 + 13 + 64)
+    assert torch.equal(caches[1][:16][written], expected[:16][written])
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -273,10 +302,10 @@ from tests.engine import test_kernels, test_sampler
 for number, sizes in enumerate(test_kernels.SHAPES[3:6:2]):
     folder = pathlib.Path(sys.argv[2], str(number))
     folder.mkdir()
-    test_kernels.test_a_pass_computes_what_torch_does(library, sizes, 1 + number, "none", folder)
+    test_kernels.test_a_pass_computes_what_torch_does(library, sizes, 1 + number, "none", 8 * number, folder)
 folder = pathlib.Path(sys.argv[2], "quantized")
 folder.mkdir()
-test_kernels.test_a_pass_computes_what_torch_does(library, test_kernels.SHAPES[0], 2, "int4", folder)
+test_kernels.test_a_pass_computes_what_torch_does(library, test_kernels.SHAPES[0], 2, "int4", 8, folder)
 test_kernels.test_a_packed_weight_is_what_it_was(library, True)
 test_kernels.test_a_quantized_weight_is_read_as_torch_reads_it(library, "int8", 96, True)
 test_sampler.test_the_kernels_choose_as_torch_does(library, 64)

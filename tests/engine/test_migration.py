@@ -24,9 +24,9 @@ MANNERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def engines(llama: Path) -> list[Engine]:
-    return [make_engine(llama) for _ in range(3)]
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def engines(request: pytest.FixtureRequest, llama: Path) -> list[Engine]:
+    return [make_engine(llama, kv_cache_dtype=request.param) for _ in range(3)]
 
 
 def going_on(whole: list[SequenceOutput], prompt: list[int], sampling: SamplingParams, written: int) -> Request:

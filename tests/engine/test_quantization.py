@@ -13,9 +13,11 @@ from tests.engine.tiny import Families, generate, greedy, make_engine, prompt_of
 
 
 def test_quality_has_bounds() -> None:
-    """Perplexity on held-out text: +1 % with int8, +5 % with int4."""
+    """Perplexity on held-out text: +1 % with int8, weights or KV, +5 % with int4."""
     sequences, plain = held_out(DEMO, 3), load(DEMO, "none")
     base = perplexity(plain, sequences)
+    assert 0 < abs(perplexity(plain, sequences, torch.int8) / base - 1) < 0.01
+    assert agreement(plain, plain, sequences, torch.int8) > 0.95
     for method, most, same in (("int8", 0.01, 0.95), ("int4", 0.05, 0.80)):
         model = load(DEMO, method)
         assert abs(perplexity(model, sequences) / base - 1) < most

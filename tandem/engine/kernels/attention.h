@@ -121,7 +121,7 @@ static inline __attribute__((always_inline)) void add_values(const struct sixtee
 
 /* All rows, FEW at most, over the keys `now`, while those of `then` are on their way; row n sees positions up to `at` +
    n / share. */
-static void attend_few(const struct model *m, const bf16 *kv, struct room *r, int64_t rows, int64_t at,
+static void attend_few(const struct model *m, const char *kv, struct room *r, int64_t rows, int64_t at,
                        const struct span *now, const struct span *then) {
     const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, count = now->count, groups = (count + 15) / 16;
     float scores[2 * MOST_ROWS * 32], keep[FEW];

@@ -1,8 +1,8 @@
-/* The keys and values of a sequence, in blocks of a cache: found, prefetched, gathered or packed. */
+/* The keys and values of a sequence, in blocks of a cache: found, prefetched, gathered, opened or packed. */
 
 #pragma once
 #include "linear.h"
-#include "model.h"
+#include "kv.h"
 
 enum { KEYS = 64, MAX_DIM = 256 };
 
@@ -21,35 +21,35 @@ static inline struct span part_of(const struct span *s, int64_t begin, int64_t e
 
 /* Where the keys from token t on lie; the values are `kv_heads * block_size` tokens further. `run`: how many tokens
    follow up to the end of the block or the span. */
-static inline const bf16 *context_at(const struct model *m, const bf16 *kv, const struct span *s, int64_t t,
+static inline const char *context_at(const struct model *m, const char *kv, const struct span *s, int64_t t,
                                      int64_t *run) {
     const int64_t size = m->block_size, first = s->first + t, offset = first % size;
     *run = size - offset < s->count - t ? size - offset : s->count - t;
-    return kv + ((s->table[first / size] * 2 * m->kv_heads + s->head) * size + offset) * m->head_dim;
+    return kv + ((s->table[first / size] * 2 * m->kv_heads + s->head) * size + offset) * kv_row(m);
 }
 
 /* Scattered blocks are too short for the CPU's own prefetcher. */
-static void fetch_context(const struct model *m, const bf16 *kv, const struct span *s) {
+static void fetch_context(const struct model *m, const char *kv, const struct span *s) {
     for (int64_t t = 0, run; t < s->count; t += run) {
-        const bf16 *keys = context_at(m, kv, s, t, &run), *values = keys + m->kv_heads * m->block_size * m->head_dim;
-        for (int64_t i = 0; i < run * m->head_dim; i += 32)
+        const char *keys = context_at(m, kv, s, t, &run), *values = keys + m->kv_heads * m->block_size * kv_row(m);
+        for (int64_t i = 0; i < run * kv_row(m); i += 64)
             _mm_prefetch(keys + i, _MM_HINT_T1), _mm_prefetch(values + i, _MM_HINT_T1);
     }
 }
 
 struct sixteen { const bf16 *keys, *values; };
 
-/* A span of at most 16 tokens: where it lies if it is 16 of one block, else gathered in `k` and `v`, with zeros up to
-   16. */
-static struct sixteen sixteen_at(const struct model *m, const bf16 *kv, struct span s, bf16 *k, bf16 *v) {
-    const int64_t dim = m->head_dim, bytes = dim * sizeof(bf16), values = m->kv_heads * m->block_size * dim;
+/* A span of at most 16 tokens: where it lies if it is 16 of one block and no int8, else gathered in `k` and `v`, with
+   zeros up to 16. */
+static struct sixteen sixteen_at(const struct model *m, const char *kv, struct span s, bf16 *k, bf16 *v) {
+    const int64_t dim = m->head_dim, bytes = dim * sizeof(bf16), values = m->kv_heads * m->block_size * kv_row(m);
     int64_t run;
-    const bf16 *from = s.count ? context_at(m, kv, &s, 0, &run) : 0;
-    if (from && run == 16) return (struct sixteen){from, from + values};
+    const char *from = s.count ? context_at(m, kv, &s, 0, &run) : 0;
+    if (from && run == 16 && !m->kv_int8) return (struct sixteen){(const bf16 *)from, (const bf16 *)(from + values)};
     for (int64_t t = 0; t < s.count; t += run) {
         from = context_at(m, kv, &s, t, &run);
-        memcpy(k + t * dim, from, run * bytes);
-        memcpy(v + t * dim, from + values, run * bytes);
+        read_rows(m, from, run, k + t * dim);
+        read_rows(m, from + values, run, v + t * dim);
     }
     memset(k + s.count * dim, 0, (16 - s.count) * bytes);
     memset(v + s.count * dim, 0, (16 - s.count) * bytes);
@@ -77,7 +77,7 @@ static void transpose16(const uint32_t *from, int64_t stride, uint32_t *to, int6
     }
 }
 
-static void pack_context(const struct model *m, const bf16 *kv, const struct span *s, struct room *r) {
+static void pack_context(const struct model *m, const char *kv, const struct span *s, struct room *r) {
     const int64_t dim = m->head_dim;
     for (int64_t t = 0; t < (s->count + 31) / 32 * 32; t += 16) { /* zeros up to a multiple of 32 */
         const int64_t begin = t < s->count ? t : s->count, end = t + 16 < s->count ? t + 16 : s->count;

@@ -49,9 +49,9 @@ static void place_row(const struct model *m, const struct layer *l, const struct
         if (weight) norm_row(x, weight, x, dim, m->eps);
         rotate(x, s->cos + row * half, s->sin + row * half, half);
     }
-    bf16 *to = l->kv + (s->slots[row] / size * 2 * m->kv_heads * size + s->slots[row] % size) * dim;
-    for (int64_t head = 0; head < 2 * m->kv_heads; head++, to += size * dim)
-        memcpy(to, x + (head - m->kv_heads) * dim, dim * sizeof *to);
+    char *to = l->kv + (s->slots[row] / size * 2 * m->kv_heads * size + s->slots[row] % size) * kv_row(m);
+    for (int64_t head = 0; head < 2 * m->kv_heads; head++, to += size * kv_row(m))
+        write_row(m, x + (head - m->kv_heads) * dim, to);
 }
 
 static void place(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s) {
@@ -107,8 +107,8 @@ static void second_half(struct thread *thread, const struct model *m, const stru
                         const struct step *s, struct room *r) {
     struct upcoming upcoming = {0};
     if (next)
-        upcoming = (struct upcoming){(const char *)next->kv, s->tables, s->table_starts[s->seqs],
-                             2 * m->kv_heads * m->block_size * m->head_dim * sizeof(bf16)};
+        upcoming = (struct upcoming){next->kv, s->tables, s->table_starts[s->seqs],
+                             2 * m->kv_heads * m->block_size * kv_row(m)};
     attention(thread, m, l, s, r);
     adapt(thread, s, l - m->layers, s->attended, &l->o, O_PARTS, 1);
     linear(thread, (struct linear){s->attended, &l->o, l->o_bias, s->x, s->x, s->rows, PLAIN, s->adapters, s->added,

@@ -180,7 +180,7 @@ def _struct(
     return Model(
         ctypes.addressof(layers), head.struct, model.norm.data_ptr(), opened.data_ptr(), opened.shape[1],
         x_sums.data_ptr(), model.inverse.data_ptr(), config.hidden_size, config.num_heads, config.num_kv_heads,
-        config.head_dim, config.intermediate_size, kv.shape[3], config.rms_norm_eps,
+        config.head_dim, config.intermediate_size, kv.shape[3], kv.dtype == torch.int8, config.rms_norm_eps,
     )  # fmt: skip
 
 

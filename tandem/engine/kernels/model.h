@@ -6,7 +6,7 @@
 struct layer {
     struct weight qkv, o, gate_up, down;
     const bf16 *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm, *gate_up_bias, *down_bias;
-    bf16 *kv; /* (blocks, 2, kv_heads, block_size, head_dim) */
+    char *kv; /* (blocks, 2, kv_heads, block_size, row): see kv_row */
 };
 
 struct model {
@@ -18,6 +18,7 @@ struct model {
     float *x_sums;
     const float *inverse; /* radians per position, (head_dim / 2,) */
     int64_t hidden, heads, kv_heads, head_dim, intermediate, block_size;
+    int64_t kv_int8; /* KV is in int8, as kv_cache.py has it */
     float eps;
 };
 

@@ -52,6 +52,7 @@ class Model(ctypes.Structure):
         ("x_sums", _POINTER),
         ("inverse", _POINTER),
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "block_size")),
+        ("kv_int8", _INT),
         ("eps", ctypes.c_float),
     ]
 
