@@ -22,7 +22,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
 from services.decode.admission import Admission
-from tandem.engine import FinishReason, Request, SampledToken, SequenceOutput
+from tandem.engine import Engine, FinishReason, Request, SampledToken, SequenceOutput
 from tandem.transfer import TransferError
 from tandem.worker import EnginePort, SequenceFailed, Streams
 
@@ -131,7 +131,7 @@ class Sequences:
                 block_ids=block_ids,
                 first_block=cached // self._engine.engine.layout.block_size,
                 timeout_s=max(0.0, held.timer.when() - self._loop.time()),
-                on_commit=lambda payload, num_bytes: self._join(request_id, payload, num_bytes),
+                on_commit=lambda payload, num_bytes: self._join(request_id, held, payload, num_bytes),
                 on_abort=lambda code, reason: self._call_soon(self._fail, request_id, code, f"KV transfer: {reason}"),
                 sender=sender,
             )
@@ -173,18 +173,19 @@ class Sequences:
 
     # --- its tokens ---
 
-    def _join(self, request_id: str, payload: bytes, num_bytes: int) -> None:
+    def _join(self, request_id: str, held: Held, payload: bytes, num_bytes: int) -> None:
         """The whole prompt has landed."""
         token = self._first_token(payload)
-        joined = self._engine.submit(lambda engine: engine.join(request_id, token))
-        joined.add_done_callback(lambda done: self._call_soon(self._joined, request_id, num_bytes, done.exception()))
-
-    def _joined(self, request_id: str, num_bytes: int, error: BaseException | None) -> None:
-        held = self._held.get(request_id)
-        if held is not None and error is not None:
-            self._fail(request_id, "INTERNAL", f"its first token does not fit: {error}")
-        elif held is not None:
+        if held.ended is None:
             held.span.add_event("landed", {"kv.transfer.bytes": num_bytes})
+        self._engine.submit(lambda engine: self._joined(engine, request_id, token))
+
+    def _joined(self, engine: Engine, request_id: str, token: SampledToken) -> None:
+        """On the engine's thread."""
+        try:
+            engine.join(request_id, token)
+        except Exception as error:
+            self._call_soon(self._fail, request_id, "INTERNAL", f"its first token does not fit: {error}")
 
     def on_outputs(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:

@@ -1,6 +1,7 @@
 """What coroutine code knows of an engine: it submits functions, and is called with outputs and with the engine's death.
 
 submit(fn) --between two steps--> fn(engine) --> future
+call(fn), call(fn), … ── what a turn of the loop brings ──> one submit ──> their results, in one callback
 engine.step() --> outputs --> on_outputs, on the event loop
           └─> tokens and seconds of the step --> rates
 """
@@ -11,7 +12,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from tandem.adapters import AdapterRef
 from tandem.engine import AdapterStore, AdapterStoreFull, Engine, Request, SequenceOutput
@@ -21,6 +22,8 @@ from tandem.worker.rates import Rates
 T = TypeVar("T")
 OnOutputs = Callable[[list[SequenceOutput]], None]
 OnDeath = Callable[[BaseException], None]
+# What a function returned, or raised.
+Outcome: TypeAlias = tuple[Any, BaseException | None]
 
 
 class EngineDied(RuntimeError):
@@ -38,6 +41,7 @@ class EnginePort(ABC):
         self.engine = engine
         self.stats = engine.stats()
         self.rates = Rates()
+        self._calls: list[Call] = []
 
     @abstractmethod
     def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
@@ -98,8 +102,25 @@ class EnginePort(ABC):
         return self.engine.adapters
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """`submit`, awaited. What `fn` raises is raised here."""
-        return await asyncio.wrap_future(self.submit(fn))
+        """`submit`, awaited. What `fn` raises is raised here. Not run if the caller is cancelled before its turn."""
+        loop = asyncio.get_running_loop()
+        call = Call(fn, loop.create_future())
+        if not self._calls:
+            loop.call_soon(self._submit_calls, loop)
+        self._calls.append(call)
+        result: T = await call.result
+        return result
+
+    def _submit_calls(self, loop: asyncio.AbstractEventLoop) -> None:
+        calls, self._calls = self._calls, []
+
+        def ran(done: Future[list[Outcome]]) -> None:
+            error = done.exception()
+            outcomes: list[Outcome] = [(None, error)] * len(calls) if error else done.result()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_settle, calls, outcomes)
+
+        self.submit(lambda engine: [call.run(engine) for call in calls]).add_done_callback(ran)
 
     def _measure(self, seconds: float) -> bool:
         """Note what a step of so many seconds did; False if it brought nothing on."""
@@ -109,6 +130,31 @@ class EnginePort(ABC):
         if read or written:
             self.rates.step(read, written, seconds)
         return self.stats != before
+
+
+class Call(NamedTuple):
+    """Of a function on the engine, by a coroutine."""
+
+    fn: Callable[[Engine], Any]
+    result: asyncio.Future[Any]
+
+    def run(self, engine: Engine) -> Outcome:
+        if self.result.cancelled():
+            return None, None
+        try:
+            return self.fn(engine), None
+        except Exception as error:
+            return None, error
+
+
+def _settle(calls: list[Call], outcomes: list[Outcome]) -> None:
+    for call, (value, error) in zip(calls, outcomes, strict=True):
+        if call.result.done():
+            continue
+        if error is not None:
+            call.result.set_exception(error)
+        else:
+            call.result.set_result(value)
 
 
 class Submission(Generic[T]):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +66,27 @@ async def test_a_death_is_reported_once(demo_model: Path) -> None:
     assert [type(death) for death in deaths] == [AttributeError]
     with pytest.raises(EngineDied):
         await port.call(lambda engine: None)
+
+
+async def test_calls_of_one_turn_reach_the_engine_together(demo_model: Path) -> None:
+    port, at = InlineEngine(config(demo_model, STEPS)), list[float]()
+    submitted = list[object]()
+
+    def counted(fn: Callable[[Engine], Any]) -> Future[Any]:
+        submitted.append(fn)
+        return InlineEngine.submit(port, fn)
+
+    port.submit = counted  # type: ignore[method-assign, assignment]
+    port.start(lambda outputs: None, lambda error: None)
+    loop = asyncio.get_running_loop()
+
+    def fails(engine: Engine) -> None:
+        raise ValueError("wrong")
+
+    calls = [asyncio.ensure_future(port.call(fn)) for fn in (lambda _: at.append(loop.time()), fails, lambda _: 3)]
+    left = asyncio.ensure_future(port.call(lambda _: at.append(0.0)))
+    await asyncio.sleep(0)
+    left.cancel()
+    assert [str(value) for value in await asyncio.gather(*calls, return_exceptions=True)] == ["None", "wrong", "3"]
+    assert len(submitted) == len(at) == 1
+    port.close()

@@ -220,7 +220,7 @@ class SendingEnd:
         side.open()
         self._open_by += side.open_s
         slots = Slots(side, welcome.block_bytes, min(self._frame_bytes, welcome.max_frame_bytes))
-        if slots.count == 0:
+        if not slots.holds_a_block:
             text = f"arena_bytes: {side.size} cannot hold one block of {welcome.block_bytes} bytes"
             raise TransferError("FAILED_PRECONDITION", text)
         self._side, self._slots = side, slots

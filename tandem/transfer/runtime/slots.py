@@ -1,13 +1,13 @@
-"""A link's outgoing memory, cut into slots.
+"""A link's outgoing memory, a ring of slots as long as what lies in them.
 
 slot    free -> taken (gather, checksum) -> lent (queued, being read) -> free
-        in shared memory first in, first out, because a line that another core has just read is slow to write again
-        inline last in, first out: the working set stays small enough for the CPU's caches
+
+A slot is free for others once all taken before it are, too: they are read in the order in which they were queued. In
+shared memory the ring goes round, because a line that another core has just read is slow to write again. Inline it
+begins anew whenever it is empty: the working set stays small enough for the CPU's caches.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 from tandem.transfer.transports.base import SendSide, Slot
 
@@ -16,27 +16,53 @@ MAX_SLOTS = 511  # as many as a side may have to remember
 
 
 class Slots:
-    """Equal slots of a side, each of `blocks` blocks; at least four where there is room."""
+    """Frames of at most `blocks` blocks; at least four of that size where there is room."""
 
     def __init__(self, side: SendSide, block_bytes: int, frame_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.blocks = max(1, min(frame_bytes, side.size // 4) // block_bytes)
-        slot_bytes = -(-self.blocks * block_bytes // LINE) * LINE  # rows start on a cache line
-        self.count = min(side.size // slot_bytes, MAX_SLOTS)
-        self._free = deque(side.start + slot * slot_bytes for slot in range(self.count))
-        self._next = self._free.pop if side.inline else self._free.popleft
+        self._start, self._end, self._inline = side.start, side.start + side.size, side.inline
+        self._next = self._start
+        self._taken: dict[int, bool] = {}  # the oldest first: whether it was given back
 
     @property
     def num_taken(self) -> int:
-        return self.count - len(self._free)
+        return len(self._taken)
 
     @property
     def frame_bytes(self) -> int:
         return self.blocks * self.block_bytes
 
+    @property
+    def holds_a_block(self) -> bool:
+        return _in_lines(self.block_bytes) <= self._end - self._start
+
     def take(self, nbytes: int) -> Slot | None:
-        """The first `nbytes` of a free slot, or None."""
-        return Slot(self._next(), nbytes) if self._free else None
+        """`nbytes` that are free, from the beginning of a cache line on, or None."""
+        size = _in_lines(nbytes)
+        offset = self._place(size)
+        if offset is None or len(self._taken) == MAX_SLOTS:
+            return None
+        self._next, self._taken[offset] = offset + size, False
+        return Slot(offset, nbytes)
 
     def give(self, offset: int) -> None:
-        self._free.append(offset)
+        self._taken[offset] = True
+        while self._taken and self._taken[oldest := next(iter(self._taken))]:
+            del self._taken[oldest]
+
+    def _place(self, size: int) -> int | None:
+        """Behind the newest, or at the start where the end is too near."""
+        if not self._taken:
+            offset = self._start if self._inline or self._next + size > self._end else self._next
+            return offset if offset + size <= self._end else None
+        oldest = next(iter(self._taken))
+        if self._next <= oldest:  # it has gone round
+            return self._next if self._next + size <= oldest else None
+        if self._next + size <= self._end:
+            return self._next
+        return self._start if self._start + size <= oldest else None
+
+
+def _in_lines(nbytes: int) -> int:
+    return -(-nbytes // LINE) * LINE
