@@ -92,6 +92,15 @@ def response_of(answer: Answer, delta: Delta) -> llm_pb2.GenerateResponse:
         prompt_logprobs=delta.tokens.prompt_logprobs,
         reasoning=delta.reasoning,
         tool_calls=calls_of(answer, delta),
+        tool_call_parts=[
+            llm_pb2.ToolCallPart(
+                index=part.index,
+                id=answer.call_id(delta.choice, part.index) if part.name else "",
+                name=part.name,
+                arguments=part.arguments,
+            )
+            for part in delta.call_parts
+        ],
     )
     if delta.finish_reason:
         message.usage.CopyFrom(answer.usage)
@@ -100,11 +109,8 @@ def response_of(answer: Answer, delta: Delta) -> llm_pb2.GenerateResponse:
 
 
 def calls_of(answer: Answer, delta: Delta) -> list[llm_pb2.ToolCall]:
-    plan = answer.request.reading
-    if plan is None:
-        return []
     return [
-        llm_pb2.ToolCall(id=plan.call_id(answer.new_id()), name=call.name, arguments=call.arguments)
+        llm_pb2.ToolCall(id=answer.call_id(delta.choice, call.index), name=call.name, arguments=call.arguments)
         for call in delta.calls
     ]
 

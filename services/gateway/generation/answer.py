@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from hashlib import blake2b
 
 from opentelemetry.trace import Span, Tracer
 
@@ -43,7 +44,7 @@ class Answer:
         *, max_model_len: int, seed: int, running: set[Answer], new_id: Callable[[], str],
     ) -> None:  # fmt: skip
         self.request = request
-        self.new_id = new_id
+        self._unique = new_id()
         self.outcomes = [Outcome() for _ in range(request.num_choices)]
         self._pipeline = pipeline
         self._allowances = allowances
@@ -77,6 +78,11 @@ class Answer:
     def path(self) -> llm_pb2.Path:
         """The path of the first choice that has one."""
         return next((outcome.path for outcome in self.outcomes if outcome.path.kind), self.outcomes[0].path)
+
+    def call_id(self, choice: int, index: int) -> str:
+        """The id of one call of a tool."""
+        assert self.request.reading is not None
+        return self.request.reading.call_id(blake2b(f"{self._unique}-{choice}-{index}".encode()).hexdigest())
 
     def path_headers(self) -> dict[str, str]:
         """Which path the request took and why, as far as it is known: HTTP headers, gRPC trailers."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.text import StopStrings, Tokenizer
-from services.gateway.tools import Call, Reading, ReadingPlan
+from services.gateway.tools import Call, CallPart, Reading, ReadingPlan
 from services.gateway.workers import Tokens
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
@@ -28,11 +28,12 @@ class Delta:
     offsets: list[int]  # where each token's text begins in the answer, in characters
     finish_reason: llm_pb2.FinishReason
     reasoning: str = ""
-    calls: Sequence[Call] = field(default_factory=list)
+    calls: Sequence[Call] = field(default_factory=list)  # that are complete now
+    call_parts: Sequence[CallPart] = field(default_factory=list)
 
     @property
     def says_something(self) -> bool:
-        return bool(self.text or self.finish_reason or self.reasoning or self.calls) or bool(
+        return bool(self.text or self.finish_reason or self.reasoning or self.call_parts) or bool(
             self.tokens.logprobs or self.tokens.prompt_logprobs
         )
 
@@ -93,7 +94,7 @@ class Choice:
         self._called = self._called or bool(found.calls)
         if self._called and finish_reason == llm_pb2.FINISH_REASON_STOP:
             finish_reason = llm_pb2.FINISH_REASON_TOOL_CALLS
-        return Delta(self.index, found.text, tokens, offsets, finish_reason, found.reasoning, found.calls)
+        return Delta(self.index, found.text, tokens, offsets, finish_reason, found.reasoning, found.calls, found.parts)
 
     def _show(self, text: str) -> str:
         self._length += len(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from services.gateway.http.format import CheckTurn, Format, Name, ParsedBody, na
 from services.gateway.llm import LLM
 from services.gateway.reasoning import budget_of, template_variables
 from services.gateway.text import ROLES, TemplateOptions, Tokenizer
-from services.gateway.tools import ToolUse, plan_reading, read_call, read_tools
+from services.gateway.tools import Call, CallPart, ToolUse, plan_reading, read_call, read_tools
 
 
 async def read_chat(llm: LLM, body: bytes, check_turn: CheckTurn) -> ParsedBody:
@@ -64,14 +63,11 @@ class ChatFormat(Format):
         self._new_call_id = new_call_id
         self._with_reasoning = with_reasoning
         self._begun: set[int] = set()
-        self._num_calls: Counter[int] = Counter()
 
     def delta(self, delta: Delta) -> dict[str, Any]:
         said: dict[str, Any] = {"content": delta.text, **self._reasoning(delta)}
-        if calls := self._calls(delta):
-            first = self._num_calls[delta.choice]
-            said["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
-            self._num_calls[delta.choice] += len(calls)
+        if delta.call_parts:
+            said["tool_calls"] = [{"index": part.index, **self._call(part)} for part in delta.call_parts]
         if len(said) > 1 and not delta.text:
             del said["content"]
         if delta.choice not in self._begun:
@@ -80,7 +76,7 @@ class ChatFormat(Format):
         return {"delta": said, "logprobs": self._logprobs(delta)}
 
     def choice(self, delta: Delta) -> dict[str, Any]:
-        calls = self._calls(delta)
+        calls = [self._call(call) for call in delta.calls]
         text = None if calls and not delta.text else delta.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, **self._reasoning(delta)}
         if calls:
@@ -93,15 +89,12 @@ class ChatFormat(Format):
             return {}
         return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
 
-    def _calls(self, delta: Delta) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": self._new_call_id(),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in delta.calls
-        ]
+    def _call(self, said: Call | CallPart) -> dict[str, Any]:
+        """Its id and name only where it begins."""
+        if not said.name:
+            return {"function": {"arguments": said.arguments}}
+        function = {"name": said.name, "arguments": said.arguments}
+        return {"id": self._new_call_id(), "type": "function", "function": function}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not delta.tokens.logprobs:

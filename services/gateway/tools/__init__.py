@@ -3,10 +3,11 @@
     text -> Thinking -> CallReader of the model's format -> Reading
             <think>     <tool_call>, [TOOL_CALLS], ...
 
-Each format reads text as it comes, cut anywhere, and shows a call once it is complete: one that was cut off is none.
+Each format reads text as it comes, cut anywhere: a call in parts, as far as they are certain, and whole once it is
+complete. One that was cut off is none.
 """
 
-from services.gateway.tools.call import Call, CallReader, Schemas, parsed
+from services.gateway.tools.call import Call, CallPart, CallReader, Schemas, parsed
 from services.gateway.tools.formats import FORMATS, detect_format
 from services.gateway.tools.plan import ReadingPlan, plan_reading
 from services.gateway.tools.reader import AnswerReader, Reading
@@ -18,6 +19,7 @@ __all__ = [
     "TAGS",
     "AnswerReader",
     "Call",
+    "CallPart",
     "CallReader",
     "Reading",
     "ReadingPlan",

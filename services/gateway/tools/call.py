@@ -1,7 +1,7 @@
 """What all formats of tool calls have in common.
 
     text ... begin  body  closer  text ...
-             └─ held until the body is complete ─┘
+             └─ held until the body is complete; meanwhile what is certain of its calls comes in parts
 
 Text that cannot be a part of a call passes through at once. A body that turns out not to be a call is text, too.
 """
@@ -9,13 +9,16 @@ Text that cannot be a part of a call passes through at once. A body that turns o
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from services.gateway.tools.brackets import Brackets
 
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+CONTROL = re.compile(r"[\x00-\x1f]")
 # The parameters of each tool that was offered, by its name.
 Schemas = Mapping[str, Mapping[str, Any]]
 
@@ -24,6 +27,19 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class Call:
     name: str
     arguments: str  # a JSON object, as text
+    index: int = 0  # among the answer's
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """What is new of call `index` of an answer: its name, once, and more of its arguments."""
+
+    index: int
+    name: str
+    arguments: str
+
+
+Piece = str | Call | CallPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,7 @@ class CallReader(ABC):
     ends_thinking: ClassVar[tuple[str, ...]] = ()  # a call within thoughts ends them
     strict_tag: ClassVar[tuple[str, str] | None] = None  # around the arguments of a call of {name}, in its own format
     quotes: ClassVar[str] = '"'
+    separators: ClassVar[str] = ""
     id_form: ClassVar[str] = "call_{:.24}"  # of a call's id, made of one that is unique
 
     def __init__(self, schemas: Schemas) -> None:
@@ -52,54 +69,76 @@ class CallReader(ABC):
         self._inside = False
         self._closing = False
         self._silent = True  # nothing but white space has been said
-        self._brackets = Brackets(self.quotes)
+        self._brackets = Brackets(self.quotes, self.separators)
+        self._num_calls = 0
+        self._begun: list[Call] = []  # of the body, as far as parts have told of them
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
         """What may be a special token of the model's."""
         return (*cls.begins, *cls.parts, *cls.closers)
 
+    def _open(self) -> None:
+        """A body begins."""
+        self._inside, self._brackets, self._begun = True, Brackets(self.quotes, self.separators), []
+
     @abstractmethod
     def _take(self, text: str) -> Taken | None:
         """The body that `text` begins with; None while it is not complete."""
 
-    def feed(self, text: str) -> list[str | Call]:
-        """Text and calls that are certain now, in order."""
+    def _sketch(self, text: str) -> Sequence[Call]:
+        """The calls that `text`, a body that is not complete, has begun: of each so much as will not change."""
+        return ()
+
+    def feed(self, text: str) -> list[Piece]:
+        """Text and calls that are certain now, in order: each call behind its parts."""
         self._held += text
         return self._pieces(ended=False)
 
-    def finish(self) -> list[str | Call]:
-        """The rest, when nothing follows. A marked call that was cut off is dropped: it is neither call nor text."""
+    def finish(self) -> list[Piece]:
+        """The rest, when nothing follows. A marked or begun call that was cut off is neither call nor text."""
         pieces = self._pieces(ended=True)
-        if self._inside and not self._held.startswith(self.begins):
+        if self._inside and not self._begun and not self._held.startswith(self.begins):
             pieces.append(self._held)
         self._held = ""
         return pieces
 
-    def _pieces(self, ended: bool) -> list[str | Call]:
-        pieces: list[str | Call] = []
+    def _pieces(self, ended: bool) -> list[Piece]:
+        pieces: list[Piece] = []
         while self._held and self._advance(pieces, ended):
             pass
         return pieces
 
-    def _advance(self, pieces: list[str | Call], ended: bool) -> bool:
+    def _advance(self, pieces: list[Piece], ended: bool) -> bool:
         """Take what is certain from the front of the held text; False when more of it must come first."""
         if self._closing:
             return self._close(ended)
         if not self._inside:
             return self._pass_text(pieces, ended)
         taken = self._take(self._held)
+        self._begin(self._sketch(self._held) if taken is None else taken.calls, pieces)
         if taken is None:
             return False
         if taken.calls:
-            pieces += taken.calls
+            pieces += [replace(call, index=self._num_calls + i) for i, call in enumerate(taken.calls)]
         else:
             self._say(self._held[: taken.length], pieces)
+        self._num_calls += max(len(taken.calls), len(self._begun))
         self._held = self._held[taken.length :]
         self._inside, self._closing = False, bool(taken.calls)
         return True
 
-    def _pass_text(self, pieces: list[str | Call], ended: bool) -> bool:
+    def _begin(self, calls: Sequence[Call], pieces: list[Piece]) -> None:
+        """Tell what is new of a body's calls."""
+        for i, call in enumerate(calls):
+            known = self._begun[i] if i < len(self._begun) else None
+            new = call.arguments[len(known.arguments) :] if known else call.arguments
+            if new or known is None:
+                pieces.append(CallPart(self._num_calls + i, "" if known else call.name, new))
+        if calls:
+            self._begun = list(calls)
+
+    def _pass_text(self, pieces: list[Piece], ended: bool) -> bool:
         """Up to the next begin, or as far as no begin can have begun."""
         text = self._held
         opens = self.opens if self._silent else ()
@@ -108,7 +147,7 @@ class CallReader(ABC):
             found = [at for begin in self.begins if (at := text.find(begin)) >= 0]
             start = min(found, default=-1)
         if start >= 0:
-            self._inside, self._brackets = True, Brackets(self.quotes)
+            self._open()
         else:
             start = len(text) - (0 if ended else may_begin(text, self.begins))
         if not ended and opens and not text[:start].strip():
@@ -131,7 +170,7 @@ class CallReader(ABC):
         self._closing = False
         return True
 
-    def _say(self, text: str, pieces: list[str | Call]) -> None:
+    def _say(self, text: str, pieces: list[Piece]) -> None:
         if text:
             self._silent = self._silent and not text.strip()
             pieces.append(text)
@@ -153,6 +192,15 @@ def call_of(value: Any) -> Call | None:
     if isinstance(arguments, str):
         arguments = parsed(arguments)
     return Call(name, to_json(arguments)) if isinstance(arguments, dict) else None
+
+
+def json_text(text: str) -> str:
+    """JSON as a model writes it, with the control characters in its strings escaped: as it stands, but strict JSON."""
+    return STRING.sub(_escaped, text) if CONTROL.search(text) else text
+
+
+def _escaped(string: re.Match[str]) -> str:
+    return CONTROL.sub(lambda found: json.dumps(found[0])[1:-1], string[0])
 
 
 def parsed(text: str) -> Any:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from services.gateway.tools.call import Call, CallReader, Schemas, Taken, call_of, parsed, to_json
+from collections.abc import Sequence
+
+from services.gateway.tools.call import Call, CallReader, Piece, Schemas, Taken, json_text, parsed
+from services.gateway.tools.json_call import JsonCalls
 
 
-class ForcedCalls(CallReader):
+class ForcedCalls(JsonCalls):
     """[{"name": "f", "arguments": {...}}, ...]: each call as soon as it is complete."""
 
     begins = ("{",)
     closers = (",",)
 
-    def feed(self, text: str) -> list[str | Call]:
+    def feed(self, text: str) -> list[Piece]:
         return _calls(super().feed(text))
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[Piece]:
         return _calls(super().finish())
 
-    def _take(self, text: str) -> Taken | None:
-        end = self._brackets.end(text, 0)
-        call = None if end is None else call_of(parsed(text[:end]))
-        return None if end is None else Taken(end, [call] if call else ())
+    def _object(self, text: str) -> int | None:
+        return 0
 
 
 class NamedCall(CallReader):
@@ -34,12 +35,14 @@ class NamedCall(CallReader):
 
     def _take(self, text: str) -> Taken | None:
         end = self._brackets.end(text, 0)
-        arguments = None if end is None else parsed(text[:end])
         if end is None:
             return None
-        return Taken(end, [Call(self._name, to_json(arguments))] if isinstance(arguments, dict) else ())
+        return Taken(end, self._sketch(text[:end]) if isinstance(parsed(text[:end]), dict) else ())
+
+    def _sketch(self, text: str) -> Sequence[Call]:
+        return [Call(self._name, json_text(text))]
 
 
-def _calls(pieces: list[str | Call]) -> list[str | Call]:
+def _calls(pieces: list[Piece]) -> list[Piece]:
     """Without the brackets of the list."""
-    return [piece for piece in pieces if isinstance(piece, Call)]
+    return [piece for piece in pieces if not isinstance(piece, str)]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from services.gateway.tools.call import CallReader, Taken, call_of, parsed
+from services.gateway.tools.call import Taken
+from services.gateway.tools.json_call import JsonCalls
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-class Hermes(CallReader):
+class Hermes(JsonCalls):
     begins = (BEGIN,)
     closers = (END,)
     strict_tag = (BEGIN + '\n{{"name": {name}, "arguments": ', "}\n" + END)
 
-    def _take(self, text: str) -> Taken | None:
+    def _object(self, text: str) -> int | None:
         body = text[len(BEGIN) :].lstrip()
-        start = len(text) - len(body)
-        if body and body[0] != "{":
-            closed = text.find(END)
-            return None if closed < 0 else Taken(closed + len(END))
-        end = self._brackets.end(text, start) if body else None
-        if end is None:
-            return None
-        call = call_of(parsed(text[start:end]))
-        return Taken(end, [call] if call else ())
+        return len(text) - len(body) if body else None
+
+    def _no_object(self, text: str, start: int) -> Taken | None:
+        closed = text.find(END)
+        return None if closed < 0 else Taken(closed + len(END))

@@ -5,27 +5,19 @@ Without the tag it is a call only as the first that is said, and only of a tool 
 
 from __future__ import annotations
 
-from services.gateway.tools.call import CallReader, Taken, call_of, parsed
+from services.gateway.tools.json_call import JsonCalls
 
 TAG = "<|python_tag|>"
 
 
-class Llama3Json(CallReader):
+class Llama3Json(JsonCalls):
     begins = (TAG,)
     opens = ("{",)
     closers = (";",)
 
-    def _take(self, text: str) -> Taken | None:
-        tag = len(TAG) if text.startswith(TAG) else 0
-        start = len(text) - len(text[tag:].lstrip())
-        if start == len(text):
-            return None
-        if text[start] != "{":
-            return Taken(start)
-        end = self._brackets.end(text, start)
-        if end is None:
-            return None
-        call = call_of(parsed(text[start:end]))
-        if call is None or not (tag or call.name in self._schemas):
-            return Taken(end)
-        return Taken(end, [call])
+    def _object(self, text: str) -> int | None:
+        body = text.removeprefix(TAG).lstrip()
+        return len(text) - len(body) if body else None
+
+    def _offered(self, text: str, name: str) -> bool:
+        return text.startswith(TAG) or name in self._schemas

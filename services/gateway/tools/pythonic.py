@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from services.gateway.tools.call import Call, CallReader, Taken, to_json
 
@@ -14,6 +15,11 @@ class Pythonic(CallReader):
     opens = ("[",)
     closers = ("<|python_end|>",)
     quotes = "\"'"
+    separators = ","
+
+    def _open(self) -> None:
+        super()._open()
+        self._parsed = (0, list[Call]())  # up to which comma, and what
 
     def _take(self, text: str) -> Taken | None:
         tag = len(TAG) if text.startswith(TAG) else 0
@@ -26,6 +32,17 @@ class Pythonic(CallReader):
         if end is None:
             return None
         return Taken(end, calls_of(text[start:end]) or ())
+
+    def _sketch(self, text: str) -> Sequence[Call]:
+        """Up to the last comma between calls or between arguments of one."""
+        start = text.find("[", len(TAG) if text.startswith(TAG) else 0)
+        comma, depth = self._brackets.separator
+        if start >= 0 and comma != self._parsed[0]:
+            found = calls_of(text[start:comma] + (")]" if depth == 2 else "]")) or []
+            if found and depth == 2:
+                found[-1] = Call(found[-1].name, found[-1].arguments.removesuffix("}"))
+            self._parsed = comma, found
+        return self._parsed[1]
 
 
 def calls_of(text: str) -> list[Call] | None:

@@ -15,11 +15,12 @@ where </parameter> was forgotten. What a value means, the tool's schema says.
 from __future__ import annotations
 
 import ast
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.gateway.tools.call import Call, CallReader, Taken, parsed, to_json
+from services.gateway.tools.call import Call, CallReader, Schemas, Taken, parsed, to_json
 
 BEGIN, FUNCTION, END = "<tool_call>", "<function=", "</function>"
 NAME = re.compile(r"<function=([^>\n]+)>\s*")
@@ -29,6 +30,8 @@ VALUE_END = re.compile(
     r"|\n(?=<parameter=[^>\n]+>)"
     r"|\n(?=</function>\s*(?:</tool_call>|$))"
 )
+# What may yet turn out to be the end of a value.
+MAY_END = re.compile(r"\n?(?:</parameter>\s*|</function>\s*)?(?:<[^>\n]*)?$")
 SPACE = re.compile(r"\s*")
 TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict,
@@ -41,9 +44,15 @@ class Qwen3Coder(CallReader):
     closers = ("</tool_call>",)
     ends_thinking = (BEGIN,)
 
+    def _open(self) -> None:
+        super()._open()
+        self._written = _Written(self._schemas)
+
+    def _sketch(self, text: str) -> Sequence[Call]:
+        return self._written.read(text, _start(text))
+
     def _take(self, text: str) -> Taken | None:
-        start = len(BEGIN) if text.startswith(BEGIN) else 0
-        start += len(text[start:]) - len(text[start:].lstrip())
+        start = _start(text)
         body = text[start:]
         if not body.startswith(FUNCTION):
             return None if FUNCTION.startswith(body) else Taken(start)
@@ -56,18 +65,78 @@ class Qwen3Coder(CallReader):
         if head is None:
             return Taken(start + len(FUNCTION))
         name = head[1].strip()
-        given, at = {}, head.end()
+        given: dict[str, str] = {}
+        at = head.end()
         while found := PARAMETER.match(text, at):
             end = VALUE_END.search(text, max(found.end() - 1, found.start()))
             if end is None:
                 return None
-            given[found[1].strip()] = text[found.end() : max(end.start(), found.end())]
+            given.setdefault(found[1].strip(), text[found.end() : max(end.start(), found.end())])
             at = SPACE.match(text, end.end()).end()  # type: ignore[union-attr]
         if not text.startswith(END, at):
             return None if _may_go_on(text[at:]) else Taken(at)
-        types = self._schemas.get(name, {}).get("properties", {})
+        types = _types(self._schemas, name)
         arguments = {key: typed(value, types.get(key, {})) for key, value in given.items()}
         return Taken(at + len(END), [Call(name, to_json(arguments))])
+
+
+class _Written:
+    """A call while it is written: each value when it is complete, a string as far as it cannot have ended."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
+        self._name = ""
+        self._at = self._value = self._read = 0  # behind the complete values; the present one begins, is read up to
+        self._given: dict[str, Any] = {}
+        self._key: str | None = None
+        self._open = ""  # the text of an incomplete value, as JSON
+
+    def read(self, text: str, start: int) -> Sequence[Call]:
+        if not self._name:
+            head = NAME.match(text, start)
+            if head is None:
+                return ()
+            self._name, self._at = head[1].strip(), head.end()
+        while self._value_read(text):
+            pass
+        complete = to_json(self._given).removesuffix("}") if self._given else "{"
+        return [Call(self._name, complete + self._open if self._given or self._open else "")]
+
+    def _value_read(self, text: str) -> bool:
+        """Whether the present value is complete, and another may follow."""
+        if self._key is None and not self._found(text):
+            return False
+        assert self._key is not None
+        types = _types(self._schemas, self._name).get(self._key, {})
+        end = VALUE_END.search(text, self._read)
+        if end is None:
+            self._read = MAY_END.search(text, self._read).start()  # type: ignore[union-attr]
+            if allowed_types(types) == {"string"} and self._key not in self._given:
+                value = json.dumps(text[self._value : max(self._read, self._value)], ensure_ascii=False).removesuffix(
+                    '"'
+                )
+                self._open = f"{', ' if self._given else ''}{json.dumps(self._key, ensure_ascii=False)}: {value}"
+            return False
+        self._given.setdefault(self._key, typed(text[self._value : max(end.start(), self._value)], types))
+        self._at, self._key, self._open = end.end(), None, ""
+        return True
+
+    def _found(self, text: str) -> bool:
+        found = PARAMETER.match(text, SPACE.match(text, self._at).end())  # type: ignore[union-attr]
+        if found is None or (found.end() == len(text) and not found[0].endswith("\n")):  # its new line may yet come
+            return False
+        self._key, self._value, self._read = found[1].strip(), found.end(), found.end() - 1
+        return True
+
+
+def _start(text: str) -> int:
+    start = len(BEGIN) if text.startswith(BEGIN) else 0
+    return SPACE.match(text, start).end()  # type: ignore[union-attr]
+
+
+def _types(schemas: Schemas, name: str) -> Mapping[str, Any]:
+    types: Mapping[str, Any] = schemas.get(name, {}).get("properties", {})
+    return types
 
 
 def _may_go_on(rest: str) -> bool:

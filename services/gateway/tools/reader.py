@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.tools.call import Call, CallReader
+from services.gateway.tools.call import Call, CallPart, CallReader, Piece
 from services.gateway.tools.thinking import Thinking
 
 
@@ -16,9 +16,11 @@ class Reading:
     text: str = ""
     reasoning: str = ""
     calls: Sequence[Call] = field(default_factory=list)
+    parts: Sequence[CallPart] = field(default_factory=list)
 
     def __add__(self, more: Reading) -> Reading:
-        return Reading(self.text + more.text, self.reasoning + more.reasoning, [*self.calls, *more.calls])
+        calls, parts = [*self.calls, *more.calls], [*self.parts, *more.parts]
+        return Reading(self.text + more.text, self.reasoning + more.reasoning, calls, parts)
 
 
 class AnswerReader:
@@ -26,7 +28,7 @@ class AnswerReader:
         """Calls beyond `most_calls` are dropped."""
         self._thinking = thinking
         self._calls = calls
-        self._left = most_calls
+        self._most = self._left = most_calls
         self._called = False
         self._said = False
         self._space = ""  # white space that is a part of the answer only if text follows
@@ -42,7 +44,7 @@ class AnswerReader:
     def finish(self) -> Reading:
         """The rest, when nothing follows."""
         thoughts, rest = self._thinking.finish() if self._thinking else ("", "")
-        pieces: list[str | Call] = [rest]
+        pieces: list[Piece] = [rest]
         if self._calls:
             pieces = [*self._calls.feed(rest), *self._calls.finish()]
         found = self._reading(thoughts, pieces)
@@ -54,18 +56,22 @@ class AnswerReader:
     def _thought(self) -> bool:
         return self._thinking is not None and self._thinking.seen
 
-    def _reading(self, thoughts: str, pieces: Iterable[str | Call]) -> Reading:
+    def _reading(self, thoughts: str, pieces: Iterable[Piece]) -> Reading:
         texts: list[str] = []
         calls: list[Call] = []
+        parts: list[CallPart] = []
         for piece in pieces:
             if isinstance(piece, str):
                 texts.append(self._say(piece))
+            elif isinstance(piece, CallPart):
+                if self._most is None or piece.index < self._most:
+                    parts.append(piece)
             elif self._left is None or self._left > len(calls):
                 self._called = True
                 calls.append(piece)
         if self._left is not None:
             self._left -= len(calls)
-        return Reading("".join(texts), thoughts, calls)
+        return Reading("".join(texts), thoughts, calls, parts)
 
     def _say(self, text: str) -> str:
         """Without white space at its end, and none before the first word behind thoughts or calls."""

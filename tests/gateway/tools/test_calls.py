@@ -78,17 +78,22 @@ async def test_a_call_whole_and_streamed(client: AsyncOpenAI, says: Any, tokeniz
         ("weather", {"city": "Malmö"})
     ] * 2
     assert len({call.id for call in calls}) == 2
-    text, thoughts, found, reason = "", "", {}, None
+    text, thoughts, reason = "", "", None
+    begun: list[Any] = []
+    pieces: dict[int, list[str]] = {}
     async for chunk in await client.chat.completions.create(**ASKED, stream=True):
         (part,) = chunk.choices
         text += part.delta.content or ""
         thoughts += getattr(part.delta, "reasoning_content", None) or ""
         reason = part.finish_reason or reason
         for call in part.delta.tool_calls or []:
-            found[call.index] = (call.id, call.type, call.function.name, json.loads(call.function.arguments))
+            if call.id:
+                begun.append((call.index, call.type, call.function.name))
+            pieces.setdefault(call.index, []).append(call.function.arguments)
     assert (text, thoughts, reason) == ("Let me look.", "Where?", "tool_calls")
-    assert [call[1:] for call in found.values()] == [("function", "weather", {"city": "Malmö"})] * 2
-    assert list(found) == [0, 1]
+    assert begun == [(0, "function", "weather"), (1, "function", "weather")]
+    assert ["".join(pieces[i]) for i in (0, 1)] == [call.function.arguments for call in calls]
+    assert min(map(len, pieces.values())) > 3
 
 
 async def test_one_call_where_they_may_not_be_parallel(client: AsyncOpenAI, says: Any) -> None:
@@ -179,7 +184,11 @@ async def test_over_grpc(gateway: Gateway, says: Any) -> None:
     assert choice.finish_reason == llm_pb2.FINISH_REASON_TOOL_CALLS
     assert [(call.name, json.loads(call.arguments)) for call in choice.tool_calls] == [("weather", {"city": "Malmö"})]
     assert "".join(part.reasoning for part in parts) == "Where?"
-    assert [call.name for part in parts for call in part.tool_calls] == ["weather"]
+    (call,) = [call for part in parts for call in part.tool_calls]
+    pieces = [piece for part in parts for piece in part.tool_call_parts]
+    assert [(piece.id, piece.name) for piece in pieces if piece.id] == [(call.id, "weather")]
+    assert "".join(piece.arguments for piece in pieces) == call.arguments
+    assert len(pieces) > 3
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ def reader_of(fixture: Fixture, family: Family) -> AnswerReader:
 def read(reader: AnswerReader, pieces: list[str]) -> ParseResult:
     readings: list[Reading] = [*map(reader.feed, pieces), reader.finish()]
     calls: list[Call] = [call for one in readings for call in one.calls]
+    for call in calls:
+        parts = [part for one in readings for part in one.parts if part.index == call.index]
+        assert [part.name for part in parts] == [call.name] + [""] * (len(parts) - 1)
+        assert "".join(part.arguments for part in parts) == call.arguments
     return ParseResult(
         "".join(one.text for one in readings) or None,
         "".join(one.reasoning for one in readings) or None,

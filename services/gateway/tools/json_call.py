@@ -1,0 +1,76 @@
+"""Calls that are JSON objects: {"name": "f", "arguments" or "parameters": {...}}."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from services.gateway.tools.brackets import Brackets
+from services.gateway.tools.call import Call, CallReader, Taken, call_of, json_text, parsed
+
+HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
+
+
+class JsonCall:
+    """One call while it is written, at one place of a text that only grows."""
+
+    def __init__(self) -> None:
+        self._whole, self._arguments = Brackets('"'), Brackets('"')
+        self._head: re.Match[str] | None = None
+        self._end: int | None = None  # of the arguments
+
+    def end(self, text: str, start: int) -> int | None:
+        """Behind the object that begins at `start`, once it is complete."""
+        return self._whole.end(text, start)
+
+    def begun(self, text: str, start: int) -> Call | None:
+        """Its name, and so much of its arguments as there is; None while that is not known."""
+        head = self._head = self._head or HEAD.match(text, start)
+        name = parsed(head[1]) if head else None
+        if head is None or not isinstance(name, str):
+            return None
+        if self._end is None:
+            self._end = self._arguments.end(text, head.end())
+        return Call(name, json_text(text[head.end() : self._end]))
+
+    def made(self, text: str, start: int, end: int) -> Call | None:
+        """The call that text[start:end] is; None where it is none."""
+        call = call_of(parsed(text[start:end]))
+        return call and (self.begun(text[:end], start) or call)
+
+
+class JsonCalls(CallReader):
+    """One call a body."""
+
+    def _open(self) -> None:
+        super()._open()
+        self._call = JsonCall()
+
+    @abstractmethod
+    def _object(self, text: str) -> int | None:
+        """Where in a body the object is; None while it has not come."""
+
+    def _offered(self, text: str, name: str) -> bool:
+        """Whether a body may call this."""
+        return True
+
+    def _take(self, text: str) -> Taken | None:
+        start = self._object(text)
+        if start is None:
+            return None
+        if text[start] != "{":
+            return self._no_object(text, start)
+        end = self._call.end(text, start)
+        if end is None:
+            return None
+        call = self._call.made(text, start, end)
+        return Taken(end, [call] if call and self._offered(text, call.name) else ())
+
+    def _no_object(self, text: str, start: int) -> Taken | None:
+        return Taken(start)
+
+    def _sketch(self, text: str) -> Sequence[Call]:
+        start = self._object(text)
+        call = None if start is None else self._call.begun(text, start)
+        return [call] if call and self._offered(text, call.name) else ()
