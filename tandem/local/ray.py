@@ -21,6 +21,7 @@ from tempfile import mkdtemp
 from typing import Any, Protocol
 
 import ray
+import uvloop
 from ray.exceptions import RayActorError, RuntimeEnvSetupError
 from ray.util import get_node_ip_address, list_named_actors, placement_group, remove_placement_group
 from ray.util.placement_group import get_placement_group
@@ -103,7 +104,7 @@ class ServiceActor:
         os.environ |= threads_environment(service.threads)
         self._service, self._error, self._stopping = service, "", False
         self._life: _Life = _WorkerLife(service) if service.module in ROLES else _ProcessLife(service)
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=service.name, daemon=True)
         self._thread.start()
 
@@ -154,13 +155,13 @@ class _WorkerLife:
         self._engine = Engine(self._settings.engine_config())
 
     async def run(self) -> None:
-        from tandem.worker import Worker, process_ports
+        from tandem.worker import Worker, process_ports, run_to_its_end
 
         self._worker = Worker(self._settings, self._name, self._build, process_ports(self._settings, self._engine))
         self.incarnation = self._worker.context.incarnation
         announcing = asyncio.create_task(self._announce())
         try:
-            await self._worker.run()
+            await run_to_its_end(self._worker)
         finally:
             announcing.cancel()
 

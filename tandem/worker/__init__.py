@@ -5,7 +5,7 @@ from tandem.worker.engine_inline import InlineEngine
 from tandem.worker.engine_port import EngineDied, EnginePort, EngineStuck
 from tandem.worker.engine_thread import EngineThread
 from tandem.worker.errors import SequenceFailed
-from tandem.worker.process import process_ports, run_worker
+from tandem.worker.process import process_ports, run_to_its_end, run_worker
 from tandem.worker.settings import WorkerSettings
 from tandem.worker.streams import Streams
 from tandem.worker.work import Entry, WorkService
@@ -27,5 +27,6 @@ __all__ = [
     "WorkerService",
     "WorkerSettings",
     "process_ports",
+    "run_to_its_end",
     "run_worker",
 ]

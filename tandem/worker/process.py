@@ -77,14 +77,19 @@ async def _run(
     worker = Worker(settings, worker_id, build, replace(ports, serve=serve))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
+    integrity = partial(_from_a_thread, asyncio.get_running_loop(), worker)
+    with metrics_served(lambda: ports.engine.stats, integrity, settings.host, settings.metrics_port):
+        await run_to_its_end(worker)
+
+
+async def run_to_its_end(worker: Worker) -> None:
+    """In a process that is this worker's alone, an actor's too: it ends with status 1 where the loop stands still."""
     # What a worker is made of stays until it ends: looking for garbage there would stop every answer for 0.1 s.
     gc.collect()
     gc.freeze()
     turning = asyncio.create_task(_end_if_the_loop_stands_still())
     try:
-        integrity = partial(_from_a_thread, asyncio.get_running_loop(), worker)
-        with metrics_served(lambda: ports.engine.stats, integrity, settings.host, settings.metrics_port):
-            await worker.run()
+        await worker.run()
     finally:
         turning.cancel()
 

@@ -1,0 +1,25 @@
+"""What ends a worker's process from within."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+STANDS_STILL = """
+import asyncio, time
+from tandem.worker import process
+
+class Worker:
+    async def run(self):
+        await asyncio.sleep(0)
+        time.sleep(60)
+
+process.LOOP_STALL_S = 0.5
+asyncio.run(process.run_to_its_end(Worker()))
+"""
+
+
+def test_a_process_whose_loop_stands_still_ends_and_says_where() -> None:
+    done = subprocess.run([sys.executable, "-c", STANDS_STILL], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert "in run" in done.stderr
