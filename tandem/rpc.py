@@ -125,14 +125,21 @@ async def serve(
     security: Security = OPEN,
     max_receive_bytes: int = MAX_REQUEST_BYTES,
     ping_timeout_ms: int = PING_TIMEOUT_MS,
+    shared_port: bool = False,
     make_server: Callable[..., aio.Server] = aio.server,
 ) -> Server:
     """Start serving on host:port (0 chooses a free one, see `Server.port`); not healthy until `set_serving(True)`.
 
+    `shared_port`: other processes may listen there, too, and each gets a part of the connections.
+
     Raises:
         OSError: the address cannot be bound.
     """
-    own = {"grpc.max_receive_message_length": max_receive_bytes, "grpc.http2.ping_timeout_ms": ping_timeout_ms}
+    own = {
+        "grpc.max_receive_message_length": max_receive_bytes,
+        "grpc.http2.ping_timeout_ms": ping_timeout_ms,
+        "grpc.so_reuseport": int(shared_port),
+    }
     options = list({**dict(SERVER_OPTIONS), **own}.items())
     server = make_server(options=options, interceptors=[_Edge(security.secret)])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]

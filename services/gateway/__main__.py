@@ -31,7 +31,9 @@ CLIENT_PING_TIMEOUT_MS = 10_000
 
 def main() -> None:
     settings = load(GatewaySettings, program="python -m services.gateway")
-    traces = telemetry.set_up("tandem-gateway", f"gateway-{settings.http_port}", settings.log_level)
+    traces = telemetry.set_up(
+        "tandem-gateway", f"gateway-{settings.own_http_port or settings.http_port}", settings.log_level
+    )
     try:
         uvloop.run(serve(settings))
     except (OSError, ValueError) as error:
@@ -79,7 +81,12 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
             client_lease_s=RESERVATIONS_LEASE_S,
         ),
         connect=partial(rpc.channel, security=settings.security),
-        serve=partial(rpc.serve, max_receive_bytes=settings.max_message_bytes, ping_timeout_ms=CLIENT_PING_TIMEOUT_MS),
+        serve=partial(
+            rpc.serve,
+            max_receive_bytes=settings.max_message_bytes,
+            ping_timeout_ms=CLIENT_PING_TIMEOUT_MS,
+            shared_port=settings.shares_ports,
+        ),
         serve_http=partial(HttpServer, header_timeout_s=settings.header_timeout_s),
         new_id=lambda: uuid4().hex,
         seeds=random.SystemRandom(),

@@ -75,7 +75,7 @@ class Ports:
     registry: Registry
     connect: Callable[[str], aio.Channel]
     serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[rpc.Server]]
-    serve_http: Callable[[Any, str, int], Door]  # an ASGI app, host and port
+    serve_http: Callable[[Any, str, int, bool], Door]  # an ASGI app, host, port, and whether others may listen there
     new_id: Callable[[], str]  # a name that nothing else has
     seeds: random.Random  # for requests that bring none
     wall: Callable[[], float]  # Unix seconds
@@ -219,10 +219,13 @@ class Gateway:
         if settings.health_port is not None:
             await self._grpc.add_probes(settings.host, settings.health_port, DrainService(self.drain).servicer)
         app = build_app(self.llm, self._ports.wall, self.check_integrity)
-        self._http = self._ports.serve_http(app, settings.host, settings.http_port)
-        self._stack.push_async_callback(self._http.stop)
-        await self._http.start()
-        self._run(self._http.run())
+        self._doors = [self._ports.serve_http(app, settings.host, settings.http_port, settings.shares_ports)]
+        if settings.own_http_port is not None:
+            self._doors.append(self._ports.serve_http(app, settings.host, settings.own_http_port, False))
+        for door in self._doors:
+            self._stack.push_async_callback(door.stop)
+            await door.start()
+            self._run(door.run())
         self._run(self._tell_health())
         host = settings.reachable_host(self._ports.hostname)
         addresses = (rpc.address(host, port) for port in (settings.http_port, self._grpc.port))
@@ -263,7 +266,8 @@ class Gateway:
         stopping = Unavailable("the gateway is stopping", code="stopping")
         self.admission.stop(stopping)
         self.llm.pool.stop(stopping)
-        await asyncio.gather(grpc, self._grpc.stop(GRPC_GRACE_S), self._http.stop(), return_exceptions=True)
+        stops = (door.stop() for door in self._doors)
+        await asyncio.gather(grpc, self._grpc.stop(GRPC_GRACE_S), *stops, return_exceptions=True)
         try:
             async with asyncio.timeout(FREE_WAIT_S):
                 await self._background.drain()
@@ -275,7 +279,8 @@ class Gateway:
     async def _turn_away(self) -> None:
         """Until nothing runs, and nothing can come any more."""
         await asyncio.sleep(min(TOLD_S, self.settings.drain_s / 10))
-        self._http.close()
+        for door in self._doors:
+            door.close()
         while self.llm.running:
             await asyncio.sleep(IDLE_CHECK_S)
 

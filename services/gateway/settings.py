@@ -62,6 +62,12 @@ class GatewaySettings(ClusterSettings):
     )
     http_port: int = Field(8000, ge=1, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 chooses a free one")
+    own_http_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="HTTP port of this process alone; others may share http-port and grpc-port",
+    )
     health_port: int | None = Field(
         None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
     )
@@ -110,9 +116,21 @@ class GatewaySettings(ClusterSettings):
                 raise ValueError(f"{origin!r} is no origin: scheme://host or scheme://host:port, or *")
         return origins
 
+    @property
+    def shares_ports(self) -> bool:
+        return self.own_http_port is not None
+
     def reachable_host(self, hostname: str) -> str:
         """Where others reach it; `hostname` is the machine's."""
         return self.advertise_host or (hostname if self.host in ("0.0.0.0", "::") else self.host)
+
+    @model_validator(mode="after")
+    def _shareable(self) -> GatewaySettings:
+        if self.shares_ports and not self.grpc_port:
+            raise ValueError("grpc-port: 0 chooses a free one, and with own-http-port others have to know it")
+        if self.own_http_port == self.http_port:
+            raise ValueError(f"own-http-port: {self.own_http_port} is http-port, which others may share")
+        return self
 
     @model_validator(mode="after")
     def _closed(self) -> GatewaySettings:

@@ -43,6 +43,7 @@ class UpSettings(ClusterSettings):
     model_name: str = Field("", description="name to serve it under; if not given, tandem-demo or the folder's name")
     prefill: int = Field(1, ge=0, description="number of prefill workers")
     decode: int = Field(1, ge=1, description="number of decode workers")
+    gateways: int = Field(1, ge=1, description="number of gateway processes, which share the ports")
     host: str = Field("127.0.0.1", description="address that the gateway listens on")
     api_keys: Path | None = Field(
         None, description="file of API keys, as `tandem keys` writes it; none: anyone may ask"
@@ -50,6 +51,10 @@ class UpSettings(ClusterSettings):
     insecure: bool = Field(False, description="serve anyone who reaches the gateway, without API keys")
     http_port: int = Field(8000, ge=1, le=65535, description="port of the OpenAI-compatible HTTP API")
     grpc_port: int = Field(50051, ge=1, le=65535, description="port of the gRPC API")
+    own_http_port: int | None = Field(
+        None, ge=1, le=65535,
+        description="several gateways' own ports, for metrics, count up from it (default: http-port + 1)",
+    )  # fmt: skip
     redis_port: int = Field(6380, ge=1, le=65535, description="port of the redis-server started here")
     redis_url: str = Field("", description="use this Redis instead of starting one")
     engine: Literal["model", "null"] = Field(
@@ -111,11 +116,19 @@ class UpSettings(ClusterSettings):
                     self._pool("prefill", self.prefill, self.prefill_kv_memory),
                     self._pool("decode", self.decode, self.decode_kv_memory),
                 ],
-                "gateway": {"settings": self.model_dump(include=gateway, exclude_none=True)},
+                "gateway": {
+                    "replicas": self.gateways,
+                    "settings": self.model_dump(include=gateway, exclude_none=True) | self._own_ports(),
+                },
                 "redis": {"url": self.redis_url, "port": self.redis_port},
                 "security": self.model_dump(include=set(ClusterSettings.model_fields), exclude_none=True),
             }
         )
+
+    def _own_ports(self) -> dict[str, object]:
+        if self.own_http_port is None and self.gateways == 1:
+            return {}
+        return {"own_http_port": self.own_http_port or self.http_port + 1}
 
     @property
     def served_name(self) -> str:
@@ -308,7 +321,8 @@ async def _wait_until_ready(settings: UpSettings, plan: Plan, launcher: Launcher
             with Live(console=console, refresh_per_second=8, transient=True) as live:
                 for gateway in plan.gateways:
                     expected = plan.cluster.expected(str(gateway.settings["model_name"]))
-                    while missing := await _missing(client, plan.url(gateway), expected):
+                    port = "own_http_port" if "own_http_port" in gateway.settings else "http_port"
+                    while missing := await _missing(client, plan.url(gateway, port), expected):
                         live.update(_progress(launcher))
                         await asyncio.sleep(0.1)
     except TimeoutError:
@@ -341,9 +355,14 @@ def _status(settings: UpSettings, plan: Plan, seconds: float) -> Panel:
     pools = (f"{pool.replicas} {pool.name}" for pool in plan.cluster.pools)
     engine = ", null engine: no model computes" if settings.engine == "null" else ""
     table.add_row("workers", ", ".join(pools) + engine)
-    for gateway in plan.gateways:
-        table.add_row("OpenAI HTTP", f"http://{plan.url(gateway)}/v1")
-        table.add_row("gRPC", f"{plan.url(gateway, 'grpc_port')}  (tandem.v1.LLMService)")
+    for http in dict.fromkeys(plan.url(gateway) for gateway in plan.gateways):
+        at = [gateway for gateway in plan.gateways if plan.url(gateway) == http]
+        shared = f"  ({len(at)} processes)" if len(at) > 1 else ""
+        table.add_row("OpenAI HTTP", f"http://{http}/v1{shared}")
+        table.add_row("gRPC", f"{plan.url(at[0], 'grpc_port')}  (tandem.v1.LLMService)")
+        own = [plan.url(gateway, "own_http_port") for gateway in at if "own_http_port" in gateway.settings]
+        if own:
+            table.add_row("metrics", ", ".join(f"http://{address}/metrics" for address in own))
     table.add_row("Redis", str(RedisAddress.parse(plan.redis_url)))
     table.add_row("logs", "with Ray's" if settings.ray else str(settings.logs))
     return Panel(table, title=f"Tandem is ready after {seconds:.1f} s", title_align="left", expand=False)

@@ -157,16 +157,19 @@ class Cluster(_Part):
         return [worker(pool, f"{pool.name}-{number}") for pool in self.pools for number in range(pool.replicas)]
 
     def gateway_services(self, redis_url: str) -> list[Service]:
-        """Of each model, with ports that count up from those of the settings."""
-        replicas = [model.id for model in self.models for _ in range(self.gateway.replicas)]
+        """Of each model, with ports that count up from those of the settings: of each process, or, where the settings
+        have an own_http_port, that of each process and the others of each model."""
+        replicas = [
+            (model.id, number) for number, model in enumerate(self.models) for _ in range(self.gateway.replicas)
+        ]
         return [
             Service(
                 "gateway" if len(replicas) == 1 else f"gateway-{number}",
                 "services.gateway",
-                self._shared(model, redis_url) | self.gateway.settings | self._gateway_ports(number),
+                self._shared(model, redis_url) | self.gateway.settings | self._gateway_ports(number, of_model),
                 resources=self.gateway.resources.amounts(),
             )
-            for number, model in enumerate(replicas)
+            for number, (model, of_model) in enumerate(replicas)
         ]
 
     def kvstore_service(self, **own_redis: object) -> Service:
@@ -189,9 +192,10 @@ class Cluster(_Part):
         found = {"--redis-port": ("127.0.0.1", self.redis.port)} if not self.redis.url else {}
         for gateway in self.gateway_services(""):
             host, settings = str(gateway.settings.get("host", "127.0.0.1")), gateway.settings
-            for name in ("http_port", "grpc_port"):
+            for name in ("http_port", "grpc_port", "own_http_port"):
                 key = f"--{name.replace('_', '-')}" + (f" of {gateway.name}" if gateway.name != "gateway" else "")
-                found[key] = (host, int(str(settings[name])))
+                if settings.get(name) and (place := (host, int(str(settings[name])))) not in found.values():
+                    found[key] = place
         return found
 
     def _check_brought(self, model: Model) -> None:
@@ -203,8 +207,12 @@ class Cluster(_Part):
         if weights.path.is_absolute() or ".." in weights.path.parts:
             raise ValueError(f"{place}.path: {weights.path} is not within ray.runtime_env.working_dir")
 
-    def _gateway_ports(self, number: int) -> dict[str, object]:
-        return {"http_port": self.http_port + number, "grpc_port": self.grpc_port + number}
+    def _gateway_ports(self, number: int, of_model: int) -> dict[str, object]:
+        first = self.gateway.settings.get("own_http_port")
+        if first is None:
+            return {"http_port": self.http_port + number, "grpc_port": self.grpc_port + number}
+        shared = {"http_port": self.http_port + of_model, "grpc_port": self.grpc_port + of_model}
+        return {**shared, "own_http_port": int(first) + number}
 
     def _shared(self, model_id: str, redis_url: str) -> dict[str, object]:
         model = next(model for model in self.models if model.id == model_id)

@@ -22,7 +22,7 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
 )
 async def test_it_answers_where_it_listens(host: str, url: str) -> None:
     (port,) = free_ports(1)
-    server = HttpServer(app, host, port, header_timeout_s=5.0)
+    server = HttpServer(app, host, port, False, header_timeout_s=5.0)
     await server.start()
     try:
         async with httpx.AsyncClient() as client:

@@ -230,3 +230,12 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 async def test_a_port_that_is_taken(settings: GatewaySettings, peers: Peers, gateway: Gateway) -> None:
     with pytest.raises(OSError, match="in use"):
         await make_gateway(settings).__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("grpc", "own", "words"), [(0, 9001, "grpc-port: 0 chooses"), (1, 9000, "own-http-port: 9000")]
+)
+def test_ports_that_cannot_be_shared_are_named(settings: GatewaySettings, grpc: int, own: int, words: str) -> None:
+    said = settings.model_dump() | {"http_port": 9000, "grpc_port": grpc, "own_http_port": own}
+    with pytest.raises(ValueError, match=words):
+        GatewaySettings.model_validate(said)

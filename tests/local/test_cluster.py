@@ -64,6 +64,20 @@ def test_each_model_has_gateways_with_ports_that_count_up() -> None:
     assert made.addresses()["--grpc-port of gateway-3"] == ("127.0.0.1", 50054)
 
 
+def test_gateways_with_ports_of_their_own_share_those_of_their_model() -> None:
+    pools = [DECODE, DECODE | {"name": "others", "model": "other"}]
+    settings = {"http_port": 9000, "own_http_port": 9100}
+    made = Cluster.model_validate(
+        cluster(
+            models=[MODEL, MODEL | {"id": "other", "name": "other"}], pools=pools,
+            gateway={"replicas": 2, "settings": settings},
+        )
+    )  # fmt: skip
+    ports = [[g.settings[f"{name}_port"] for name in ("http", "grpc", "own_http")] for g in made.gateway_services("")]
+    assert ports == [[9000, 50051, 9100], [9000, 50051, 9101], [9001, 50052, 9102], [9001, 50052, 9103]]
+    assert len(made.addresses()) == 1 + 2 * 2 + 4, "Redis, two shared ports of each model, and one of each process"
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [

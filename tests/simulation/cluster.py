@@ -273,7 +273,7 @@ class ClusterSettings:
 class NoHttp:
     """The door that simulated clients do not use."""
 
-    def __init__(self, app: Any, host: str, port: int) -> None:
+    def __init__(self, app: Any, host: str, port: int, shared: bool) -> None:
         self.app = app
 
     async def start(self) -> None:

@@ -21,10 +21,11 @@ POLL_S = 0.02
 
 
 class HttpServer:
-    """Serves one ASGI app on one address."""
+    """Serves one ASGI app on one address; `shared`: others may listen there, each for a part of what comes."""
 
-    def __init__(self, app: Any, host: str, port: int, header_timeout_s: float) -> None:
+    def __init__(self, app: Any, host: str, port: int, shared: bool, header_timeout_s: float) -> None:
         self._host = host
+        self._shared = shared
         self._port = port
         self._server = Server(
             app, address=host, port=port, interface=Interfaces.ASGINL, websockets=False, log_enabled=False,
@@ -43,7 +44,8 @@ class HttpServer:
             OSError: the address cannot be bound.
         """
         with socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Granian always listens with SO_REUSEPORT: that the address is another's would not show.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if self._shared else socket.SO_REUSEADDR, 1)
             probe.bind((self._host, self._port))
         self._task = asyncio.create_task(self._server.serve())
         async with asyncio.timeout(START_WAIT_S):
