@@ -1,8 +1,8 @@
 """Waiting for room: reservations that the block pool cannot hold yet, in order of priority, then of arrival.
 
-Between two steps of the engine everything that fits is reserved, in that order, up to the first that does not. Nothing
-is held while waiting and the first in line is never passed by, so a big request is not starved by small ones and no
-cycle of waiting can form.
+Between two steps of the engine everything that fits is reserved, in that order, up to the first that does not; what
+never will is refused, wherever it stands. Nothing is held while waiting and the first in line is never passed by, so a
+big request is not starved by small ones and no cycle of waiting can form.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Waiting:
     arrival: int
     request: Request = field(compare=False)
     result: asyncio.Future[Reserved] = field(compare=False)
+    may_fit: bool = field(default=False, compare=False)  # nothing in it is wrong, it only has to wait
 
 
 class Admission:
@@ -70,15 +71,18 @@ class Admission:
     def _reserve_in_order(self, engine: Engine) -> list[tuple[Waiting, Reserved | ValueError]]:
         """On the engine's thread: all that wait by now."""
         outcomes: list[tuple[Waiting, Reserved | ValueError]] = []
+        has_room = True
         for waiting in list(self._line):
             try:
-                cached = engine.reserve(waiting.request)
+                if not has_room and not waiting.may_fit:
+                    engine.check(waiting.request)
+                cached = engine.reserve(waiting.request) if has_room else None
             except ValueError as error:
                 outcomes.append((waiting, error))
                 continue
-            if cached is None:
-                break
-            outcomes.append((waiting, (cached, engine.landing_blocks(waiting.request.request_id))))
+            waiting.may_fit, has_room = True, cached is not None
+            if cached is not None:
+                outcomes.append((waiting, (cached, engine.landing_blocks(waiting.request.request_id))))
         return outcomes
 
     def _tried(self, done: asyncio.Future[list[tuple[Waiting, Reserved | ValueError]]]) -> None:

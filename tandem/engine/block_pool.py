@@ -53,10 +53,18 @@ class BlockPool:
         """A block that begins with these tokens, whose contents may be copied until the next step computes."""
         return self._tail_of.get(name, self._block_of.get(name))
 
-    def take(self, num_new: int, cached: Sequence[int] = (), spare: int = 0) -> list[int] | None:
-        """Reference `cached` blocks and `num_new` more, in this order; None, and nothing taken, without room for these
-        and `spare` ones that stay free."""
-        if num_new + spare > len(self._free) - sum(block in self._free for block in cached):
+    def has_room(
+        self, num_new: int, cached: Sequence[int] = (), spare: int = 0, leaving: Iterable[Sequence[int]] = ()
+    ) -> bool:
+        """Whether `take` gets these and leaves `spare` ones free, once the tables `leaving` have been released."""
+        held = Counter(block for table in leaving for block in table)
+        freed = {block for block, count in held.items() if count == self._references[block]}
+        free = len(self._free) + len(freed) - sum(block in self._free or block in freed for block in cached)
+        return num_new + spare <= free
+
+    def take(self, num_new: int, cached: Sequence[int] = ()) -> list[int] | None:
+        """Reference `cached` blocks and `num_new` more, in this order; None, and nothing taken, without room."""
+        if not self.has_room(num_new, cached):
             return None
         for block in cached:
             self._references[block] += 1

@@ -19,9 +19,11 @@ import torch
 from tandem.engine.answer_lengths import AnswerLengths
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.build import build, max_prefill_beside_decode
+from tandem.engine.layout import KVLayout
 from tandem.engine.scheduler import Scheduled, Scheduler
 from tandem.engine.sequence import Sequence, Status, new_sequence
 from tandem.engine.speculation import Speculator
+from tandem.engine.swap import SwapSpace
 from tandem.engine.types import (
     BlockRemoved,
     BlockStored,
@@ -65,8 +67,10 @@ class Engine:
         self.adapters = parts.adapters
         self.grammars = Grammars(config.model_path, self.model_config.vocab_size)
         self._pool = BlockPool(len(self.kv_cache[0]))
+        self._swap = SwapSpace(self.kv_cache, _num_swap_blocks(config, parts.layout, self._pool.num_blocks), now)
         self._scheduler = Scheduler(
             self._pool,
+            self._swap,
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_beside_decode=max_prefill_beside_decode(config, self.model_config),
@@ -111,8 +115,13 @@ class Engine:
         seq = self._new_sequence(request, total, request.speculative)
         if not self._scheduler.reserve(seq, min(total, seq.num_prompt_tokens + self._lengths.likely_left)):
             return None
+        self._swap.copy(self._scheduler.take_copies())  # before KV lands in blocks of those it has preempted
         self._live[seq.request_id] = seq
         return seq.num_cached_tokens
+
+    def check(self, request: Request) -> None:
+        """ValueError names the field for which `reserve` would never take the request."""
+        self._check(request, self._max_tokens(request), request.speculative or self._speculative)
 
     def landing_blocks(self, request_id: str) -> list[int]:
         """Where a reserved sequence's prompt lies in the cache: physical ids in logical order, cached ones included."""
@@ -150,11 +159,13 @@ class Engine:
         """Compute one batch; returns the new tokens of every sequence that got some, or ended."""
         self._cores.work()
         batch = self._scheduler.schedule()
-        self._copy_blocks(self._scheduler.copies)
+        self._swap.copy(self._scheduler.take_copies())
         batch = self._speculator.propose(batch)
         started = self._now()
         tokens = self._runner.execute(batch)
-        self._speculator.passed(batch, self._now() - started)
+        taken = self._now() - started
+        self._speculator.passed(batch, taken)
+        self._swap.passed(sum(item.num_tokens for item in batch), taken)
         outputs = self._update(batch, tokens)
         self._rest_when_idle()
         return outputs
@@ -178,6 +189,8 @@ class Engine:
             num_written_tokens=self._num_written,
             num_proposed_tokens=self._speculator.num_proposed,
             num_accepted_tokens=self._speculator.num_accepted,
+            num_preempted=scheduler.num_preempted,
+            num_swapped=scheduler.num_swapped,
         )
 
     def request_ids(self) -> list[str]:
@@ -194,17 +207,21 @@ class Engine:
         """What the prefix cache gained and lost since the last call, removals first."""
         return self._pool.take_events()
 
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        for source, target in copies:
-            for layer in self.kv_cache:
-                layer[target] = layer[source]
-
     def _rest_when_idle(self) -> None:
         if not self.has_work():
             self._cores.rest()
 
     def _new_sequence(self, request: Request, total: int, speculative: Speculative | None) -> Sequence:
         """`total`: how many tokens the sequence may come to hold KV for. `speculative` None: the config's."""
+        speculative = speculative or self._speculative
+        self._check(request, total, speculative)
+        self._num_arrived += 1
+        seq = new_sequence(request, self._num_arrived, self.layout, speculative)
+        if request.sampling.grammar:
+            seq.guide = self.grammars.start(request.sampling.grammar)
+        return seq
+
+    def _check(self, request: Request, total: int, speculative: Speculative) -> None:
         if request.request_id in self._live or request.request_id in self._ended_at_join:
             raise ValueError(f"request_id: {request.request_id!r} is in the engine already")
         length, longest = len(request.token_ids), self.model_config.max_model_len
@@ -218,18 +235,12 @@ class Engine:
         if not 0 <= prior < most:
             raise ValueError(f"num_prior_tokens: {prior} is not between 0 and {most - 1}")
         request.sampling.check_vocabulary(self.model_config.vocab_size)
-        speculative = speculative or self._speculative
         speculative.check(self._speculator.methods)
         needed, there_are = self._scheduler.blocks_for(total), self._pool.num_blocks
         if needed > there_are:
             raise ValueError(f"token_ids: with max_tokens they need {needed} KV blocks, there are {there_are}")
         if request.lora is not None and (request.adapter is None or request.adapter.revision != request.lora.revision):
             raise ValueError(f"lora: the weights of {request.lora.name!r} are not in the request")
-        self._num_arrived += 1
-        seq = new_sequence(request, self._num_arrived, self.layout, speculative)
-        if request.sampling.grammar:
-            seq.guide = self.grammars.start(request.sampling.grammar)
-        return seq
 
     def _check_token_ids(self, field: str, token_ids: list[int]) -> None:
         vocab_size = self.model_config.vocab_size
@@ -300,3 +311,8 @@ class Engine:
             self._lengths.ended(seq.num_output_tokens)
         self._scheduler.remove(seq)
         del self._live[seq.request_id]
+
+
+def _num_swap_blocks(config: EngineConfig, layout: KVLayout, num_blocks: int) -> int:
+    """No more than there are on the device: who is preempted ran there, and goes on before anyone new."""
+    return min(num_blocks, config.swap_memory // (layout.block_bytes * layout.num_layers))

@@ -1,32 +1,36 @@
 """Which tokens are computed next: one token budget a step, shared by decode and chunked prefill.
 
-    1 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
-                preempted: it releases its blocks and waits to compute everything again
-    2 read      prompts get what remains of the budget, each in its turn; beside a decode, it is cut to
+    1 outrank   a waiting sequence takes blocks and seat of running ones of a lower priority, the last in order first,
+                where it needs them
+    2 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
+                preempted: it releases its blocks, and waits to compute everything again or to be copied back
+    3 read      prompts get what remains of the budget, each in its turn; beside a decode, it is cut to
                 max_prefill_beside_decode, so that no decode waits for a long chunk
-    3 admit     a waiting sequence whose turn it is takes blocks for all its tokens and joins the running ones; one
+    4 admit     a waiting sequence whose turn it is takes blocks for all its tokens and joins the running ones; one
                 whose prefix another is reading waits for it, then takes those blocks and copies the part-full last one
 
 Order is (priority, arrival), but prompts of a priority are read by their turn: the tokens that had been read when it
 came, and those that it brings. So a short one does not stand in line behind long ones, and a long one is passed by no
 more tokens of others than it has itself. Who was preempted goes on before anyone new.
 
-A reservation holds blocks for the prompt and what is likely to follow; beyond that its sequence grows as any other
-does. While it waits for its prompt it is not preempted, but that ends by itself, and what is behind everything in order
-has then all blocks there are: nobody waits for ever. New reservations do not pass a preempted sequence that comes
-before them, and both leave a block for each running one, or would be preempted at once.
+A reservation holds blocks for the prompt and what is likely to follow, and outranks as well; beyond that its sequence
+grows as any other does. While it waits for its prompt it is not preempted, but that ends by itself, and what is behind
+everything in order has then all blocks there are: nobody waits for ever. New reservations do not pass a preempted
+sequence that comes before them, and both leave a block for each running one, or would be preempted at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from heapq import merge
 from typing import NamedTuple
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.sequence import Sequence, Status
+from tandem.engine.swap import Copies, SwapSpace
 
 
 class Scheduled(NamedTuple):
@@ -35,6 +39,15 @@ class Scheduled(NamedTuple):
     seq: Sequence
     num_tokens: int
     samples: bool
+
+
+class Need(NamedTuple):
+    """Blocks for `num_tokens`, of which `num_known` are there and all but one may be cached. `leaves_spare`: beside
+    them one for each running sequence stays free."""
+
+    num_tokens: int
+    num_known: int
+    leaves_spare: bool
 
 
 @dataclass(slots=True)
@@ -76,11 +89,12 @@ class SequenceQueue:
 
 
 class Scheduler:
-    """Owns every live sequence and its blocks: what it takes from the pool goes back when the sequence leaves."""
+    """Owns every live sequence and its blocks: what it takes from pool and swap goes back when the sequence leaves."""
 
     def __init__(
         self,
         pool: BlockPool,
+        swap: SwapSpace,
         *,
         block_size: int,
         max_num_batched_tokens: int,
@@ -88,12 +102,12 @@ class Scheduler:
         max_num_seqs: int,
         prefix_caching: bool,
     ) -> None:
-        self._pool, self._block_size, self._prefix_caching = pool, block_size, prefix_caching
+        self._pool, self._swap, self._block_size, self._prefix_caching = pool, swap, block_size, prefix_caching
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_beside_decode = max_prefill_beside_decode
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
-        self.copies: list[tuple[int, int]] = []  # of blocks, (from, to), in order, before the scheduled tokens
-        self._num_read_tokens = 0
+        self._copies: Copies = []
+        self._num_read_tokens = self.num_preempted = self.num_swapped = 0
         self._queues = {
             status: SequenceQueue(_turn if status is Status.WAITING else lambda seq: seq.key) for status in Status
         }
@@ -104,10 +118,12 @@ class Scheduler:
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Take blocks for `num_tokens` tokens and park the sequence; False without room for it."""
-        if self._num_free_seats() < 1 or any(s.was_preempted and s.key < seq.key for s in self.waiting):
+        if any(s.was_preempted and s.key < seq.key for s in self.waiting):
             return False
-        if not self._take_blocks(seq, num_tokens, seq.num_prompt_tokens, spare=len(self.running)):
+        need = Need(num_tokens, seq.num_prompt_tokens, leaves_spare=True)
+        if not self._make_room(seq, need):
             return False
+        self._take_blocks(seq, need)
         seq.num_reserved_blocks = len(seq.block_table)
         self._enter(seq, Status.RESERVED)
         return True
@@ -123,10 +139,16 @@ class Scheduler:
         """The sequence leaves, whatever it was doing."""
         self._queues[seq.status].remove(seq)
         self._release_blocks(seq)
+        self._release_swapped(seq)
+
+    def take_copies(self) -> Copies:
+        """What is to be copied, in this order, before any block is written again."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def schedule(self) -> list[Scheduled]:
-        self.copies = []
         batch = Batch(self.max_num_batched_tokens)
+        self._outrank()
         longer = self._schedule_decodes(batch)
         if batch.scheduled:
             batch.budget = min(batch.budget, self._max_prefill_beside_decode)
@@ -190,9 +212,34 @@ class Scheduler:
         seq.block_table += new
         return True
 
+    def _outrank(self) -> None:
+        while self.waiting and self.running:
+            seq, last = self.waiting.first(), next(reversed(self.running))
+            if seq.priority >= last.priority or not self._make_room(seq, self._need(seq)):
+                return
+            self._admit(seq)
+
+    def _make_room(self, seq: Sequence, need: Need) -> bool:
+        """Preempt those of lower priority, the last in order first, as far as that is needed; False, and nobody is
+        preempted, where it would not do."""
+        outranked = [other for other in reversed(self.running) if other.priority > seq.priority]
+        if not self._has_room(seq, need, outranked):
+            return False
+        for other in outranked:
+            if self._has_room(seq, need):
+                break
+            self._preempt(other)
+        return True
+
     def _preempt(self, seq: Sequence) -> None:
+        used = seq.block_table[: self.blocks_for(seq.num_computed_tokens)]
+        seq.swapped_blocks = self._swap.take(seq.num_computed_tokens, len(used)) or []
+        self._copies += zip(used, seq.swapped_blocks, strict=False)
+        if not seq.swapped_blocks:
+            seq.num_computed_tokens = 0
+        self.num_preempted += 1
+        self.num_swapped += bool(seq.swapped_blocks)
         self._release_blocks(seq)
-        seq.num_computed_tokens = 0
         self._move(seq, Status.WAITING)
 
     def _schedule_reading(self, batch: Batch, begun: list[Sequence]) -> None:
@@ -214,13 +261,23 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         """False where there is no room."""
-        spare = len(self.running) if seq.was_preempted else 0
-        if self._num_free_seats() < 1 or not self._take_blocks(
-            seq, seq.num_tokens, seq.num_tokens, copy_tail=True, spare=spare
-        ):
+        need = self._need(seq)
+        if not self._has_room(seq, need):
             return False
+        self._take_blocks(seq, need)
         self._move(seq, Status.RUNNING)
         return True
+
+    def _need(self, seq: Sequence) -> Need:
+        return Need(seq.num_tokens, seq.num_tokens, leaves_spare=seq.was_preempted)
+
+    def _has_room(self, seq: Sequence, need: Need, leaving: Items[Sequence] = ()) -> bool:
+        """Whether there are a seat and blocks, once those `leaving` the running ones have."""
+        cached = self._cached_blocks(seq, need.num_known - 1)
+        new = self.blocks_for(need.num_tokens) - len(cached)
+        spare = len(self.running) - len(leaving) if need.leaves_spare else 0
+        has_seat = self._num_free_seats() + len(leaving) > 0
+        return has_seat and self._pool.has_room(new, cached, spare, [other.block_table for other in leaving])
 
     def _being_read(self) -> set[bytes]:
         """Names of the blocks, part-full ones too, that running sequences will have filled when they have read."""
@@ -232,6 +289,8 @@ class Scheduler:
 
     def _first_missing(self, seq: Sequence) -> bytes | None:
         """Name of the first block that the sequence would have to compute more than one token of."""
+        if seq.swapped_blocks:
+            return None
         names = seq.hashes.up_to(seq.token_ids, (seq.num_tokens - 1) // self._block_size)
         num_cached = len(self._pool.match(names))
         if num_cached < len(names):
@@ -244,35 +303,33 @@ class Scheduler:
     def _num_free_seats(self) -> int:
         return self._max_num_seqs - len(self.running) - len(self.reserved)
 
-    def _take_blocks(
-        self, seq: Sequence, num_tokens: int, num_known: int, *, copy_tail: bool = False, spare: int = 0
-    ) -> bool:
-        """Blocks for `num_tokens`, cached ones first; one of the `num_known` tokens is left to compute.
-
-        `spare`: so many blocks stay free, or none is taken.
-        """
-        cached = self._cached_blocks(seq, num_known - 1)
-        source = self._tail_source(seq, num_known, len(cached)) if copy_tail else None
-        blocks = self._pool.take(self.blocks_for(num_tokens) - len(cached), cached, spare)
-        if blocks is None:
-            return False
+    def _take_blocks(self, seq: Sequence, need: Need) -> None:
+        """What there is room for: cached blocks first, then those that were swapped, copied back."""
+        cached = self._cached_blocks(seq, need.num_known - 1)
+        reads_rest = need.num_tokens == need.num_known  # for a reservation another worker does
+        source = self._tail_source(seq, need.num_known, len(cached)) if reads_rest else None
+        blocks = self._pool.take(self.blocks_for(need.num_tokens) - len(cached), cached)
+        assert blocks is not None, f"{seq.request_id}: no blocks, although there was room"
         seq.block_table, seq.num_registered_blocks = blocks, len(cached)
-        seq.num_computed_tokens = len(cached) * self._block_size
+        self._copies += zip(seq.swapped_blocks[len(cached) :], blocks[len(cached) :], strict=False)
+        self._release_swapped(seq)
+        seq.num_computed_tokens = max(seq.num_computed_tokens, len(cached) * self._block_size)
         if source is not None:
-            self._copy_tail(seq, num_known, source)
+            self._copy_tail(seq, need.num_known, source)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
-        return True
 
     def _tail_source(self, seq: Sequence, num_known: int, num_cached: int) -> int | None:
         """The block that holds what cached ones lack of the `num_known` tokens, if more than one is lacking."""
-        if not self._may_share(seq) or num_cached < (num_known - 1) // self._block_size or self._ends_alone(num_known):
+        if not self._may_share(seq) or seq.swapped_blocks or self._ends_alone(num_known):
+            return None
+        if num_cached < (num_known - 1) // self._block_size:
             return None
         return self._pool.match_tail(seq.hashes.tail(seq.token_ids, num_known))
 
     def _copy_tail(self, seq: Sequence, num_known: int, source: int) -> None:
         target = seq.block_table[(num_known - 1) // self._block_size]
-        self.copies.append((source, target))
+        self._copies.append((source, target))
         self._pool.register_tail(target, seq.hashes.tail(seq.token_ids, num_known))
         seq.num_computed_tokens = num_known - 1
 
@@ -292,6 +349,10 @@ class Scheduler:
         self._pool.release(seq.block_table)
         seq.block_table, seq.num_registered_blocks, seq.num_drafted_tokens = [], 0, 0
         seq.num_reserved_blocks = 0
+
+    def _release_swapped(self, seq: Sequence) -> None:
+        self._swap.release(seq.swapped_blocks)
+        seq.swapped_blocks = []
 
     def _enter(self, seq: Sequence, status: Status) -> None:
         seq.status = status
@@ -313,11 +374,13 @@ class Scheduler:
             assert keys == sorted(set(keys)), f"{status.value} is out of order: {keys}"
             for seq in queue:
                 assert seq.status is status, f"{seq.request_id}: {seq.status.value} among the {status.value}"
-                room = len(seq.block_table) * self._block_size
+                room = (len(seq.block_table) + len(seq.swapped_blocks)) * self._block_size
                 assert seq.num_computed_tokens <= room, f"{seq.request_id}: KV for more tokens than it has blocks"
                 needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
                 assert len(seq.block_table) <= needed, f"{seq.request_id}: more blocks than its tokens need"
-        self._pool.check_integrity(seq.block_table for queue in self._queues.values() for seq in queue)
+        live = [seq for queue in self._queues.values() for seq in queue]
+        self._pool.check_integrity(seq.block_table for seq in live)
+        self._swap.check_integrity(seq.swapped_blocks for seq in live)
 
 
 def _turn(seq: Sequence) -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
 add ──> WAITING ──admit──> RUNNING ──stop, length, error, abort──> gone
            ^                 │ ^
-           └────preempt──────┘ │ join
+           └────preempt──────┘ │ join            its KV is computed again, or lies in host memory meanwhile
 reserve ──> RESERVED ──────────┘
 """
 
@@ -40,7 +40,7 @@ class Sequence:
 
     The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
     `turn`: when its prompt is read, among those of its priority.
-    `num_reserved_blocks`: kept although fewer may do for now.
+    `num_reserved_blocks`: kept although fewer may do for now. `swapped_blocks` hold its KV while it is preempted.
     `proposed` are the tokens that a step tries ahead; `chance` is how often such were right of late, and the draft
     model has KV for `num_drafted_tokens` of `token_ids`. Of `num_prompt_logprobs` to be reported `prompt_logprobs` are
     there so far.
@@ -60,6 +60,7 @@ class Sequence:
     turn: int | None = None
     num_reserved_blocks: int = 0
     block_table: list[int] = field(default_factory=list)
+    swapped_blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_registered_blocks: int = 0
     num_cached_tokens: int | None = None
@@ -101,6 +102,10 @@ class Sequence:
     def is_reading(self) -> bool:
         """Whether nothing has been drawn here yet."""
         return len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def priority(self) -> int:
+        return self.key[0]
 
     @property
     def was_preempted(self) -> bool:

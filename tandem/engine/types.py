@@ -114,7 +114,8 @@ class EngineStats:
     """A moment's load. `free_blocks`: referenced by no live sequence. `queued_tokens`: prompt tokens yet to compute.
 
     `num_read_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since the engine began; of the
-    decoded ones `num_accepted_tokens` were proposed, as were others that were refused.
+    decoded ones `num_accepted_tokens` were proposed, as were others that were refused. Of `num_preempted` times that a
+    sequence had to leave its blocks, its KV went to host memory `num_swapped` times.
     """
 
     num_waiting: int
@@ -127,6 +128,8 @@ class EngineStats:
     num_written_tokens: int
     num_proposed_tokens: int
     num_accepted_tokens: int
+    num_preempted: int
+    num_swapped: int
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ class EngineConfig:
     folder of a model with the same vocabulary. `jump_forward` computes what a grammar leaves no choice about in one
     step. Reservations are for half of a `likely_answer`, until the lengths of answers have been seen. `quantization`
     int8 or int4 makes the model's weights that when loaded; `kv_cache_dtype` int8 keeps KV so.
+    Up to `swap_memory` bytes of the host hold the KV of preempted sequences; 0: all of it is computed again.
     LoRA adapters are read from folders below `lora_dir`, and take up to `lora_memory` bytes; None: there are none.
     """
 
@@ -174,6 +178,7 @@ class EngineConfig:
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     likely_answer: int = 256
+    swap_memory: int = 0
     lora_dir: Path | None = None
     lora_memory: int = 1 << 30
 
@@ -185,6 +190,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: {value} is not at least 1")
+        if self.swap_memory < 0:
+            raise ValueError(f"swap_memory: {self.swap_memory} is not at least 0")
         if self.num_blocks is None and self.kv_budget_bytes is None:
             raise ValueError("kv_budget_bytes: set it or num_blocks")
         if self.quantization not in METHODS:

@@ -35,6 +35,9 @@ class WorkerCollector(Collector):
             yield GaugeMetricFamily(f"tandem_{name}", text, value=value)
         yield CounterMetricFamily("tandem_read_tokens", "Prompt tokens computed.", value=stats.num_read_tokens)
         yield CounterMetricFamily("tandem_written_tokens", "Tokens decoded.", value=stats.num_written_tokens)
+        preempted, swapped = "Sequences that had to leave their blocks.", "Of these, those with KV in host memory."
+        yield CounterMetricFamily("vllm:num_preemptions", preempted, value=stats.num_preempted)
+        yield CounterMetricFamily("tandem_swapped_preemptions", swapped, value=stats.num_swapped)
 
 
 @contextmanager

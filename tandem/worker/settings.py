@@ -54,6 +54,9 @@ class WorkerSettings(ClusterSettings):
     )
     kv_memory: ByteSize = Field(ByteSize(256 * 2**20), description="memory for the KV cache, such as 4GiB")
     num_blocks: int | None = Field(None, ge=2, description="size of the KV cache in blocks, instead of kv-memory")
+    swap_memory: ByteSize = Field(
+        ByteSize(256 * 2**20), ge=0, description="host memory for KV of preempted answers; 0: it is computed again"
+    )
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one engine step")
     max_prefill_beside_decode: int | None = Field(
@@ -108,6 +111,7 @@ class WorkerSettings(ClusterSettings):
             block_size=self.block_size,
             kv_budget_bytes=int(self.kv_memory),
             num_blocks=self.num_blocks,
+            swap_memory=int(self.swap_memory),
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_prefill_beside_decode=self.max_prefill_beside_decode,
             max_num_seqs=self.max_num_seqs,

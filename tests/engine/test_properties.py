@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tandem.engine import Engine, Request, SampledToken, SamplingParams
 from tandem.speculative import Speculative
-from tests.engine.tiny import Families, assert_idle, generate, make_engine, prompt_of, run, sampled
+from tests.engine.tiny import BLOCK_BYTES, Families, assert_idle, generate, make_engine, prompt_of, run, sampled
 
 LONGEST_ANSWER = 14
 KINDS = ("add", "add", "reserve", "abort", "step", "step")
@@ -144,20 +144,23 @@ class Session:
         raise AssertionError(f"{self.live} never ended: {self.engine.stats()}")
 
 
-@pytest.fixture(scope="module", params=["none", "draft"])
+@pytest.fixture(scope="module", params=[("none", 0), ("none", 5), ("draft", 5)], ids=str)
 def engines(llama: Path, family: Families, request: pytest.FixtureRequest) -> tuple[Engine, Engine, Oracle]:
-    """The engine under test has 9 blocks of 4: one long sequence, or two or three short ones.
+    """The engine under test has 9 blocks of 4: one long sequence, or two or three short ones. Those that it preempts
+    may have 5 in the host's memory.
 
-    Where it speculates, by a clock that stands still every proposal pays.
+    By a clock that stands still every proposal pays, and every swap for which there is room.
     """
-    speculation = {"speculative": Speculative(request.param, 3), "speculative_model": family("llama2")[1]}
+    method, swap_blocks = request.param
+    speculation = {"speculative": Speculative(method, 3), "speculative_model": family("llama2")[1]}
     tiny = make_engine(
-        llama, num_blocks=9, max_num_batched_tokens=7, max_num_seqs=4, likely_answer=4, now=lambda: 0.0, **speculation
-    )
+        llama, num_blocks=9, max_num_batched_tokens=7, max_num_seqs=4, likely_answer=4, now=lambda: 0.0,
+        swap_memory=swap_blocks * BLOCK_BYTES, **speculation,
+    )  # fmt: skip
     return tiny, make_engine(llama, max_num_batched_tokens=5), Oracle(llama)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(jobs=st.lists(JOBS, min_size=3, max_size=14))
 def test_every_block_comes_back_and_every_token_is_right(
     engines: tuple[Engine, Engine, Oracle], jobs: list[Job]

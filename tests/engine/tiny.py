@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": None,
 }  # fmt: skip
+BLOCK_BYTES = 3 * 2 * 2 * 4 * 8 * 4  # layers, K and V, heads, tokens, numbers a head, bytes: of a float32 engine
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,

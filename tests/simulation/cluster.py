@@ -43,6 +43,7 @@ from tests.simulation.world import Process, World
 GRPC_PORT, TRANSFER_PORT = 9000, 9100
 LOOKING_TIMEOUT_S = 2.0
 READY_S = 30.0
+SWAP_BYTES = 6 * 4 * 32  # a few blocks of the null engine
 MODEL = "demo"
 
 
@@ -266,7 +267,7 @@ class ClusterSettings:
             "worker_id": name, "transfer_port": TRANSFER_PORT, "transports": ("memory",), "engine": "null",
             "num_blocks": shape.num_blocks, "block_size": shape.block_size, "max_num_seqs": shape.max_num_seqs,
             "max_num_batched_tokens": shape.max_num_batched_tokens,
-            "null_prefill_tokens_per_s": shape.prefill_tokens_per_s,
+            "null_prefill_tokens_per_s": shape.prefill_tokens_per_s, "swap_memory": SWAP_BYTES,
         }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from services.gateway.settings import Disaggregation
+from tandem.v1 import llm_pb2
 from tests.simulation.cluster import Prompt, Shape
 
 # Requests and faults begin within so many seconds.
@@ -23,6 +24,7 @@ KINDS = (
     "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock",
 )  # fmt: skip
 CHANCE_OF_KIND = 0.3
+PRIORITIES = (llm_pb2.PRIORITY_REALTIME, *2 * (llm_pb2.PRIORITY_INTERACTIVE,), llm_pb2.PRIORITY_BATCH)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def _request(random: Random, shape: Shape) -> Request:
         seed=seed,
         timeout_s=random.choice((None, None, 4.0, 8.0, round(random.uniform(0.001, 0.8), 3))),
         cache_salt=random.choice(("", "", "a", f"own-{random.getrandbits(32)}")),
+        priority=random.choice(PRIORITIES),
     )
     return Request(
         gateway=f"g{random.randrange(shape.gateways)}",

@@ -1,0 +1,85 @@
+"""Host memory for the KV of preempted sequences, where reading it back costs less than computing it again.
+
+    preempt   block ──copy──> host block         admit   host block ──copy──> block
+
+Host blocks are numbered on from those of the KV cache, so that one list of copies, done in its order, says all: a block
+is written only after what it held has been copied out. On CPUs host memory is the same memory, and so are these lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.step_cost import StepCost
+
+# Of blocks, (from, to).
+Copies: TypeAlias = list[tuple[int, int]]
+WEIGHT = 0.2  # of the latest copy in what a block takes
+
+
+class SwapSpace:
+    """Owns the host's blocks; the scheduler owns what it takes of them. `now` says the time in seconds."""
+
+    def __init__(self, kv_cache: list[Tensor], num_blocks: int, now: Callable[[], float]) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._num_device_blocks = len(kv_cache[0])
+        self._kv_cache, self._now = kv_cache, now
+        self._host = [
+            torch.empty((num_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda) for kv in kv_cache
+        ]
+        self._block_s = 0.0  # of copying a block once; nothing until one was
+        self._step_cost = StepCost()
+
+    def take(self, num_tokens: int, num_blocks: int) -> list[int] | None:
+        """Host blocks for that many, which hold the KV of `num_tokens`; None where there are none left, or where
+        copying them out and back would take longer than computing those tokens."""
+        base, each = self._step_cost.line()
+        if 2 * num_blocks * self._block_s > base + num_tokens * each:
+            self._block_s *= 1 - WEIGHT  # one slow copy is not believed for ever
+            return None
+        blocks = self.pool.take(num_blocks)
+        return blocks and [self._num_device_blocks + block for block in blocks]
+
+    def release(self, blocks: Iterable[int]) -> None:
+        self.pool.release([block - self._num_device_blocks for block in blocks])
+
+    def copy(self, copies: Copies) -> None:
+        for (from_host, to_host), run in groupby(copies, key=self._direction):
+            pairs = list(run)
+            if not from_host and not to_host:  # one by one: the target of one may be the source of the next
+                for source, target in pairs:
+                    for kv in self._kv_cache:
+                        kv[target] = kv[source]
+                continue
+            started = self._now()
+            self._move(pairs, from_host=from_host)
+            taken = (self._now() - started) / len(pairs)
+            self._block_s += WEIGHT * (taken - self._block_s) if self._block_s else taken
+
+    def passed(self, num_tokens: int, seconds: float) -> None:
+        """A step computed so many tokens in this time."""
+        if num_tokens:
+            self._step_cost.add(num_tokens, seconds)
+
+    def check_integrity(self, swapped: Iterable[list[int]]) -> None:
+        """AssertionError unless exactly the blocks `swapped`, of every live sequence, are held."""
+        self.pool.check_integrity([block - self._num_device_blocks for block in blocks] for blocks in swapped)
+
+    def _direction(self, copy: tuple[int, int]) -> tuple[bool, bool]:
+        return copy[0] >= self._num_device_blocks, copy[1] >= self._num_device_blocks
+
+    def _move(self, pairs: Copies, *, from_host: bool) -> None:
+        blocks = torch.tensor([(s if from_host else t, t if from_host else s) for s, t in pairs]).T
+        on_host = blocks[0] - self._num_device_blocks
+        for kv, host in zip(self._kv_cache, self._host, strict=True):
+            on_device = blocks[1].to(kv.device)
+            if from_host:
+                kv[on_device] = host[on_host].to(kv.device)
+            else:
+                host[on_host] = kv[on_device].to(host.device)
