@@ -44,10 +44,14 @@ async def grammar_for(structure: Structure | None) -> str:
     """
     if structure is None:
         return ""
-    return await asyncio.to_thread(_grammar, structure)
+    return await asyncio.to_thread(grammar_of, structure)
 
 
-def _grammar(structure: Structure) -> str:
+def grammar_of(structure: Structure) -> str:
+    """
+    Raises:
+        InvalidRequest
+    """
     value, param = structure.value, structure.param
     if len(value if isinstance(value, str) else json.dumps(value)) > MAX_LENGTH:
         raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters", param)
@@ -68,6 +72,9 @@ def _json(value: Any, param: str) -> str:
         raise InvalidRequest(f"{param} must be a JSON schema, an object", param)
     if _depth(schema) > MAX_DEPTH:
         raise InvalidRequest(f"{param} must not be nested deeper than {MAX_DEPTH}", param)
+    if (place := _id_beside_ref(schema)) is not None:
+        # Drafts up to 7 ignore such an $id. The grammar would follow it.
+        raise InvalidRequest(f"{param}{place}: $id beside $ref is not supported", f"{param}{place}")
     return grammar.of_json_schema(schema)
 
 
@@ -203,6 +210,17 @@ def _text(value: Any, param: str) -> str:
 def _depth(value: Any) -> int:
     inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     return 1 + max(map(_depth, inside), default=0)
+
+
+def _id_beside_ref(value: Any, place: str = "") -> str | None:
+    inside: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str) and isinstance(value.get("$id"), str):
+            return place
+        inside = [(f"{place}.{key}", part) for key, part in value.items()]
+    elif isinstance(value, list):
+        inside = [(f"{place}[{i}]", part) for i, part in enumerate(value)]
+    return next((found for at, part in inside if (found := _id_beside_ref(part, at)) is not None), None)
 
 
 def _place(schema: Any, message: str) -> str:
