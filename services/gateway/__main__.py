@@ -1,7 +1,6 @@
 """`python -m services.gateway`: HTTP/SSE and gRPC in, tokens out, until SIGTERM, SIGINT or the death of any task."""
 
 import asyncio
-import gc
 import random
 import signal
 import socket
@@ -18,6 +17,7 @@ from services.gateway.routing import Router
 from services.gateway.server import Gateway, Ports
 from services.gateway.settings import GatewaySettings
 from tandem import rpc, telemetry
+from tandem.garbage import settled
 from tandem.registry import Registry
 from tandem.settings import load
 
@@ -52,9 +52,7 @@ async def serve(settings: GatewaySettings, make_router: type[Router] = Router) -
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with make_gateway(settings, make_router) as gateway:
-        # What a gateway is made of stays until it ends: looking for garbage there would stop all requests for long.
-        gc.collect()
-        gc.freeze()
+        settled()
         stopping, failed = asyncio.create_task(stop.wait()), asyncio.create_task(gateway.failed())
         await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import gc
 import signal
 import socket
 import sys
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from tandem import rpc, telemetry
 from tandem.drain import DrainService
 from tandem.engine import Engine
+from tandem.garbage import settled
 from tandem.integrity import IntegrityReport, lasting
 from tandem.registry import Registry, Role
 from tandem.transfer import SocketNetwork, Threads, new_nonce
@@ -84,9 +84,7 @@ async def _run(
 
 async def run_to_its_end(worker: Worker) -> None:
     """In a process that is this worker's alone, an actor's too: it ends with status 1 where the loop stands still."""
-    # What a worker is made of stays until it ends: looking for garbage there would stop every answer for 0.1 s.
-    gc.collect()
-    gc.freeze()
+    settled()
     turning = asyncio.create_task(_end_if_the_loop_stands_still())
     try:
         await worker.run()

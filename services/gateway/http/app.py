@@ -1,4 +1,4 @@
-"""The FastAPI app. Generation is on plain routes that FastAPI only dispatches to; everything else is ordinary."""
+"""The FastAPI app. Generation does not pass through it (`DescribedApp.direct`); everything else is ordinary."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.model import ServedModel
+from services.gateway.settings import GatewaySettings
 from tandem.integrity import Look, lasting
 
 log = structlog.get_logger(__name__)
@@ -36,8 +37,11 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     """
     # A request's span is ours: FastAPI's own would stand beside it, a second root of the same trace.
     app = DescribedApp(title="Tandem", redoc_url=None, telemetry={"tracing": False, "metrics": False})
+    cors = cors_of(llm.settings)
     for path, read in (("/v1/chat/completions", read_chat), ("/v1/completions", read_completion)):
-        app.router.routes.append(Route(path, GenerateEndpoint(llm, read, wall), methods=["POST"]))
+        endpoint = GenerateEndpoint(llm, read, wall)
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+        app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
     for path, respond in (("/tokenize", tokenize), ("/detokenize", detokenize)):
         app.router.routes.append(Route(path, JsonEndpoint(llm, respond), methods=["POST"]))
     for path, respond in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
@@ -45,13 +49,20 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     _add_errors(app, llm)
     _add_models(app, llm)
     _add_health(app, llm)
-    if origins := llm.settings.cors_origins:
-        # No cookies are asked for: a page shows its key itself.
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
-        )
+    if cors:
+        app.add_middleware(CORSMiddleware, **cors)
     _add_integrity(app, integrity)
     return app
+
+
+def cors_of(settings: GatewaySettings) -> dict[str, Any]:
+    """What browsers are allowed; no cookies, for a page shows its key itself."""
+    if not settings.cors_origins:
+        return {}
+    every = ["*"]
+    return {
+        "allow_origins": settings.cors_origins, "allow_methods": every, "allow_headers": every, "expose_headers": every
+    }  # fmt: skip
 
 
 def _add_models(app: FastAPI, llm: LLM) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http import schema
 
@@ -22,6 +23,16 @@ BODIES: Mapping[str, tuple[type[schema.Body], str]] = {
 
 
 class DescribedApp(FastAPI):
+    """`direct`: apps that get the POSTs to their path as they come, past all that FastAPI wraps around a route."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.direct: dict[str, ASGIApp] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (super().__call__ if app is None else app)(scope, receive, send)
+
     def openapi(self) -> dict[str, Any]:
         """FastAPI's own description, and that of `BODIES`."""
         if self.openapi_schema is None:
