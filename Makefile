@@ -33,7 +33,7 @@ soak: $(VENV)/dev.stamp ## a rolling restart; then MINUTES of traffic on real pr
 
 # What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`.
 GUARD := tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
-  tests/registry/test_wire_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
+  tests/registry/test_resp_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
   $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py) \
   tests/e2e/test_secured.py
 

@@ -19,7 +19,7 @@ from tandem.security import NO_SECRET, OPEN, TLS, ClusterSecret, Security
 from tandem.settings import load
 from tandem.transfer import Endpoint, Receiver, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tandem.worker import wire
+from tandem.worker import conversion
 from tandem.worker.settings import WorkerSettings
 from tests.authority import Authority
 from tests.transfer.pair import DECODE, PREFILL, kv_cache, until
@@ -165,14 +165,14 @@ def test_silent_strangers_keep_no_worker_out(receiver: Receiver) -> None:
 
 def test_a_ticket_is_its_signers() -> None:
     ticket = worker_pb2.LandingTicket(transfer_id="t", transfer_address="127.0.0.1:1", num_prompt_blocks=3)
-    wire.sign(ticket, SECRET)
-    assert wire.is_signed(ticket, SECRET)
+    conversion.sign(ticket, SECRET)
+    assert conversion.is_signed(ticket, SECRET)
     for stranger in (OTHER, ClusterSecret(b"")):
         other = worker_pb2.LandingTicket.FromString(ticket.SerializeToString())
-        wire.sign(other, stranger)
-        assert not wire.is_signed(other, SECRET)
+        conversion.sign(other, stranger)
+        assert not conversion.is_signed(other, SECRET)
     ticket.transfer_address = "10.0.0.1:22"
-    assert not wire.is_signed(ticket, SECRET)
+    assert not conversion.is_signed(ticket, SECRET)
 
 
 def test_settings_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

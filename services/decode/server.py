@@ -13,7 +13,7 @@ from tandem.integrity import IntegrityReport
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import worker_pb2
-from tandem.worker import Entry, SequenceFailed, Streams, WorkerContext, WorkService, wire
+from tandem.worker import Entry, SequenceFailed, Streams, WorkerContext, WorkService, conversion
 
 RECEIVER_CHECK_S = 0.5
 
@@ -83,7 +83,7 @@ class DecodeWorker:
         self._streams.reserved(stream_id, worker_pb2.Reserved(request_id=entry.sequence.request_id, ticket=ticket))
 
     async def _reserve(self, stream_id: str, request: worker_pb2.Reservation) -> worker_pb2.LandingTicket | None:
-        sequence, timeout_s = wire.request_of(request.sequence), request.sequence.timeout_ms / 1000
+        sequence, timeout_s = conversion.request_of(request.sequence), request.sequence.timeout_ms / 1000
         await self._context.ports.engine.prepare(sequence, timeout_s)
         if request.local_prefill:
             await self._sequences.add(sequence, stream_id, timeout_s)
@@ -98,9 +98,9 @@ class DecodeWorker:
             num_cached_blocks=reserved.num_cached_tokens // self._context.settings.block_size,
             num_prompt_blocks=reserved.num_prompt_blocks,
         )
-        wire.sign(ticket, self._context.ports.secret)
+        conversion.sign(ticket, self._context.ports.secret)
         return ticket
 
 
 def _first_token(payload: bytes) -> SampledToken:
-    return wire.token_of(worker_pb2.SequenceOutput.FromString(payload))
+    return conversion.token_of(worker_pb2.SequenceOutput.FromString(payload))

@@ -17,7 +17,7 @@ from tandem.integrity import IntegrityReport
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from tandem.worker import Entry, SequenceFailed, Streams, WorkerContext, WorkService, wire
+from tandem.worker import Entry, SequenceFailed, Streams, WorkerContext, WorkService, conversion
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0
@@ -41,7 +41,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self._sequences = Sequences(
             context.ports.engine,
             self._links.link_to,
-            payload=wire.first_token,
+            payload=conversion.first_token,
             now=context.ports.driver.now,
             worker_id=context.worker_id,
         )
@@ -79,7 +79,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     async def _begin(self, stream_id: str, entry: Entry) -> None:
         if not isinstance(entry, worker_pb2.Prefill):
             raise SequenceFailed("UNIMPLEMENTED", "reservations: this is a prefill worker")
-        if not wire.is_signed(entry.ticket, self._secret):
+        if not conversion.is_signed(entry.ticket, self._secret):
             raise SequenceFailed("PERMISSION_DENIED", "ticket: no worker of this cluster has signed it")
         prompt_blocks = -(-len(entry.sequence.token_ids) // self._block_size)
         if entry.ticket.num_prompt_blocks != prompt_blocks:
@@ -93,11 +93,11 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             entry.ticket.num_prompt_blocks,
         )
         timeout_s = entry.sequence.timeout_ms / 1000
-        sequence = wire.request_of(entry.sequence)
+        sequence = conversion.request_of(entry.sequence)
         await self._engine.prepare(sequence, timeout_s)
         done = await self._sequences.prefill(sequence, ticket, timeout_s)
         answer = worker_pb2.Prefilled(
-            output=wire.output_to_proto(done.output), transfer_bytes=done.transfer_bytes, transport=done.transport
+            output=conversion.output_to_proto(done.output), transfer_bytes=done.transfer_bytes, transport=done.transport
         )
         self._streams.prefilled(stream_id, answer)
 

@@ -17,8 +17,8 @@ from uuid import uuid4
 from tandem.registry.address import RedisAddress
 from tandem.registry.errors import RegistryUnavailable
 from tandem.registry.master import Master
+from tandem.registry.resp import Argument, ConnectionLost, Line, ReplyError, Wire
 from tandem.registry.scripts import Script, key_prefix, load_scripts
-from tandem.registry.wire import Argument, ConnectionLost, Line, ReplyError, Wire
 
 # Of a stream: its id and its fields.
 Entry: TypeAlias = tuple[str, dict[bytes, bytes]]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.registry.address import RedisAddress
-from tandem.registry.wire import Line, ReplyError
+from tandem.registry.resp import Line, ReplyError
 
 
 class Master:

@@ -30,7 +30,7 @@ from tandem.registry.errors import IncompatibleLayout, NoWorkers, RegistryUnavai
 from tandem.registry.late_releases import LateReleases
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
-from tandem.registry.wire import Argument
+from tandem.registry.resp import Argument
 from tandem.registry.worker import Fallback, Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
 
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]

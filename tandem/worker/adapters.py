@@ -13,7 +13,7 @@ from grpc import aio
 
 from tandem import rpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
-from tandem.worker import wire
+from tandem.worker import conversion
 from tandem.worker.engine_port import EnginePort
 from tandem.worker.errors import SequenceFailed
 
@@ -32,7 +32,7 @@ class AdapterService(worker_pb2_grpc.AdapterServiceServicer):
             ref = await self._engine.read_adapter(request.name, request.path)
         except SequenceFailed as error:
             raise rpc.Refused(getattr(grpc.StatusCode, error.code), str(error)) from None
-        return worker_pb2.ReadAdapterResponse(adapter=wire.adapter_to_proto(ref))
+        return worker_pb2.ReadAdapterResponse(adapter=conversion.adapter_to_proto(ref))
 
     async def DropAdapter(
         self, request: worker_pb2.DropAdapterRequest, context: aio.ServicerContext[Any, Any]

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from tandem.engine import SequenceOutput
 from tandem.v1 import worker_pb2
-from tandem.worker import wire
+from tandem.worker import conversion
 
 EACH_S, MOST_S = 0.00075, 0.05
 
@@ -53,7 +53,7 @@ class Outbox:
     def fail(self, request_id: str, code: str, message: str) -> None:
         if request_id in self._held:
             self._send(request_id)
-        self._ready.append(wire.failed(request_id, code, message))
+        self._ready.append(conversion.failed(request_id, code, message))
         self.changed.set()
 
     def take(self) -> worker_pb2.WorkResponse:
@@ -71,12 +71,12 @@ class Outbox:
     def _release(self) -> None:
         self._timer = None
         self._due = self._loop.time() + min(MOST_S, EACH_S * len(self._held))
-        self._ready += map(wire.output_to_proto, self._held.values())
+        self._ready += map(conversion.output_to_proto, self._held.values())
         self._held.clear()
         self.changed.set()
 
     def _send(self, request_id: str) -> None:
-        self._ready.append(wire.output_to_proto(self._held.pop(request_id)))
+        self._ready.append(conversion.output_to_proto(self._held.pop(request_id)))
 
 
 class Streams:

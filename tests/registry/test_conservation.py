@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from tandem.local import RedisServer
 from tandem.registry import GatewayAddress, Limits, NoWorkers, Registry, Role
 from tandem.registry.connection import RedisConnection
-from tandem.registry.wire import Argument
+from tandem.registry.resp import Argument
 from tests.registry.cluster import BLOCK_SIZE, MODEL, TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.registry.address import RedisAddress
-from tandem.registry.wire import Line, ReplyError
+from tandem.registry.resp import Line, ReplyError
 from tests.fuzzing import fuzzed
 
 REPLIES = st.one_of(
