@@ -21,7 +21,7 @@ import structlog
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
-from services.decode.admission import Admission
+from services.decode.block_queue import BlockQueue
 from tandem.engine import Engine, FinishReason, Request, SampledToken, SequenceOutput
 from tandem.transfer import TransferError
 from tandem.worker import EnginePort, SequenceFailed, Streams
@@ -85,7 +85,7 @@ class Sequences:
     ) -> None:
         self._engine, self._receiver, self._streams = engine, receiver, streams
         self._first_token, self._new_id, self._worker_id = first_token, new_id, worker_id
-        self._admission = Admission(engine)
+        self._block_queue = BlockQueue(engine)
         self._held: dict[str, Held] = {}
         self._releasing: dict[asyncio.Task[None], str] = {}
         self._fencing: dict[asyncio.Task[None], str] = {}
@@ -122,7 +122,7 @@ class Sequences:
         """
         request_id = request.request_id
         held = self._enter(request_id, stream_id, timeout_s)
-        cached, block_ids = await self._entered(request_id, held, self._admission.reserve(request))
+        cached, block_ids = await self._entered(request_id, held, self._block_queue.reserve(request))
         held.span.set_attribute("decode.cached_tokens", cached)
         held.transfer_id = self._new_id()
         try:
@@ -197,7 +197,7 @@ class Sequences:
             self._streams.send(held.stream_id, output)
             if output.finished:
                 self._leave(output.request_id, output.finish_reason, output.error or "")
-        self._admission.look_again()
+        self._block_queue.look_again()
 
     # --- its end ---
 
@@ -275,7 +275,7 @@ class Sequences:
         del self._releasing[task], self._fencing[task]
         if not task.cancelled() and task.exception() is not None:
             log.error("a sequence could not be released", exc_info=task.exception())
-        self._admission.look_again()
+        self._block_queue.look_again()
 
     def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(callback, *arguments)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from services.decode.admission import Admission as DecodeAdmission
+from services.decode.block_queue import BlockQueue
 from services.decode.sequences import Sequences as DecodeSequences
-from services.gateway.admission import Admission as GatewayAdmission
+from services.gateway.admission import Admission
 from services.gateway.errors import WorkerLost
 from services.gateway.generation import pipeline
 from services.gateway.generation.attempt import Attempt
@@ -137,7 +137,7 @@ def no_abort_on_disconnect(patch: Patch) -> None:
 
 @planted("DEADLINE_EXCEEDED", 20)
 def wake_nobody_who_waits_for_blocks(patch: Patch) -> None:
-    patch.setattr(DecodeAdmission, "look_again", lambda self: None)
+    patch.setattr(BlockQueue, "look_again", lambda self: None)
 
 
 @planted("I4", 60)
@@ -199,7 +199,7 @@ def keep_the_loss_to_oneself(patch: Patch) -> None:
 
 @planted("I3", 5)
 def stay_admitted(patch: Patch) -> None:
-    patch.setattr(GatewayAdmission, "leave", lambda self, work: None)
+    patch.setattr(Admission, "leave", lambda self, work: None)
 
 
 @pytest.mark.parametrize("name", PLANTED)

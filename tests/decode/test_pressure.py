@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch
 
-from services.decode.admission import Admission
+from services.decode.block_queue import BlockQueue
 from tandem.engine import Engine, EngineConfig, Request, SampledToken, SamplingParams, SequenceOutput, StepTime
 from tandem.worker import InlineEngine
 from tests.simulation.world import World
@@ -29,7 +29,7 @@ class Pressure:
         self.port = InlineEngine(replace(config, swap_memory=random.choice((0, 3, BLOCKS)) * BLOCK_BYTES))
         self.prefill = oracle
         self.random = random
-        self.admission = Admission(self.port)
+        self.admission = BlockQueue(self.port)
         self.got: dict[str, list[int]] = {}
         self.ended: dict[str, asyncio.Future[None]] = {}
         self.port.start(self._on_outputs, self._died)

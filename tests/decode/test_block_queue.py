@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.decode.admission import Admission
+from services.decode.block_queue import BlockQueue
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.worker import EngineThread
 
@@ -29,9 +29,9 @@ def request(name: str, blocks: int, priority: int = 0) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=8, temperature=0), priority)
 
 
-async def free(thread: EngineThread, admission: Admission, name: str) -> None:
+async def free(thread: EngineThread, queue: BlockQueue, name: str) -> None:
     assert await thread.call(lambda engine: engine.abort(name))
-    admission.look_again()
+    queue.look_again()
 
 
 async def still_waits(task: asyncio.Task[object]) -> bool:
@@ -44,59 +44,59 @@ async def admitted(task: asyncio.Task[object]) -> None:
 
 
 async def test_first_come_first_served_and_big_ones_are_not_passed_by(thread: EngineThread) -> None:
-    admission = Admission(thread)
-    await admission.reserve(request("a", 3))
-    big = asyncio.create_task(admission.reserve(request("big", 4)))
+    queue = BlockQueue(thread)
+    await queue.reserve(request("a", 3))
+    big = asyncio.create_task(queue.reserve(request("big", 4)))
     await asyncio.sleep(0.05)
-    small = asyncio.create_task(admission.reserve(request("small", 1)))
+    small = asyncio.create_task(queue.reserve(request("small", 1)))
     assert await still_waits(big)
     assert await still_waits(small)
-    await free(thread, admission, "a")
+    await free(thread, queue, "a")
     await admitted(big)
     assert not small.done()
-    await free(thread, admission, "big")
+    await free(thread, queue, "big")
     await admitted(small)
-    await free(thread, admission, "small")
-    assert len(admission) == 0
+    await free(thread, queue, "small")
+    assert len(queue) == 0
 
 
 async def test_priority_goes_before_arrival(thread: EngineThread) -> None:
-    admission = Admission(thread)
-    await admission.reserve(request("a", 4))
-    late = asyncio.create_task(admission.reserve(request("late", 4, priority=1)))
+    queue = BlockQueue(thread)
+    await queue.reserve(request("a", 4))
+    late = asyncio.create_task(queue.reserve(request("late", 4, priority=1)))
     await asyncio.sleep(0.05)
-    urgent = asyncio.create_task(admission.reserve(request("urgent", 4, priority=0)))
+    urgent = asyncio.create_task(queue.reserve(request("urgent", 4, priority=0)))
     await asyncio.sleep(0.05)
-    await free(thread, admission, "a")
+    await free(thread, queue, "a")
     await admitted(urgent)
     assert not late.done()
-    await free(thread, admission, "urgent")
+    await free(thread, queue, "urgent")
     await admitted(late)
-    await free(thread, admission, "late")
+    await free(thread, queue, "late")
 
 
 async def test_giving_up_leaves_nothing_behind(thread: EngineThread) -> None:
-    admission = Admission(thread)
-    await admission.reserve(request("a", 4))
-    waiting = asyncio.create_task(admission.reserve(request("b", 1)))
+    queue = BlockQueue(thread)
+    await queue.reserve(request("a", 4))
+    waiting = asyncio.create_task(queue.reserve(request("b", 1)))
     await asyncio.sleep(0.05)
     waiting.cancel()
     await asyncio.wait([waiting])
-    await free(thread, admission, "a")
-    assert len(admission) == 0
+    await free(thread, queue, "a")
+    assert len(queue) == 0
     assert await thread.call(lambda engine: engine.stats().free_blocks) == BLOCKS
 
 
 async def test_what_never_fits_is_refused_at_once(thread: EngineThread) -> None:
     with pytest.raises(ValueError, match="token_ids"):
-        await Admission(thread).reserve(request("huge", BLOCKS + 1))
+        await BlockQueue(thread).reserve(request("huge", BLOCKS + 1))
 
 
 async def test_all_that_fit_are_reserved_between_two_steps(thread: EngineThread) -> None:
     """Each in a step of its own would make a burst wait for as many steps as it has requests."""
-    admission, busy = Admission(thread), threading.Event()
+    queue, busy = BlockQueue(thread), threading.Event()
     step = thread.submit(lambda engine: busy.wait(10))  # the engine is in a step
-    burst = [asyncio.create_task(admission.reserve(request(name, 1))) for name in ("a", "bb", "ccc", "dddd", "eeeee")]
+    burst = [asyncio.create_task(queue.reserve(request(name, 1))) for name in ("a", "bb", "ccc", "dddd", "eeeee")]
     await asyncio.sleep(0.05)
     after = thread.submit(lambda engine: engine.stats().free_blocks)
     busy.set()
@@ -105,20 +105,20 @@ async def test_all_that_fit_are_reserved_between_two_steps(thread: EngineThread)
     await asyncio.wait_for(asyncio.gather(*burst[:4]), 20)
     assert await still_waits(burst[4])
     for name in ("a", "bb", "ccc", "dddd"):
-        await free(thread, admission, name)
+        await free(thread, queue, name)
     await admitted(burst[4])
-    await free(thread, admission, "eeeee")
+    await free(thread, queue, "eeeee")
 
 
 async def test_cancelled_just_as_it_is_reserved_leaves_nothing_behind(thread: EngineThread) -> None:
-    admission = Admission(thread)
+    queue = BlockQueue(thread)
     for turns in range(12):
-        task = asyncio.create_task(admission.reserve(request("a", 2)))
+        task = asyncio.create_task(queue.reserve(request("a", 2)))
         for _ in range(turns):
             await asyncio.sleep(0.001)
         task.cancel()
         await asyncio.wait([task])
         if not task.cancelled():
-            await free(thread, admission, "a")
+            await free(thread, queue, "a")
         assert await thread.call(lambda engine: engine.stats().free_blocks) == BLOCKS
-        assert len(admission) == 0
+        assert len(queue) == 0

@@ -29,7 +29,7 @@ class Waiting:
     may_fit: bool = field(default=False, compare=False)  # nothing in it is wrong, it only has to wait
 
 
-class Admission:
+class BlockQueue:
     def __init__(self, engine: EnginePort) -> None:
         self._engine = engine
         self._line: list[Waiting] = []
