@@ -13,7 +13,8 @@ under `kv.transfer.`:
     refused.<transport>       why it was not one that the prefill worker likes better
     carrier                   what the transport chose itself, such as NCCL's NET/Socket
     peer, peer_incarnation    the decode worker
-    push_s                    seconds that the engine's own thread spent in pushes: copying, and waiting for room
+    push_s                    seconds that the engine's own thread spent in pushes: copying, and waiting for room; next
+                              to none from a GPU, whose blocks the link's thread gathers
     exposed_s                 seconds from the commit, when nothing is left to compute, until decode may start
     tail_s                    seconds from the last push until decode may start: the last layer's rest, and sampling
     overlap_ratio             share of the span, 0 to 1, that ran beneath computing: 1 - exposed_s / the span's seconds
@@ -61,8 +62,12 @@ class TracedPush:
         self.failure: TransferError | None = None
 
     @property
-    def bytes_sent(self) -> int:
-        return self._push.bytes_sent
+    def bytes_pushed(self) -> int:
+        return self._push.bytes_pushed
+
+    @property
+    def reading(self) -> bool:
+        return self._push.reading
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
         start = self._now()

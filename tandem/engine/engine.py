@@ -172,7 +172,8 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step could bring something on: reservations that were not joined are not work."""
-        return bool(self._scheduler.waiting or self._scheduler.running or self._ended_at_join)
+        scheduler = self._scheduler
+        return bool(scheduler.waiting or scheduler.running or scheduler.lent or self._ended_at_join)
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler

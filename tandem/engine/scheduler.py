@@ -31,6 +31,7 @@ from typing import NamedTuple
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.swap import Copies, SwapSpace
+from tandem.engine.types import KVSink
 
 
 class Scheduled(NamedTuple):
@@ -106,6 +107,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_beside_decode = max_prefill_beside_decode
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
+        self.lent: list[tuple[KVSink, list[int]]] = []  # blocks of sequences that have left, which their sinks read
         self._copies: Copies = []
         self._num_read_tokens = self.num_preempted = self.num_swapped = 0
         self._queues = {
@@ -147,6 +149,7 @@ class Scheduler:
         return copies
 
     def schedule(self) -> list[Scheduled]:
+        self._release_lent()
         batch = Batch(self.max_num_batched_tokens)
         self._outrank()
         longer = self._schedule_decodes(batch)
@@ -345,8 +348,19 @@ class Scheduler:
         """Whether KV that others have computed will do."""
         return self._prefix_caching and not seq.reads_whole_prompt
 
+    def _release_lent(self) -> None:
+        lent, self.lent = self.lent, []
+        for sink, blocks in lent:
+            if sink.reading:
+                self.lent.append((sink, blocks))
+            else:
+                self._pool.release(blocks)
+
     def _release_blocks(self, seq: Sequence) -> None:
-        self._pool.release(seq.block_table)
+        if seq.sink is not None and seq.sink.reading:
+            self.lent.append((seq.sink, seq.block_table))
+        else:
+            self._pool.release(seq.block_table)
         seq.block_table, seq.num_registered_blocks, seq.num_drafted_tokens = [], 0, 0
         seq.num_reserved_blocks = 0
 
@@ -379,7 +393,7 @@ class Scheduler:
                 needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
                 assert len(seq.block_table) <= needed, f"{seq.request_id}: more blocks than its tokens need"
         live = [seq for queue in self._queues.values() for seq in queue]
-        self._pool.check_integrity(seq.block_table for seq in live)
+        self._pool.check_integrity([*(seq.block_table for seq in live), *(blocks for _, blocks in self.lent)])
         self._swap.check_integrity(seq.swapped_blocks for seq in live)
 
 

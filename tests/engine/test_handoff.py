@@ -24,6 +24,7 @@ class Copy:
     target: Engine
     landing: list[int]
     pushed: list[tuple[int, int, int]] = field(default_factory=list)
+    reading: bool = False
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
         assert block_ids
@@ -141,6 +142,7 @@ def test_each_chunk_pushes_what_it_completes(llama: Path) -> None:
 def test_a_failing_sink_fails_its_sequence_alone(llama: Path) -> None:
     class Broken:
         calls = 0
+        reading = False
 
         def push(self, *_: object) -> None:
             self.calls += 1
@@ -261,3 +263,39 @@ def test_several_answers_share_a_prompts_blocks(llama: Path, length: int) -> Non
         found[name] = found.get(name, []) + tokens(rest)
     assert found == {str(i): generate(one, prompt, sampling[i]) for i in range(8)}
     assert_idle(target)
+
+
+@dataclass
+class Reading:
+    """Copies nothing yet."""
+
+    reading: bool = True
+    tables: list[list[int]] = field(default_factory=list)
+
+    def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
+        self.tables += [list(block_ids)]
+
+
+@pytest.mark.parametrize("ending", ["first token", "abort"])
+def test_blocks_that_a_sink_still_reads_stay_as_they_are_though_their_sequence_has_left(
+    llama: Path, ending: str
+) -> None:
+    engine, sink = make_engine(llama, num_blocks=8), Reading()
+    engine.add(Request("r", prompt_of(17), greedy(4)), sink=sink, prefill_only=True)
+    while engine.request_ids():
+        engine.step()
+        if ending == "abort" and sink.tables:
+            engine.abort("r")
+    engine.check_integrity()
+    held = sorted({block for table in sink.tables for block in table})
+    before = [kv[held].clone() for kv in engine.kv_cache]
+    assert engine.stats().free_blocks <= 8 - len(held)
+    engine.add(Request("next", prompt_of(20, seed=1), greedy(6)))  # more blocks than are left
+    outputs = [output for _ in range(20) for output in engine.step()]
+    assert not outputs
+    assert all(torch.equal(kv[held], was) for kv, was in zip(engine.kv_cache, before, strict=True))
+    assert engine.has_work()
+    sink.reading = False
+    assert len(tokens(run(engine)["next"])) == 6
+    assert_idle(engine)
+    assert not engine.has_work()

@@ -59,6 +59,8 @@ def landed(source: Engine, target: Engine, request: Request) -> list[tuple[int, 
     assert len(landing) == source._scheduler.blocks_for(len(request.token_ids))
 
     class Copy:
+        reading = False
+
         def push(self, layer: int, first_block: int, block_ids: list[int], kv: torch.Tensor) -> None:
             target.kv_cache[layer][landing[first_block : first_block + len(block_ids)]] = kv[list(block_ids)]
 

@@ -66,6 +66,7 @@ class Oracle:
 class Landing:
     target: Engine
     blocks: list[int]
+    reading: bool = False
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
         places = self.blocks[first_block : first_block + len(block_ids)]

@@ -131,6 +131,8 @@ def test_a_preempted_prefill_pushes_each_block_once(llama: Path) -> None:
     pushed: list[int] = []
 
     class Record:
+        reading = False
+
         def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
             assert len(kv) == 12
             assert block_ids

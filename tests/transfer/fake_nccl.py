@@ -23,8 +23,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 
 from tandem.transfer.copy.device_sum import MASK
+from tandem.transfer.transports.base import Mark
 
 POLL_SECONDS = 2e-4
+FOLLOW_SECONDS = 5.0
 damage_next: list[str] = []  # put something there, and a bit of the next payload flips as it is sent
 Job = Callable[[], bool]  # one attempt; whether it is done
 
@@ -38,6 +40,10 @@ class FakeEvent:
 
     def query(self) -> bool:
         return self.done
+
+
+DONE = FakeEvent()
+DONE.done = True
 
 
 class FakeQueue:
@@ -62,6 +68,12 @@ class FakeQueue:
 
         self.put(mark)
         return event
+
+    def follow(self, mark: Mark) -> None:
+        """The thread stands for the queue of a device: it waits, where it is one's."""
+        end = time.monotonic() + FOLLOW_SECONDS
+        while not mark.query() and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
 
     def put(self, job: Job) -> None:
         self._jobs.append(job)
@@ -88,6 +100,7 @@ class FakeDevice:
 
     def __init__(self, driven: bool = False, delay: Callable[[], int] = lambda: 0) -> None:
         self.queues: dict[int, FakeQueue] = {}
+        self.computing: FakeEvent | None = None
         self._driven, self._delay = driven, delay
         self._pointers = itertools.count(1)
 
@@ -96,11 +109,18 @@ class FakeDevice:
         self.queues[queue.pointer] = queue
         return queue
 
+    def mark(self) -> FakeEvent:
+        """All that this thread has asked for is done, but for what `computing` says."""
+        return self.computing or DONE
+
     def identity(self) -> str:
         return f"fake-{os.getpid()}-{id(self)}"
 
     def view(self, pointer: int, size: int) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_char * size).from_address(pointer), dtype=torch.int64)
+
+    def upload(self, words: torch.Tensor) -> torch.Tensor:
+        return words
 
     def fetch(self, number: torch.Tensor) -> Callable[[], int | None]:
         left = iter(range(self._delay()))

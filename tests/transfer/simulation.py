@@ -172,6 +172,7 @@ class World:
         self._collect_slots()
 
     def _push(self, transfer: Transfer, outgoing: Outgoing, layer: int, block: int, count: int) -> None:
+        self.sender.accept(outgoing, layer, block, count)
         slot = self.free.pop()
         payload = self.arena[slot : slot + count * BLOCK_BYTES]
         start = block - transfer.first_block

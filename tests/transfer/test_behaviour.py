@@ -55,12 +55,15 @@ def test_transfers_interleave_on_one_link(pair: Pair) -> None:
     assert all(outcomes[name].get()[0] == "commit" and pair.landed(there[name], here[name]) for name in there)
 
 
-def test_push_has_copied_before_it_returns(pair: Pair) -> None:
+def test_a_push_that_no_longer_reads_has_copied(pair: Pair) -> None:
+    """From this machine's memory it has when it returns; on a device once its queue has."""
     before = [kv.clone() for kv in pair.source]
     outcome = pair.expect("t", [1, 2])
     push = pair.begin("t", 2)
     for layer, kv in enumerate(pair.source):
         push.push(layer, 0, [4, 5], kv)
+        assert pair.transport in ("nccl", "cuda_ipc") or not push.reading
+        assert until(lambda: not push.reading)
         kv.zero_()
     push.commit(b"").result(SOON)
     assert outcome.get()[0] == "commit"
@@ -79,24 +82,51 @@ def push_for_ever(pair: Pair, end: float, pushes: list[Push]) -> None:
         pair.push_all(pushes[-1], 0, range(32))
 
 
-def test_a_full_arena_blocks_push_no_longer_than_the_deadline(meet: Meet, transport: str) -> None:
-    network = MemoryNetwork() if transport == "memory" else SocketNetwork(buffer_bytes=1 << 16)
-    pair = meet(transport, network=network, arena_bytes=1 << 16)
-    stuck = threading.Event()
+def hold_reading(pair: Pair) -> threading.Event:
+    """The receiver's end of the link reads nothing until the event is set."""
+    held, reading = threading.Event(), threading.Event()
 
     def on_commit(_payload: bytes, _num_bytes: int) -> None:
-        stuck.wait(SOON)
+        held.set()
+        reading.wait(SOON)
 
     pair.receiver.expect(
         "stuck", block_ids=[], first_block=0, timeout_s=SOON, on_commit=on_commit, on_abort=lambda *_: None
     )
-    pair.begin("stuck", 0).commit(b"")  # its callback holds the link's reading thread
+    pair.begin("stuck", 0).commit(b"")
+    assert held.wait(SOON)
+    return reading
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "memory", "toy"])
+def test_a_full_arena_blocks_push_no_longer_than_the_deadline(meet: Meet, transport: str) -> None:
+    network = MemoryNetwork() if transport == "memory" else SocketNetwork(buffer_bytes=1 << 16)
+    pair = meet(transport, network=network, arena_bytes=1 << 16)
+    stuck = hold_reading(pair)
     start, pushes = time.monotonic(), list[Push]()
     with pytest.raises(TransferError, match="DEADLINE_EXCEEDED"):
         push_for_ever(pair, start + 0.4, pushes)
     assert time.monotonic() - start < SOON / 2
     assert sum(push.bytes_sent for push in pushes) < 2 << 20  # buffers' worth, not 0.4 s': it did wait
     stuck.set()
+
+
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_a_full_arena_does_not_block_push_from_a_device(meet: Meet, transport: str) -> None:
+    """Its blocks wait, unread, in their place: at most to the deadline."""
+    pair = meet(transport, network=SocketNetwork(buffer_bytes=1 << 16), arena_bytes=1 << 12)
+    stuck = hold_reading(pair)
+    outcome, push = pair.expect("t", list(range(32)), seconds=0.5), pair.begin("t", 32, seconds=0.5)
+    pair.push_all(push, 0, range(32))
+    committed = push.commit(b"")
+    assert push.reading
+    assert push.bytes_pushed == 3 * 32 * 512 > 4 * push.bytes_sent
+    with pytest.raises(TransferError, match="DEADLINE_EXCEEDED"):
+        committed.result(SOON)
+    assert not push.reading
+    stuck.set()
+    assert outcome.get()[:2] == ("abort", "DEADLINE_EXCEEDED")
+    pair.moves("next", [1, 2], [6, 7])
 
 
 def test_layouts_that_differ_are_refused_by_both_sides(pair: Pair) -> None:
@@ -265,6 +295,7 @@ def test_only_one_sender_gets_a_transfer(pair: Pair) -> None:
     outcome = pair.expect("t", [1, 2])
     push = pair.begin("t", 2)
     push.push(0, 0, [4, 5], pair.source[0])
+    assert until(lambda: not push.reading)
     pair.link().probe(64, timeout_s=SOON).result(SOON)
     rival = Sender(Endpoint("prefill-1", "p-7", "layout-a"), transports=(pair.transport,), network=pair.network)
     intruder = pair.opened(rival, DECODE)

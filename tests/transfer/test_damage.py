@@ -25,6 +25,7 @@ def test_a_flipped_bit_aborts_its_transfer_alone(damaged: Pair, network: Tamperi
     bystander, outcome = pair.expect("bystander", [10, 11]), pair.expect("t", [1, 2])
     other, push = pair.begin("bystander", 2), pair.begin("t", 2)
     other.push(0, 0, [4, 5], pair.source[0])
+    assert until(lambda: not other.reading)
     pair.link().probe(64, timeout_s=SOON).result(SOON)
     network.target.append(target)
     with pytest.raises(TransferError, match="DATA_LOSS"):

@@ -1,8 +1,9 @@
 """The NCCL transport under random schedules: every thread, queue and link is a task, and a seed says which moves next.
 
 Faults: messages dropped or damaged on the stream, payloads damaged, a queue that stops, a link closed, a transfer
-cancelled or aborted, an initialisation that hangs. Whatever happens: what commits is right, and what ended otherwise is
-never written again. TANDEM_SCHEDULES sets how many are tried.
+cancelled or aborted, an initialisation that hangs. Rows are overwritten as soon as no push reads them any more.
+Whatever happens: what commits is right, and what ended otherwise is never written again. TANDEM_SCHEDULES sets how many
+are tried.
 """
 
 from __future__ import annotations
@@ -160,6 +161,8 @@ class Schedule:
         self.blocks = self.random.sample(range(BLOCKS), BLOCKS)
         self.endings: dict[str, list[str]] = {name: [] for name in "abc"}
         self.marked: dict[str, list[torch.Tensor]] = {}
+        self.sent = [rows.clone() for rows in self.source]
+        self.leaving: dict[str, Push] = {}  # whose blocks are another's once they have been read
 
     def run(self) -> None:
         opening = self.sender.open_link(RECEIVER, self.receiver.address, timeout_s=3.0)
@@ -173,6 +176,7 @@ class Schedule:
                 self._move(opening.result(), waiting, pushes)
             if self.faults and self.random.random() < 0.004:
                 self._fault(pushes)
+            self._overwrite()
         self.world.run_out()
         for name in self.endings:
             assert len(self.endings[name]) == 1, (name, self.endings[name])
@@ -188,6 +192,12 @@ class Schedule:
             fake.close()
         fake_nccl.damage_next.clear()
 
+    def _overwrite(self) -> None:
+        for name in [name for name, push in self.leaving.items() if not push.reading]:
+            del self.leaving[name]
+            for rows in self.source:
+                rows[self._there(name)] = 0x77
+
     def _move(self, link: Link, waiting: list[str], pushes: dict[str, tuple[Push, list[tuple[int, int]]]]) -> None:
         with suppress(TransferError):
             if waiting and self.random.random() < 0.1:
@@ -199,6 +209,7 @@ class Schedule:
                 push, left = pushes[name]
                 if not left:
                     del pushes[name]
+                    self.leaving[name] = push
                     push.commit(name.encode())
                     return
                 layer, first = left.pop(self.random.randrange(len(left)))
@@ -243,7 +254,7 @@ class Schedule:
             return  # it had ended before
         self.endings[name].append(how)
         there = self._there(name)
-        for cache, source in zip(self.cache, self.source, strict=True):
+        for cache, source in zip(self.cache, self.sent, strict=True):
             if how == "commit":
                 assert torch.equal(cache[there], source[there]), f"{name} committed wrong bytes"
             else:

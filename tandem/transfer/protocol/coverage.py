@@ -9,6 +9,10 @@ class Coverage:
         self.missing = num_blocks * num_layers
         self._seen = bytearray(self.missing)
 
+    @property
+    def num_seen(self) -> int:
+        return len(self._seen) - self.missing
+
     def fault(self, layer: int, first_block: int, num_blocks: int) -> str:
         """Why these blocks may not come now; empty when they may."""
         end = self.first_block + self.num_blocks

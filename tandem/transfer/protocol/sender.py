@@ -1,7 +1,7 @@
 """The sending end of a link as a state machine: no socket, no thread, no clock; time comes in as `now`.
 
     link      HELLO -> WELCOME (open) | REFUSE (failed)
-    transfer  begin: BEGIN -> PUSHING --frame: FRAME*--> commit: COMMIT -> COMMITTING -> ACK: DONE
+    transfer  begin: BEGIN -> PUSHING --accept, frame: FRAME*--> commit: COMMITTING, COMMIT behind FRAMEs -> ACK: DONE
               at any time: abort or deadline (ABORT goes out), NACK or loss of the link -> FAILED
 
 The owner writes what stands in `outbox` to the peer and reports each message as `sent`; after every call it takes
@@ -11,8 +11,8 @@ The owner writes what stands in `outbox` to the peer and reports each message as
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -24,6 +24,7 @@ from tandem.transfer.protocol.wire import (
     INLINE,
     Begin,
     Bytes,
+    Checksum,
     Failure,
     Hello,
     Kind,
@@ -50,7 +51,10 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Outgoing:
-    """One transfer. `error` says why it FAILED."""
+    """One transfer. `error` says why it FAILED.
+
+    to_frame: how many accepted frames have no payload yet. gathering: payloads that a device may still be filling.
+    """
 
     handle: int
     transfer_id: str
@@ -59,18 +63,27 @@ class Outgoing:
     state: State = State.PUSHING
     error: TransferError | None = None
     bytes_sent: int = 0
+    to_frame: int = 0
+    gathering: deque[Message] = field(default_factory=deque)
+    committed: bytes | None = None
+
+    @property
+    def reading(self) -> bool:
+        """Whether accepted blocks may still be read; what has ended sends nothing of what it reads. For one thread."""
+        if self.state in (State.DONE, State.FAILED):
+            return False
+        while self.gathering and self.gathering[0].ready:
+            self.gathering.popleft()
+        return bool(self.to_frame or self.gathering)  # in this order: `frame` does it in the other one
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What lies in a slot. body: the same bytes, where they follow their header on the stream.
-
-    checksum: or a function that returns it once it is known, and None before.
-    """
+    """What lies in a slot. body: the same bytes, where they follow their header on the stream."""
 
     slot: int
     length: int
-    checksum: int | Callable[[], int | None]
+    checksum: Checksum
     body: memoryview | None
 
 
@@ -98,7 +111,7 @@ class SenderProtocol:
         self._nonce = 0
         self._handles = 0
         self._live: dict[int, Outgoing] = {}
-        self._probes: dict[int, int] = {}
+        self._probes: dict[int, Message] = {}
         self._lent: set[int] = set()
 
     def begin(
@@ -125,38 +138,45 @@ class SenderProtocol:
             self.abort(outgoing, TransferError("FAILED_PRECONDITION", f"{outgoing.transfer_id}: {fault}"))
             self._pushing(outgoing)
 
-    def frame(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int, payload: Payload) -> None:
-        """Queues blocks that lie in a slot, which comes back through `credits` whatever happens."""
-        self._lent.add(payload.slot)
-        try:
-            self.check(outgoing, layer, first_block, num_blocks)
-        except TransferError:
-            self.returned(payload.slot)
-            raise
+    def accept(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> None:
+        """These blocks are the next frame of their transfer, whose payload is to come. Raises as `check` does."""
+        self.check(outgoing, layer, first_block, num_blocks)
         outgoing.coverage.add(layer, first_block, num_blocks)
-        outgoing.bytes_sent += payload.length
+        outgoing.to_frame += 1
+
+    def frame(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int, payload: Payload) -> None:
+        """Queues accepted blocks that lie in a slot, which comes back through `credits` whatever happens."""
+        self._lent.add(payload.slot)
+        if outgoing.error:
+            self.returned(payload.slot)
+            raise outgoing.error.fresh()
         message = self._announced(Kind.FRAME, outgoing.handle, payload)
         message.layer, message.first_block, message.num_blocks = layer, first_block, num_blocks
+        if message.later is not None:
+            outgoing.gathering.append(message)
+        outgoing.to_frame -= 1
+        outgoing.bytes_sent += payload.length
         self.outbox.append(message)
+        self._complete(outgoing)
 
-    def probe(self, payload: Payload, payload_sum: int) -> int:
+    def probe(self, payload: Payload) -> int:
         """Queues a probe; `probed[handle]` will say whether the receiver saw the same bytes."""
         self.opened()
         handle = self._next_handle()
         self._lent.add(payload.slot)
-        self._probes[handle] = payload_sum
-        self.outbox.append(self._announced(Kind.PROBE, handle, payload))
+        self._probes[handle] = self._announced(Kind.PROBE, handle, payload)
+        self.outbox.append(self._probes[handle])
         return handle
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> None:
-        """Every frame has been queued: `ended` will tell whether all of them verified."""
+        """Every frame has been accepted: `ended` will tell whether all of them verified."""
         self._pushing(outgoing)
         if missing := outgoing.coverage.missing:
             text = f"{outgoing.transfer_id}: commit with {missing} (layer, block) pairs not pushed"
             self.abort(outgoing, TransferError("FAILED_PRECONDITION", text))
             self._pushing(outgoing)
-        self._send(Kind.COMMIT, outgoing.handle, payload)
-        outgoing.state = State.COMMITTING
+        outgoing.state, outgoing.committed = State.COMMITTING, payload
+        self._complete(outgoing)
 
     def abort(self, outgoing: Outgoing, error: TransferError) -> None:
         """Fails the transfer for this reason, here and at the receiver; does nothing once it has ended."""
@@ -223,7 +243,7 @@ class SenderProtocol:
                 self.outbox.appendleft(control(Kind.PONG, nonce=self._nonce))
             case Kind.PROBE_ACK if message.handle in self._probes:
                 seen = int.from_bytes(message.body, "little")
-                self.probed[message.handle] = seen == self._probes.pop(message.handle)
+                self.probed[message.handle] = seen == self._probes.pop(message.handle).payload_sum
             case Kind.ACK if outgoing and outgoing.state is State.COMMITTING:
                 self._end(outgoing, None)
             case Kind.NACK if outgoing:
@@ -257,6 +277,11 @@ class SenderProtocol:
             raise outgoing.error.fresh()
         if outgoing.state is not State.PUSHING:
             raise TransferError("FAILED_PRECONDITION", f"{outgoing.transfer_id}: already committed")
+
+    def _complete(self, outgoing: Outgoing) -> None:
+        """COMMIT goes behind the last frame."""
+        if outgoing.committed is not None and not outgoing.to_frame:
+            self._send(Kind.COMMIT, outgoing.handle, outgoing.committed)
 
     def _end(self, outgoing: Outgoing, error: TransferError | None) -> None:
         del self._live[outgoing.handle]

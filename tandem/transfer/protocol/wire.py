@@ -31,6 +31,7 @@ _FIELDS = struct.Struct("<4sBBxxQQIIIIQQ")
 _SUM = struct.Struct("<Q")
 
 Bytes = bytes | memoryview
+Checksum = int | Callable[[], int | None]  # or what returns it once it is known, and None before
 
 
 class Kind(IntEnum):
@@ -80,7 +81,8 @@ class Message:
     @property
     def ready(self) -> bool:
         """Whether it may be written: its payload lies in its slot, and the sum is known."""
-        if self.later and (found := self.later()) is not None:
+        later = self.later  # another thread may be asking too
+        if later is not None and (found := later()) is not None:
             self.payload_sum, self.later = found, None
         return self.later is None
 

@@ -32,11 +32,22 @@ class Push:
         """KV bytes gathered and queued so far."""
         return self._outgoing.bytes_sent
 
+    @property
+    def bytes_pushed(self) -> int:
+        """KV bytes of all that was pushed, those included that wait to be gathered."""
+        return self._outgoing.coverage.num_seen * self._block_bytes
+
+    @property
+    def reading(self) -> bool:
+        """Whether blocks that were pushed may still be read, and must stay as they are. For the pushing thread."""
+        return self._outgoing.reading
+
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
         """Sends blocks `block_ids` of one layer's cache as logical blocks first_block, first_block + 1, ...
 
-        kv: (num_blocks, 2, num_kv_heads, block_size, head_dim), contiguous. Its bytes are copied before this returns.
-        Waits while the link's memory is full, at most to the transfer's deadline. Raises TransferError.
+        kv: (num_blocks, 2, num_kv_heads, block_size, head_dim), contiguous. In this machine's memory, blocks are copied
+        before this returns, which waits while the link's memory is full, at most to the transfer's deadline. On a
+        device they are copied once it has computed them, and nothing waits: see `reading`. Raises TransferError.
         """
         rows = self._source.rows(layer, kv)
         ids = self._source.ids(block_ids, rows.count)

@@ -1,7 +1,9 @@
 """The sender's end of a link: protocol, memory that payloads wait in, and what callers wait for, behind one lock.
 
 Two kinds of threads meet here. Engine threads take a slot, gather into it without the lock, and queue a frame; the
-link's connection writes frames, takes answers in, and frees slots. Futures resolve outside the lock.
+link's connection writes frames, takes answers in, and frees slots. Rows on a device, which has not computed them yet,
+are gathered by the connection: the engine's thread waits neither for a slot nor for them. Futures resolve outside the
+lock.
 
     opening -> WELCOME: its transport is open -> one block probed, there and back -> open -> closed
 """
@@ -11,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -28,7 +31,7 @@ from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, Message, Welcome
 from tandem.transfer.runtime.connection import POLL_SECONDS, burst
 from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.slots import Slots
-from tandem.transfer.transports.base import SendSide, Slot
+from tandem.transfer.transports.base import Mark, SendSide, Slot
 
 PAUSE_SECONDS = (20e-6, 1e-3)  # the first and the longest between two looks: a receiver releases slots silently
 PATTERN_BYTES = 4096
@@ -45,6 +48,18 @@ class Probe:
     deadline: float
     waiting: set[int] = field(default_factory=set)
     future: Future[float] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Blocks that fit one slot. behind: what a device has to have done before it can gather them."""
+
+    outgoing: Outgoing
+    layer: int
+    first_block: int
+    rows: Rows
+    ids: NDArray[np.int64]
+    behind: Mark | None
 
 
 class SendingEnd:
@@ -68,6 +83,7 @@ class SendingEnd:
         self._side: SendSide | None = None
         self._slots: Slots | None = None
         self._probes: list[Probe] = []
+        self._to_gather: deque[Frame] = deque()
         self._changed = threading.Condition()
         self._futures: dict[Outgoing, Future[None]] = {}
         self._resolve: list[Callable[[], None]] = []
@@ -82,15 +98,21 @@ class SendingEnd:
     @property
     def poll_s(self) -> float:
         outbox = self._protocol.outbox
-        unready = bool(outbox) and outbox[0].later is not None
+        unready = bool(self._to_gather) or (bool(outbox) and outbox[0].later is not None)
         return POLL_SECONDS if unready or (self._side is not None and self._side.busy) else math.inf
 
     def pending(self) -> bool:
-        outbox = self._protocol.outbox
-        return bool(outbox) and outbox[0].ready
+        outbox, slots = self._protocol.outbox, self._slots
+        return (bool(outbox) and outbox[0].ready) or (bool(self._to_gather) and slots is not None and slots.any_free)
 
     def resume(self) -> bool:
-        return False
+        """Gathers what waits for it, as far as there are slots."""
+        moved = False
+        while taken := self._next_to_gather():
+            with suppress(TransferError):  # of a transfer that has ended meanwhile
+                self._gather(*taken)
+            moved = True
+        return moved
 
     def take(self) -> list[Message]:
         with self._changed:
@@ -129,6 +151,7 @@ class SendingEnd:
             for side in self._sides.values():
                 side.close()
             self._sides, self._side, self._slots = {}, None, None
+            self._to_gather.clear()
         if not self.opened.done():
             self.opened.set_exception(error)
 
@@ -164,17 +187,16 @@ class SendingEnd:
             )  # fmt: skip
 
     def push(self, outgoing: Outgoing, layer: int, first_block: int, rows: Rows, ids: NDArray[np.int64]) -> None:
-        """Copies blocks that fit one slot into one, waiting for it, and queues the frame."""
-        slot, side = self._take_waiting(outgoing, layer, first_block, len(ids))
-        try:
-            payload_sum = side.gather(rows, ids, slot)
-        except BaseException:
-            with self._changed:
-                self._give(slot.offset)
-            raise
-        payload = Payload(slot.offset, slot.nbytes, payload_sum, side.body(slot))
-        with self._changed:  # a failed transfer's slot is back among the credits
-            self._protocol.frame(outgoing, layer, first_block, len(ids), payload)
+        """Copies blocks that fit one slot into one, waiting for it, and queues the frame; blocks on a device, soon."""
+        side = self._side
+        frame = Frame(outgoing, layer, first_block, rows, ids, side.mark() if side else None)
+        if frame.behind is None:
+            self._gather(frame, *self._take_waiting(frame))
+            return
+        with self._changed:
+            self._protocol.expire(self._driver.now())
+            self._accept(frame)
+            self._to_gather.append(frame)
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> Future[None]:
         future: Future[None] = Future()
@@ -207,6 +229,28 @@ class SendingEnd:
                 wrong.append(f"link to {protocol.remote}: {slots} slots are taken, and nothing is under way")
             return IntegrityReport({"transfers": protocol.num_live, "slots": slots}, tuple(wrong))
 
+    def _next_to_gather(self) -> tuple[Frame, Slot, SendSide] | None:
+        with self._changed:
+            while self._to_gather and self._to_gather[0].outgoing.error:
+                self._to_gather.popleft()
+            if not self._to_gather or self._side is None:
+                return None
+            slot = self._take(len(self._to_gather[0].ids) * self.slots.block_bytes)
+            return (self._to_gather.popleft(), slot, self._side) if slot else None
+
+    def _gather(self, frame: Frame, slot: Slot, side: SendSide) -> None:
+        outgoing = frame.outgoing
+        try:
+            payload_sum = side.gather(frame.rows, frame.ids, slot, frame.behind)
+        except BaseException as error:
+            with self._changed:
+                self._give(slot.offset)
+                self._protocol.abort(outgoing, TransferError("INTERNAL", f"blocks cannot be read: {error!r}"))
+            raise
+        payload = Payload(slot.offset, slot.nbytes, payload_sum, side.body(slot))
+        with self._changed:  # a failed transfer's slot is back among the credits
+            self._protocol.frame(outgoing, frame.layer, frame.first_block, len(frame.ids), payload)
+
     # Under the lock.
 
     def _open(self, welcome: Welcome) -> None:
@@ -230,9 +274,8 @@ class SendingEnd:
     def _advance(self, probe: Probe, slots: Slots, side: SendSide) -> None:
         while probe.left and (slot := self._take(min(probe.left, slots.frame_bytes))):
             data = (self._pattern * (slot.nbytes // PATTERN_BYTES + 1))[: slot.nbytes]
-            payload_sum = side.write(data, slot)
-            payload = Payload(slot.offset, slot.nbytes, payload_sum, side.body(slot))
-            probe.waiting.add(self._protocol.probe(payload, payload_sum))
+            payload = Payload(slot.offset, slot.nbytes, side.write(data, slot), side.body(slot))
+            probe.waiting.add(self._protocol.probe(payload))
             probe.left -= slot.nbytes
         for handle in probe.waiting & self._protocol.probed.keys():
             probe.waiting.remove(handle)
@@ -247,12 +290,16 @@ class SendingEnd:
         self._probes.remove(probe)
         self._resolve.append(_resolution(probe.future, self._driver.now() - probe.start, error))
 
-    def _take_waiting(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> tuple[Slot, SendSide]:
+    def _accept(self, frame: Frame) -> None:
+        self._protocol.accept(frame.outgoing, frame.layer, frame.first_block, len(frame.ids))
+
+    def _take_waiting(self, frame: Frame) -> tuple[Slot, SendSide]:
         with self._changed:
             for pause in _pauses():
                 self._protocol.expire(self._driver.now())
-                self._protocol.check(outgoing, layer, first_block, num_blocks)
-                if (slot := self._take(num_blocks * self.slots.block_bytes)) and self._side:
+                self._protocol.check(frame.outgoing, frame.layer, frame.first_block, len(frame.ids))
+                if (slot := self._take(len(frame.ids) * self.slots.block_bytes)) and self._side:
+                    self._accept(frame)
                     return slot, self._side
                 self._driver.pause(self._changed, pause)
         raise AssertionError("pauses never end")

@@ -11,7 +11,7 @@ every header and control message, comes from a Network.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.transfer.copy.rows import Rows
-from tandem.transfer.protocol.wire import Bytes, Message
+from tandem.transfer.protocol.wire import Bytes, Checksum, Message
+
+
+class Mark(Protocol):
+    """A place in the order of what a device is asked to do."""
+
+    def query(self) -> bool:
+        """Whether all before it is done."""
 
 
 class Unusable(Exception):
@@ -38,8 +45,8 @@ class SendSide(ABC):
     """The sender's memory of one link, `size` bytes for slots from `start` on. `open` if taken; `close` in the end.
 
     inline: payloads follow their headers on the stream. open_s: seconds that opening may take besides. busy: something
-    is under way whose end only a call finds out. Where a checksum is not known at once, `gather` returns a function
-    that returns it later, and None before: the header goes out only then.
+    is under way whose end only a call finds out. Where a checksum is not known at once, `gather` and `write` return a
+    function that returns it later, and None before: the header goes out only then.
     """
 
     inline = False
@@ -52,12 +59,17 @@ class SendSide(ABC):
         self.size = size
         self.offer = {}
 
+    def mark(self) -> Mark | None:
+        """Asked by the thread that computes the rows: where a gather has to come behind what it has asked of a device
+        so far, and then the link's thread gathers; None where rows are there already, and are gathered at once."""
+        return None
+
     @abstractmethod
-    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot) -> int | Callable[[], int | None]:
+    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot, behind: Mark | None = None) -> Checksum:
         """Copies rows `ids`, one or more that exist, to the slot and returns the payload's checksum."""
 
     @abstractmethod
-    def write(self, data: bytes, slot: Slot) -> int:
+    def write(self, data: bytes, slot: Slot) -> Checksum:
         """Copies `data` to the slot and returns its checksum."""
 
     def open(self) -> None:

@@ -1,6 +1,7 @@
 """Payloads in a GPU's memory: what its transports share. The device stands behind a small interface: tests have none.
 
-sender     gather and sum on the stream that computes the KV: no block is overwritten before it is gathered
+sender     gather and sum on the link's own stream, behind a mark on the one that computes the KV: nobody waits there,
+           and the engine keeps the blocks until they have been read
 receiver   payload -> staging memory, summed there -> rows, only where the sum is right
 """
 
@@ -17,15 +18,10 @@ from numpy.typing import NDArray
 
 from tandem.transfer.copy.device_sum import MASK, DeviceSum
 from tandem.transfer.copy.rows import Rows
-from tandem.transfer.protocol.wire import Message
-from tandem.transfer.transports.base import ReceiveSide, SendSide, Slot, Unusable
+from tandem.transfer.protocol.wire import Checksum, Message
+from tandem.transfer.transports.base import Mark, ReceiveSide, SendSide, Slot, Unusable
 
 WORD = 8
-
-
-class Event(Protocol):
-    def query(self) -> bool:
-        """Whether all that was queued before it is done."""
 
 
 class Queue(Protocol):
@@ -36,18 +32,26 @@ class Queue(Protocol):
     def use(self) -> AbstractContextManager[object]:
         """What this thread does with torch within goes to this queue, and to its device."""
 
-    def record(self) -> Event: ...
+    def record(self) -> Mark: ...
+    def follow(self, mark: Mark) -> None:
+        """What comes from now on waits, on the device, for what was before `mark`."""
 
 
 class Device(Protocol):
     place: torch.device
 
     def queue(self) -> Queue: ...
+    def mark(self) -> Mark:
+        """Behind all that this thread has asked of the device with torch."""
+
     def identity(self) -> str:
         """Names the device among all of all hosts."""
 
     def view(self, pointer: int, size: int) -> torch.Tensor:
         """Memory of the device that torch has not allocated, as int64 words."""
+
+    def upload(self, words: torch.Tensor) -> torch.Tensor:
+        """Int64 words of the host on the device, without waiting for it."""
 
     def fetch(self, number: torch.Tensor) -> Callable[[], int | None]:
         """Begins to copy one int64 to the host; the function returns it once it is there, and None before."""
@@ -62,9 +66,12 @@ class CudaQueue:
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
-    def record(self) -> Event:
-        event: Event = self._stream.record_event()
-        return event
+    def record(self) -> Mark:
+        mark: Mark = self._stream.record_event()
+        return mark
+
+    def follow(self, mark: Mark) -> None:
+        self._stream.wait_event(mark)  # type: ignore[arg-type]
 
 
 class _Memory:
@@ -85,11 +92,18 @@ class CudaDevice:
     def queue(self) -> Queue:
         return CudaQueue(self.place)
 
+    def mark(self) -> Mark:
+        mark: Mark = torch.cuda.current_stream(self.place).record_event()
+        return mark
+
     def identity(self) -> str:
         return str(torch.cuda.get_device_properties(self.place).uuid)
 
     def view(self, pointer: int, size: int) -> torch.Tensor:
         return torch.as_tensor(_Memory(pointer, size // WORD), device=self.place)
+
+    def upload(self, words: torch.Tensor) -> torch.Tensor:
+        return words.pin_memory().to(self.place, non_blocking=True)
 
     def fetch(self, number: torch.Tensor) -> Callable[[], int | None]:
         there = torch.empty((), dtype=torch.int64, pin_memory=True)
@@ -103,7 +117,7 @@ class DeviceSendSide(SendSide):
 
     def __init__(self, size: int, device: Device) -> None:
         super().__init__(size // WORD * WORD)
-        self._device = device
+        self._device, self._queue = device, device.queue()
         self._sum = DeviceSum(device.place)
         self._memory: torch.Tensor | None = None
 
@@ -111,21 +125,31 @@ class DeviceSendSide(SendSide):
         return torch.zeros(self.size // WORD, dtype=torch.int64, device=self._device.place)
 
     def open(self) -> None:
-        self._memory = self.allocate()
+        with self._queue.use():
+            self._memory = self.allocate()
 
     def words(self, slot: Slot) -> torch.Tensor:
         assert self._memory is not None
         return self._memory[slot.offset // WORD : -(-(slot.offset + slot.nbytes) // WORD)]
 
-    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot) -> Callable[[], int | None]:
-        words = self.words(slot).view(len(ids), -1)
-        torch.index_select(rows.words(), 0, torch.from_numpy(ids).to(self._device.place), out=words)
-        return self._device.fetch(self._sum(words))
+    def mark(self) -> Mark:
+        return self._device.mark()
 
-    def write(self, data: bytes, slot: Slot) -> int:
-        words = self.words(slot)
-        words.copy_(torch.frombuffer(bytearray(data.ljust(len(words) * WORD, b"\0")), dtype=torch.int64))
-        return int(self._sum(words)) & MASK
+    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot, behind: Mark | None = None) -> Checksum:
+        with self._queue.use():
+            words = self.words(slot).view(len(ids), -1)
+            places = self._device.upload(torch.from_numpy(ids))
+            if behind is not None:
+                self._queue.follow(behind)
+            torch.index_select(rows.words(), 0, places, out=words)
+            return self._device.fetch(self._sum(words))
+
+    def write(self, data: bytes, slot: Slot) -> Checksum:
+        with self._queue.use():
+            words = self.words(slot)
+            padded = bytearray(data.ljust(len(words) * WORD, b"\0"))
+            words.copy_(self._device.upload(torch.frombuffer(padded, dtype=torch.int64)))
+            return self._device.fetch(self._sum(words))
 
 
 class DeviceReceiveSide(ReceiveSide):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tandem.transfer.copy.copier import Copier, load_copier
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.wire import INLINE, Message, checksum
-from tandem.transfer.transports.base import ReceiveSide, SendSide, Slot, Transport
+from tandem.transfer.transports.base import Mark, ReceiveSide, SendSide, Slot, Transport
 
 
 class HostSendSide(SendSide):
@@ -27,7 +27,7 @@ class HostSendSide(SendSide):
     def payload(self, slot: Slot) -> memoryview:
         return self.view[slot.offset : slot.offset + slot.nbytes]
 
-    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot) -> int:
+    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot, behind: Mark | None = None) -> int:
         return self._copier.gather(rows, ids, self.payload(slot), past_caches=False)
 
     def write(self, data: bytes, slot: Slot) -> int:

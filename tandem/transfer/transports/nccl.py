@@ -30,14 +30,13 @@ import torch
 
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.wire import INLINE, Body, Message, parse
-from tandem.transfer.transports.base import ReceiveSide, SendSide, Slot, Transport, Unusable
+from tandem.transfer.transports.base import Mark, ReceiveSide, SendSide, Slot, Transport, Unusable
 from tandem.transfer.transports.device import (
     WORD,
     CudaDevice,
     Device,
     DeviceReceiveSide,
     DeviceSendSide,
-    Event,
     Queue,
 )
 
@@ -102,7 +101,7 @@ class Operation:
     message: Message
     words: torch.Tensor
     deadline: float
-    event: Event | None = None
+    event: Mark | None = None
 
     @property
     def done(self) -> bool:

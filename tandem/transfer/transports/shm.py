@@ -28,7 +28,7 @@ from tandem.transfer.copy.copier import Copier, load_copier
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.copy.store_policy import StorePolicy
 from tandem.transfer.protocol.wire import INLINE, Body, Message, parse
-from tandem.transfer.transports.base import ReceiveSide, SendSide, Slot, Transport, Unusable
+from tandem.transfer.transports.base import Mark, ReceiveSide, SendSide, Slot, Transport, Unusable
 from tandem.transfer.transports.host import HostReceiveSide, HostSendSide
 
 HEAD_BYTES = 4096
@@ -63,7 +63,7 @@ class ShmSendSide(HostSendSide):
         self._policy = StorePolicy()
         self.offer = ShmOffer(pid=os.getpid(), fd=self._fd, name=name, size=HEAD_BYTES + size).model_dump()
 
-    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot) -> int:
+    def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot, behind: Mark | None = None) -> int:
         past_caches, start = self._policy.past_caches(), time.monotonic()
         payload_sum = self._copier.gather(rows, ids, self.payload(slot), past_caches)
         self._policy.took(past_caches, slot.nbytes, time.monotonic() - start)
