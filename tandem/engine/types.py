@@ -87,7 +87,7 @@ class KVSink(Protocol):
     """Takes a prefill's KV blocks away. Called on the engine's thread."""
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: Tensor) -> None:
-        """Copy prompt blocks, logical ones from `first_block` on, out of `kv`, now or while `reading`.
+        """Copy logical prompt blocks `first_block`, `first_block + 1`, … out of `kv`, now or while `reading`.
 
         `kv` is the layer's whole cache (num_blocks, 2, num_kv_heads, block_size, row), `block_ids` where those
         blocks lie in it. Anything raised ends that sequence with `SequenceOutput.error` and disturbs nothing else.
