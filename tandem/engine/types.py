@@ -95,7 +95,7 @@ class KVSink(Protocol):
 
     @property
     def reading(self) -> bool:
-        """Whether pushed blocks are still to be copied: until then nobody else gets them, whatever the sequence does."""
+        """Whether pushed blocks are still to be copied: until then nobody else gets them, though the sequence left."""
 
 
 @dataclass(frozen=True, slots=True)
