@@ -84,6 +84,7 @@ class SendingEnd:
         self._slots: Slots | None = None
         self._probes: list[Probe] = []
         self._to_gather: deque[Frame] = deque()
+        self._new_to_gather = False  # since it was last tried
         self._changed = threading.Condition()
         self._futures: dict[Outgoing, Future[None]] = {}
         self._resolve: list[Callable[[], None]] = []
@@ -102,12 +103,12 @@ class SendingEnd:
         return POLL_SECONDS if unready or (self._side is not None and self._side.busy) else math.inf
 
     def pending(self) -> bool:
-        outbox, slots = self._protocol.outbox, self._slots
-        return (bool(outbox) and outbox[0].ready) or (bool(self._to_gather) and slots is not None and slots.any_free)
+        outbox = self._protocol.outbox
+        return (bool(outbox) and outbox[0].ready) or self._new_to_gather
 
     def resume(self) -> bool:
         """Gathers what waits for it, as far as there are slots."""
-        moved = False
+        moved = self._new_to_gather = False
         while taken := self._next_to_gather():
             with suppress(TransferError):  # of a transfer that has ended meanwhile
                 self._gather(*taken)
@@ -197,6 +198,7 @@ class SendingEnd:
             self._protocol.expire(self._driver.now())
             self._accept(frame)
             self._to_gather.append(frame)
+            self._new_to_gather = True
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> Future[None]:
         future: Future[None] = Future()

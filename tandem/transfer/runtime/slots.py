@@ -30,10 +30,6 @@ class Slots:
         return len(self._taken)
 
     @property
-    def any_free(self) -> bool:
-        return bool(self._free)
-
-    @property
     def frame_bytes(self) -> int:
         return self.blocks * self.block_bytes
 
