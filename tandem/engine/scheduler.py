@@ -232,7 +232,7 @@ class Scheduler:
             if self._has_room(seq, need):
                 break
             self._preempt(other)
-        return True
+        return self._has_room(seq, need)  # not while a sink still reads what they left
 
     def _preempt(self, seq: Sequence) -> None:
         used = seq.block_table[: self.blocks_for(seq.num_computed_tokens)]

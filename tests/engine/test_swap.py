@@ -155,6 +155,8 @@ def test_a_realtime_reservation_preempts_at_once(llama: Path, roomy: Engine) -> 
     engine.check_integrity()
 
     class Landing:
+        reading = False
+
         def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
             places = engine.landing_blocks("urgent")[first_block : first_block + len(block_ids)]
             engine.kv_cache[layer][places] = kv[list(block_ids)]
