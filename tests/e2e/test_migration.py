@@ -26,7 +26,7 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
 WORD = {"type": "string", "minLength": 8, "maxLength": 8}
-WORDS = {"type": "array", "items": WORD, "minItems": 32, "maxItems": 32}  # 220 tokens or more
+WORDS = {"type": "array", "items": WORD, "minItems": 24, "maxItems": 24}  # 160 tokens or more
 MANY, NEW_TOKENS, DECODES = 120, 40, 3
 Baseline = Callable[[RunningCluster], Awaitable[bool]]
 
@@ -216,7 +216,7 @@ async def test_a_stopped_decode_worker_holds_nothing_up(
 
 async def test_the_models_own_tokens_go_on_exactly(demo_model: Path, tmp_path: Path) -> None:
     """Most of them held to a grammar, greedy and seeded; KV is held, moved and computed again in int8."""
-    requests = [held_to_words(request) if i % 4 < 3 else request for i, request in enumerate(asked(8, 320))]
+    requests = [held_to_words(request) if i % 4 < 3 else request for i, request in enumerate(asked(8, 240))]
     config = EngineConfig(
         demo_model, "oracle", dtype="float32", num_blocks=512, enable_prefix_caching=False, kv_cache_dtype="int8"
     )
