@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 MAX_NUM_TOKENS = 16
-METHODS = ("none", "ngram", "draft")
+HEADS = ("medusa", "eagle", "eagle3")  # trained for one model
+METHODS = ("none", "ngram", "draft", *HEADS)
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,13 @@ class UpSettings(ClusterSettings):
     )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer; if not given, the model's")
     max_num_seqs: int = Field(256, ge=1, description="sequences in one step of a worker")
-    speculative_method: Literal["none", "ngram", "draft"] = Field(
-        "none", description="what proposes tokens ahead: what followed earlier in the text, or a draft model"
+    speculative_method: Literal["none", "ngram", "draft", "medusa", "eagle", "eagle3"] = Field(
+        "none", description="what proposes tokens ahead: what followed earlier in the text, a draft model, or heads"
     )
     speculative_num_tokens: int | None = Field(None, ge=0, description="most tokens proposed in a step")
-    speculative_model: Path | None = Field(None, description="folder of a draft model with the same vocabulary")
+    speculative_model: Path | None = Field(
+        None, description="folder of a draft model with the same vocabulary, or of heads"
+    )
     lora_dir: Path | None = Field(None, description="folder that LoRA adapters (PEFT) are loaded from")
     threads: int | None = Field(None, ge=1, description="CPU threads per worker; if not given, cores / workers")
     drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for what a worker runs to end; then it moves")

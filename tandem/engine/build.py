@@ -18,7 +18,7 @@ from tandem import native
 from tandem.engine.decode_graphs import DecodeGraphs, cuda_capture, padded
 from tandem.engine.device import memory_checked, open_device
 from tandem.engine.flashinfer import paged_attention_for
-from tandem.engine.forward import Forward, Prepare, TorchForward
+from tandem.engine.forward import Forward, Prepare, Taps, TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
 from tandem.engine.loader import find_weights, load_weights, weights_revision
@@ -27,7 +27,14 @@ from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
 from tandem.engine.runner import Runner
 from tandem.engine.sampler import Choose, choose
-from tandem.engine.speculation import DraftProposer, NgramProposer, Proposer
+from tandem.engine.speculation import (
+    DraftProposer,
+    NgramProposer,
+    Proposer,
+    head_proposer,
+    read_head,
+    tapped_layers,
+)
 from tandem.engine.types import EngineConfig, Progress
 from tandem.local import Cores
 
@@ -71,8 +78,8 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
     if config.null:
         layout = null_layout(config)
         kv_cache = _kv_cache(layout, config.device, _num_blocks(config, layout))
-        runner = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
-        return Parts(model, layout, kv_cache, runner, {"ngram": NgramProposer()}, _adapters(config, model, layout))
+        null = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
+        return Parts(model, layout, kv_cache, null, {"ngram": NgramProposer()}, _adapters(config, model, layout))
     if model.quantized is not None and config.quantization != "none":
         raise ValueError(f"quantization: {config.quantization}, but the checkpoint is quantized already")
     # Before any memory is taken for what a wrong config says.
@@ -83,19 +90,29 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
     if config.kv_cache_dtype != "auto":
         revision += f"+kv-{config.kv_cache_dtype}"  # so that blocks have other names, too
     layout = _layout(config, model, revision)
-    draft = _read_draft(config, model)
+    head = read_head(config.speculative_model) if config.speculative_model else None
+    taps = Taps(tapped_layers(head, model.num_layers) if head else ())
+    if taps.at and config.cuda_graphs:
+        raise ValueError("cuda_graphs: eagle3 heads read what goes into layers, which graphs do not keep")
+    draft = None if head else _read_draft(config, model)
     draft_layout = _layout(config, draft, "draft") if draft else layout
     num_blocks = _num_blocks(config, *(layout, draft_layout) if draft else (layout,))
     kv_cache = _kv_cache(layout, config.device, num_blocks)
-    loaded = Runner(*_load(config, config.model_path, model, layout, kv_cache, cores, on_progress))
+    computing = _load(config, config.model_path, model, layout, kv_cache, cores, on_progress, taps)
     proposers: dict[str, Proposer] = {"ngram": NgramProposer()}
+    observer = None
+    if head:
+        place = torch.empty(0, dtype=torch_dtype(layout.dtype), device=config.device)
+        observer = head_proposer(head, config.model_path, model, taps, computing.choose, place)
+        proposers[head.method] = observer
     if draft and config.speculative_model:
         draft_cache = _kv_cache(draft_layout, config.device, num_blocks)
         proposers["draft"] = DraftProposer(
             *_load(config, config.speculative_model, draft, draft_layout, draft_cache, cores, on_progress)[:3],
             min(max_prefill_beside_decode(config, draft), config.max_num_batched_tokens),
         )
-    return Parts(model, layout, kv_cache, loaded, proposers, _adapters(config, model, layout))
+    runner = Runner(*computing, observer)
+    return Parts(model, layout, kv_cache, runner, proposers, _adapters(config, model, layout))
 
 
 def _adapters(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> AdapterStore | None:
@@ -162,7 +179,7 @@ def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
 
 def _load(
     config: EngineConfig, path: Path, model_config: ModelConfig, layout: KVLayout, kv_cache: list[Tensor],
-    cores: Cores, on_progress: Progress | None,
+    cores: Cores, on_progress: Progress | None, taps: Taps | None = None,
 ) -> Computing:  # fmt: skip
     model = Decoder(model_config, torch_dtype(layout.dtype), config.device)
     load_weights(model, path, on_progress)
@@ -172,10 +189,10 @@ def _load(
         if misfit := CpuForward.misfit(model_config):
             log.warning("CPU kernels are off, torch computes everything", reason=misfit)
         elif (library := load_library()) is not None:
-            forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads)
+            forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads, taps)
             return Computing(forward, kv_cache, CpuChoose(library, cores.threads))
     attention = paged_attention_for(kv_cache[0], model_config.num_heads)
-    plain = TorchForward(model, kv_cache, attention)
+    plain = TorchForward(model, kv_cache, attention, taps)
     if config.cuda_graphs:
         graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, cuda_capture)
         return Computing(graphs, kv_cache, choose, graphs.prepare)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -76,6 +76,18 @@ def _tensor(values: array[int]) -> Tensor:
     return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
+@dataclass(slots=True)
+class Taps:
+    """What went into the layers `at` in the last step: `rows[i]` (tokens, hidden_size) into layer `at[i]`."""
+
+    at: tuple[int, ...] = ()
+    rows: list[Tensor] = field(default_factory=list)
+
+    def enter(self, layer: int, x: Tensor) -> None:
+        if layer in self.at:
+            self.rows.append(x)
+
+
 class Forward(Protocol):
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         """Hidden states (tokens, hidden_size) after the last layer; void at the next call.
@@ -87,18 +99,27 @@ class Forward(Protocol):
         """(len(rows), vocab_size) float32 for those rows of the hidden states; void at the next call."""
 
 
+class Observer(Protocol):
+    def observe(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
+        """After each step: `hidden` (tokens, hidden_size) of `chunks`, one after the other, void at the next step."""
+
+
 class TorchForward:
     """Runs `model` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, row) per layer."""
 
-    def __init__(self, model: Decoder, kv_cache: list[Tensor], attention: PagedAttention | None = None) -> None:
-        self._model, self._kv_cache = model, kv_cache
+    def __init__(
+        self, model: Decoder, kv_cache: list[Tensor], attention: PagedAttention | None = None, taps: Taps | None = None
+    ) -> None:
+        self._model, self._kv_cache, self._taps = model, kv_cache, taps or Taps()
         self._attention = attention or TorchAttention(kv_cache[0])
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         device = self._kv_cache[0].device
         attend = self._attention.planned(step.counts, step.lengths, step.tables)
         context = PagedContext(self._kv_cache, step.slots.to(device), attend, written)
-        return self._model(step.input_ids.to(device), step.positions.to(device), context, self._adapt(step))
+        self._taps.rows.clear()
+        enter = self._taps.enter if self._taps.at else None
+        return self._model(step.input_ids.to(device), step.positions.to(device), context, self._adapt(step), enter)
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         return self._model.logits(hidden[torch.tensor(rows).to(hidden.device, non_blocking=True)])

@@ -49,6 +49,15 @@ def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None
             _load_packed(linear, names, sizes, form, sources)
 
 
+def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
+    """Those of `names` that the folder at `path` holds."""
+    found: dict[str, Tensor] = {}
+    for shard in shard_paths(path):
+        with _open(shard) as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
+    return found
+
+
 def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
     """Which shard holds each tensor that `model` needs, even one without memory. ValueError says what is wrong."""
     targets = model.checkpoint_tensors()

@@ -16,7 +16,7 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
-from tandem.engine.forward import Chunk, Forward, Prepare, StepInput, step_input
+from tandem.engine.forward import Chunk, Forward, Observer, Prepare, StepInput, step_input
 from tandem.engine.push import push_of
 from tandem.engine.sampler import Choose, reported, sample
 from tandem.engine.scheduler import Scheduled
@@ -30,13 +30,15 @@ class Runner:
     """Runs `forward` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, row) per layer.
 
     `choose` makes tokens of logits. `prepare` is called while a device computes a step, with what the next one
-    is likely to be.
+    is likely to be; `observer` sees what each step has computed.
     """
 
     def __init__(
-        self, forward: Forward, kv_cache: list[Tensor], choose: Choose, prepare: Prepare | None = None
-    ) -> None:
+        self, forward: Forward, kv_cache: list[Tensor], choose: Choose, prepare: Prepare | None = None,
+        observer: Observer | None = None,
+    ) -> None:  # fmt: skip
         self._forward, self._kv_cache, self._choose, self._prepare = forward, kv_cache, choose, prepare
+        self._observer = observer
         self._block_size = kv_cache[0].shape[3]
 
     @torch.inference_mode()
@@ -57,6 +59,8 @@ class Runner:
         hidden = self._forward(self._input(batch), written if pushes else None)
         for push in pushes:
             push.done()
+        if self._observer is not None:
+            self._observer.observe(list(map(_chunk, batch)), hidden)
         self._look_ahead(batch)
         self._report_prompts(batch, hidden)
         return self._sample(batch, hidden)
@@ -101,8 +105,7 @@ class Runner:
         }
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
-        starts = ((item, item.seq.num_computed_tokens) for item in batch)
-        step = step_input((Chunk(item.seq, start, start + item.num_tokens) for item, start in starts), self._block_size)
+        step = step_input(map(_chunk, batch), self._block_size)
         adapters = [item.seq.adapter for item in batch]
         return replace(step, adapters=adapters) if any(adapters) else step
 
@@ -111,6 +114,11 @@ class Runner:
         if item.num_tokens > 1:
             return 1, *item.seq.key
         return 0, (item.seq.num_computed_tokens // self._block_size).bit_length(), id(item.seq.adapter)
+
+
+def _chunk(item: Scheduled) -> Chunk:
+    start = item.seq.num_computed_tokens
+    return Chunk(item.seq, start, start + item.num_tokens)
 
 
 def accepted(proposed: Iterable[int], drawn: list[tuple[SampledToken, Row]]) -> list[SampledToken]:

@@ -31,7 +31,7 @@ class Status(enum.Enum):
     RESERVED = "reserved"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """A request's tokens, how many of them have KV, and where that KV lies.
 

@@ -151,9 +151,10 @@ class EngineConfig:
     null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
 
     `speculative` is how tokens are proposed where a request does not say; `draft` needs the `speculative_model`, a
-    folder of a model with the same vocabulary. `jump_forward` computes what a grammar leaves no choice about in one
-    step. Reservations are for half of a `likely_answer`, until the lengths of answers have been seen. `quantization`
-    int8 or int4 makes the model's weights that when loaded; `kv_cache_dtype` int8 keeps KV so.
+    folder of a model with the same vocabulary, and medusa, eagle and eagle3 one of such heads. `jump_forward` computes
+    what a grammar leaves no choice about in one step. Reservations are for half of a `likely_answer`, until the lengths
+    of answers have been seen. `quantization` int8 or int4 makes the model's weights that when loaded; `kv_cache_dtype`
+    int8 keeps KV so.
     Up to `swap_memory` bytes of the host hold the KV of preempted sequences; 0: all of it is computed again.
     LoRA adapters are read from folders below `lora_dir`, and take up to `lora_memory` bytes; None: there are none.
     """

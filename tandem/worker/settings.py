@@ -64,13 +64,15 @@ class WorkerSettings(ClusterSettings):
     )
     max_num_seqs: int = Field(256, ge=1, description="sequences in one engine step")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer (default: the model's)")
-    speculative_method: Literal["none", "ngram", "draft"] = Field(
-        "none", description="what proposes tokens ahead: what followed earlier in the text, or a draft model"
+    speculative_method: Literal["none", "ngram", "draft", "medusa", "eagle", "eagle3"] = Field(
+        "none", description="what proposes tokens ahead: what followed earlier in the text, a draft model, or heads"
     )
     speculative_num_tokens: int = Field(
         OFF.num_tokens, ge=0, le=MAX_NUM_TOKENS, description="most tokens proposed in a step"
     )
-    speculative_model: Path | None = Field(None, description="folder of a draft model with the same vocabulary")
+    speculative_model: Path | None = Field(
+        None, description="folder of a draft model with the same vocabulary, or of heads"
+    )
     jump_forward: bool = Field(
         True, description="compute tokens that a grammar leaves no choice about in one step; the answer is the same"
     )

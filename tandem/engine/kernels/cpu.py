@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tandem.engine.forward import StepInput
+from tandem.engine.forward import StepInput, Taps
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.kernels.structs import Layer, LoraPart, Model, Step
 from tandem.engine.lora import PARTS, Adapter, LowRank, shapes_of
@@ -47,8 +47,9 @@ class CpuForward:
         kv_cache: list[Tensor],
         max_tokens: int,
         num_threads: Callable[[], int] = torch.get_num_threads,
+        taps: Taps | None = None,
     ) -> None:
-        self._library, self._model, self._num_threads = library, model, num_threads
+        self._library, self._model, self._num_threads, self._taps = library, model, num_threads, taps or Taps()
         self._kv_cache = tuple(kv_cache)  # the structs below only point at it
         self._embed = PackedWeight(library, model.embed)
         self._head = self._embed if model.lm_head is model.embed else PackedWeight(library, model.lm_head)
@@ -137,13 +138,16 @@ class CpuForward:
         return self._added.data_ptr()
 
     def _run_halves(self, passed: Step, written: Callable[[int], None] | None) -> None:
-        """All layers at once, or with a pause after each layer's first half, when its KV is in the cache."""
+        """All layers at once, or with a pause after a layer's first half, when its KV is in the cache and what went
+        into it still lies in the room."""
         first, end = 0, 2 * len(self._layers)
-        if written is not None:
-            for layer in range(len(self._layers)):
-                self._run(passed, first, 2 * layer + 1)
+        self._taps.rows.clear()
+        for layer in self._taps.at if written is None else range(len(self._layers)):
+            self._run(passed, first, 2 * layer + 1)
+            first = 2 * layer + 1
+            self._taps.enter(layer, self._room[0][: passed.rows].clone())
+            if written is not None:
                 written(layer)
-                first = 2 * layer + 1
         self._run(passed, first, end)
 
     def _run(self, passed: Step, first: int, end: int) -> None:

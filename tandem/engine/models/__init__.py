@@ -1,6 +1,21 @@
 """Models: a Hugging Face folder's config and the decoder it describes."""
 
 from tandem.engine.models.config import ModelConfig, Rope, read_model_config
-from tandem.engine.models.decoder import Attend, Decoder, DecoderLayer, Linear
+from tandem.engine.models.decoder import MLP, Attend, Attention, Decoder, DecoderLayer, Linear, rms_norm, unadapted
+from tandem.engine.models.rope import cos_sin, inverse_frequencies
 
-__all__ = ["Attend", "Decoder", "DecoderLayer", "Linear", "ModelConfig", "Rope", "read_model_config"]
+__all__ = [
+    "MLP",
+    "Attend",
+    "Attention",
+    "Decoder",
+    "DecoderLayer",
+    "Linear",
+    "ModelConfig",
+    "Rope",
+    "cos_sin",
+    "inverse_frequencies",
+    "read_model_config",
+    "rms_norm",
+    "unadapted",
+]

@@ -10,7 +10,7 @@ sees the ones before it is `attend`'s business. Its weights are held once; q, k,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -142,11 +142,19 @@ class Decoder:
         if not config.tie_word_embeddings:
             self.lm_head = place.new_empty(config.vocab_size, config.hidden_size)
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
-        """Last hidden states (tokens, hidden_size) of `input_ids` (tokens,) at `positions` (tokens,)."""
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, adapt: Adapt | None = None,
+        enter: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Last hidden states (tokens, hidden_size) of `input_ids` (tokens,) at `positions` (tokens,).
+
+        `enter` is called with each layer's number and what goes into it.
+        """
         x = self._embedded(input_ids)
         angles = cos_sin(self.inverse, positions, x.dtype)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if enter is not None:
+                enter(number, x)
             x = layer(x, angles, attend, adapt or unadapted)
         return x
 

@@ -7,8 +7,21 @@ decoding would have drawn there: the answer is the same, in fewer steps.
 """
 
 from tandem.engine.speculation.draft import DraftProposer
+from tandem.engine.speculation.eagle_head import tapped_layers
+from tandem.engine.speculation.heads import HeadFile, read_head
+from tandem.engine.speculation.made import head_proposer
 from tandem.engine.speculation.plan import Plan
 from tandem.engine.speculation.proposer import NgramProposer, Proposer
 from tandem.engine.speculation.speculator import Speculator
 
-__all__ = ["DraftProposer", "NgramProposer", "Plan", "Proposer", "Speculator"]
+__all__ = [
+    "DraftProposer",
+    "HeadFile",
+    "NgramProposer",
+    "Plan",
+    "Proposer",
+    "Speculator",
+    "head_proposer",
+    "read_head",
+    "tapped_layers",
+]
