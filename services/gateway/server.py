@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.access import Access, Allowances
 from services.gateway.adapters import ServedAdapters
-from services.gateway.admission import Admission, FairQueue, capacity_of
+from services.gateway.admission import Admission, FairQueue, Weights, capacity_of
 from services.gateway.errors import Unavailable
 from services.gateway.generation import BackgroundTasks, ClusterAccess, MigrationLimits, Pipeline, tracing
 from services.gateway.http import build_app
@@ -201,7 +201,7 @@ class Gateway:
             PriorityClass.INTERACTIVE: settings.interactive_weight,
             PriorityClass.BATCH: settings.batch_weight,
         }
-        queue = FairQueue(weights, settings.tenant_weights)
+        queue = FairQueue(Weights(weights, settings.tenant_weights))
         targets = {
             PriorityClass.REALTIME: settings.realtime_ttft_s,
             PriorityClass.INTERACTIVE: settings.interactive_ttft_s,
@@ -210,7 +210,8 @@ class Gateway:
         self.admission = Admission(queue, settings.max_queued, targets)
         metrics.watch(self.admission)
         bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens
-        self._run(self.admission.run(view, lambda: capacity_of(pool.workers, *bounds)))
+        others = self._ports.registry.other_demands
+        self._run(self.admission.run(view, lambda: capacity_of(pool.workers, *bounds), others))
 
     async def _serve(self) -> None:
         settings = self.settings
@@ -229,7 +230,8 @@ class Gateway:
         self._run(self._tell_health())
         host = settings.reachable_host(self._ports.hostname)
         addresses = (rpc.address(host, port) for port in (settings.http_port, self._grpc.port))
-        self._ports.registry.announce(GatewayAddress(self._model.name, *addresses))
+        address = GatewayAddress(self._model.name, *addresses)
+        self._ports.registry.announce(address, lambda: self.admission.demand)
         log.info("serving", model=self.llm.model.name, http=settings.http_port, grpc=self._grpc.port)
 
     @property

@@ -1,7 +1,7 @@
 """Who is in the cluster, how loaded they are, and who goes where: on Redis."""
 
 from tandem.registry.address import RedisAddress
-from tandem.registry.answers import Adapters, GatewayAddress, Snapshot, Swept
+from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept
 from tandem.registry.errors import (
     IncompatibleLayout,
     NoWorkers,
@@ -21,6 +21,7 @@ __all__ = [
     "Adapters",
     "BlockReplica",
     "ClusterView",
+    "Demand",
     "Fallback",
     "GatewayAddress",
     "IncompatibleLayout",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tandem.adapters import AdapterRef
 from tandem.registry.worker import Worker
@@ -26,6 +27,10 @@ class GatewayAddress:
     model: str
     http: str
     grpc: str
+
+
+# What a gateway has to do: of each class and tenant, the part of the cluster that it would fill.
+Demand: TypeAlias = list[tuple[int, str, float]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict
 from itertools import chain, count
@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 from tandem.adapters import AdapterRef
 from tandem.integrity import IntegrityReport
-from tandem.registry.answers import Adapters, GatewayAddress, Snapshot, Swept
+from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, Connection, RedisConnection
@@ -55,7 +55,8 @@ class Registry:
         self._client_ttl = 0 if client_lease_s is None else _ms(client_lease_s)
         self.block_feed = BlockFeed(connection)
         self._connection = connection
-        self._announced: tuple[str, ...] = ()
+        self._announced: tuple[GatewayAddress, Callable[[], Demand]] | None = None
+        self._others: list[Demand] = []
         self._numbers = count()
         self._late = LateReleases(connection)
         # Reservations and takings that may be asked for once more, by what was sent and is late.
@@ -86,9 +87,13 @@ class Registry:
                 await self._renew(self._client_ttl)
             await asyncio.sleep(self._client_ttl / 4000)
 
-    def announce(self, gateway: GatewayAddress) -> None:
+    def announce(self, gateway: GatewayAddress, demand: Callable[[], Demand]) -> None:
         """From the next renewal of its lease on, this client is that gateway, until the lease ends."""
-        self._announced = (json.dumps(asdict(gateway)),)
+        self._announced = gateway, demand
+
+    def other_demands(self) -> Sequence[Demand]:
+        """What other gateways of its model had to do when this one last renewed its lease."""
+        return self._others
 
     async def gateways(self) -> list[GatewayAddress]:
         """Those whose lease lives."""
@@ -296,7 +301,13 @@ class Registry:
         await self._connection.close()
 
     async def _renew(self, ttl: int) -> None:
-        await self._connection.call("renew", self._connection.client_id, ttl, *self._announced)
+        client = self._connection.client_id
+        if self._announced is None:
+            await self._connection.call("renew", client, ttl)
+            return
+        address, demand = self._announced
+        said = address.model, json.dumps(asdict(address)), json.dumps(demand())
+        self._others = [json.loads(told) for told in await self._connection.call("renew", client, ttl, *said)]
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
         fields = encode(info) + encode(load)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.gateway.admission import Admission, Capacity, FairQueue, Work, capacity_of
+from services.gateway.admission import Admission, Capacity, FairQueue, Weights, Work, capacity_of
 from services.gateway.errors import GatewayError, Overloaded, TimedOut, Unavailable
 from services.gateway.priority import PriorityClass
 from tandem.registry import Role, Worker, WorkerInfo, WorkerLoad
@@ -25,7 +25,7 @@ def admission_of(
     max_tokens: int | None = 1000,
     max_queued: int = 100,
 ) -> Admission:
-    admission = Admission(FairQueue({REALTIME: 8, INTERACTIVE: 4, BATCH: 1}, {}), max_queued)
+    admission = Admission(FairQueue(Weights({REALTIME: 8, INTERACTIVE: 4, BATCH: 1})), max_queued)
     admission.resize(Capacity(tokens, sequences, prompt_tokens, prompts, max_tokens))
     return admission
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
-from services.gateway.admission import FairQueue, Work
+from services.gateway.admission import FairQueue, Weights, Work
 from services.gateway.priority import PriorityClass
 
 REALTIME, INTERACTIVE, BATCH = PriorityClass
@@ -22,7 +22,7 @@ MAX_COST = 400
 
 
 def queue_of(tenant_weights: dict[str, float] | None = None) -> FairQueue:
-    return FairQueue(WEIGHTS, tenant_weights or {})
+    return FairQueue(Weights(WEIGHTS, tenant_weights or {}))
 
 
 def work(
@@ -100,7 +100,7 @@ def test_tenants_that_wait_share_by_weight_within_one_work_of_each(
     weights: dict[str, float], sizes: list[tuple[int, int]], since: int, more: int
 ) -> None:
     """Between any two moments at which all of them wait, in tokens per weight."""
-    queue, left = FairQueue(WEIGHTS, weights), dict.fromkeys(weights, 0)
+    queue, left = FairQueue(Weights(WEIGHTS, weights)), dict.fromkeys(weights, 0)
     for i, (prompt, new) in enumerate(sizes):
         for tenant in weights:
             queue.push(work(tenant=tenant, prompt=prompt, new=new, deadline=float(i)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.gateway.admission import Admission, Capacity, FairQueue, Work
+from services.gateway.admission import Admission, Capacity, FairQueue, Weights, Work
 from services.gateway.errors import GatewayError, Overloaded
 from services.gateway.priority import PriorityClass
 from tests.simulation.world import World
@@ -32,7 +32,7 @@ class Overload:
     """A cluster of so many slots, and clients that come at random, whatever becomes of others."""
 
     def __init__(self, world: World, deadline_s: float | None, spread: bool) -> None:
-        self.admission = Admission(FairQueue(WEIGHTS, {}), 100_000, {INTERACTIVE: TTFT_S})
+        self.admission = Admission(FairQueue(Weights(WEIGHTS)), 100_000, {INTERACTIVE: TTFT_S})
         self.outcomes = Outcomes()
         self._world, self._deadline_s, self._spread = world, deadline_s, spread
 
@@ -132,7 +132,7 @@ def test_an_idle_cluster_takes_what_a_bad_time_would_have_refused() -> None:
 def test_answers_that_began_together_end_together() -> None:
     """A request that comes just behind a wave is refused at once; one that comes before its end waits for it."""
     with World(4) as world:
-        admission = Admission(FairQueue(WEIGHTS, {}), 1000, {INTERACTIVE: TTFT_S})
+        admission = Admission(FairQueue(Weights(WEIGHTS)), 1000, {INTERACTIVE: TTFT_S})
         admission.resize(Capacity(tokens=10**9, sequences=SLOTS, prompt_tokens=10**9, prompts=SLOTS))
         waits_s: list[float] = []
 

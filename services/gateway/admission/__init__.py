@@ -2,6 +2,6 @@
 
 from services.gateway.admission.admission import Admission
 from services.gateway.admission.capacity import Admitted, Capacity, capacity_of
-from services.gateway.admission.fair_queue import FairQueue, Work
+from services.gateway.admission.fair_queue import FairQueue, Weights, Work
 
-__all__ = ["Admission", "Admitted", "Capacity", "FairQueue", "Work", "capacity_of"]
+__all__ = ["Admission", "Admitted", "Capacity", "FairQueue", "Weights", "Work", "capacity_of"]

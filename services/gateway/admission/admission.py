@@ -14,18 +14,19 @@ everything. The queue is looked at again when work leaves, when a prompt was rea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
 
 from services.gateway.admission.capacity import Admitted, Capacity
 from services.gateway.admission.fair_queue import FairQueue, Work
 from services.gateway.admission.forecast import Forecast
+from services.gateway.admission.shares import demand_of, share_of
 from services.gateway.errors import GatewayError, Overloaded, TimedOut
 from services.gateway.priority import PriorityClass
-from tandem.registry import ClusterView
+from tandem.registry import ClusterView, Demand
 
-FOLLOW_S = 1.0
+FOLLOW_S = 0.25
 # A forecast is not exact: what would come later than this part of its time is not waited for.
 SURE = 0.7
 NO_TARGETS: Mapping[PriorityClass, float | None] = MappingProxyType({})
@@ -42,6 +43,7 @@ class Admission:
             ttft_s: how late a first token may come to a class; None: as late as its deadline.
         """
         self.admitted = Admitted()
+        self.demand: Demand = []  # what is waiting and inside, as of when the cluster was last looked at
         self._forecast = Forecast()
         self._ttft_s = ttft_s
         self._queue = queue
@@ -109,14 +111,24 @@ class Admission:
             self._withdraw(work)
         self._let_in()
 
-    def resize(self, capacity: Capacity | None) -> None:
-        self.admitted.capacity = capacity
+    def resize(self, capacity: Capacity | None, others: Sequence[Demand] = ()) -> None:
+        """
+        Args:
+            capacity: of the cluster.
+            others: what other gateways have to do.
+        """
+        self.demand = demand_of((*self.admitted, *self._queue), capacity) if capacity else []
+        share = share_of(self.demand, others, self._queue.weights)
+        self._queue.weigh(share.classes, share.tenants)
+        self.admitted.capacity = capacity.times(share.part) if capacity and others else capacity
         self._let_in()
 
-    async def run(self, view: ClusterView, capacity: Callable[[], Capacity | None]) -> None:
+    async def run(
+        self, view: ClusterView, capacity: Callable[[], Capacity | None], others: Callable[[], Sequence[Demand]]
+    ) -> None:
         """Follow the view until cancelled."""
         while True:
-            self.resize(capacity())
+            self.resize(capacity(), others())
             await view.wait_changed(FOLLOW_S)
 
     def stop(self, error: GatewayError) -> None:

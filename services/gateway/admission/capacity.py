@@ -31,6 +31,23 @@ class Capacity:
     prompts: int  # so many may wait to be read whatever their tokens
     max_tokens: int | None = None  # never to be exceeded, whatever is shared
 
+    def times(self, part: float) -> Capacity:
+        """For a gateway whose part of the cluster this is; one choice has room in any."""
+        most = self.max_tokens
+        return Capacity(
+            tokens=round(self.tokens * part),
+            sequences=max(1, round(self.sequences * part)),
+            prompt_tokens=round(self.prompt_tokens * part),
+            prompts=max(1, round(self.prompts * part)),
+            max_tokens=None if most is None else round(most * part),
+        )
+
+    def filled_by(self, work: Work) -> float:
+        """The part of that room which the work takes most of."""
+        tokens = min(self.tokens, self.max_tokens or self.tokens)
+        reading = 0.0 if work.new_tokens else work.prompt_tokens / self.prompt_tokens
+        return max(work.cost / tokens, 1 / self.sequences, reading)
+
 
 def capacity_of(workers: Sequence[Worker], prefill_queue_tokens: int, max_tokens: int | None) -> Capacity | None:
     """None without a decode worker: nothing is known then, and the router says best what is missing.

@@ -15,8 +15,8 @@ No clock and no asyncio here: a simulator may drive it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 
 from services.gateway.admission.fair_share import FairShare, Party
@@ -24,6 +24,8 @@ from services.gateway.priority import PriorityClass
 
 # So many idle tenants are remembered at least before those with nothing owed are forgotten.
 MIN_REMEMBERED = 64
+# A weight counts for so much at least: what a party had while it was here with little of its work keeps it back after.
+LEAST_HERE = 1 / 16
 
 
 @dataclass(slots=True, eq=False)
@@ -64,22 +66,44 @@ class _Class(Party):
         self.forget_above = MIN_REMEMBERED
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All above 0: of every class, and of tenants, 1 for those not named."""
+
+    classes: Mapping[PriorityClass, float]
+    tenants: Mapping[str, float] = field(default_factory=dict)
+
+    def of_class(self, kind: PriorityClass) -> float:
+        return self.classes[kind]
+
+    def of_tenant(self, tenant: str) -> float:
+        return self.tenants.get(tenant, 1.0)
+
+
 class FairQueue:
     """Work that waits. What was taken is settled at its end, by `correct`."""
 
-    def __init__(self, weights: Mapping[PriorityClass, float], tenant_weights: Mapping[str, float]) -> None:
-        """
-        Args:
-            weights: of every class, above 0.
-            tenant_weights: above 0; 1 for tenants not named.
-        """
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
         self._share = FairShare[_Class]()
-        self._classes = {kind: _Class(kind, weights[kind]) for kind in PriorityClass}
-        self._tenant_weights = tenant_weights
+        self._classes = {kind: _Class(kind, weights.of_class(kind)) for kind in PriorityClass}
+        self._tenants_here: Mapping[tuple[PriorityClass, str], float] = {}
         self._numbers = count()
 
     def __len__(self) -> int:
         return sum(group.num_waiting for group in self._classes.values())
+
+    def __iter__(self) -> Iterator[Work]:
+        """In no order."""
+        return (w for group in self._classes.values() for tenant in group.tenants.values() for w in tenant.works)
+
+    def weigh(self, classes: Mapping[PriorityClass, float], tenants: Mapping[tuple[PriorityClass, str], float]) -> None:
+        """How much of what a class's and a tenant's weight gives them is to be had here; all where it is not said."""
+        self._tenants_here = tenants
+        for kind, group in self._classes.items():
+            group.weight = self.weights.of_class(kind) * max(classes.get(kind, 1.0), LEAST_HERE)
+            for name, tenant in group.tenants.items():
+                tenant.weight = self._weight(kind, name)
 
     def num_waiting(self, kind: PriorityClass) -> int:
         return self._classes[kind].num_waiting
@@ -87,7 +111,7 @@ class FairQueue:
     def push(self, work: Work) -> None:
         work.arrival = next(self._numbers)
         group = self._classes[work.priority_class]
-        tenant = self._tenant(group, work.tenant)
+        tenant = self._tenant(group, work)
         if not tenant.works:
             group.share.join(tenant)
         if not group.num_waiting:
@@ -116,7 +140,8 @@ class FairQueue:
         served alike by weight, until each has had what stands before it or has nothing left."""
         group = self._classes[work.priority_class]
         tenant = group.tenants.get(work.tenant)
-        works, weight = (tenant.works, tenant.weight) if tenant else ([], self._weight(work.tenant))
+        works = tenant.works if tenant else []
+        weight = tenant.weight if tenant else self._weight(work.priority_class, work.tenant)
         before = (other for other in works if other is not work and _last_first(other) >= _last_first(work))
         own = work.cost + sum(other.cost for other in before)
         others = (other for other in group.tenants.values() if other is not tenant and other.works)
@@ -171,14 +196,15 @@ class FairQueue:
             problems.append("classes that wait are not those that share")
         return problems
 
-    def _tenant(self, group: _Class, name: str) -> _Tenant:
-        known = group.tenants.get(name)
+    def _tenant(self, group: _Class, work: Work) -> _Tenant:
+        name, known = work.tenant, group.tenants.get(work.tenant)
         if known is None:
-            known = group.tenants[name] = _Tenant(name, self._weight(name), next(self._numbers))
+            weight = self._weight(work.priority_class, name)
+            known = group.tenants[name] = _Tenant(name, weight, next(self._numbers))
         return known
 
-    def _weight(self, tenant: str) -> float:
-        return self._tenant_weights.get(tenant, 1.0)
+    def _weight(self, kind: PriorityClass, tenant: str) -> float:
+        return self.weights.of_tenant(tenant) * max(self._tenants_here.get((kind, tenant), 1.0), LEAST_HERE)
 
 
 def _cost(tenant: _Tenant) -> int:

@@ -11,6 +11,7 @@
 --   expected:<period>      hash: block -> generations of the (prefill, decode) pair that is about to hold it
 --   clients                sorted set: client -> when its own lease ends, and with it what it has reserved (ms)
 --   gateways               hash: client -> of a gateway, its model and addresses (JSON)
+--   demands:<model>        hash: client -> what that gateway has to do (JSON)
 --   reservations           sorted set: reservation -> when it expires (ms)
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
 --   abandoned:<res>        it has been released, or was never made, while what asks for it may still be on its way

@@ -1,4 +1,19 @@
--- ARGV: client, ttl (ms), then, of a gateway: its model and where clients reach it, as JSON. Renews a client's own lease; a
--- ttl of 0 ends it.
-redis.call('ZADD', key('clients'), now + ARGV[2], ARGV[1])
-if ARGV[3] then redis.call('HSET', key('gateways'), ARGV[1], ARGV[3]) end
+-- ARGV: client, ttl (ms), then, of a gateway: its model, where clients reach it and what it has to do, both as JSON.
+-- Renews a client's own lease; a ttl of 0 ends it. Returns what the other gateways of the model have to do.
+local KEPT_MS = 60000
+local client, model = ARGV[1], ARGV[3]
+redis.call('ZADD', key('clients'), now + ARGV[2], client)
+if not model then return {} end
+redis.call('HSET', key('gateways'), client, ARGV[4])
+redis.call('HSET', key('demands', model), client, ARGV[5])
+redis.call('PEXPIRE', key('demands', model), KEPT_MS)
+local others = {}
+local told = redis.call('HGETALL', key('demands', model))
+for i = 1, #told, 2 do
+  if not redis.call('ZSCORE', key('clients'), told[i]) then
+    redis.call('HDEL', key('demands', model), told[i])
+  elseif told[i] ~= client then
+    others[#others + 1] = told[i + 1]
+  end
+end
+return others
