@@ -18,7 +18,7 @@ run: $(VENV)/run.stamp ## serve the demo model: Redis, gateway, a prefill and a 
 	@$(BIN)/tandem up --sample "import " $(ARGS)
 
 test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## all tests, on real parts: three files at a time, for many of them wait
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
 
 test-gpu: $(VENV)/dev.stamp ## what needs a CUDA device, which it names where there is none; then what that device gives, as JSON
 	@$(BIN)/python -m pytest -q -rs tests/gpu $(ARGS)
