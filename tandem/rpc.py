@@ -10,6 +10,7 @@ Handlers raise `Refused(status, message)`; anything else is a bug, logged whole 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -63,6 +64,12 @@ CHANNEL_OPTIONS = [
 ]
 
 
+STRANGER = grpc.StatusCode.UNAUTHENTICATED, "this port is for processes with the cluster's secret"
+STOPPING = grpc.StatusCode.UNAVAILABLE, "the process is stopping"
+# A server that stops refuses calls until none has come for QUIET_S.
+QUIET_S, TURN_AWAY_S = 0.03, 0.5
+
+
 class Refused(Exception):
     """A handler's typed answer "no": the status and what would be right."""
 
@@ -84,8 +91,8 @@ class Servicer:
 class Server:
     """A running gRPC server and the health it reports."""
 
-    def __init__(self, server: aio.Server, health_servicer: Any, names: Sequence[str]) -> None:
-        self._server = server
+    def __init__(self, server: aio.Server, edge: _Edge, health_servicer: Any, names: Sequence[str]) -> None:
+        self._server, self._edge = server, edge
         self._health = health_servicer
         self._names = names
         self._probes: aio.Server | None = None
@@ -112,6 +119,7 @@ class Server:
     async def stop(self, grace: float) -> None:
         """Refuse new calls, let running ones end for `grace` seconds, then cancel them."""
         await self._health.enter_graceful_shutdown()
+        await self._edge.turn_away()
         await self._server.stop(grace)
         if self._probes:
             await self._probes.stop(None)
@@ -141,14 +149,15 @@ async def serve(
         "grpc.so_reuseport": int(shared_port),
     }
     options = list({**dict(SERVER_OPTIONS), **own}.items())
-    server = make_server(options=options, interceptors=[_Edge(security.secret)])
+    edge = _Edge(security.secret)
+    server = make_server(options=options, interceptors=[edge])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     for servicer in servicers:
         servicer.add(servicer.implementation, server)
     names = [servicer.name for servicer in servicers]
     _add_reflection(server, (*names, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1))
-    started = Server(server, health_servicer, names)
+    started = Server(server, edge, health_servicer, names)
     started.port = _bind(server, host, port, security.tls)
     await health_servicer.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
     await started.set_serving(False)
@@ -223,6 +232,18 @@ class _Edge(aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, secret: ClusterSecret) -> None:
         self._agent = _agent(secret) if secret else ""
+        self._turns_away = False
+        self._num_calls = 0
+
+    async def turn_away(self) -> None:
+        """From now on a call is UNAVAILABLE. Returns in a moment without calls: when a server stops, gRPC ends those
+        that it has received and not handed over as CANCELLED, which no client takes for a reason to try again."""
+        self._turns_away = True
+        loop = asyncio.get_running_loop()
+        end, known = loop.time() + TURN_AWAY_S, -1
+        while known != self._num_calls and loop.time() < end:
+            known = self._num_calls
+            await asyncio.sleep(QUIET_S)
 
     async def intercept_service(
         self,
@@ -231,9 +252,12 @@ class _Edge(aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> grpc.RpcMethodHandler[Any, Any]:
         handler = cast(Any, await continuation(handler_call_details))
         if handler is not None and not self._admits(handler_call_details):
-            return _refusing(handler)
+            return _refusing(handler, *STRANGER)
         if handler is None or not handler_call_details.method.startswith("/tandem."):
             return cast("grpc.RpcMethodHandler[Any, Any]", handler)
+        self._num_calls += 1
+        if self._turns_away:
+            return _refusing(handler, *STOPPING)
         carrier = {k: v for k, v in handler_call_details.invocation_metadata or () if isinstance(v, str)}
         parse = _parsed(handler.request_deserializer)
         if handler.unary_unary:
@@ -253,11 +277,11 @@ class _Edge(aio.ServerInterceptor):  # type: ignore[type-arg]
         return compare_digest(said.partition(" ")[0].encode(), self._agent.encode())
 
 
-def _refusing(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(handler: Any, code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:
     """In the place of `handler`; what was sent is not even parsed."""
 
     async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this port is for processes with the cluster's secret")
+        await context.abort(code, message)
 
     async def refuse_stream(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         yield await refuse(request, context)

@@ -1,4 +1,4 @@
-"""A peer that stands still, though its sockets live, is noticed in under two seconds, by either side."""
+"""A peer that stands still is noticed in under two seconds, by either side; one that stops says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from tandem import rpc
-from tandem.v1 import worker_pb2_grpc
+from tandem.v1 import llm_pb2, llm_pb2_grpc, worker_pb2_grpc
 
 DETECT_S = 2.0
 
@@ -95,3 +95,34 @@ def test_a_stopped_client_is_noticed_by_its_server() -> None:
         stopped = time.monotonic()
         assert line(server) == "lost"
         assert time.monotonic() - stopped < DETECT_S
+
+
+class Models(llm_pb2_grpc.LLMServiceServicer):
+    async def ListModels(self, request: Any, context: Any) -> llm_pb2.ListModelsResponse:
+        await asyncio.sleep(0.005)
+        return llm_pb2.ListModelsResponse()
+
+
+async def test_calls_that_come_as_a_server_stops_are_unavailable() -> None:
+    """All of them, those included that gRPC has received and would end as CANCELLED."""
+    servicer = rpc.Servicer("tandem.v1.LLMService", Models(), llm_pb2_grpc.add_LLMServiceServicer_to_server)
+    server = await rpc.serve([servicer], "127.0.0.1", 0)
+    ends, answered = list[grpc.StatusCode](), 0
+
+    async def call(stub: Any) -> None:
+        nonlocal answered
+        try:
+            while True:
+                await stub.ListModels(llm_pb2.ListModelsRequest(), timeout=10)
+                answered += 1
+        except grpc.aio.AioRpcError as error:
+            ends.append(error.code())
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
+        callers = [asyncio.create_task(call(stub)) for _ in range(40)]
+        while answered < 100:
+            await asyncio.sleep(0.01)
+        await server.stop(2.0)
+        await asyncio.gather(*callers)
+    assert set(ends) == {grpc.StatusCode.UNAVAILABLE}
