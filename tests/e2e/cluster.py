@@ -59,9 +59,15 @@ def runs(process: psutil.Process, service: str) -> bool:
 
 
 @contextmanager
-def running_cluster(folder: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[RunningCluster]:
+def running_cluster(
+    folder: Path, *options: str, env: dict[str, str] | None = None, file: str = ""
+) -> Iterator[RunningCluster]:
+    """`file`: a cluster.yaml with {http}, {grpc} and {redis} in the places of ports, instead of options."""
     http, grpc, redis = free_ports(3)
     arguments = [f"--http-port={http}", f"--grpc-port={grpc}", f"--redis-port={redis}", f"--logs={folder / 'logs'}"]
+    if file:
+        (folder / "cluster.yaml").write_text(file.format(http=http, grpc=grpc, redis=redis))
+        arguments = [f"--file={folder / 'cluster.yaml'}", f"--logs={folder / 'logs'}"]
     output = (folder / "up.log").open("w+")
     process = subprocess.Popen(
         dying_with_parent(sys.executable, "-m", "tandem", "up", *arguments, *options),

@@ -1,0 +1,90 @@
+"""Workers that live and do nothing: one is stopped while its KV is under way, another does not come to a step's end.
+
+Null engines. Prompts take so long to read that whoever is stopped is in the middle of many; each decode step of the
+worker `stuck` takes a minute, and its watchdog ends it after 0.3 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem.engine import EngineConfig, Request, SamplingParams, StepTime
+from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+from tests.e2e.test_migration import Answers, asked, service, undisturbed
+
+CLUSTER = """
+models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
+workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB}}}}}}}}
+pools:
+- {{{{name: p, role: prefill, model: m, replicas: 2,
+    settings: {{{{null_prefill_tokens_per_s: 1000, max_num_batched_tokens: 64}}}}}}}}
+- {{{{name: d, role: decode, model: m}}}}
+- {{{{name: stuck, role: decode, model: m, settings: {{{{null_decode_step_s: 60, max_step_s: 0.3}}}}}}}}
+gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: require}}}}}}}}
+redis: {{{{port: {{redis}}}}}}
+"""
+PROMPTS, PROMPT_TOKENS = 8, 300
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[RunningCluster]:
+    with running_cluster(tmp_path_factory.mktemp("half-dead"), file=CLUSTER.format(model=demo_model)) as cluster:
+        yield cluster
+
+
+def oracle(model: Path) -> EngineConfig:
+    return EngineConfig(model, "null", num_blocks=4096, null=StepTime(speedup=1e6))
+
+
+def long_prompts() -> list[Request]:
+    return [
+        Request(f"p{i}", [i + 1] * PROMPT_TOKENS, SamplingParams(max_tokens=8, temperature=1.0, seed=i))
+        for i in range(PROMPTS)
+    ]
+
+
+async def test_a_worker_stuck_in_a_step_ends_by_its_watchdog_and_loses_nothing(
+    fleet: RunningCluster, demo_model: Path
+) -> None:
+    requests = asked(40, 20)
+    async with service(fleet) as stub:
+        answers = Answers(stub, "null", requests)
+        assert await answers.all() == undisturbed(oracle(demo_model), requests)
+    assert answers.migrated
+    log = fleet.logs / "stuck-0.log"
+    eventually(lambda: "max_step_s: an engine step is not over after" in log.read_text(), 30, "it says why it ended")
+
+
+async def test_a_prefill_worker_stopped_in_mid_transfer_holds_nothing_up(
+    fleet: RunningCluster, demo_model: Path
+) -> None:
+    """All is answered while it still stands; what it does when it goes on hurts nobody."""
+    eventually(lambda: linked_pairs(fleet) == 4, 30, "every pair is linked")
+    stopped, requests = fleet.pids("prefill")[0], long_prompts()
+    async with service(fleet) as stub:
+        answers = Answers(stub, "null", requests)
+        await asyncio.sleep(0.4)  # prompts of both are read and on their way: each takes 0.3 s at least
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(30):
+                whole = await answers.all()
+            print(f"all answered {time.monotonic() - began:.2f} s after a prefill worker was stopped")
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert whole == undisturbed(oracle(demo_model), requests)
+        assert any("; after " in last.path.reason for last in answers.last)
+        again = Answers(stub, "null", requests)
+        assert await again.all() == whole
+
+
+def linked_pairs(cluster: RunningCluster) -> int:
+    return int(httpx.get(f"{cluster.http}/health/ready").json()["linked_pairs"])
