@@ -168,6 +168,8 @@ class LLM:
             "prefill_workers": len(prefills),
             "decode_workers": len(decodes),
             "linked_pairs": pairs,
+            "sequences": sum(worker.info.max_num_seqs for worker in decodes),
+            "kv_tokens": sum(worker.info.num_blocks * worker.info.block_size for worker in decodes),
             "registry_reached": not self.view.stale,
         }
 

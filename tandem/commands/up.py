@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -79,7 +80,11 @@ class UpSettings(ClusterSettings):
         None, description="KV cache of each decode worker; if not given, 512MiB, or 8MiB with the null engine"
     )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer; if not given, the model's")
-    max_num_seqs: int = Field(256, ge=1, description="sequences in one step of a worker")
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="sequences a worker runs at once; if not given, as many as a step and its memory hold",
+    )
     speculative_method: Literal["none", "ngram", "draft", "medusa", "eagle", "eagle3"] = Field(
         "none", description="what proposes tokens ahead: what followed earlier in the text, a draft model, or heads"
     )
@@ -294,7 +299,7 @@ async def _start(settings: UpSettings, plan: Plan, launcher: Launcher, console: 
     await launcher.start(plan.workers)
     await launcher.start(plan.gateways)
     await unless_failed(launcher, _wait_until_ready(settings, plan, launcher, console))
-    console.print(_status(settings, plan, now() - started))
+    console.print(_status(settings, plan, now() - started, await _capacities(plan)))
     if settings.sample and not plan.cluster.gateway.settings.get("api_keys"):
         await _stream_sample(settings, plan, console)
     console.print(_lines_to_try(settings, plan), soft_wrap=True)
@@ -350,10 +355,24 @@ def _progress(launcher: Launcher) -> Table:
     return table
 
 
-def _status(settings: UpSettings, plan: Plan, seconds: float) -> Panel:
+async def _capacities(plan: Plan) -> dict[str, str]:
+    """By model, how much of it decode workers run and hold at once."""
+    at_once = {}
+    async with httpx.AsyncClient(timeout=2.0) as client:
+        for gateway in plan.gateways:
+            with suppress(httpx.HTTPError):
+                said = (await client.get(f"http://{plan.url(gateway)}/health/ready")).json()
+                text = f"{said['sequences']:,} answers, {said['kv_tokens']:,} tokens of KV; more wait"
+                at_once[str(gateway.settings["model_name"])] = text
+    return at_once
+
+
+def _status(settings: UpSettings, plan: Plan, seconds: float, capacities: Mapping[str, str]) -> Panel:
     table = Table.grid(padding=(0, 2))
     for model in plan.cluster.models:
         table.add_row("model", f"{model.name}  ({model.weights.path})")
+        if model.name in capacities:
+            table.add_row("at once", capacities[model.name])
     pools = (f"{pool.replicas} {pool.name}" for pool in plan.cluster.pools)
     engine = ", null engine: no model computes" if settings.engine == "null" else ""
     table.add_row("workers", ", ".join(pools) + engine)

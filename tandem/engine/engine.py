@@ -74,9 +74,10 @@ class Engine:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_beside_decode=max_prefill_beside_decode(config, self.model_config),
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs or self._pool.num_blocks,
             prefix_caching=config.enable_prefix_caching,
         )
+        self.max_num_seqs = self._scheduler.max_num_seqs
         self._speculator = Speculator(
             parts.proposers, self._scheduler, self.model_config.max_model_len, now, jump_forward=config.jump_forward
         )

@@ -106,7 +106,7 @@ class Scheduler:
         self._pool, self._swap, self._block_size, self._prefix_caching = pool, swap, block_size, prefix_caching
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_beside_decode = max_prefill_beside_decode
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
         self.lent: list[tuple[KVSink, list[int]]] = []  # blocks of sequences that have left, which their sinks read
         self._copies: Copies = []
         self._num_read_tokens = self.num_preempted = self.num_swapped = 0
@@ -304,7 +304,7 @@ class Scheduler:
         return tail if self._pool.match_tail(tail) is None else None
 
     def _num_free_seats(self) -> int:
-        return self._max_num_seqs - len(self.running) - len(self.reserved)
+        return self.max_num_seqs - len(self.running) - len(self.reserved)
 
     def _take_blocks(self, seq: Sequence, need: Need) -> None:
         """What there is room for: cached blocks first, then those that were swapped, copied back."""

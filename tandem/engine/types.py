@@ -144,9 +144,10 @@ class EngineConfig:
     that running answers go on. None makes that, on CPUs, as many as take about a tenth of a second, which arithmetic in
     such chunks is no slower for; and all that fit elsewhere.
 
-    `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a fingerprint
-    of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used; `cuda_graphs`
-    replays steps that only decode. Through the folder
+    As many sequences run as have a token in a step and a block in the cache, and no more than `max_num_seqs` if that is
+    set. `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a
+    fingerprint of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used;
+    `cuda_graphs` replays steps that only decode. Through the folder
     `shared_cores` engines on one machine lend each other idle cores, beyond their own `num_threads`. `null` makes it a
     null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
 
@@ -168,7 +169,7 @@ class EngineConfig:
     num_blocks: int | None = None
     max_num_batched_tokens: int = 512
     max_prefill_beside_decode: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     num_threads: int | None = None
@@ -188,10 +189,11 @@ class EngineConfig:
     lora_memory: int = 1 << 30
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "likely_answer", "lora_memory"):
+        for name in ("block_size", "max_num_batched_tokens", "likely_answer", "lora_memory"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
-        for name in ("kv_budget_bytes", "num_blocks", "max_model_len", "num_threads", "max_prefill_beside_decode"):
+        optional = ("kv_budget_bytes", "num_blocks", "max_num_seqs", "max_model_len", "num_threads")
+        for name in (*optional, "max_prefill_beside_decode"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: {value} is not at least 1")

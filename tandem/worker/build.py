@@ -284,7 +284,7 @@ def _info(context: WorkerContext, service: WorkerService, grpc_port: int) -> Wor
         layout_hash=engine.layout.hash,
         block_size=settings.block_size,
         num_blocks=context.ports.engine.stats.num_blocks,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=engine.max_num_seqs,
         max_model_len=engine.model_config.max_model_len,
         transports=settings.transports,
         host=hostname,

@@ -62,7 +62,11 @@ class WorkerSettings(ClusterSettings):
     max_prefill_beside_decode: int | None = Field(
         None, ge=1, description="prompt tokens in a step that also decodes (default: 0.1 s of them on CPUs)"
     )
-    max_num_seqs: int = Field(256, ge=1, description="sequences in one engine step")
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="sequences run at once (default and most: max-num-batched-tokens, or the KV blocks)",
+    )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer (default: the model's)")
     speculative_method: Literal["none", "ngram", "draft", "medusa", "eagle", "eagle3"] = Field(
         "none", description="what proposes tokens ahead: what followed earlier in the text, a draft model, or heads"

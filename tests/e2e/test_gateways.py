@@ -102,6 +102,7 @@ async def test_grpc_is_served_by_all_processes(fleet: Fleet) -> None:
 def test_the_status_block_names_all(fleet: Fleet) -> None:
     said = (fleet.cluster.logs.parent / "up.log").read_text()
     assert f"{fleet.cluster.http}/v1  (2 processes)" in said
+    assert "at once      512 answers, " in said
     assert all(f"{address}/metrics" in said for address in fleet.own)
 
 

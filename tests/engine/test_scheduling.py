@@ -93,6 +93,12 @@ def test_a_long_prompt_is_passed_by_no_more_tokens_than_it_has(llama: Path) -> N
     assert ended[:3] + ended[4:] == [str(i) for i in range(len(ended) - 1)]
 
 
+def test_as_many_run_as_a_step_and_the_cache_hold(llama: Path) -> None:
+    assert make_engine(llama, max_num_seqs=None, max_num_batched_tokens=10).max_num_seqs == 10
+    assert make_engine(llama, max_num_seqs=None, max_num_batched_tokens=128, num_blocks=64).max_num_seqs == 64
+    assert make_engine(llama, max_num_seqs=99, max_num_batched_tokens=10).max_num_seqs == 10
+
+
 def test_no_step_computes_more_than_its_budget(llama: Path) -> None:
     engine = make_engine(llama, max_num_batched_tokens=10, max_num_seqs=99)
     for n in range(12):

@@ -284,7 +284,7 @@ async def test_not_ready_says_what_is_missing(client: httpx.AsyncClient) -> None
     assert answer.status_code == 503
     assert answer.json() == {
         "ready": False, "missing": ["decode: no worker with an open stream"],
-        "prefill_workers": 0, "decode_workers": 0, "linked_pairs": 0,
+        "prefill_workers": 0, "decode_workers": 0, "linked_pairs": 0, "sequences": 0, "kv_tokens": 0,
         "registry_reached": True,
     }  # fmt: skip
 
