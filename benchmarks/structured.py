@@ -4,8 +4,8 @@
     python -m benchmarks.structured masks             CPU time of a step with masks and without, by sequences in it
     python -m benchmarks.structured jump-forward      the same JSON answers with and without it
 
-All with the demo model in float32 on one thread, whose own CPU time counts, so that whatever else runs on the machine
-counts little; settings take turns, and the best round of each is shown.
+All on one thread, whose own CPU time counts, so that whatever else runs on the machine counts little; settings take
+turns. The model is the demo one in float32, or --model in --dtype.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import json
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -28,9 +30,8 @@ from tandem.vocabulary import Vocabulary, load_tokenizer
 
 DEMO = Path(__file__).parents[1] / "models" / "demo" / "target"
 END = frozenset({0})
-ROUNDS, BATCH, MOST_TOKENS = 5, 32, 80
+ROUNDS, BATCH, MOST_TOKENS, TOKENS = 5, 32, 80, 64
 STREAMS = (1, 4, 16)
-FREE = grammar.of_regex("[a-z \\n]{1,400}")
 ORDER = {
     "type": "object",
     "properties": {
@@ -84,9 +85,9 @@ def prompt(seed: int) -> list[int]:
     return random.Random(seed).choices(range(1, 4096), k=9)
 
 
-def make_engine(**fields: Any) -> Engine:
+def make_engine(model: Path = DEMO, dtype: str = "float32", **fields: Any) -> Engine:
     config = EngineConfig(
-        DEMO, "demo", dtype="float32", num_blocks=1024, kv_budget_bytes=None, max_num_seqs=64, num_threads=1, **fields
+        model, "demo", dtype=dtype, num_blocks=1024, kv_budget_bytes=None, max_num_seqs=64, num_threads=1, **fields
     )
     return Engine(config)
 
@@ -165,22 +166,33 @@ def step_s(engine: Engine, asked: Mapping[str, SamplingParams]) -> tuple[float, 
     return time.thread_time() - started, steps
 
 
-def masks() -> None:
-    engine = make_engine(jump_forward=False)
-    print("sequences | ms a step without masks | with | more")
+def masks(model: Path, dtype: str) -> None:
+    """As many tokens with masks as without, in turn; every sequence a schema of its own that 64 tokens do not end."""
+    engine = make_engine(model, dtype, jump_forward=False)
+    print("sequences | ms a step without masks | with | more, median of rounds | least, most")
     for streams in STREAMS:
-        best = {"": 1e9, FREE: 1e9}
-        for _ in range(ROUNDS):
-            for made in best:
-                sampling = SamplingParams(64, temperature=0.0, min_tokens=64, stop_token_ids=END, grammar=made)
-                seconds, steps = step_s(engine, {str(n): sampling for n in range(streams)})
-                best[made] = min(best[made], seconds / steps)
-        free, held = best.values()
-        print(f"{streams:9} | {free * 1e3:.2f} | {held * 1e3:.2f} | {held / free - 1:+.1%}")
+        free = SamplingParams(TOKENS, temperature=0.0)
+        made = [grammar.of_json_schema(endless(random.Random(n))) for n in range(streams)]
+        settings = [
+            {str(n): free for n in range(streams)},
+            {str(n): replace(free, grammar=made[n]) for n in range(streams)},
+        ]
+        rounds = []
+        for _ in range(1 + ROUNDS):
+            rounds.append([seconds / steps for seconds, steps in (step_s(engine, asked) for asked in settings)])
+        more = sorted(held / free_s - 1 for free_s, held in rounds[1:])
+        without, held = (min(column) * 1e3 for column in zip(*rounds[1:], strict=True))
+        print(f"{streams:9} | {without:.2f} | {held:.2f} | {median(more):+.1%} | {more[0]:+.1%}, {more[-1]:+.1%}")
 
 
-def jump_forward() -> None:
-    engines = {on: make_engine(jump_forward=on) for on in (False, True)}
+def endless(dice: random.Random) -> dict[str, Any]:
+    items = {"a": random_schema(dice), "b": random_schema(dice), "text": {"type": "string"}}
+    rows = {"type": "object", "properties": items, "required": list(items), "additionalProperties": False}
+    return {"type": "array", "items": rows, "minItems": 100}
+
+
+def jump_forward(model: Path, dtype: str) -> None:
+    engines = {on: make_engine(model, dtype, jump_forward=on) for on in (False, True)}
     made = grammar.of_json_schema(ORDER)
     print("sequences | steps without | with | CPU s without | with | times as fast")
     for streams in STREAMS:
@@ -202,16 +214,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("schemas").add_argument("count", type=int)
-    commands.add_parser("masks")
-    commands.add_parser("jump-forward")
+    for name in ("masks", "jump-forward"):
+        measuring = commands.add_parser(name)
+        measuring.add_argument("--model", type=Path, default=DEMO)
+        measuring.add_argument("--dtype", default="float32")
     chosen = parser.parse_args()
     match chosen.command:
         case "schemas":
             schemas(chosen.count)
         case "masks":
-            masks()
+            masks(chosen.model, chosen.dtype)
         case "jump-forward":
-            jump_forward()
+            jump_forward(chosen.model, chosen.dtype)
 
 
 if __name__ == "__main__":

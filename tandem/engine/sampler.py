@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tandem.engine.guided import apply_grammars
+from tandem.engine.guided import Masks, forbidden, masks_of
 from tandem.engine.sequence import Row
 from tandem.engine.thinking import end_of_thoughts
 from tandem.engine.types import SampledToken
@@ -35,8 +35,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Choose(Protocol):
     """How a token comes out of each row: `choose`, or the kernels' way to the same."""
 
-    def __call__(self, logits: Tensor, seqs: Rows[Row]) -> list[int]:
-        """A token id for each row of `logits` (rows, vocab_size) float32; -1 where its best is no finite number."""
+    def __call__(self, logits: Tensor, seqs: Rows[Row], masks: Masks | None = None) -> list[int]:
+        """A token id for each row of `logits` (rows, vocab_size) float32; -1 where its best is no finite number.
+
+        With `masks`, of the tokens whose bits are set; `logits` may be written to.
+        """
 
 
 def sample(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[SampledToken]:
@@ -53,12 +56,20 @@ def sample(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[SampledToken
 
 
 def draw(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[int]:
-    """The token ids of `sample`, -1 where there is none."""
+    """The token ids of `sample`, -1 where there is none.
+
+    Where a grammar and the rest leave nothing, as when it ends before min_tokens, the grammar alone decides.
+    """
     if all(seq.takes_logits_as_they_are for seq in seqs):
         return choose(logits, seqs)
-    adjusted = _adjust(logits.clone(), seqs)
-    apply_grammars(adjusted, logits, seqs)
-    return choose(adjusted, seqs)
+    masks = masks_of(seqs, logits.shape[1])
+    token_ids = choose(_adjust(logits.clone(), seqs), seqs, masks)
+    if masks is not None and -1 in token_ids:
+        again = [row for row, token_id in enumerate(token_ids) if token_id == -1 and seqs[row].guide is not None]
+        found = choose(logits[again], [seqs[row] for row in again], masks[again]) if again else []
+        for row, token_id in zip(again, found, strict=True):
+            token_ids[row] = token_id
+    return token_ids
 
 
 def uniform(seed: int, index: int) -> float:
@@ -167,8 +178,10 @@ def _per_row(logits: Tensor, seqs: Rows[Row], read: Callable[[SamplingParams], f
     return logits.new_tensor([read(seq.sampling) for seq in seqs])
 
 
-def choose(logits: Tensor, seqs: Rows[Row]) -> list[int]:
+def choose(logits: Tensor, seqs: Rows[Row], masks: Masks | None = None) -> list[int]:
     """`Choose` in torch, on any device: a step waits here for the device, once."""
+    if masks is not None:
+        logits = logits.masked_fill(forbidden(masks, logits), -math.inf)
     token_ids: list[int] = chosen(logits, seqs).tolist()
     return token_ids
 

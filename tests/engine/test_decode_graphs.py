@@ -22,6 +22,7 @@ from tandem.engine.attention import PagedAttention, TorchAttention
 from tandem.engine.decode_graphs import SIZES, DecodeGraphs, padded
 from tandem.engine.flashinfer import FlashInfer
 from tandem.engine.forward import StepInput, TorchForward
+from tandem.engine.guided import Masks
 from tandem.engine.kv_cache import row_size, write_kv
 from tandem.engine.loader import load_weights
 from tandem.engine.models import Decoder
@@ -143,9 +144,9 @@ class Journal:
     graphs: DecodeGraphs
     calls: list[str] = field(default_factory=list)
 
-    def choose(self, logits: Tensor, seqs: Sequence[Row]) -> list[int]:
+    def choose(self, logits: Tensor, seqs: Sequence[Row], masks: Masks | None = None) -> list[int]:
         self.calls.append("wait")
-        return choose(logits, seqs)
+        return choose(logits, seqs, masks)
 
     def prepare(self, step: StepInput) -> None:
         self.calls.append("prepare")

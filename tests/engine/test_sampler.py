@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -240,9 +241,14 @@ def test_the_kernels_choose_as_torch_does(library: ctypes.CDLL, vocab: int) -> N
     logits[::3] = logits[::3].round()
     logits[::4, ::2] = -math.inf
     choose = CpuChoose(library, lambda: 3)
+    masks = np.random.default_rng(vocab).integers(-(2**31), 2**31, (60, -(-vocab // 32)), dtype=np.int32)
+    masks[:5] = 1 << 7
     for kind in (*FILTERS, {"top_p": 0.95}, {"top_k": 40, "top_p": 0.5}, {"top_k": 2**40}, {"temperature": 1e300}):
         rows = [sequence(SamplingParams(20, **{"seed": n, **kind})) for n in range(60)]
         assert choose(logits, rows) == torch_choose(logits, rows)
+        expected = torch_choose(logits, rows, masks)
+        assert choose(logits.clone(), rows, masks) == expected
+        assert [token for token in expected[:5] if token % 32 == 7] == [token for token in expected[:5] if token >= 0]
 
 
 def test_a_row_without_a_finite_best_fails_alone(choose: Choose) -> None:

@@ -1,4 +1,5 @@
-/* From a row of logits to its token, as tandem/engine/sampler.py does it, for rows whose logits need no change.
+/* From a row of logits to its token, as tandem/engine/sampler.py does it, for rows whose logits need no change but
+   perhaps a mask.
 
    max ─┬─ temperature 0 ──────────────────────────────────────────────────────> token
         └─ weights: exp((logit - max) / temperature) ─ the least one that counts ─ inverse CDF ─> token */
@@ -16,7 +17,8 @@ enum { CHUNK = 64 };
 struct draw { double temperature, top_p, min_p; int64_t top_k; uint64_t seed; };
 
 struct sampling {
-    const float *logits;
+    float *logits;
+    const uint32_t *masks; /* one bit for each logit, each row in whole words; or null */
     const struct draw *draws;
     const int64_t *indices; /* of the tokens in their answers */
     int64_t *token_ids;     /* -1: no token can be chosen */
@@ -39,6 +41,14 @@ static inline double uniform(uint64_t seed, uint64_t index) {
 
 static inline __mmask16 first_lanes(int64_t count) {
     return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
+}
+
+static void forbid(float *x, const uint32_t *mask, int64_t count) {
+    const __m512 never = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = 0; i < count; i += 16) {
+        const __mmask16 may = (__mmask16)(mask[i / 32] >> i % 32);
+        _mm512_mask_storeu_ps(x + i, ~may & first_lanes(count - i), never);
+    }
 }
 
 /* The first of the largest; -1 if it is no finite number or any is NaN. */
@@ -164,8 +174,9 @@ static int64_t invert(const float *weights, int64_t count, float lowest, double 
 }
 
 static int64_t sample_row(const struct sampling *s, int64_t row, float *room) {
-    const float *logits = s->logits + row * s->vocab;
+    float *logits = s->logits + row * s->vocab;
     const struct draw *d = s->draws + row;
+    if (s->masks) forbid(logits, s->masks + row * ((s->vocab + 31) / 32), s->vocab);
     const int64_t best = argmax(logits, s->vocab), padded = (s->vocab + CHUNK - 1) / CHUNK * CHUNK;
     if (best < 0 || d->temperature == 0) return best;
     float *weights = room, *spoiled = room + padded, lowest = 0;
@@ -185,10 +196,11 @@ static void sample_rows(void *data) {
 }
 
 /* 0, or -1 without memory. */
-int64_t tandem_sample(const float *logits, int64_t rows, int64_t vocab, const struct draw *draws,
+int64_t tandem_sample(float *logits, const uint32_t *masks, int64_t rows, int64_t vocab, const struct draw *draws,
                       const int64_t *indices, int64_t *token_ids, int64_t threads) {
-    struct sampling s = {.logits = logits, .draws = draws, .indices = indices, .token_ids = token_ids, .rows = rows,
-                         .vocab = vocab, .room_floats = (vocab * 2 + 4 * CHUNK) / 16 * 16 + 16};
+    struct sampling s = {.logits = logits, .masks = masks, .draws = draws, .indices = indices,
+                         .token_ids = token_ids, .rows = rows, .vocab = vocab,
+                         .room_floats = (vocab * 2 + 4 * CHUNK) / 16 * 16 + 16};
     s.room = aligned_alloc(64, threads * s.room_floats * sizeof *s.room);
     if (!s.room) return -1;
     run(sample_rows, &s, &s.team, threads);

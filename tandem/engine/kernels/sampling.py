@@ -9,6 +9,7 @@ from collections.abc import Sequence as Rows
 
 from torch import Tensor
 
+from tandem.engine.guided import Masks
 from tandem.engine.sequence import Row
 
 _LOGITS_A_THREAD = 2**20  # half a millisecond: to wake another thread takes a tenth
@@ -20,14 +21,15 @@ class CpuChoose:
     def __init__(self, library: ctypes.CDLL, num_threads: Callable[[], int]) -> None:
         self._library, self._num_threads = library, num_threads
 
-    def __call__(self, logits: Tensor, seqs: Rows[Row]) -> list[int]:
+    def __call__(self, logits: Tensor, seqs: Rows[Row], masks: Masks | None = None) -> list[int]:
         logits = logits.contiguous()
         draws = b"".join([seq.draw for seq in seqs])
         indices, token_ids = array("q", [seq.num_output_tokens for seq in seqs]), array("q", bytes(8 * len(seqs)))
         threads = min(self._num_threads(), 1 + logits.numel() // _LOGITS_A_THREAD)
         status = self._library.tandem_sample(
-            logits.data_ptr(), *logits.shape, draws, indices.buffer_info()[0], token_ids.buffer_info()[0], threads
-        )
+            logits.data_ptr(), None if masks is None else masks.ctypes.data, *logits.shape, draws,
+            indices.buffer_info()[0], token_ids.buffer_info()[0], threads,
+        )  # fmt: skip
         if status:
             raise MemoryError("no memory to sample with")
         return token_ids.tolist()
