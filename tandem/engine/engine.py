@@ -193,6 +193,7 @@ class Engine:
             num_accepted_tokens=self._speculator.num_accepted,
             num_preempted=scheduler.num_preempted,
             num_swapped=scheduler.num_swapped,
+            likely_tokens=self._lengths.likely_left,
         )
 
     def request_ids(self) -> list[str]:

@@ -120,6 +120,7 @@ class EngineStats:
     `num_read_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since the engine began; of the
     decoded ones `num_accepted_tokens` were proposed, as were others that were refused. Of `num_preempted` times that a
     sequence had to leave its blocks, its KV went to host memory `num_swapped` times.
+    `likely_tokens`: of an answer, for which a reservation takes blocks.
     """
 
     num_waiting: int
@@ -134,6 +135,7 @@ class EngineStats:
     num_accepted_tokens: int
     num_preempted: int
     num_swapped: int
+    likely_tokens: int
 
 
 @dataclass(frozen=True)

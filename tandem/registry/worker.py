@@ -72,6 +72,7 @@ class WorkerLoad:
     num_waiting: int
     num_running: int
     queued_tokens: int  # prompt tokens accepted and not yet computed
+    likely_tokens: int = 0  # decode: of an answer, which it takes blocks for in advance; 0: for all that it may have
     draining: bool = False  # finish what you have, take nothing new
     linked: tuple[str, ...] = ()  # prefill: incarnations of decode workers it has moved a block to
     adapters: tuple[str, ...] = ()  # revisions of the LoRA adapters in its memory

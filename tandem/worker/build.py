@@ -258,7 +258,7 @@ class Worker:
             free_blocks=stats.free_blocks, num_waiting=stats.num_waiting, num_running=stats.num_running,
             queued_tokens=stats.queued_tokens, draining=self._leaving.is_set(), linked=self._service.linked(),
             prefill_tokens_per_s=rates.prefill_tokens_per_s, step_s=rates.step_s,
-            transfer_tokens_per_s=rates.transfer_tokens_per_s,
+            transfer_tokens_per_s=rates.transfer_tokens_per_s, likely_tokens=stats.likely_tokens,
             adapters=tuple(adapters.held()[-MAX_REPORTED_ADAPTERS:]) if (adapters := engine.engine.adapters) else (),
         )  # fmt: skip
 

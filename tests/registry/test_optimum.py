@@ -46,7 +46,7 @@ def loads(draw: st.DrawFn, role: Role, decodes: int) -> WorkerLoad:
         num_running=draw(st.integers(0, 8)), queued_tokens=draw(st.integers(0, 3000)),
         draining=draw(st.booleans()) and draw(st.booleans()), prefill_tokens_per_s=draw(RATES),
         transfer_tokens_per_s=draw(RATES), step_s=draw(st.sampled_from([0.0, 0.004, 0.05])),
-        linked=tuple(f"d{i}-first" for i in draw(links)),
+        linked=tuple(f"d{i}-first" for i in draw(links)), likely_tokens=draw(st.sampled_from([0, 1, 40])),
     )  # fmt: skip
 
 
@@ -97,7 +97,8 @@ class Costs:
         return max(worker.reserved_tokens, worker.load.queued_tokens)
 
     def writing(self, d: Worker) -> float:
-        blocks = math.ceil((self.wanted.prompt_tokens + self.wanted.new_tokens) / BLOCK_SIZE)
+        answer = min(self.wanted.new_tokens, d.load.likely_tokens or self.wanted.new_tokens)
+        blocks = math.ceil((self.wanted.prompt_tokens + answer) / BLOCK_SIZE)
         used = max(d.reserved_blocks, d.info.num_blocks - d.load.free_blocks) + blocks
         full = used / d.info.num_blocks + (d.load.num_running + d.load.num_waiting) / d.info.max_num_seqs
         return full * 64 * self.step_s[d.info.worker_id] + 8 * (used > d.info.num_blocks)

@@ -43,6 +43,13 @@ local function size_on(role, request)
   return request.prompt_tokens + (role == 'decode' and request.new_tokens or 0)
 end
 
+-- Blocks that decode worker row at takes for the prompt and a likely answer; one that outgrows them takes more later.
+local function blocks_on(values, at, request)
+  local likely, answer = values[at + LIKELY], request.new_tokens
+  if likely > 0 then answer = math.min(answer, likely) end
+  return ceil((request.prompt_tokens + answer) / values[at + BLOCK_SIZE])
+end
+
 -- Sets rows.row_of: i by generation.
 local function index_generations(rows)
   local row_of, values = {}, rows.values
@@ -119,7 +126,7 @@ local function weigh_decodes(rows, request, fastest)
     local at, cost, lacking = (d - 1) * WIDTH, huge, prompt - (hits[d] or 0) * block_size
     if size <= values[at + TAKES] and not excludes(request, rows, d) then
       local num_blocks, full_s = values[at + NUM_BLOCKS], ANSWER_STEPS * values[at + STEP_S]
-      local blocks = max(values[at + BLOCKS], values[at + USED]) + ceil(size / values[at + BLOCK_SIZE])
+      local blocks = max(values[at + BLOCKS], values[at + USED]) + blocks_on(values, at, request)
       local room = blocks > num_blocks and NO_ROOM_NOW or 0
       cost = blocks / num_blocks * full_s + values[at + SEQUENCES] / values[at + MAX_NUM_SEQS] * full_s + room
         + adapting(rows, request, d)

@@ -18,14 +18,15 @@
 --   block_size, max_num_seqs
 --   step_s, sequences     seconds of a step, 0: not measured yet; sequences that run or wait there
 --   capacity              tokens of the longest sequence it could ever hold
-local ROW_BYTES = 136
+--   likely                tokens of an answer that it takes blocks for in advance; 0: all that it may have
+local ROW_BYTES = 144
 local COUNTERS_BYTES = 24
-local NUMBERS = '>dddddddddddddd'
+local NUMBERS = '>ddddddddddddddd'
 -- A row unpacked: where its values are, and how many.
-local ROW = 'i8i8i8dddddddddddddd'
+local ROW = 'i8i8i8ddddddddddddddd'
 local TOKENS, BLOCKS, CHOSEN, TAKES, LAYOUT, KIND, GENERATION, QUEUED, TOKEN_S, TRANSFER_S = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
-local USED, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, STEP_S, SEQUENCES, CAPACITY = 11, 12, 13, 14, 15, 16, 17
-local WIDTH = 17
+local USED, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, STEP_S, SEQUENCES, CAPACITY, LIKELY = 11, 12, 13, 14, 15, 16, 17, 18
+local WIDTH = 18
 -- What one call can return is bounded.
 local ROWS_AT_ONCE = 256
 
@@ -41,7 +42,8 @@ end
 local function pack_numbers(worker, generation)
   local number = {}
   for _, name in ipairs({'draining', 'block_size', 'num_blocks', 'max_num_seqs', 'max_model_len', 'free_blocks',
-    'num_waiting', 'num_running', 'queued_tokens', 'prefill_tokens_per_s', 'transfer_tokens_per_s', 'step_s'}) do
+    'num_waiting', 'num_running', 'queued_tokens', 'prefill_tokens_per_s', 'transfer_tokens_per_s', 'step_s',
+    'likely_tokens'}) do
     number[name] = tonumber(worker[name])
   end
   local rate, moved, step_s = number.prefill_tokens_per_s, number.transfer_tokens_per_s, number.step_s
@@ -50,7 +52,7 @@ local function pack_numbers(worker, generation)
     kind_of(worker.revision, worker.block_size), generation, number.queued_tokens,
     rate > 0 and 1 / rate or 0, moved > 0 and 1 / moved or 0,
     number.num_blocks - number.free_blocks, number.num_blocks, number.block_size, number.max_num_seqs,
-    step_s, number.num_running + number.num_waiting, capacity)
+    step_s, number.num_running + number.num_waiting, capacity, number.likely_tokens)
 end
 
 -- Returns '<role>:<model>' and the row (from 0) of a worker; nothing if it has none.

@@ -197,7 +197,7 @@ local function place(rows, i, request)
   local at, values = (i - 1) * WIDTH, rows.values
   return {
     id = who(rows, i), rows = rows, at = at, generation = string.format('%.0f', values[at + GENERATION]),
-    hit = (rows.hits[i] or 0) * request.block_size, block_size = values[at + BLOCK_SIZE],
+    hit = (rows.hits[i] or 0) * request.block_size,
   }
 end
 
@@ -217,7 +217,7 @@ end
 
 local function reserve(request, reader, decode)
   hold(request, 'tokens', reader, max(request.prompt_tokens - reader.hit, 1))
-  hold(request, 'blocks', decode, ceil(size_on('decode', request) / decode.block_size))
+  hold(request, 'blocks', decode, blocks_on(decode.rows.values, decode.at, request))
   redis.call('HSET', key('reservation', request.reservation), 'tokens', reader.id, 'blocks', decode.id)
   redis.call('ZADD', key('reservations'), now + request.ttl, request.reservation)
 end
