@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.engine.device import sent
 from tandem.engine.kv_cache import opened
 
 # q, k, v of a step's tokens (tokens, heads, head_dim), k and v as the cache holds them, and that cache ──> as q.
@@ -112,7 +113,7 @@ def make_group(start: int, query_len: int, tables: list[list[int]], lengths: lis
     last_block = (ends - 1) // block_size
     unwritten = (torch.arange(block_size) >= (ends - last_block * block_size)[:, None])[:, None, None, :, None]
     end = start + query_len * len(tables)
-    tensors = (tensor.to(kv.device) for tensor in (slabs, visible, last_block, unwritten))
+    tensors = (sent(tensor, kv.device) for tensor in (slabs, visible, last_block, unwritten))
     return Group(start, end, query_len, *tensors)
 
 

@@ -1,4 +1,5 @@
-"""The device an engine computes on: chosen, checked before anything is loaded, and its errors in one line each."""
+"""The device an engine computes on: chosen, checked before anything is loaded, its errors in one line each, and how a
+step's inputs come to it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 class Cuda(Protocol):
@@ -52,3 +54,10 @@ def memory_checked(device: torch.device, cuda: Cuda = torch.cuda) -> Iterator[No
             f"kv_memory: weights and KV cache do not fit on {device}, which has {free} of {total} free now: "
             f"lower it, or choose another device ({str(error).splitlines()[0]})"
         ) from None
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on `device`, which may still be computing: nobody waits for that."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # from where it is copied whenever the device comes to it
+    return tensor.to(device, non_blocking=True)

@@ -3,14 +3,15 @@
     planned   prompts' chunks and decodes in one call; a step of decodes alone by the kernels made for those
     fixed     its decode wrapper for CUDA graphs, which keeps what a replay reads in buffers of its own
 
-A cache of ours is one of theirs: pages of block_size tokens, of layout HND. Plans are made of tensors on the host, so
-none waits for the device.
+A cache of ours is one of theirs: pages of block_size tokens, of layout HND. Plans are made of tensors on the host, for
+they are read there, and none waits for the device; but for graphs a plan copies the pages' ids to its own buffer, and
+would wait where they come from the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.attention import Attend, FixedAttend, PagedAttention, TorchAttention
+from tandem.engine.device import sent
 
 log = structlog.get_logger(__name__)
 # What FlashInfer advises. Its kernels for graphs keep plans between replays, so each of those has its own.
@@ -136,7 +138,8 @@ class _FixedFlashInfer:
     wrapper: Any
 
     def prepare(self, lengths: Tensor, tables: Tensor) -> None:
-        self.attention._plan_decode(self.wrapper, Pages.of(lengths, tables, self.attention._block_size))
+        pages = Pages.of(lengths, tables, self.attention._block_size)
+        self.attention._plan_decode(self.wrapper, replace(pages, ids=sent(pages.ids, self.attention._kv.device)))
 
     def __call__(self, q: Tensor, kv: Tensor) -> Tensor:
         out: Tensor = self.wrapper.run(q, kv)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.attention import Attend, PagedAttention, TorchAttention
+from tandem.engine.device import sent
 from tandem.engine.kv_cache import write_kv
 from tandem.engine.lora import Adapter, RowAdapters, part_sizes
 from tandem.engine.models import Decoder
@@ -116,13 +117,13 @@ class TorchForward:
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         device = self._kv_cache[0].device
         attend = self._attention.planned(step.counts, step.lengths, step.tables)
-        context = PagedContext(self._kv_cache, step.slots.to(device), attend, written)
+        context = PagedContext(self._kv_cache, sent(step.slots, device), attend, written)
         self._taps.rows.clear()
         enter = self._taps.enter if self._taps.at else None
-        return self._model(step.input_ids.to(device), step.positions.to(device), context, self._adapt(step), enter)
+        return self._model(sent(step.input_ids, device), sent(step.positions, device), context, self._adapt(step), enter)
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        return self._model.logits(hidden[torch.tensor(rows).to(hidden.device, non_blocking=True)])
+        return self._model.logits(hidden[sent(torch.tensor(rows), hidden.device)])
 
     def _adapt(self, step: StepInput) -> RowAdapters | None:
         return RowAdapters(step.adapters, step.counts, part_sizes(self._model.config)) if any(step.adapters) else None

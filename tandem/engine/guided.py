@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.engine.device import sent
 from tandem.engine.sequence import Row
 
 # (rows, a word for 32 tokens each)
@@ -35,6 +36,6 @@ def masks_of(seqs: Rows[Row], vocab_size: int) -> Masks | None:
 
 def forbidden(masks: Masks, logits: Tensor) -> Tensor:
     """Where a bit is not set: bool, shaped as `logits` and on its device."""
-    words = torch.from_numpy(masks).to(logits.device, non_blocking=True)
+    words = sent(torch.from_numpy(masks), logits.device)
     bits = words[:, :, None] >> torch.arange(32, device=logits.device, dtype=torch.int32) & 1
     return bits.view(len(masks), -1)[:, : logits.shape[1]] == 0

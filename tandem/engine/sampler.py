@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tandem.engine.device import sent
 from tandem.engine.guided import Masks, forbidden, masks_of
 from tandem.engine.sequence import Row
 from tandem.engine.thinking import end_of_thoughts
@@ -171,7 +172,7 @@ def _ids(seq: Row, start: int) -> Tensor:
 def _seen(rows: list[int], ids: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
     """Pairs (row, token id) as two tensors."""
     lengths = torch.tensor([len(row_ids) for row_ids in ids])
-    return torch.tensor(rows).repeat_interleave(lengths).to(device), torch.cat(ids).to(device)
+    return sent(torch.tensor(rows).repeat_interleave(lengths), device), sent(torch.cat(ids), device)
 
 
 def _per_row(logits: Tensor, seqs: Rows[Row], read: Callable[[SamplingParams], float]) -> Tensor:
@@ -200,8 +201,8 @@ def chosen(logits: Tensor, seqs: Rows[Row]) -> Tensor:
 
 
 def _sent(values: Rows[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """On the device of `like`, which may still be computing: `new_tensor` would wait for it."""
-    return torch.tensor(values, dtype=dtype or like.dtype).to(like.device, non_blocking=True)
+    """On the device of `like`: `new_tensor` would wait for it."""
+    return sent(torch.tensor(values, dtype=dtype or like.dtype), like.device)
 
 
 def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Tensor:

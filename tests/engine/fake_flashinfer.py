@@ -25,7 +25,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         assert float_workspace_buffer.dtype == torch.uint8
         assert kv_layout == "HND"
         self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        self._fixed = use_cuda_graph
+        self._fixed, self._device = use_cuda_graph, float_workspace_buffer.device
         assert all((buffer is not None) == use_cuda_graph for buffer in self._buffers)
         self.num_plans = 0
 
@@ -46,14 +46,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._shape = num_qo_heads, num_kv_heads, head_dim, page_size
         self._dtypes = q_data_type, kv_data_type
         self.num_plans += 1
+        self._most = int((indptr[1:] - indptr[:-1]).max())
         if not self._fixed:
-            self._buffers = (indptr, indices, last_page_len)
+            self._buffers = uploaded((indptr, indices, last_page_len), self._device)
             return
         for buffer, given in zip(self._buffers, (indptr, indices, last_page_len), strict=True):
             assert buffer is not None
             assert buffer.dtype == torch.int32
             assert len(given) == len(buffer) or given is indices
-            buffer[: len(given)] = given
+            buffer[: len(given)].copy_(given, non_blocking=given is not indices or given.device == self._device)
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
         starts, ids, last = self._buffers
@@ -63,8 +64,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         check_run(q, paged_kv_cache, self._shape, self._dtypes)
         rows = len(last)
         assert q.shape[0] == rows, "one token each"
-        most = len(ids) // rows if self._fixed else int((starts[1:] - starts[:-1]).max())
-        pages = starts[:-1, None].long() + torch.arange(most)
+        most = len(ids) // rows if self._fixed else self._most
+        pages = starts[:-1, None].long() + torch.arange(most, device=q.device)
         table = ids[pages.clamp(max=len(ids) - 1)].long()
         lengths = (starts[1:] - starts[:-1] - 1) * self._shape[3] + last
         return exact(q[:, None], paged_kv_cache, table, lengths)[:, 0]
@@ -74,6 +75,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         assert float_workspace_buffer.dtype == torch.uint8
         assert kv_layout == "HND"
+        self._device = float_workspace_buffer.device
 
     def plan(
         self,
@@ -94,14 +96,15 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert qo_indptr.dtype == torch.int32
         assert len(qo_indptr) == len(paged_kv_indptr)
         check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
-        self._queries, self._pages = qo_indptr, (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._queries, self._starts = qo_indptr.tolist(), paged_kv_indptr.tolist()
+        self._pages = uploaded((paged_kv_indices, paged_kv_last_page_len), self._device)
         self._shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
         self._dtypes = q_data_type, kv_data_type
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
         check_run(q, paged_kv_cache, self._shape, self._dtypes)
-        assert int(self._queries[-1]) == len(q)
-        starts, ids, last = self._pages
+        assert self._queries[-1] == len(q)
+        starts, (ids, last) = self._starts, self._pages
         found = []
         for i in range(len(last)):
             asked = q[self._queries[i] : self._queries[i + 1]]
@@ -111,10 +114,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return torch.cat(found)
 
 
+def uploaded(given: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(tensor.to(device, non_blocking=True) for tensor in given)
+
+
 def check_pages(starts: Tensor, ids: Tensor, last: Tensor, page_size: int) -> None:
-    for tensor in (starts, ids, last):
-        assert tensor.dtype == torch.int32
-        assert tensor.device.type == "cpu", "a plan from device tensors waits for the device"
+    assert {tensor.dtype for tensor in (starts, ids, last)} == {torch.int32}
+    assert starts.device.type == last.device.type == "cpu", "a plan that reads device tensors waits for the device"
     assert len(starts) == len(last) + 1
     assert int(starts[0]) == 0
     assert int(starts[-1]) == len(ids)
@@ -134,11 +140,11 @@ def exact(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
     """q (sequences, tokens, heads, head_dim), the last of contexts of `lengths` tokens in the pages `tables`."""
     head_dim = kv.shape[4]
     k, v = kv[tables].permute(2, 0, 3, 1, 4, 5).flatten(3, 4).double()
-    places = torch.arange(k.shape[2])
+    places = torch.arange(k.shape[2], device=q.device)
     behind = places >= lengths[:, None]
     share = q.shape[2] // k.shape[1]
     k, v = (part.masked_fill(behind[:, None, :, None], 0).repeat_interleave(share, 1) for part in (k, v))
     scores = torch.einsum("sqhd,shkd->shqk", q.double(), k) / head_dim**0.5
-    asked = lengths[:, None] - q.shape[1] + torch.arange(q.shape[1])
+    asked = lengths[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
     weights = scores.masked_fill((places > asked[:, :, None])[:, None], -torch.inf).softmax(-1)
     return torch.einsum("shqk,shkd->sqhd", weights, v).to(q.dtype)
