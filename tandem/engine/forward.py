@@ -120,7 +120,8 @@ class TorchForward:
         context = PagedContext(self._kv_cache, sent(step.slots, device), attend, written)
         self._taps.rows.clear()
         enter = self._taps.enter if self._taps.at else None
-        return self._model(sent(step.input_ids, device), sent(step.positions, device), context, self._adapt(step), enter)
+        ids, positions = sent(step.input_ids, device), sent(step.positions, device)
+        return self._model(ids, positions, context, self._adapt(step), enter)
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         return self._model.logits(hidden[sent(torch.tensor(rows), hidden.device)])
