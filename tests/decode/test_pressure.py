@@ -82,6 +82,8 @@ class Pressure:
         kv_cache = self.port.engine.kv_cache
 
         class Landing:
+            reading = False
+
             def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
                 kv_cache[layer][blocks[first_block : first_block + len(block_ids)]] = kv[list(block_ids)]
 
