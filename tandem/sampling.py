@@ -100,7 +100,7 @@ class SamplingParams:
         if len(made.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
             count = len(made.logprob_token_ids)
             raise InvalidParameter("logprob_token_ids", f"must have at most {MAX_LOGPROB_TOKEN_IDS} ids, got {count}")
-        return dataclasses.replace(made, seed=made.seed % 2**64)
+        return made if made.seed >= 0 else dataclasses.replace(made, seed=made.seed % 2**64)
 
     @classmethod
     def from_proto(cls, message: Any) -> Self:
@@ -108,9 +108,11 @@ class SamplingParams:
         return cls(**given_in(message))
 
     def to_proto(self, message: Any) -> None:
-        """Into an empty tandem.v1.SamplingParams."""
-        for name in NAMES:
+        """Into an empty tandem.v1.SamplingParams, where what is as by default stays unset."""
+        for name, default in DEFAULTS.items():
             value = getattr(self, name)
+            if value == default:
+                continue
             if isinstance(value, Mapping):
                 getattr(message, name).update(value)
             elif name == "bad_words_token_ids":
@@ -118,7 +120,7 @@ class SamplingParams:
                     message.bad_words_token_ids.add(ids=ids)
             elif isinstance(value, tuple | frozenset):
                 getattr(message, name).extend(sorted(value) if isinstance(value, frozenset) else value)
-            elif value is not None:
+            else:
                 setattr(message, name, value)
 
     def check(self) -> None:
@@ -191,6 +193,7 @@ def _same(value: Any) -> Any:
 
 _FIELDS = dataclasses.fields(SamplingParams)
 NAMES = tuple(one.name for one in _FIELDS)
+DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in NAMES}
 TYPES: dict[str, Any] = get_type_hints(SamplingParams)
 RANGES: dict[str, tuple[float, float]] = {one.name: one.metadata["range"] for one in _FIELDS if "range" in one.metadata}
 OF_MODEL = tuple(one.name for one in _FIELDS if one.metadata.get("of_model"))

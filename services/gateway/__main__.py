@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from functools import partial
-from uuid import uuid4
+from secrets import token_hex
 
 import uvloop
 
@@ -86,7 +86,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
             shared_port=settings.shares_ports,
         ),
         serve_http=partial(HttpServer, header_timeout_s=settings.header_timeout_s),
-        new_id=lambda: uuid4().hex,
+        new_id=lambda: token_hex(16),
         seeds=random.SystemRandom(),
         wall=time.time,
         hostname=socket.gethostname(),

@@ -8,7 +8,7 @@ fallback  a choice that did not take the path it should: no pair could take it, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -53,20 +53,20 @@ class Metrics:
         self.prefix_cache_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
         self.proposed_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed ahead.")
         self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens that were right.")
-        self._success = Counter(
+        success = Counter(
             "vllm:request_success", "Choices that ended well.", (*LABELS, "finished_reason"), registry=registry
         )
-        self._requests = Counter(
+        requests = Counter(
             "tandem_requests", "Requests by path and HTTP status.", ("path", "status"), registry=registry
         )
-        self._transfer_bytes = Counter(
+        transfer_bytes = Counter(
             "tandem_kv_transfer_bytes", "KV bytes moved for requests.", ("transport",), registry=registry
         )
         self._fallbacks = Counter(
             "tandem_fallbacks", "Choices that did not take the path they should.", ("path", "reason"), registry=registry
         )
         self.migrations = counter("tandem_migrations", "Times that a choice went on on other workers.")
-        self._queued = Histogram(
+        queued = Histogram(
             "vllm:request_queue_time_seconds", "Waited for a turn at the gateway.", (*LABELS, "priority_class"),
             registry=registry, buckets=QUEUE,
         )  # fmt: skip
@@ -74,29 +74,34 @@ class Metrics:
             "tandem_refused_after_seconds", "From a request's arrival to its 429, inside the gateway.", REFUSED
         )
         self._model = model
+        # Looked up once for each value of a label, not for each request.
+        self._success = cache(lambda reason: success.labels(model, reason))
+        self._requests = cache(lambda path, status: requests.labels(path, str(status)))
+        self._transfer_bytes = cache(transfer_bytes.labels)
+        self._queued = cache(lambda kind: queued.labels(model, kind.label))
 
     def choice(self, now: Callable[[], float]) -> Meter:
         """Of one choice that is accepted now."""
         return Meter(self, now)
 
     def success(self, reason: str) -> None:
-        self._success.labels(self._model, reason).inc()
+        self._success(reason).inc()
 
     def request(self, path: str, status: int) -> None:
         """One request has ended; 499 is a client that left."""
-        self._requests.labels(path, str(status)).inc()
+        self._requests(path, status).inc()
 
     def refused(self, seconds: float) -> None:
         """One request got a 429, so long after it had arrived."""
         self._refused.observe(seconds)
 
     def queued(self, kind: PriorityClass, seconds: float) -> None:
-        self._queued.labels(self._model, kind.label).observe(seconds)
+        self._queued(kind).observe(seconds)
 
     def path(self, path: llm_pb2.Path, fallback: str) -> None:
         """The path one choice took, and why it is not the one it should be; empty where it is."""
         if path.transport:
-            self._transfer_bytes.labels(path.transport).inc(path.transfer_bytes)
+            self._transfer_bytes(path.transport).inc(path.transfer_bytes)
         if fallback:
             self._fallbacks.labels(PATHS[path.kind], fallback).inc()
 

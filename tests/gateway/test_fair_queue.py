@@ -180,7 +180,7 @@ def test_what_was_not_used_puts_nobody_before_those_who_wait() -> None:
 
 
 @given(st.lists(st.tuples(works, st.integers(0, MAX_COST)), min_size=1), st.data())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_nobody_starves(arrivals: list[tuple[Work, int]], data: st.DataObject) -> None:
     """While a class, or a tenant of it, waits for its next turn, another one of the same weight is given no more
     tokens than it was given itself at its last turn, and one work; others in proportion to their weights."""

@@ -64,10 +64,9 @@ class Allowances:
             raise RateLimited(f"tenant {tenant} has no more {what} left", code, taken.wait_s, headers_of(taken))
         return taken
 
-    def settle(self, client: Client, taken: Taken | None, prompt_tokens: int, completion_tokens: int) -> None:
-        if taken is not None:
-            cost = client.tier.cost(prompt_tokens, completion_tokens)
-            self._in_background(self._settle(taken, prompt_tokens, completion_tokens, cost))
+    def settle(self, client: Client, taken: Taken, prompt_tokens: int, completion_tokens: int) -> None:
+        cost = client.tier.cost(prompt_tokens, completion_tokens)
+        self._in_background(self._settle(taken, prompt_tokens, completion_tokens, cost))
 
     async def _settle(self, taken: Taken, prompt_tokens: int, completion_tokens: int, cost: float) -> None:
         with suppress(RegistryUnavailable):  # it is tried again later

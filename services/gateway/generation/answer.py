@@ -10,8 +10,8 @@ The first choice that fails fails the answer, and ends the others. Closing `delt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from hashlib import blake2b
 
 from opentelemetry.trace import Span, Tracer
@@ -26,6 +26,7 @@ from services.gateway.generation.request import Generation
 from services.gateway.generation.shared_prompt import MIN_SHARED_TOKENS, SharedPrompt
 from services.gateway.metrics import PATHS, Metrics
 from services.gateway.workers import Tokens
+from tandem.registry import Taken
 from tandem.v1 import llm_pb2
 
 REASONS = {
@@ -68,11 +69,15 @@ class Answer:
         return llm_pb2.Usage(
             prompt_tokens=sum(len(prompt) for prompt in self.request.prompts),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=sum(outcome.num_cached_tokens for outcome in self.outcomes[:: self.request.n]),
+            cached_tokens=self._num_cached_tokens,
             proposed_tokens=sum(outcome.num_proposed_tokens for outcome in self.outcomes),
             accepted_tokens=sum(outcome.num_accepted_tokens for outcome in self.outcomes),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
         )
+
+    @property
+    def _num_cached_tokens(self) -> int:
+        return sum(outcome.num_cached_tokens for outcome in self.outcomes[:: self.request.n])
 
     @property
     def path(self) -> llm_pb2.Path:
@@ -91,7 +96,7 @@ class Answer:
             "x-tandem-path": PATHS.get(path.kind, "none"),
             "x-tandem-prefill-worker": path.prefill_worker,
             "x-tandem-decode-worker": path.decode_worker,
-            "x-tandem-cached-tokens": str(self.usage.cached_tokens),
+            "x-tandem-cached-tokens": str(self._num_cached_tokens),
             "x-tandem-transfer-bytes": str(path.transfer_bytes),
             "x-tandem-transport": path.transport,
             "x-tandem-reason": path.reason,
@@ -106,9 +111,10 @@ class Answer:
         """
         self._running.add(self)
         span = tracing.start_root(self._spans, self.request)
-        status = CLIENT_LEFT
+        status, taken = CLIENT_LEFT, None
         try:
-            async with self._allowed(), aclosing(self._merged(span)) as deltas:
+            taken = await self._take()
+            async with aclosing(self._merged(span)) as deltas:
                 async for delta in deltas:
                     yield delta
             status = 200
@@ -120,26 +126,26 @@ class Answer:
             tracing.fail(span, error)
             raise
         finally:
+            self._settle(taken)
             self._running.discard(self)
             self._end(span, status)
 
-    @asynccontextmanager
-    async def _allowed(self) -> AsyncIterator[None]:
-        """Within its tenant's limits. Raises RateLimited and InvalidRequest."""
-        request, allowances = self.request, self._allowances
-        taken = await allowances.take(
-            request.client, request.tenant, request.request_id, self.usage.prompt_tokens,
+    async def _take(self) -> Taken | None:
+        """From its tenant's limits. Raises RateLimited and InvalidRequest."""
+        request = self.request
+        taken = await self._allowances.take(
+            request.client, request.tenant, request.request_id, sum(map(len, request.prompts)),
             sum(sequence.sampling.max_tokens for sequence in self._sequences),
             request.deadline - asyncio.get_running_loop().time(),
         )  # fmt: skip
         self._limit_headers = headers_of(taken) if taken else {}
-        try:
-            yield
-        finally:
+        return taken
+
+    def _settle(self, taken: Taken | None) -> None:
+        if taken is not None:
             usage = self.usage
-            allowances.settle(
-                request.client, taken, usage.prompt_tokens if usage.completion_tokens else 0, usage.completion_tokens
-            )
+            prompt_tokens = usage.prompt_tokens if usage.completion_tokens else 0
+            self._allowances.settle(self.request.client, taken, prompt_tokens, usage.completion_tokens)
 
     def _merged(self, span: Span) -> AsyncGenerator[Delta, None]:
         runs = [self._run(choice, span) for choice in self._choices]
@@ -179,19 +185,20 @@ class Answer:
 
     def _end(self, span: Span, status: int) -> None:
         usage, metrics = self.usage, self._metrics
-        tracing.set_usage(span, usage)
-        reasons = [REASONS.get(choice.finish_reason, "error") for choice in self._choices]
         path, kind = self.path, PATHS.get(self.path.kind, "none")
-        span.set_attributes(
-            {
-                "gen_ai.response.finish_reasons": reasons,
-                "gen_ai.latency.time_in_queue": max(outcome.queued_s for outcome in self.outcomes),
-                "tandem.path": kind,
-                "tandem.path.reason": path.reason,
-                "tandem.migrated": sum(outcome.migrated for outcome in self.outcomes),
-                "kv.transfer.bytes": sum(outcome.path.transfer_bytes for outcome in self.outcomes),
-            }
-        )
+        if span.is_recording():
+            tracing.set_usage(span, usage)
+            reasons = [REASONS.get(choice.finish_reason, "error") for choice in self._choices]
+            span.set_attributes(
+                {
+                    "gen_ai.response.finish_reasons": reasons,
+                    "gen_ai.latency.time_in_queue": max(outcome.queued_s for outcome in self.outcomes),
+                    "tandem.path": kind,
+                    "tandem.path.reason": path.reason,
+                    "tandem.migrated": sum(outcome.migrated for outcome in self.outcomes),
+                    "kv.transfer.bytes": sum(outcome.path.transfer_bytes for outcome in self.outcomes),
+                }
+            )
         span.end()
         metrics.request(kind, status)
         if status == TOO_MANY:

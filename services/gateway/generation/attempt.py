@@ -269,7 +269,7 @@ class Attempt:
         self._outcome.num_proposed_tokens = mailbox.num_proposed_tokens
         self._outcome.num_accepted_tokens = mailbox.num_accepted_tokens
         self._outcome.finish_reason = mailbox.finish_reason
-        if mailbox.next_index - num_prior == num_new:
+        if mailbox.next_index - num_prior == num_new and not mailbox.finish_reason:  # whose end releases all
             self._cluster.in_background(self._cluster.router.release_prefill(route))
 
 

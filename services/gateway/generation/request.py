@@ -18,7 +18,7 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.generation.structured import Structure, grammar_for
 from services.gateway.model import ServedModel
 from services.gateway.tools import ReadingPlan
-from tandem.sampling import InvalidParameter, SamplingParams, check_token_ids
+from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, check_token_ids
 from tandem.speculative import Speculative
 from tandem.v1 import worker_pb2
 
@@ -65,16 +65,14 @@ class Generation:
         ends = () if sampling.ignore_eos and not sampling.grammar else self.model.eos_token_ids
         room = max_model_len - len(prompt)
         begin, end = self._thinking(prompt)
-        replace(
-            sampling,
-            thinking_begin_token_ids=begin,
-            thinking_end_token_ids=end,
-            max_tokens=min(max(1, sampling.max_tokens), self.client.tier.max_new_tokens or room, room),
-            stop=(),
-            bad_words=(),
-            stop_token_ids=sampling.stop_token_ids.union(ends),
-            seed=(seed + choice % self.n) % 2**64,
-        ).to_proto(spec.sampling)
+        asked = spec.sampling
+        sampling.to_proto(asked)
+        asked.max_tokens = min(max(1, sampling.max_tokens), self.client.tier.max_new_tokens or room, room)
+        asked.seed = (seed + choice % self.n) % 2**64
+        asked.stop_token_ids[:] = sorted(sampling.stop_token_ids.union(ends))
+        asked.thinking_begin_token_ids[:], asked.thinking_end_token_ids[:] = begin, end
+        for known_here in ("stop", "bad_words"):
+            asked.ClearField(known_here)
         return spec
 
     def _thinking(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -114,6 +112,8 @@ async def read_sampling(
     except InvalidParameter as error:
         name = (names or {}).get(error.name, error.name)
         raise InvalidRequest(f"{name} {error.problem}", name) from None
+    if structure is None and not sampling.bad_words and INTERNAL.isdisjoint(given):
+        return sampling
     spellings = [ids for word in sampling.bad_words for ids in await model.tokenizer.spellings(word)]
     return replace(
         sampling,

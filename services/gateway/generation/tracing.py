@@ -11,8 +11,8 @@ chat {model}  (SERVER; GenAI semantic conventions, and vLLM's names beside them)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import cache
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
@@ -33,7 +33,13 @@ def tracer() -> Tracer:
 
 def incoming(headers: Mapping[str, str]) -> Context:
     """The caller's trace context."""
-    return propagate.extract(headers)
+    return Context() if _carriers().isdisjoint(headers) else propagate.extract(headers)
+
+
+@cache
+def _carriers() -> frozenset[str]:
+    """The headers that may bring one."""
+    return frozenset(propagate.get_global_textmap().fields)
 
 
 def outgoing(span: Span) -> dict[str, str]:
@@ -89,19 +95,26 @@ def fail(span: Span, error: BaseException) -> None:
     span.set_status(Status(StatusCode.ERROR, str(error) or kind))
 
 
-@contextmanager
-def child(spans: Tracer, name: str, parent: Context, kind: SpanKind = SpanKind.INTERNAL) -> Iterator[Span]:
-    """A span for the length of a block; failed if the block is."""
-    span = spans.start_span(name, context=parent, kind=kind)
-    try:
-        yield span
-    except GeneratorExit:
-        raise  # the reader has had enough, at a stop string for one
-    except BaseException as error:
-        fail(span, error)
-        raise
-    finally:
-        span.end()
+class child:  # a context manager, read as a function
+    """A span for the length of a block; failed if the block is. The parent itself where that is not recorded."""
+
+    __slots__ = ("_is_own", "_span")
+
+    def __init__(self, spans: Tracer, name: str, parent: Context, kind: SpanKind = SpanKind.INTERNAL) -> None:
+        self._span = trace.get_current_span(parent)
+        self._is_own = self._span.is_recording()
+        if self._is_own:
+            self._span = spans.start_span(name, context=parent, kind=kind)
+
+    def __enter__(self) -> Span:
+        return self._span
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._is_own:
+            return
+        if error is not None and not isinstance(error, GeneratorExit):  # the reader had enough, at a stop string say
+            fail(self._span, error)
+        self._span.end()
 
 
 def migration(spans: Tracer, parent: Context, lost: Span | None, error: WorkerLost, num_written: int) -> Span:

@@ -154,18 +154,26 @@ class GenerateEndpoint(Endpoint):
 
     async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
         """Write the answer for as long as there is anyone to write it to."""
-        work = asyncio.ensure_future(writing)
-        left = asyncio.create_task(exchange.wait_left())
-        bound = deadline - asyncio.get_running_loop().time() + STALLED_S
+        loop, left = asyncio.get_running_loop(), asyncio.create_task(exchange.wait_left())
+        bound = asyncio.timeout_at(deadline + STALLED_S)
+
+        def stop(_: asyncio.Task[None]) -> None:
+            if not bound.expired():
+                bound.reschedule(loop.time())
+
+        left.add_done_callback(stop)
         try:
-            await asyncio.wait({work, left}, timeout=bound, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            await _cancelled(work)
+            async with bound:
+                try:
+                    await writing
+                finally:
+                    left.remove_done_callback(stop)
+        except TimeoutError:
+            if not bound.expired():
+                raise
             if not left.done():
-                raise TimedOut("the request's deadline passed")
+                raise TimedOut("the request's deadline passed") from None
         finally:
-            work.cancel()
             left.cancel()
 
     async def _write(self, exchange: Exchange, found: ParsedBody, answer: Answer) -> None:
@@ -200,9 +208,3 @@ async def _chain(first: Delta, rest: AsyncGenerator[Delta, None]) -> AsyncIterat
     yield first
     async for delta in rest:
         yield delta
-
-
-async def _cancelled(work: asyncio.Future[None]) -> None:
-    """Cancel it and wait until it has ended, so that all it holds is being released."""
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)

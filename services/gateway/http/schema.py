@@ -188,8 +188,8 @@ def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
         if not found.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         _refuse_extras(found.stream_options, "stream_options.")
-    given = {name: getattr(found, name) for name in full.model_fields.keys() - schema.model_fields.keys()}
-    return found, {name: value for name, value in given.items() if value is not None}
+    names = found.model_fields_set - schema.model_fields.keys() - (found.model_extra or {}).keys()
+    return found, {name: value for name in names if (value := getattr(found, name)) is not None}
 
 
 def refuse_message_extras(message: Message, param: str) -> None:

@@ -40,6 +40,7 @@ class WorkerStream:
         self._asked: dict[str, Reply] = {}
         self._aborting: dict[str, Reply] = {}
         self._unsent: deque[worker_pb2.WorkRequest] = deque()
+        self._unsent_bytes = 0  # of the last one
         self._to_send = asyncio.Event()
         self._closed_because = ""
         self._stopped: GatewayError | None = None
@@ -70,7 +71,9 @@ class WorkerStream:
         Raises:
             GatewayError: as `attach`, or the request is too large for a message.
         """
-        return self._ask(reservation.sequence.request_id, worker_pb2.WorkRequest(reservations=[reservation]))
+        reply, message = self._ask(reservation.sequence.request_id, reservation.ByteSize())
+        message.reservations.append(reservation)
+        return reply
 
     def prefill(self, prefill: worker_pb2.Prefill) -> Reply:
         """Answered with Prefilled; `abort` ends it.
@@ -78,7 +81,9 @@ class WorkerStream:
         Raises:
             GatewayError: as `reserve`.
         """
-        return self._ask(prefill.sequence.request_id, worker_pb2.WorkRequest(prefills=[prefill]))
+        reply, message = self._ask(prefill.sequence.request_id, prefill.ByteSize())
+        message.prefills.append(prefill)
+        return reply
 
     def abort(self, request_id: str) -> Reply:
         """Answered with None once the worker holds nothing for it, or when the stream is not there any more."""
@@ -86,7 +91,7 @@ class WorkerStream:
         reply = asyncio.get_running_loop().create_future()
         if self.open.is_set():
             self._aborting[request_id] = reply
-            self._send(worker_pb2.WorkRequest(aborts=[request_id]))
+            self._message(len(request_id)).aborts.append(request_id)
         else:
             reply.set_result(None)
         return reply
@@ -109,13 +114,12 @@ class WorkerStream:
                 raise TimedOut("the request's deadline passed while connecting to a worker") from None
             raise WorkerLost(self._worker.worker_id, "no stream could be opened") from None
 
-    def _ask(self, request_id: str, request: worker_pb2.WorkRequest) -> Reply:
+    def _ask(self, request_id: str, size: int) -> tuple[Reply, worker_pb2.WorkRequest]:
         self._check_open()
-        if (size := request.ByteSize()) > MAX_REQUEST_BYTES - FULL_BYTES:
+        if size > MAX_REQUEST_BYTES - FULL_BYTES:
             raise InvalidRequest(f"the request is too large for a worker: {size} bytes")
         reply = self._asked[request_id] = asyncio.get_running_loop().create_future()
-        self._send(request)
-        return reply
+        return reply, self._message(size)
 
     def _check_open(self) -> None:
         if self._stopped:
@@ -123,9 +127,14 @@ class WorkerStream:
         if self._closed_because or not self.open.is_set():
             raise WorkerLost(self._worker.worker_id, self._closed_because or "its stream is not open")
 
-    def _send(self, request: worker_pb2.WorkRequest) -> None:
-        self._unsent.append(request)
+    def _message(self, size: int) -> worker_pb2.WorkRequest:
+        """That takes an entry of so many bytes: the last one until it has FULL_BYTES."""
+        if not self._unsent or self._unsent_bytes >= FULL_BYTES:
+            self._unsent.append(worker_pb2.WorkRequest())
+            self._unsent_bytes = 0
+        self._unsent_bytes += size
         self._to_send.set()
+        return self._unsent[-1]
 
     # --- its life ---
 
@@ -194,18 +203,9 @@ class WorkerStream:
                 await self._to_send.wait()
                 self._to_send.clear()
                 while self._unsent:
-                    await call.write(self._gathered())
+                    await call.write(self._unsent.popleft())
         except (aio.AioRpcError, asyncio.InvalidStateError):
             return  # whoever reads is told why
-
-    def _gathered(self) -> worker_pb2.WorkRequest:
-        message = self._unsent.popleft()
-        size = message.ByteSize()
-        while self._unsent and size < FULL_BYTES:
-            entry = self._unsent.popleft()
-            size += entry.ByteSize()
-            message.MergeFrom(entry)
-        return message
 
     # --- in ---
 
