@@ -63,12 +63,10 @@ class Gptq:
         return {"g_idx": (inputs,)}
 
     def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
-        group = _group(self.group_size, inputs)
-        if "g_idx" in found and not torch.equal(found["g_idx"].long(), torch.arange(inputs) // group):
-            raise ValueError("desc_act: inputs in another order (g_idx) are not supported")
+        order = _order(found, "g_idx", _group(self.group_size, inputs))
         zeros = (_unpacked(found["qzeros"], self.bits) + self.zero_offset) % (1 << self.bits)
         codes = _unpacked(found["qweight"].T, self.bits)
-        return _weight(codes, found["scales"].T, zeros.T, self.bits)
+        return _weight(codes, found["scales"].T, zeros.T, self.bits, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +104,14 @@ class PackQuantized:
         return shapes if self.symmetric else shapes | {"weight_zero_point": (-(-outputs // each), groups)}
 
     def optional(self, outputs: int, inputs: int) -> Shapes:
-        return {"weight_shape": (2,)}
+        return {"weight_shape": (2,), "weight_g_idx": (inputs,)}
 
     def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
         codes, zeros = _unpacked(found["weight_packed"], self.bits)[:, :inputs], torch.tensor(1 << self.bits - 1)
         if not self.symmetric:
             zeros = _unpacked(found["weight_zero_point"].T, self.bits).T[:outputs]
-        return _weight(codes, found["weight_scale"], zeros, self.bits)
+        order = _order(found, "weight_g_idx", _group(self.group_size, inputs))
+        return _weight(codes, found["weight_scale"], zeros, self.bits, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +168,7 @@ class _Weights(ModelFile):
     strategy: Literal["channel", "group"]
     symmetric: bool = True
     group_size: int | None = None
-    actorder: Literal["weight", "static"] | None = None  # neither changes how weights lie
+    actorder: Literal["group", "weight", "static"] | None = None  # with group there is a weight_g_idx
 
 
 class _Group(ModelFile):
@@ -219,10 +218,23 @@ def _compressed(found: _CompressedTensors) -> CheckpointFormat:
     return Int8("weight_scale", 1, size)
 
 
-def _weight(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> QuantizedWeight:
-    scales = scales.float()
+def _weight(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, order: Tensor | None = None) -> QuantizedWeight:
+    codes, scales = codes if order is None else codes[:, order], scales.float()
     offsets = (-zeros.float() * scales).contiguous()
-    return QuantizedWeight(codes.to(torch.uint8).contiguous(), scales.contiguous(), offsets, bits)
+    return QuantizedWeight(codes.to(torch.uint8).contiguous(), scales.contiguous(), offsets, bits, order)
+
+
+def _order(found: Mapping[str, Tensor], name: str, group: int) -> Tensor | None:
+    """The inputs group by group, where the tensor `name` says that they do not lie so."""
+    if name not in found:
+        return None
+    groups, in_order = found[name].long(), torch.arange(len(found[name])) // group
+    if torch.equal(groups, in_order) or bool((groups < 0).all()):  # -1: left as they are
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], in_order):
+        raise ValueError(f"{name}: its groups are not of {group} inputs each")
+    return order
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:

@@ -110,14 +110,23 @@ def _load_packed(
         if linear.bias is None and any(bias.any() for _, bias in _tensors_of(name, ("bias",), sources)):
             raise ValueError(f"tensor {name}.bias: the model has no bias there")
     packed = [part for part in parts if part is not None]
-    if len(packed) == len(parts) and len({part.group for part in packed}) == 1:
+    if len(packed) == len(parts) and all(_lies_as(part, packed[0]) for part in packed):
         columns = zip(*((part.codes, part.scales, part.offsets) for part in packed), strict=True)
         codes, scales, offsets = (torch.cat(column).to(linear.weight.device) for column in columns)
-        linear.weight = QuantizedWeight(codes, scales, offsets, packed[0].bits)
+        order = packed[0].order
+        order = order if order is None else order.to(codes.device)
+        linear.weight = QuantizedWeight(codes, scales, offsets, packed[0].bits, order)
         return
     for part, target in zip(parts, torch.split(linear.weight, list(sizes)), strict=True):
         if part is not None:
             target.copy_(part.dense(target.dtype))
+
+
+def _lies_as(part: QuantizedWeight, other: QuantizedWeight) -> bool:
+    """Whether the two may be one weight: the inputs in the same groups, and in the same order."""
+    if part.order is None or other.order is None:
+        return part.group == other.group and part.order is other.order
+    return part.group == other.group and torch.equal(part.order, other.order)
 
 
 def _tensors_of(layer: str, kinds: Iterable[str], sources: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:

@@ -24,13 +24,15 @@ _SHARES = (1.0, 0.9, 0.8)  # of a group's range, to choose from
 class QuantizedWeight:
     """`codes` (outputs, inputs) uint8 below 2 ** `bits`; `scales`, `offsets` (outputs, groups).
 
-    These are bfloat16 where made here, and float32 of a checkpoint that is quantized already.
+    These are bfloat16 where made here, and float32 of a checkpoint that is quantized already. With an `order` (inputs,)
+    column i of the codes is of input order[i]: so inputs that share a scale lie side by side.
     """
 
     codes: Tensor
     scales: Tensor
     offsets: Tensor
     bits: int
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,7 +49,8 @@ class QuantizedWeight:
     def rows(self, which: Tensor | slice, dtype: torch.dtype) -> Tensor:
         scales, offsets = self.scales[which].float()[..., None], self.offsets[which].float()[..., None]
         codes = self.codes[which].view(*scales.shape[:-1], self.group)
-        return (codes * scales + offsets).flatten(-2).to(dtype)
+        numbers = (codes * scales + offsets).flatten(-2).to(dtype)
+        return numbers if self.order is None else numbers[..., self.order.argsort()]
 
 
 def quantize(weight: Tensor, method: str) -> QuantizedWeight:

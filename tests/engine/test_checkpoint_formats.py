@@ -40,7 +40,10 @@ CASES: dict[str, tuple[made.Pack, dict[str, Any], int, int | None, bool]] = {
     "packed 8": (made.pack_quantized, compressed("pack-quantized", 8, None, False), 8, None, False),
     "int 8": (made.int_quantized, compressed("int-quantized", 8, None, True), 8, None, True),
     "bitsandbytes": (made.bitsandbytes, BNB, 8, None, True),
+    "gptq desc_act": (made.gptq(True), gptq(4, 16, desc_act=True), 4, 16, False),
+    "packed actorder": (made.pack_quantized, compressed("pack-quantized", 8, 8, False), 8, 8, False),
 }
+OTHER_ORDER = ("gptq desc_act", "packed actorder")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,7 +51,7 @@ def test_an_engine_says_what_the_opened_checkpoint_says(name: str, family: Famil
     pack, config, bits, group, symmetric = CASES[name]
     source = family("llama-biased" if name == "gptq 4" else "qwen3")[1]
     quantized, opened = made.make_checkpoint(
-        source, tmp_path, pack, config, bits=bits, group=group, symmetric=symmetric
+        source, tmp_path, pack, config, bits=bits, group=group, symmetric=symmetric, ordered=name not in OTHER_ORDER
     )
     model, plain = (Decoder(read_model_config(path), torch.float32) for path in (quantized, opened))
     load_weights(model, quantized)
@@ -57,6 +60,7 @@ def test_an_engine_says_what_the_opened_checkpoint_says(name: str, family: Famil
         assert isinstance(linear.weight, QuantizedWeight)
         assert isinstance(other.weight, torch.Tensor)
         assert linear.weight.bits == bits
+        assert (linear.weight.order is None) == (name not in OTHER_ORDER)
         torch.testing.assert_close(linear.weight.dense(torch.float32), other.weight, rtol=1e-5, atol=1e-6)
     prompt = prompt_of(20)
     assert generate(make_engine(quantized), prompt, greedy(8)) == generate(make_engine(opened), prompt, greedy(8))
@@ -104,7 +108,10 @@ def test_what_is_wrong_in_a_checkpoint_is_named(family: Families, tmp_path: Path
     whole = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.down_proj"
     for spoiled, message in (
-        ({f"{name}.g_idx": whole[f"{name}.g_idx"].flip(0)}, f"{name}: desc_act: inputs in another order"),
+        (
+            {f"{name}.g_idx": whole[f"{name}.g_idx"].clamp(min=1)},
+            f"{name}: g_idx: its groups are not of 16 inputs each",
+        ),
         ({f"{name}.qzeros": whole[f"{name}.qzeros"][:, 1:].contiguous()}, f"{name}.qzeros has shape"),
         ({f"{name}.bias": torch.ones(32)}, f"tensor {name}.bias: the model has no bias there"),
         ({f"{name}.more": torch.ones(1)}, f"1 extra tensors: {name}.more"),

@@ -29,7 +29,7 @@ from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.kv_cache import opened, row_size, write_kv
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.models.decoder import rms_norm
-from tandem.engine.quantization import quantize
+from tandem.engine.quantization import QuantizedWeight, quantize
 from tests.engine.tiny import SIZES, VOCAB, can_compile, greedy, make_engine, prompt_of, run, sampled, tokens
 
 WIDE = SIZES | {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32, "max_position_embeddings": 256}
@@ -91,7 +91,15 @@ def steps(sizes: Sizes, tables: list[list[int]]) -> Iterator[StepInput]:
         )  # fmt: skip
 
 
-PASSES = [(1, "none", 0), (2, "none", 0), (3, "none", 0), (2, "int8", 0), (3, "int4", 0), (2, "none", 8)]
+PASSES = [
+    (1, "none", 0),
+    (2, "none", 0),
+    (3, "none", 0),
+    (2, "int8", 0),
+    (3, "int4", 0),
+    (2, "none", 8),
+    (2, "ordered", 0),
+]
 
 
 @pytest.mark.parametrize(("threads", "quantization", "kv_bits"), PASSES)
@@ -105,14 +113,18 @@ def test_a_pass_computes_what_torch_does(
     fill(rounded, 3)
     fill(exact, 3)
     if quantization != "none":
-        rounded.quantize(quantization)
-        exact.quantize(quantization)
+        for model in (rounded, exact):
+            model.quantize("int4" if quantization == "ordered" else quantization)
+            for linear in (linear for linear, _, _ in model.fused() if quantization == "ordered"):
+                assert isinstance(linear.weight, QuantizedWeight)
+                order = torch.randperm(linear.weight.shape[1], generator=torch.Generator().manual_seed(2))
+                linear.weight = replace(linear.weight, order=order)
     dtypes = (torch.int8, torch.int8) if kv_bits else (torch.bfloat16, torch.float32)
     shape = (200, 2, sizes.kv_heads, sizes.block_size, row_size(dtypes[0], sizes.head_dim))
     caches = [[torch.zeros(shape, dtype=dtype) for _ in exact.layers] for dtype in dtypes]
     expected = TorchForward(exact, caches[1])
     assert not CpuForward.misfit(config)
-    tolerance = 0.03 if quantization == "int4" or kv_bits else 0.02  # such numbers are rounded, too
+    tolerance = 0.03 if quantization in ("int4", "ordered") or kv_bits else 0.02  # such numbers are rounded, too
     for kv in caches[0]:
         kv.fill_(-1 if kv_bits else math.nan)  # as bytes, -1 is a bfloat16 that is not a number
     found = CpuForward(library, rounded, caches[0], 512, lambda: threads)
@@ -305,7 +317,7 @@ for number, sizes in enumerate(test_kernels.SHAPES[3:6:2]):
     test_kernels.test_a_pass_computes_what_torch_does(library, sizes, 1 + number, "none", 8 * number, folder)
 folder = pathlib.Path(sys.argv[2], "quantized")
 folder.mkdir()
-test_kernels.test_a_pass_computes_what_torch_does(library, test_kernels.SHAPES[0], 2, "int4", 8, folder)
+test_kernels.test_a_pass_computes_what_torch_does(library, test_kernels.SHAPES[0], 2, "ordered", 8, folder)
 test_kernels.test_a_packed_weight_is_what_it_was(library, True)
 test_kernels.test_a_quantized_weight_is_read_as_torch_reads_it(library, "int8", 96, True)
 test_sampler.test_the_kernels_choose_as_torch_does(library, 64)

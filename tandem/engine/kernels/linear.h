@@ -14,7 +14,7 @@ enum kind { PLAIN, WIDE, SILU };
 struct upcoming { const char *kv; const int32_t *blocks; int64_t count, bytes; };
 
 struct linear {
-    const bf16 *x;
+    bf16 *x; /* put into the weight's order, if it has one */
     const struct weight *weight;
     const bf16 *bias, *residual;
     void *out;
@@ -211,6 +211,17 @@ static void linear_rows(struct thread *thread, const struct linear *job) {
             thread, job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job->weight));
 }
 
+/* Rows of x as the weight has its inputs. Nobody reads them after it. */
+static void reorder(struct thread *thread, bf16 *x, int64_t rows, const struct weight *w) {
+    bf16 *room = (bf16 *)thread->opened;
+    begin(thread, rows);
+    for (int64_t next, row; (row = take(thread, &next)) >= 0;) {
+        bf16 *to = x + row * w->inputs;
+        memcpy(room, to, w->inputs * sizeof *to);
+        for (int64_t i = 0; i < w->inputs; i++) to[i] = room[w->order[i]];
+    }
+}
+
 enum { L2_BYTES = 1 << 20, LEAST_ROWS = 128 }; /* about half of the cache */
 
 /* AMX multiplies faster than rows come from beyond the L2 cache: so no more rows at once than fit into it, but not so
@@ -221,6 +232,7 @@ static void linear(struct thread *thread, struct linear job) {
     const int64_t fit = L2_BYTES / bytes / MOST_ROWS * MOST_ROWS;
     const int64_t most = !has_amx ? rows : fit < LEAST_ROWS ? LEAST_ROWS : fit;
     const int64_t out_bytes = w->outputs * (job.kind == SILU ? 1 : job.kind == WIDE ? 4 : 2);
+    if (w->order) reorder(thread, job.x, rows, w);
     for (int64_t row = 0; row < rows; row += most) {
         struct linear part = job;
         part.x += row * w->inputs, part.out = (char *)job.out + row * out_bytes;

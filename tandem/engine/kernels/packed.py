@@ -27,6 +27,9 @@ class PackedWeight:
         if isinstance(weight, QuantizedWeight):
             self._bytes = _panels(weight, halves)
             self.struct = Weight(self._bytes.data_ptr(), None, None, *weight.shape, weight.bits, weight.group)
+            if weight.order is not None:
+                self._order = weight.order.int()
+                self.struct.order = self._order.data_ptr()
             return
         outputs, inputs = weight.shape
         panels = outputs // _OUTPUTS

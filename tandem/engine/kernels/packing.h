@@ -20,7 +20,13 @@ enum { STEP_BYTES = 96, CODES = 16 };
 /* structs.py has the same structs. */
 struct rare { uint32_t at; float value; };  /* at: input * 32 + the output's place in the panel */
 struct panel { int32_t base, first_rare; }; /* one more of them than there are panels */
-struct weight { uint8_t *bytes; struct panel *panels; struct rare *rare; int64_t outputs, inputs, bits, group; };
+struct weight {
+    uint8_t *bytes;
+    struct panel *panels;
+    struct rare *rare;
+    int64_t outputs, inputs, bits, group;
+    const int32_t *order; /* which input each of its columns is of, or null */
+};
 
 union number { uint32_t bits; float value; };
 

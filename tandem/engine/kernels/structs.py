@@ -15,6 +15,7 @@ class Weight(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in ("bytes", "panels", "rare")),
         *((name, _INT) for name in ("outputs", "inputs", "bits", "group")),
+        ("order", _POINTER),
     ]
 
 
