@@ -63,8 +63,8 @@ class UpSettings(ClusterSettings):
     )
     null_speedup: float = Field(1.0, gt=0, description="null engine: divides the time that its steps take")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as the weights are")
-    quantization: Literal["none", "int8", "int4"] = Field(
-        "none", description="what weights are made when loaded: 8 or 4 bits a number"
+    quantization: Literal["none", "int8", "int4", "fp8"] = Field(
+        "none", description="what weights are made when loaded: 8 or 4 bits a number; fp8 on GPUs"
     )
     kv_cache_dtype: Literal["auto", "int8"] = Field(
         "auto", description="what KV is held and moved in; auto: what the model computes in"

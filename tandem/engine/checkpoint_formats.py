@@ -6,6 +6,7 @@ awq            4 bits, gemm         qweight (inputs, outputs / 8), qzeros (group
 compressed-    pack-quantized       weight_packed (outputs, inputs / n), weight_scale, weight_shape, weight_zero_point
 tensors        int-quantized        weight int8, weight_scale
 bitsandbytes   8 bits               weight int8, SCB
+fp8, and compressed-tensors' float-quantized: see fp8.py
 
 n numbers of 4 or 8 bits are packed in an int32, the first one lowest. A number is (code - zero) * scale.
 """
@@ -20,6 +21,7 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
+from tandem.engine.fp8 import Fp8, Fp8Weight
 from tandem.engine.quantization import QuantizedWeight
 from tandem.model_files import ModelFile
 
@@ -40,7 +42,8 @@ class CheckpointFormat(Protocol):
     def optional(self, outputs: int, inputs: int) -> Shapes:
         """Those that may be there, too."""
 
-    def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight: ...
+    def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight | Fp8Weight | Tensor:
+        """A tensor is the numbers themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,31 +165,45 @@ class _Bitsandbytes(ModelFile):
     load_in_8bit: Literal[True]
 
 
+class _Fp8(ModelFile):
+    quant_method: Literal["fp8"]
+    fmt: Literal["e4m3"] = "e4m3"
+    activation_scheme: Literal["dynamic"] = "dynamic"
+    weight_block_size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = Field(strict=False)
+
+
 class _Weights(ModelFile):
     num_bits: Literal[4, 8]
-    type: Literal["int"]
-    strategy: Literal["channel", "group"]
+    type: Literal["int", "float"]
+    strategy: Literal["tensor", "channel", "group"]
     symmetric: bool = True
     group_size: int | None = None
     actorder: Literal["group", "weight", "static"] | None = None  # with group there is a weight_g_idx
 
 
+class _Activations(ModelFile):
+    """Of 8-bit floats only, and not from the checkpoint: each row by its greatest number."""
+
+    type: Literal["float"]
+    dynamic: Literal[True]
+
+
 class _Group(ModelFile):
     weights: _Weights
-    input_activations: None = None
+    input_activations: _Activations | None = None
     output_activations: None = None
-    format: Literal["pack-quantized", "int-quantized"] | None = None
+    format: Literal["pack-quantized", "int-quantized", "float-quantized"] | None = None
 
 
 class _CompressedTensors(ModelFile):
     quant_method: Literal["compressed-tensors"]
-    format: Literal["pack-quantized", "int-quantized"]
+    format: Literal["pack-quantized", "int-quantized", "float-quantized"]
     config_groups: Annotated[dict[str, _Group], Field(min_length=1, max_length=1)]
     kv_cache_scheme: None = None
     sparsity_config: dict[str, Any] | None = None
 
 
-_Said = Annotated[_Gptq | _Awq | _Bitsandbytes | _CompressedTensors, Field(discriminator="quant_method")]
+_Said = Annotated[_Gptq | _Awq | _Bitsandbytes | _Fp8 | _CompressedTensors, Field(discriminator="quant_method")]
 _SAID: TypeAdapter[_Said] = TypeAdapter(_Said)
 
 
@@ -202,16 +219,28 @@ def checkpoint_format(said: Any) -> CheckpointFormat:
         return Gptq(found.bits, found.group_size, 1 if found.checkpoint_format == "gptq" else 0)
     if isinstance(found, _Awq):
         return Awq(found.group_size)
+    if isinstance(found, _Fp8):
+        return Fp8("weight_scale_inv", *found.weight_block_size)
     if isinstance(found, _Bitsandbytes):
         return Int8("SCB", 127, flat=True)
     return _compressed(found)
+
+
+_STRATEGIES = {"int": ("channel", "group"), "float": ("channel", "tensor")}
 
 
 def _compressed(found: _CompressedTensors) -> CheckpointFormat:
     (group,) = found.config_groups.values()
     weights = group.weights
     size = -1 if weights.strategy == "channel" else weights.group_size or -1
-    if (group.format or found.format) == "pack-quantized":
+    form, is_float = group.format or found.format, weights.type == "float"
+    if is_float != (form == "float-quantized") or weights.strategy not in _STRATEGIES[weights.type]:
+        raise ValueError(f"quantization_config.format: {form!r}, {weights.type} by {weights.strategy} is not supported")
+    if is_float:
+        return Fp8("weight_scale", -1 if weights.strategy == "tensor" else 1, -1)
+    if group.input_activations:
+        raise ValueError("quantization_config.input_activations: of integers they are not supported")
+    if form == "pack-quantized":
         return PackQuantized(weights.num_bits, size, weights.symmetric)
     if weights.num_bits != 8 or not weights.symmetric:
         raise ValueError("quantization_config.format: 'int-quantized' is supported in 8 bits and symmetric only")

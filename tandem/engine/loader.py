@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.engine.checkpoint_formats import CheckpointFormat
+from tandem.engine.fp8 import Fp8Weight, as_fp8
 from tandem.engine.models import Decoder, Linear
 from tandem.engine.quantization import QuantizedWeight
 from tandem.engine.types import Progress
@@ -99,7 +100,7 @@ def _load_packed(
     linear: Linear, names: Sequence[str], sizes: Sequence[int], form: CheckpointFormat, sources: Mapping[str, Path]
 ) -> None:
     """Quantized where all parts are; where only some are, those are opened."""
-    inputs, parts = linear.weight.shape[1], list[QuantizedWeight | None]()
+    inputs, parts = linear.weight.shape[1], list[QuantizedWeight | Fp8Weight | Tensor | None]()
     assert isinstance(linear.weight, Tensor)
     for name, outputs in zip(names, sizes, strict=True):
         found = dict(_tensors_of(name, (form.needed(outputs, inputs) | form.optional(outputs, inputs)), sources))
@@ -109,7 +110,11 @@ def _load_packed(
             raise ValueError(f"{name}: {error}") from None
         if linear.bias is None and any(bias.any() for _, bias in _tensors_of(name, ("bias",), sources)):
             raise ValueError(f"tensor {name}.bias: the model has no bias there")
-    packed = [part for part in parts if part is not None]
+    in_fp8 = [part for part in parts if isinstance(part, Fp8Weight | Tensor)]
+    if len(in_fp8) == len(parts) and linear.weight.is_cuda:
+        linear.weight = as_fp8(in_fp8, linear.weight.device)
+        return
+    packed = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(packed) == len(parts) and all(_lies_as(part, packed[0]) for part in packed):
         columns = zip(*((part.codes, part.scales, part.offsets) for part in packed), strict=True)
         codes, scales, offsets = (torch.cat(column).to(linear.weight.device) for column in columns)
@@ -119,7 +124,7 @@ def _load_packed(
         return
     for part, target in zip(parts, torch.split(linear.weight, list(sizes)), strict=True):
         if part is not None:
-            target.copy_(part.dense(target.dtype))
+            target.copy_(part if isinstance(part, Tensor) else part.dense(target.dtype))
 
 
 def _lies_as(part: QuantizedWeight, other: QuantizedWeight) -> bool:

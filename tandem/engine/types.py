@@ -207,6 +207,8 @@ class EngineConfig:
             raise ValueError(f"quantization: {self.quantization!r} is not one of {', '.join(METHODS)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
+        if self.quantization == "fp8" and self.device == "cpu":
+            raise ValueError("quantization: fp8 is for GPUs; the device is cpu, which has int8")
         if self.cuda_graphs and self.device == "cpu":
             raise ValueError("cuda_graphs: the device is cpu, which has none")
         if self.lora_dir is not None and not self.lora_dir.is_dir():

@@ -46,8 +46,8 @@ class WorkerSettings(ClusterSettings):
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
     cuda_graphs: bool = Field(False, description="replay decode steps as CUDA graphs (see docs/gpu.md)")
     dtype: str = Field("auto", description="float32, bfloat16, or auto: as the weights are stored")
-    quantization: Literal["none", "int8", "int4"] = Field(
-        "none", description="what weights are made when loaded: 8 or 4 bits a number"
+    quantization: Literal["none", "int8", "int4", "fp8"] = Field(
+        "none", description="what weights are made when loaded: 8 or 4 bits a number; fp8 on GPUs"
     )
     kv_cache_dtype: Literal["auto", "int8"] = Field(
         "auto", description="what KV is held and moved in; auto: what the model computes in"

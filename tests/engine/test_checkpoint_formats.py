@@ -89,7 +89,7 @@ def test_a_layer_left_plain_opens_those_fused_with_it(family: Families, tmp_path
         (gptq(3, 16), "gptq.bits: .*got '3'"),
         (AWQ | {"version": "gemv"}, "awq.version: .*got 'gemv'"),
         (BNB | {"load_in_8bit": False}, "bitsandbytes.load_in_8bit"),
-        (compressed("float-quantized", 8, None, True), "format: .*got 'float-quantized'"),
+        (compressed("marlin-24", 8, None, True), "format: .*got 'marlin-24'"),
         (compressed("int-quantized", 4, 16, True), "in 8 bits and symmetric only"),
     ],
 )

@@ -51,5 +51,5 @@ def test_an_engine_says_what_the_quantized_model_says(family_name: str, family: 
 
 
 def test_unknown_methods_are_refused_by_name(llama: Path) -> None:
-    with pytest.raises(ValueError, match="quantization: 'int3' is not one of none, int8, int4"):
+    with pytest.raises(ValueError, match="quantization: 'int3' is not one of none, int8, int4, fp8"):
         make_engine(llama, quantization="int3")

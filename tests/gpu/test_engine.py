@@ -93,3 +93,17 @@ def test_a_draw_does_not_wait_for_the_device() -> None:
         chosen(logits, seqs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_fp8_weights_say_nearly_what_plain_ones_say(demo_model: Path) -> None:
+    """Held in 8 bits, multiplied in 8 bits."""
+    prompts = [
+        Request(str(n), prompt_of(200, seed=n), SamplingParams(max_tokens=1, temperature=0.0)) for n in range(40)
+    ]
+    plain, fp8 = (
+        Engine(EngineConfig(demo_model, "demo", dtype="bfloat16", num_blocks=256, device="cuda", quantization=method))
+        for method in ("none", "fp8")
+    )
+    assert plain.layout.hash != fp8.layout.hash
+    found, expected = tokens(fp8, prompts), tokens(plain, prompts)
+    assert sum(found[name] == said for name, said in expected.items()) > 28

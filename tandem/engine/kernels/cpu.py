@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import StepInput, Taps
+from tandem.engine.fp8 import Fp8Weight
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.kernels.structs import Layer, LoraPart, Model, Step
 from tandem.engine.lora import PARTS, Adapter, LowRank, shapes_of
@@ -162,6 +163,7 @@ def _pack(library: ctypes.CDLL, layer: DecoderLayer) -> list[PackedWeight]:
     """The layer's weights, one after the other, each freed when it is packed."""
     packed = []
     for linear in layer.linears():
+        assert not isinstance(linear.weight, Fp8Weight)  # opened, on CPUs
         packed.append(PackedWeight(library, linear.weight, halves=linear is layer.mlp.gate_up))
         linear.weight = layer.input_norm.new_empty(0)
     return packed

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.engine.fp8 import Fp8Weight, rounded
 from tandem.engine.models.config import ModelConfig
 from tandem.engine.models.rope import cos_sin, inverse_frequencies, rotate
 from tandem.engine.quantization import QuantizedWeight, quantize
@@ -45,10 +46,13 @@ def unadapted(layer: int, name: str, x: Tensor, out: Tensor) -> None:
 
 class Linear:
     def __init__(self, inputs: int, outputs: int, bias: bool, place: Tensor) -> None:
-        self.weight: Tensor | QuantizedWeight = place.new_empty(outputs, inputs)
+        self.weight: Tensor | QuantizedWeight | Fp8Weight = place.new_empty(outputs, inputs)
         self.bias = place.new_empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, Fp8Weight):
+            product = self.weight.product(x)
+            return product if self.bias is None else product + self.bias
         return F.linear(x, dense(self.weight, x.dtype), self.bias)
 
     def parts(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -159,10 +163,13 @@ class Decoder:
         return x
 
     def quantize(self, method: str) -> None:
-        """All weights but norms and biases, and an embedding that is not the head, too, by the method int8 or int4."""
+        """By int8 or int4 all weights but norms and biases, and an embedding that is not the head, too; by fp8 those of
+        the layers."""
         for linear in (linear for layer in self.layers for linear in layer.linears()):
             assert isinstance(linear.weight, Tensor)
-            linear.weight = quantize(linear.weight, method)
+            linear.weight = rounded(linear.weight) if method == "fp8" else quantize(linear.weight, method)
+        if method == "fp8":
+            return
         tied = self.lm_head is self.embed
         assert isinstance(self.lm_head, Tensor)
         self.lm_head = quantize(self.lm_head, "int8")
