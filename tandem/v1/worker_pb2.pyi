@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkRequest(_message.Message):
-    __slots__ = ("reservations", "prefills", "aborts")
+    __slots__ = ("reservations", "prefills", "aborts", "num_passed_on")
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     PREFILLS_FIELD_NUMBER: _ClassVar[int]
     ABORTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PASSED_ON_FIELD_NUMBER: _ClassVar[int]
     reservations: _containers.RepeatedCompositeFieldContainer[Reservation]
     prefills: _containers.RepeatedCompositeFieldContainer[Prefill]
     aborts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., aborts: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_passed_on: int
+    def __init__(self, reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., aborts: _Optional[_Iterable[str]] = ..., num_passed_on: _Optional[int] = ...) -> None: ...
 
 class WorkResponse(_message.Message):
     __slots__ = ("incarnation", "reserved", "prefilled", "outputs", "released")
@@ -68,7 +70,7 @@ class Prefilled(_message.Message):
     def __init__(self, output: _Optional[_Union[SequenceOutput, _Mapping]] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant", "speculative", "num_prior_tokens", "adapter", "trace_context")
+    __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant", "speculative", "num_prior_tokens", "adapter", "trace_context", "itl_target_ms")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +89,7 @@ class SequenceSpec(_message.Message):
     NUM_PRIOR_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ITL_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _llm_pb2.SamplingParams
@@ -98,7 +101,8 @@ class SequenceSpec(_message.Message):
     num_prior_tokens: int
     adapter: Adapter
     trace_context: _containers.ScalarMap[str, str]
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., speculative: _Optional[_Union[_llm_pb2.Speculative, _Mapping]] = ..., num_prior_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    itl_target_ms: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., speculative: _Optional[_Union[_llm_pb2.Speculative, _Mapping]] = ..., num_prior_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., itl_target_ms: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "path", "revision")

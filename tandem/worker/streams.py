@@ -1,10 +1,11 @@
 """One outbox per gateway's stream: what a turn of the loop, or an engine step, made for it leaves in one message.
 
 answers, first tokens, ends, errors      at once
-other tokens                             when EACH_S for every sequence, or MOST_S, have passed since the last ones
+other tokens                             at once where the gateway has passed on all that it was sent; else when it has,
+                                         or MOST_S after the last message
 
-Handing a piece out costs the gateway and its client as much with three tokens as with one, and where they share a
-machine with the engine, it waits for them. The tokens of a few sequences are never held for long.
+Passing a piece on costs the gateway as much with three tokens as with one. So while its core has time no token waits,
+and when it is full the pieces grow until it keeps up.
 
 A gateway that is slow to read gets its messages merged, so an outbox never holds more than the tokens of its sequences.
 A sequence belongs to one stream for its whole life: a gateway that comes back opens another, and what ran on the broken
@@ -21,7 +22,7 @@ from tandem.engine import SequenceOutput
 from tandem.v1 import worker_pb2
 from tandem.worker import conversion
 
-EACH_S, MOST_S = 0.00075, 0.05
+MOST_S = 0.05
 
 
 class Outbox:
@@ -35,7 +36,9 @@ class Outbox:
         self._ready: list[worker_pb2.SequenceOutput] = []
         self._held: dict[str, SequenceOutput] = {}
         self._loop = asyncio.get_running_loop()
-        self._due = self._loop.time()
+        self._num_sent = self._num_passed_on = 0  # messages with outputs
+        self._sent_at = self._loop.time()
+        self._overdue = False
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, output: SequenceOutput) -> None:
@@ -47,8 +50,10 @@ class Outbox:
         if output.first_index == 0 or output.finished:
             self._send(output.request_id)
             self.changed.set()
+        elif self._all_passed_on:
+            self.changed.set()
         elif self._timer is None:
-            self._timer = self._loop.call_at(self._due, self._release)
+            self._timer = self._loop.call_at(self._sent_at + MOST_S, self._end_wait)
 
     def fail(self, request_id: str, code: str, message: str) -> None:
         if request_id in self._held:
@@ -56,8 +61,22 @@ class Outbox:
         self._ready.append(conversion.failed(request_id, code, message))
         self.changed.set()
 
+    def passed_on(self, num_messages: int) -> None:
+        """The gateway has passed on so many of the messages with outputs."""
+        self._num_passed_on = min(max(num_messages, self._num_passed_on), self._num_sent)
+        if self._held and self._all_passed_on:
+            self.changed.set()
+
     def take(self) -> worker_pb2.WorkResponse:
         self.changed.clear()
+        if self._held and (self._overdue or self._all_passed_on):
+            self.close()
+            self._timer, self._overdue = None, False
+            self._ready += map(conversion.output_to_proto, self._held.values())
+            self._held.clear()
+        if self._ready:
+            self._num_sent += 1
+            self._sent_at = self._loop.time()
         message = worker_pb2.WorkResponse(
             reserved=self.reserved, prefilled=self.prefilled, outputs=self._ready, released=self.released
         )
@@ -68,11 +87,12 @@ class Outbox:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _release(self) -> None:
-        self._timer = None
-        self._due = self._loop.time() + min(MOST_S, EACH_S * len(self._held))
-        self._ready += map(conversion.output_to_proto, self._held.values())
-        self._held.clear()
+    @property
+    def _all_passed_on(self) -> bool:
+        return self._num_passed_on == self._num_sent
+
+    def _end_wait(self) -> None:
+        self._overdue = True
         self.changed.set()
 
     def _send(self, request_id: str) -> None:
@@ -117,6 +137,12 @@ class Streams:
         if outbox is not None:
             outbox.released.append(request_id)
             outbox.changed.set()
+
+    def passed_on(self, stream_id: str, num_messages: int) -> None:
+        """The stream's gateway has passed on so many of its messages with outputs."""
+        outbox = self._outboxes.get(stream_id)
+        if outbox is not None:
+            outbox.passed_on(num_messages)
 
     def fail(self, stream_id: str, request_id: str, code: str, message: str) -> None:
         """Report that a sequence has ended in an error."""

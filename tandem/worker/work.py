@@ -57,6 +57,7 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
     async def _read(self, stream_id: str, requests: AsyncIterator[worker_pb2.WorkRequest]) -> None:
         try:
             async for request in requests:
+                self._streams.passed_on(stream_id, request.num_passed_on)
                 for reservation in request.reservations:
                     self._start(stream_id, reservation)
                 for prefill in request.prefills:

@@ -10,6 +10,7 @@ from services.gateway.workers import Mailbox
 from tandem.engine import FinishReason, SampledToken, SequenceOutput
 from tandem.v1 import llm_pb2, worker_pb2
 from tandem.worker import Streams
+from tandem.worker.streams import MOST_S
 
 
 def output(
@@ -34,7 +35,7 @@ MANY = [f"s{i}" for i in range(64)]
 
 
 async def held_up() -> tuple[Streams, AsyncIterator[worker_pb2.WorkResponse]]:
-    """Where many sequences have had a token a moment ago: their next ones are held."""
+    """Where many sequences have had a token that the gateway has not passed on yet: their next ones are held."""
     streams = Streams("inc", lambda gateway: None)
     stream = await opened(streams)
     for name in MANY:
@@ -46,14 +47,36 @@ async def held_up() -> tuple[Streams, AsyncIterator[worker_pb2.WorkResponse]]:
 async def test_tokens_of_many_sequences_leave_a_few_steps_at_a_time_and_none_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tandem.worker.streams.MOST_S", 1.0)
-    monkeypatch.setattr("tandem.worker.streams.EACH_S", 1.0)
+    monkeypatch.setattr("tandem.worker.streams.MOST_S", 60.0)
     streams, stream = await held_up()
     for step in (2, 3):
         for name in MANY:
             streams.send("g", output(name, step, at=step))
         await asyncio.sleep(0.01)  # where nothing is held, the step leaves meanwhile
+    streams.passed_on("g", 1)
     assert said(await anext(stream)) == [(name, 2, [2, 3]) for name in MANY]
+    streams.close()
+
+
+async def test_tokens_leave_at_once_where_the_gateway_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.worker.streams.MOST_S", 60.0)
+    streams, stream = await held_up()
+    for step in range(2, 6):
+        streams.passed_on("g", step - 1)
+        for name in MANY:
+            streams.send("g", output(name, step, at=step))
+        assert said(await anext(stream)) == [(name, step, [step]) for name in MANY]
+    streams.close()
+
+
+async def test_a_gateway_that_reports_nothing_gets_its_tokens_late() -> None:
+    streams, stream = await held_up()
+    streams.passed_on("g", 0)
+    streams.passed_on("elsewhere", 7)
+    streams.send("g", output("s0", 2, at=2))
+    started = asyncio.get_running_loop().time()
+    assert said(await anext(stream)) == [("s0", 2, [2])]
+    assert asyncio.get_running_loop().time() - started > MOST_S / 2
     streams.close()
 
 
