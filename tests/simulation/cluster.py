@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -294,7 +294,7 @@ class Reference:
     """The tokens that one undisturbed engine writes."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        self._engine = Engine(replace(config, enable_prefix_caching=False), sleep=lambda _: None)
         self._known: dict[tuple[Any, ...], list[int]] = {}
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -304,7 +304,7 @@ class Reference:
         return self._known[key][: prompt.max_tokens]
 
     def _write(self, prompt: Prompt) -> list[int]:
-        engine = Engine(self._config, sleep=lambda _: None)
+        engine = self._engine
         sampling = SamplingParams(max_tokens=prompt.max_tokens, temperature=prompt.temperature, seed=prompt.seed)
         engine.add(Request("reference", list(prompt.token_ids), sampling))
         written: list[int] = []

@@ -135,6 +135,8 @@ class Redis:
         self._store = store
         self._subscribed: list[End] = []
         self._waiting: list[_Read] = []
+        # Streams, and behind which entry of them there was none when one was last written.
+        self._nothing_new: set[tuple[str, str]] = set()
         store.begin()
         self.start(empty=True)
 
@@ -183,12 +185,18 @@ class Redis:
             for end in self._subscribed:
                 end.send((0, None))
         if wrote & XADD:
+            self._nothing_new.clear()
             for read in list(self._waiting):
                 read.look_again()
         return reply
 
     def xread(self, stream: str, cursor: str, count: int) -> list[Entry]:
-        return entries_of(self._store.ask("XREAD", "COUNT", count, "STREAMS", stream, cursor))
+        if (stream, cursor) in self._nothing_new:
+            return []
+        entries = entries_of(self._store.ask("XREAD", "COUNT", count, "STREAMS", stream, cursor))
+        if not entries:
+            self._nothing_new.add((stream, cursor))
+        return entries
 
     def wait(self, read: _Read, seconds: float) -> Occurrence:
         self._waiting.append(read)

@@ -22,6 +22,7 @@ from itertools import count
 from random import Random
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 import structlog
 from opentelemetry import propagate
@@ -178,6 +179,7 @@ class Process(asyncio.AbstractEventLoop):
         self._context = Context()
         self._ready: deque[asyncio.Handle] = deque()
         self._listed = False
+        self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._remains: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
@@ -207,7 +209,7 @@ class Process(asyncio.AbstractEventLoop):
 
     def tasks(self) -> set[asyncio.Task[Any]]:
         """Those that have not ended."""
-        return asyncio.all_tasks(self)
+        return {task for task in self._tasks if not task.done()}
 
     def deliver(self, callback: Callable[..., object], *args: Any) -> None:
         """Run this in the process, from outside of it. A dead process gets nothing."""
@@ -307,7 +309,9 @@ class Process(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(self, coro: Any, *, name: object = None, context: Context | None = None) -> asyncio.Task[Any]:
-        return asyncio.Task(coro, loop=self, name=name and str(name), context=context)
+        task = asyncio.Task(coro, loop=self, name=name and str(name), context=context)
+        self._tasks.add(task)
+        return task
 
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., T], *args: Any

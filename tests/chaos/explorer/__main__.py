@@ -2,7 +2,7 @@
 
 python -m tests.chaos.explorer 10000 --first 0        schedules of these seeds, on every core
 python -m tests.chaos.explorer --replay 4711          one, with its shrunk form and its timeline where it fails
-python -m tests.chaos.explorer --replay 4711 --keep 0,2/1 --draw    only these requests / faults of it, drawn
+python -m tests.chaos.explorer --replay 4711 --keep 0,2/1/3 --draw    only these requests / faults / luck of it, drawn
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def run_some(model: Path, seeds: Iterable[int], until: float, at_least: int) -> 
     gc.disable()  # when it runs would depend on what ran before
     with RedisServer.start() as server, Store(server.port) as store:
         explorer = Explorer(store, model)
+        gc.freeze()  # what was imported stays
         for seed in seeds:
             if time.monotonic() > until and report.num_run >= at_least:
                 break
@@ -72,6 +73,7 @@ def run_some(model: Path, seeds: Iterable[int], until: float, at_least: int) -> 
                 report.failed[seed] = result.violations
             if report.num_run % COLLECT_EVERY == 0:
                 gc.collect()
+    gc.unfreeze()
     gc.enable()
     return report
 

@@ -61,10 +61,11 @@ class Schedule:
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
 
-    def only(self, requests: frozenset[int], faults: frozenset[int]) -> Schedule:
-        """The same without the rest."""
+    def only(self, requests: frozenset[int], faults: frozenset[int], luck: int = 0) -> Schedule:
+        """The same without the rest, its randomness another for each `luck`."""
         return replace(
             self,
+            seed=self.seed + luck * 2**32,
             requests=tuple(request for i, request in enumerate(self.requests) if i in requests),
             faults=tuple(fault for i, fault in enumerate(self.faults) if i in faults),
         )
