@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 
 from services.gateway.text import Tokenizer
 from tandem.sampling import SamplingParams
+from tandem.v1 import llm_pb2
 from tests.gateway.conftest import TEXT, eventually
 from tests.gateway.peers import MODEL, Peers
 
@@ -127,11 +128,12 @@ async def test_what_workers_are_asked_for(http: httpx.AsyncClient, peers: Peers)
     }  # fmt: skip
     assert (await http.post("/v1/completions", json=body)).status_code == 200
     spec = peers.decode.seen[0]
-    assert SamplingParams.from_proto(spec.sampling) == SamplingParams(
+    expected = llm_pb2.SamplingParams(
         temperature=0.6, top_p=0.5, top_k=20, min_p=0, repetition_penalty=1, presence_penalty=1, frequency_penalty=0,
-        logit_bias={7: -5}, max_tokens=7, min_tokens=2, stop_token_ids=frozenset({0, 9}), seed=2**64 - 1,
+        logit_bias={7: -5}, max_tokens=7, min_tokens=2, stop_token_ids=[0, 9], seed=2**64 - 1,
         skip_special_tokens=True,
     )  # fmt: skip
+    assert SamplingParams.from_proto(spec.sampling) == SamplingParams.from_proto(expected)
     assert (spec.priority, spec.cache_salt) == (-4, "s")
     assert 599_000 < spec.timeout_ms <= 600_000
     assert peers.prefill.seen[0].token_ids == spec.token_ids
