@@ -28,6 +28,7 @@ from services.gateway.llm_messages import (
 )
 from services.gateway.priority import PriorityClass
 from services.gateway.reasoning import budget_of
+from services.gateway.targets import targets_of
 from services.gateway.tools import ReadingPlan, ToolUse, plan_reading
 from tandem import rpc
 from tandem.sampling import given_in
@@ -138,7 +139,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         deadline = llm.deadline(context.time_remaining(), "grpc-timeout")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
         given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
-        llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"))
+        targets = targets_of(metadata, priority, llm.settings)
+        llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets.ttft_s)
         prompt, param, reading = await self._prompt(request, use)
         structure = held_to(use, structure_of(request.structured_outputs), reading)
         sampling = await read_sampling(given, model, structure=structure)
@@ -153,6 +155,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             deadline=deadline,
             arrived=arrived,
             priority=priority,
+            targets=targets,
             tenant=tenant,
             client=client,
             cache_salt=llm.access.cache_salt(tenant, check_salt(request.cache_salt)),

@@ -202,12 +202,7 @@ class Gateway:
             PriorityClass.BATCH: settings.batch_weight,
         }
         queue = FairQueue(Weights(weights, settings.tenant_weights))
-        targets = {
-            PriorityClass.REALTIME: settings.realtime_ttft_s,
-            PriorityClass.INTERACTIVE: settings.interactive_ttft_s,
-            PriorityClass.BATCH: settings.batch_ttft_s,
-        }
-        self.admission = Admission(queue, settings.max_queued, targets)
+        self.admission = Admission(queue, settings.max_queued)
         metrics.watch(self.admission)
         bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens
         others = self._ports.registry.other_demands

@@ -95,6 +95,13 @@ class GatewaySettings(ClusterSettings):
     )
     interactive_ttft_s: float | None = Field(30, gt=0)
     batch_ttft_s: float | None = Field(None, gt=0)
+    realtime_itl_s: float | None = Field(
+        None,
+        gt=0,
+        description="prompts read beside its answers leave no more time between tokens; none: no target",
+    )
+    interactive_itl_s: float | None = Field(None, gt=0)
+    batch_itl_s: float | None = Field(None, gt=0)
     tenant_weights: dict[str, PositiveFloat] = Field({}, description="share of tokens within a class; 1 if not named")
     max_queued: int = Field(1024, ge=1, description="most choices waiting for their turn; beyond it, 429")
     max_admitted_tokens: int | None = Field(

@@ -20,6 +20,7 @@ from tandem.engine.answer_lengths import AnswerLengths
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.build import build, max_prefill_beside_decode
 from tandem.engine.layout import KVLayout
+from tandem.engine.pace import Pace
 from tandem.engine.scheduler import Scheduled, Scheduler
 from tandem.engine.sequence import Sequence, Status, new_sequence
 from tandem.engine.speculation import Speculator
@@ -68,12 +69,14 @@ class Engine:
         self.grammars = Grammars(config.model_path, self.model_config.vocab_size)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._swap = SwapSpace(self.kv_cache, _num_swap_blocks(config, parts.layout, self._pool.num_blocks), now)
+        self._pace = Pace(config.max_prefill_beside_decode or config.max_num_batched_tokens)
         self._scheduler = Scheduler(
             self._pool,
             self._swap,
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_beside_decode=max_prefill_beside_decode(config, self.model_config),
+            pace=self._pace,
             max_num_seqs=config.max_num_seqs or self._pool.num_blocks,
             prefix_caching=config.enable_prefix_caching,
         )
@@ -161,10 +164,13 @@ class Engine:
         self._cores.work()
         batch = self._scheduler.schedule()
         self._swap.copy(self._scheduler.take_copies())
+        num_read = sum(item.num_tokens for item in batch if item.num_tokens > 1)
+        num_written = sum(item.num_tokens == 1 for item in batch)
         batch = self._speculator.propose(batch)
         started = self._now()
         tokens = self._runner.execute(batch)
         taken = self._now() - started
+        self._pace.passed(num_read, num_written, taken)
         self._speculator.passed(batch, taken)
         self._swap.passed(sum(item.num_tokens for item in batch), taken)
         outputs = self._update(batch, tokens)
@@ -220,6 +226,7 @@ class Engine:
         self._check(request, total, speculative)
         self._num_arrived += 1
         seq = new_sequence(request, self._num_arrived, self.layout, speculative)
+        seq.itl_target_s = request.itl_target_s
         if request.sampling.grammar:
             seq.guide = self.grammars.start(request.sampling.grammar)
         return seq

@@ -29,6 +29,7 @@ from heapq import merge
 from typing import NamedTuple
 
 from tandem.engine.block_pool import BlockPool
+from tandem.engine.pace import Pace
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.swap import Copies, SwapSpace
 from tandem.engine.types import KVSink
@@ -100,12 +101,13 @@ class Scheduler:
         block_size: int,
         max_num_batched_tokens: int,
         max_prefill_beside_decode: int,
+        pace: Pace,
         max_num_seqs: int,
         prefix_caching: bool,
     ) -> None:
         self._pool, self._swap, self._block_size, self._prefix_caching = pool, swap, block_size, prefix_caching
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._max_prefill_beside_decode = max_prefill_beside_decode
+        self._max_prefill_beside_decode, self._pace = max_prefill_beside_decode, pace
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
         self.lent: list[tuple[KVSink, list[int]]] = []  # blocks of sequences that have left, which their sinks read
         self._copies: Copies = []
@@ -154,9 +156,15 @@ class Scheduler:
         self._outrank()
         longer = self._schedule_decodes(batch)
         if batch.scheduled:
-            batch.budget = min(batch.budget, self._max_prefill_beside_decode)
+            batch.budget = min(batch.budget, self._beside(batch.scheduled))
         self._schedule_reading(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
         return batch.scheduled
+
+    def _beside(self, decodes: list[Scheduled]) -> int:
+        """How much of prompts a step with these may read."""
+        targets = [item.seq.itl_target_s for item in decodes if item.seq.itl_target_s]
+        usual = self._max_prefill_beside_decode
+        return self._pace.chunk(min(targets), usual) if targets else usual
 
     def extend(self, seq: Sequence, num_ahead: int) -> int:
         """Make room for so many proposed tokens where nobody has to leave for it; returns how many fit."""

@@ -56,6 +56,7 @@ class Sequence:
     sink: KVSink | None = None
     num_pushed_blocks: int = 0
     prefill_only: bool = False
+    itl_target_s: float = 0.0
     status: Status = Status.WAITING
     turn: int | None = None
     num_reserved_blocks: int = 0

@@ -36,7 +36,8 @@ class Request:
 
     The last `num_prior_tokens` of `token_ids` are the answer's first ones, written by another engine: the answer goes
     on behind them as that engine would have gone on. `sampling` is of the whole answer. `speculative` None takes the
-    engine's own. With a `lora`, `adapter` has its weights, as `Engine.adapters` gave them.
+    engine's own. With a `lora`, `adapter` has its weights, as `Engine.adapters` gave them. Other prompts are read in
+    chunks that leave no more than `itl_target_s` between its tokens, where that is not 0 and can be kept.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Request:
     num_prior_tokens: int = 0
     lora: AdapterRef | None = None
     adapter: Adapter | None = None
+    itl_target_s: float = 0.0
 
 
 class SampledToken(NamedTuple):

@@ -38,6 +38,7 @@ def request_of(spec: worker_pb2.SequenceSpec) -> Request:
         speculative=Speculative.from_proto(spec.speculative) if spec.HasField("speculative") else None,
         num_prior_tokens=spec.num_prior_tokens,
         lora=adapter_of(spec.adapter) if spec.HasField("adapter") else None,
+        itl_target_s=spec.itl_target_ms / 1000,
     )
 
 

@@ -32,7 +32,7 @@ class Overload:
     """A cluster of so many slots, and clients that come at random, whatever becomes of others."""
 
     def __init__(self, world: World, deadline_s: float | None, spread: bool) -> None:
-        self.admission = Admission(FairQueue(Weights(WEIGHTS)), 100_000, {INTERACTIVE: TTFT_S})
+        self.admission = Admission(FairQueue(Weights(WEIGHTS)), 100_000)
         self.outcomes = Outcomes()
         self._world, self._deadline_s, self._spread = world, deadline_s, spread
 
@@ -51,10 +51,10 @@ class Overload:
         born, tokens = now(), TOKENS
         if self._spread:
             tokens = self._world.random.choice((TOKENS // 4, TOKENS, TOKENS * 7 // 4))
-        work = Work(INTERACTIVE, "t", born + (self._deadline_s or 600.0), 100, tokens)
+        work = Work(INTERACTIVE, "t", born + (self._deadline_s or 600.0), 100, tokens, TTFT_S)
         end, first_s = "done", 0.0
         try:
-            self.admission.check(Work(INTERACTIVE, "t", work.deadline, 0, tokens))
+            self.admission.check(Work(INTERACTIVE, "t", work.deadline, 0, tokens, TTFT_S))
             self.outcomes.read += counted
             await self.admission.enter(work)
             await asyncio.sleep(READ_S)
@@ -98,7 +98,7 @@ def test_who_is_refused_is_told_when_to_come_again() -> None:
         world.run(process := world.process("gateway"), overload.run(2 * PEAK))
 
         async def flood() -> list[BaseException | None]:
-            works = [Work(INTERACTIVE, "t", 1e9, 100, TOKENS) for _ in range(500)]
+            works = [Work(INTERACTIVE, "t", 1e9, 100, TOKENS, TTFT_S) for _ in range(500)]
             ended = await asyncio.gather(*map(overload.admission.enter, works), return_exceptions=True)
             for work in works:
                 overload.admission.leave(work)
@@ -122,7 +122,7 @@ def test_an_idle_cluster_takes_what_a_bad_time_would_have_refused() -> None:
 
         async def once() -> None:
             loop = asyncio.get_running_loop()
-            work = Work(INTERACTIVE, "t", loop.time() + 0.01, 100, TOKENS)
+            work = Work(INTERACTIVE, "t", loop.time() + 0.01, 100, TOKENS, TTFT_S)
             await overload.admission.enter(work)
             overload.admission.leave(work)
 
@@ -132,12 +132,12 @@ def test_an_idle_cluster_takes_what_a_bad_time_would_have_refused() -> None:
 def test_answers_that_began_together_end_together() -> None:
     """A request that comes just behind a wave is refused at once; one that comes before its end waits for it."""
     with World(4) as world:
-        admission = Admission(FairQueue(Weights(WEIGHTS)), 1000, {INTERACTIVE: TTFT_S})
+        admission = Admission(FairQueue(Weights(WEIGHTS)), 1000)
         admission.resize(Capacity(tokens=10**9, sequences=SLOTS, prompt_tokens=10**9, prompts=SLOTS))
         waits_s: list[float] = []
 
         async def ask(seconds: float) -> None:
-            work, came = Work(INTERACTIVE, "t", 1e9, 100, TOKENS), asyncio.get_running_loop().time()
+            work, came = Work(INTERACTIVE, "t", 1e9, 100, TOKENS, TTFT_S), asyncio.get_running_loop().time()
             try:
                 await admission.enter(work)
                 waits_s.append(asyncio.get_running_loop().time() - came)

@@ -14,9 +14,8 @@ everything. The queue is looked at again when work leaves, when a prompt was rea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
-from types import MappingProxyType
 
 from services.gateway.admission.capacity import Admitted, Capacity
 from services.gateway.admission.fair_queue import FairQueue, Work
@@ -29,23 +28,15 @@ from tandem.registry import ClusterView, Demand
 FOLLOW_S = 0.25
 # A forecast is not exact: what would come later than this part of its time is not waited for.
 SURE = 0.7
-NO_TARGETS: Mapping[PriorityClass, float | None] = MappingProxyType({})
 
 
 class Admission:
     """Owns who waits and who is inside. `run` follows the cluster's capacity."""
 
-    def __init__(
-        self, queue: FairQueue, max_queued: int, ttft_s: Mapping[PriorityClass, float | None] = NO_TARGETS
-    ) -> None:
-        """
-        Args:
-            ttft_s: how late a first token may come to a class; None: as late as its deadline.
-        """
+    def __init__(self, queue: FairQueue, max_queued: int) -> None:
         self.admitted = Admitted()
         self.demand: Demand = []  # what is waiting and inside, as of when the cluster was last looked at
         self._forecast = Forecast()
-        self._ttft_s = ttft_s
         self._queue = queue
         self._max_queued = max_queued
         # Done when it is let in, or with why not.
@@ -164,7 +155,7 @@ class Admission:
         """Why work that has to wait had better not: others, in time, would only come later."""
         now = asyncio.get_running_loop().time()
         forecast, left = self._forecast, work.deadline - now
-        target = self._ttft_s.get(work.priority_class)
+        target = work.ttft_s
         turn_s = forecast.turn_s(self._queue.tokens_ahead(work), self.admitted, now)
         if not turn_s:
             return None
@@ -173,7 +164,7 @@ class Admission:
             said = f"it would end in about {last_s:.1f} s, and its deadline is in {left:.1f} s"
             return Overloaded(said, "deadline_unreachable", wait_s=last_s - SURE * left)
         if target is not None and first_s > SURE * target:
-            said = f"its first token would come in about {first_s:.1f} s, and class {work.priority_class.label} has"
+            said = f"its first token would come in about {first_s:.1f} s, and its target is"
             return Overloaded(f"{said} {target:g} s", "too_late", wait_s=first_s - SURE * target)
         return None
 
@@ -183,7 +174,7 @@ class Admission:
         )
 
     async def _until(self, turn: asyncio.Future[GatewayError | None], work: Work) -> None:
-        target = self._ttft_s.get(work.priority_class)
+        target = work.ttft_s
         waits_s = inf if target is None else max(target - self._forecast.first_token_s(0.0), 0.0)
         bound = min(work.deadline, asyncio.get_running_loop().time() + waits_s)
         try:
@@ -193,7 +184,7 @@ class Admission:
             if turn.done():
                 return
             if bound < work.deadline:
-                said = f"it has waited {waits_s:.1f} s, and its first token would come later than class"
-                raise Overloaded(f"{said} {work.priority_class.label} has, {target:g} s", "too_late") from None
+                said = f"it has waited {waits_s:.1f} s, and its first token would come later than its target"
+                raise Overloaded(f"{said}, {target:g} s", "too_late") from None
             late = "the request's deadline passed while it waited for its turn"
             raise TimedOut(late, code="queue_timeout") from None

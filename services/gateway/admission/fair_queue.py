@@ -37,6 +37,7 @@ class Work:
     deadline: float  # on the event loop's clock
     prompt_tokens: int
     max_new_tokens: int
+    ttft_s: float | None = None  # how late its first token may come; None: as late as its deadline
     new_tokens: int = 0  # written so far
     arrival: int = 0  # set by the queue
     entered_at: float = 0.0  # on the event loop's clock, as is

@@ -174,7 +174,7 @@ class Answer:
         shared, is_first = self._shared[index // request.n], index % request.n == 0
         tokens = self._pipeline.tokens(
             sequence, f"{request.request_id}-{index}", request.deadline, tracing.under(span), outcome,
-            None if is_first else shared,
+            None if is_first else shared, request.targets.ttft_s,
         )  # fmt: skip
         if shared is None:
             return tokens

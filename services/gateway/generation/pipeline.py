@@ -44,29 +44,32 @@ class Pipeline:
         self._nonce = nonce
         self._limits = limits
 
-    def check_turn(self, priority: int, tenant: str, deadline: float, max_tokens: int | None) -> None:
+    def check_turn(
+        self, priority: int, tenant: str, deadline: float, max_tokens: int | None, ttft_s: float | None
+    ) -> None:
         """Before a prompt is read: would its answer of so many tokens, however short the prompt, come too late?
 
         Raises:
             Overloaded
         """
-        self._admission.check(Work(PriorityClass.of(priority), tenant, deadline, 0, max(max_tokens or 1, 1)))
+        self._admission.check(Work(PriorityClass.of(priority), tenant, deadline, 0, max(max_tokens or 1, 1), ttft_s))
 
     async def tokens(
         self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome,
-        prompt: SharedPrompt | None = None,
+        prompt: SharedPrompt | None = None, ttft_s: float | None = None,
     ) -> AsyncGenerator[Tokens, None]:  # fmt: skip
         """New tokens as they come, once it is its turn. Closing the generator frees everything at once.
 
         Args:
             prompt: read for another choice.
+            ttft_s: how late the first one may come.
 
         Raises:
             GatewayError
         """
         work = Work(
             PriorityClass.of(sequence.priority), sequence.tenant, deadline,
-            len(sequence.token_ids), sequence.sampling.max_tokens,
+            len(sequence.token_ids), sequence.sampling.max_tokens, ttft_s,
         )  # fmt: skip
         try:
             await self._wait_turn(work, parent, outcome)

@@ -17,6 +17,7 @@ from services.gateway.access import ANYONE, Client
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation.structured import Structure, grammar_for
 from services.gateway.model import ServedModel
+from services.gateway.targets import NO_TARGETS, Targets
 from services.gateway.tools import ReadingPlan
 from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, check_token_ids
 from tandem.speculative import Speculative
@@ -39,6 +40,7 @@ class Generation:
     deadline: float  # on the event loop's clock
     arrived: float  # likewise
     priority: int = 0
+    targets: Targets = NO_TARGETS
     tenant: str = ""
     client: Client = ANYONE
     cache_salt: str = ""
@@ -57,6 +59,8 @@ class Generation:
         spec = worker_pb2.SequenceSpec(
             token_ids=prompt, priority=self.priority, cache_salt=self.cache_salt, tenant=self.tenant
         )
+        if self.targets.itl_s is not None:
+            spec.itl_target_ms = max(1, round(1000 * self.targets.itl_s))
         if self.speculative is not None:
             spec.speculative.method, spec.speculative.num_tokens = self.speculative.method, self.speculative.num_tokens
         if (ref := self.model.adapter) is not None:

@@ -37,6 +37,7 @@ from services.gateway.http.format import CheckTurn, Envelope, ParsedBody, joined
 from services.gateway.http.schema import GenerationBody
 from services.gateway.llm import LLM
 from services.gateway.priority import priority_of
+from services.gateway.targets import targets_of
 
 log = structlog.get_logger(__name__)
 # A client that does not read may not keep its request alive.
@@ -127,11 +128,13 @@ class GenerateEndpoint(Endpoint):
     ) -> None:
         tenant = self._llm.access.tenant(client, exchange.headers, body.user or "", "user")
         priority = priority_of(body.service_tier, body.priority)
-        self._llm.pipeline.check_turn(priority, tenant, deadline, max_tokens)
+        targets = targets_of(exchange.headers, priority, self._llm.settings)
+        self._llm.pipeline.check_turn(priority, tenant, deadline, max_tokens, targets.ttft_s)
 
     def _generation(self, exchange: Exchange, client: Client, found: ParsedBody, deadline: float) -> Generation:
         body, access = found.body, self._llm.access
         tenant = access.tenant(client, exchange.headers, body.user or "", "user")
+        priority = priority_of(body.service_tier, body.priority)
         return Generation(
             operation=found.operation,
             request_id=exchange.request_id,
@@ -142,7 +145,8 @@ class GenerateEndpoint(Endpoint):
             sampling=found.sampling,
             deadline=deadline,
             arrived=exchange.arrived,
-            priority=priority_of(body.service_tier, body.priority),
+            priority=priority,
+            targets=targets_of(exchange.headers, priority, self._llm.settings),
             tenant=tenant,
             client=client,
             cache_salt=access.cache_salt(tenant, check_salt(body.cache_salt or "")),

@@ -1,0 +1,54 @@
+"""What a request's latency should be: its own headers, HTTP or gRPC metadata, else its class's settings.
+
+x-llm-d-slo-ttft-ms    to the first token: what would get it later is refused at once
+x-llm-d-slo-tpot-ms    between tokens: no step beside its own reads more of others' prompts than keeps this
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.priority import PriorityClass
+from services.gateway.settings import GatewaySettings
+
+TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
+MAX_MS = 24 * 3600 * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """In seconds; None: none."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
+NO_TARGETS = Targets()
+
+
+def targets_of(headers: Mapping[str, str], priority: int, settings: GatewaySettings) -> Targets:
+    """
+    Raises:
+        InvalidRequest: a header is no number of milliseconds.
+    """
+    kind = PriorityClass.of(priority).label
+    ttft_s, itl_s = _seconds(headers, TTFT), _seconds(headers, TPOT)
+    return Targets(
+        getattr(settings, f"{kind}_ttft_s") if ttft_s is None else ttft_s,
+        getattr(settings, f"{kind}_itl_s") if itl_s is None else itl_s,
+    )
+
+
+def _seconds(headers: Mapping[str, str], name: str) -> float | None:
+    said = headers.get(name)
+    if said is None:
+        return None
+    try:
+        milliseconds = float(said)
+    except ValueError:
+        milliseconds = 0.0
+    if not 1 <= milliseconds <= MAX_MS:
+        raise InvalidRequest(f"{name} must be milliseconds, a number from 1 to {MAX_MS}, got {said!r}", name)
+    return milliseconds / 1000

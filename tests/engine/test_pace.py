@@ -1,0 +1,96 @@
+"""Prompts beside answers that have a target for the time between their tokens; on virtual time, null engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.engine import Engine, EngineConfig, Request, StepTime
+from tests.engine.tiny import SIZES, greedy, prompt_of
+
+# A decode step takes 20 ms, a prompt token 1 ms.
+TIME = StepTime(prefill_tokens_per_s=1000, decode_step_s=0.020, decode_sequence_s=0.0)
+PROMPT = 400
+
+
+class Clock:
+    now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Trial:
+    def __init__(self, folder: Path, **config: int) -> None:
+        self.clock = Clock()
+        made = EngineConfig(folder, "m", null=TIME, num_blocks=400, block_size=4, max_model_len=1024, **config)
+        self.engine = Engine(made, sleep=self.clock.sleep, now=lambda: self.clock.now)
+
+    def add(self, name: str, length: int, answer: int, target_s: float = 0.0) -> None:
+        request = Request(name, prompt_of(length, len(name)), greedy(answer), itl_target_s=target_s)
+        self.engine.add(request)
+
+    def gaps(self, name: str) -> list[float]:
+        """Between the tokens of an answer, until the prompt beside it is read."""
+        found, last = [], self.clock.now
+        while self.engine.stats().queued_tokens:
+            for output in self.engine.step():
+                if output.request_id == name:
+                    found.append(self.clock.now - last)
+                    last = self.clock.now
+        return found
+
+    def warm_up(self) -> None:
+        """Steps of both kinds: how long they take is known."""
+        self.add("warm-up", 64, 20)
+        while self.engine.has_work():
+            self.engine.step()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("config")
+    (made / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "max_position_embeddings": 1024}))
+    return made
+
+
+def beside(trial: Trial, target_s: float, others_s: float = 0.0) -> list[float]:
+    """The gaps of an answer with this target while a prompt is read beside it."""
+    trial.add("answer", 8, 1000 - 8, target_s)
+    trial.add("another", 8, 1000 - 8, others_s)
+    trial.engine.step()
+    trial.add("prompt", PROMPT, 1)
+    return trial.gaps("answer")
+
+
+@pytest.mark.parametrize("target_s", [0.050, 0.100, 0.300])
+def test_chunks_keep_the_target_and_use_what_it_leaves(folder: Path, target_s: float) -> None:
+    trial = Trial(folder)
+    trial.warm_up()
+    gaps = beside(trial, target_s)
+    assert max(gaps) <= target_s
+    fits = (target_s - 0.020) * 1000
+    assert len(gaps) <= PROMPT / fits * 1.4 + 3, "no more steps than the target makes necessary"
+
+
+def test_the_tightest_target_of_a_step_counts(folder: Path) -> None:
+    trial = Trial(folder)
+    trial.warm_up()
+    assert max(beside(trial, 0.300, others_s=0.050)) <= 0.050
+
+
+def test_where_decodes_alone_take_longer_prompts_still_come_on(folder: Path) -> None:
+    trial = Trial(folder)
+    trial.warm_up()
+    gaps = beside(trial, 0.010)
+    assert max(gaps) <= 0.020 + 0.017
+    assert len(gaps) <= PROMPT / 16 + 3
+
+
+def test_without_a_target_and_before_anything_was_measured_the_setting_counts(folder: Path) -> None:
+    measured = Trial(folder, max_prefill_beside_decode=100)
+    measured.warm_up()
+    assert max(beside(measured, 0.0)) == pytest.approx(0.120)
+    assert max(beside(Trial(folder, max_prefill_beside_decode=30), 0.300)) <= 0.050 + 1e-9, "the setting is the most"
