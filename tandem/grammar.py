@@ -128,16 +128,19 @@ class Guide:
         """The tokens that must come next, as far as there is no choice."""
         return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
 
-    def fill(self, pointer: int, size: int, ahead: Sequence[int]) -> bool:
-        """Write the mask of what may follow `ahead`, `size` bytes; False where the grammar does not allow that."""
+    def fill(self, pointer: int, size: int, aheads: Sequence[Sequence[int]]) -> None:
+        """Write the masks of what may follow each of `aheads`, of `size` bytes, up to one that is not allowed itself.
+
+        Each begins with the one before it.
+        """
         matcher, count = self._matcher, 0
-        if ahead:
-            count = matcher.try_consume_tokens(list(ahead))
-        if fits := count == len(ahead):
-            matcher.unsafe_compute_mask_ptr(pointer, size)
+        for i, ahead in enumerate(aheads):
+            count += matcher.try_consume_tokens(list(ahead[count:])) if len(ahead) > count else 0
+            if count < len(ahead):
+                break  # it will not be drawn, so what would follow it does not matter
+            matcher.unsafe_compute_mask_ptr(pointer + i * size, size)
         if count:
             matcher.rollback(count)
-        return fits
 
 
 class Grammars:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -22,15 +23,16 @@ def masks_of(seqs: Rows[Row], vocab_size: int) -> Masks | None:
         return None
     masks = np.full((len(seqs), -(-vocab_size // 32)), -1, np.int32)
     address, size = masks.ctypes.data, masks.strides[0]
-    for row, seq in enumerate(seqs):
-        if seq.guide is None:
+    for guide, rows in groupby(range(len(seqs)), lambda row: seqs[row].guide):
+        if guide is None:
             continue
-        known = seq.token_ids[seq.answer_start : len(seq.token_ids) - len(seq.ahead)]
-        if wrong := seq.guide.follow(known):
-            seq.error = f"the answer does not follow its grammar: {wrong}"
+        of_guide = list(rows)
+        first = seqs[of_guide[0]]
+        if wrong := guide.follow(first.token_ids[first.answer_start : len(first.token_ids) - len(first.ahead)]):
+            for row in of_guide:
+                seqs[row].error = f"the answer does not follow its grammar: {wrong}"
         else:
-            # Tokens proposed ahead that the grammar forbids are not drawn, so what would follow them does not matter.
-            seq.guide.fill(address + row * size, size, seq.ahead)
+            guide.fill(address + of_guide[0] * size, size, [seqs[row].ahead for row in of_guide])
     return masks
 
 
