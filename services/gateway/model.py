@@ -35,11 +35,6 @@ class ServedModel:
     calls: type[CallReader] | None = None  # how its calls of tools are written
     thoughts: Tags | None = None
 
-    def marks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those around its thoughts, as tokens; none where it has none."""
-        tags = self.thoughts or Tags("", "")
-        return self.tokenizer.token_ids(tags.begin), self.tokenizer.token_ids(tags.end)
-
     def adapted(self, ref: AdapterRef) -> ServedModel:
         return replace(self, name=ref.name, adapter=ref, parent=self.name)
 

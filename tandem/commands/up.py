@@ -73,6 +73,12 @@ class UpSettings(ClusterSettings):
     disaggregation: Literal["require", "prefer", "auto"] = Field(
         "auto", description="who reads prompts: prefill workers, those if there are any, or what costs less"
     )
+    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic"] = Field(
+        "auto", description="how the model writes calls of tools; auto: as its chat template shows"
+    )
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = Field(
+        "auto", description="what the model writes around its thoughts; auto: as its chat template shows"
+    )
     prefill_kv_memory: ByteSize | None = Field(
         None, description="KV cache of each prefill worker; if not given, 256MiB, or 4MiB with the null engine"
     )
@@ -114,7 +120,10 @@ class UpSettings(ClusterSettings):
                 raise ValueError(f"{options}: --file says what runs; set it there")
             return read_cluster(self.file)
         weights = {"path": self.model_path}
-        gateway = {"host", "http_port", "grpc_port", "disaggregation", "api_keys", "insecure"}
+        gateway = {
+            "host", "http_port", "grpc_port", "disaggregation", "api_keys", "insecure", "tool_parser",
+            "reasoning_parser",
+        }  # fmt: skip
         return Cluster.model_validate(
             {
                 "models": [{"id": "model", "name": self.served_name, "weights": weights}],

@@ -81,11 +81,12 @@ class Generation:
 
     def _thinking(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The marks that a budget of thoughts needs: no first one where the prompt ends within thoughts."""
-        if self.sampling.thinking_token_budget is None:
+        tokenizer, tags = self.model.tokenizer, self.model.thoughts
+        if tags is None or self.sampling.thinking_token_budget is None:
             return (), ()
-        begin, end = self.model.marks()
-        opened = self.reading.opened if self.reading else _last(prompt, begin) > _last(prompt, end)
-        return () if opened else begin, end
+        text = "" if self.reading else tokenizer.decode(prompt, skip_special_tokens=False)
+        opened = self.reading.opened if self.reading else text.rfind(tags.begin) > text.rfind(tags.end)
+        return () if opened else tokenizer.token_ids(tags.begin), tokenizer.token_ids(tags.end)
 
 
 async def read_sampling(
@@ -124,12 +125,6 @@ async def read_sampling(
         grammar=await grammar_for(structure),
         bad_words_token_ids=tuple(sorted({tuple(ids) for ids in spellings if ids})),
     )
-
-
-def _last(prompt: Sequence[int], mark: Sequence[int]) -> int:
-    """Where the mark is for the last time; -1 where it is not."""
-    starts = range(len(prompt) - len(mark), -1, -1)
-    return next((at for at in starts if tuple(prompt[at : at + len(mark)]) == mark), -1)
 
 
 def truncated(prompt: Sequence[int], keep: int | None) -> Sequence[int]:

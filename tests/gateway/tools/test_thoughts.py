@@ -46,7 +46,7 @@ async def test_a_budget_and_the_marks_go_to_workers(
 
 
 async def test_a_prompt_of_text_may_end_within_thoughts(http: httpx.AsyncClient, says: Any) -> None:
-    for prompt, opened in (("<think>", True), ("<think>a</think>b", False), ("b", False)):
+    for prompt, opened in (("<think>", True), ("a = <think>so", True), ("<think>a</think>b", False), ("b", False)):
         seen = says("ok")
         body = {"model": MODEL, "prompt": prompt, "thinking_token_budget": 1}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
