@@ -38,15 +38,29 @@ class Library(Protocol):
 
 def paged_attention_for(kv: Tensor, num_heads: int) -> PagedAttention:
     """The best there is for a cache: torch's says in the log why it is not FlashInfer's."""
-    reason = "the cache is not on a GPU" if not kv.is_cuda else misfit(kv)
+    if not kv.is_cuda:
+        return TorchAttention(kv)
+    reason = misfit(kv)
     if not reason:
         try:
-            return FlashInfer(import_module("flashinfer"), kv, num_heads)
+            return tried(import_module("flashinfer"), kv, num_heads)
         except ImportError as error:
-            reason = f"{error}; install tandem[flashinfer]"
-    if kv.is_cuda:
-        log.warning("attention by torch", reason=reason)
+            reason = f"{error}; install tandem[gpu]"
+        except Exception as error:  # of a compiler, of its kernels: it is a library of many
+            reason = f"FlashInfer does not work here: {error}; its kernels need CUDA's compiler, as in CUDA_HOME"
+    log.warning("attention by torch", reason=reason)
     return TorchAttention(kv)
+
+
+def tried(library: Library, kv: Tensor, num_heads: int) -> FlashInfer:
+    """One whose kernels have been compiled, which takes minutes at first, and have run. Raises what they raise."""
+    attention = FlashInfer(library, kv, num_heads)
+    for count in (1, 2):
+        q = kv.new_zeros(count, num_heads, kv.shape[4])
+        found = attention.planned([count], [count], [[0]])(q, q, q, kv)
+        if not found.isfinite().all():
+            raise RuntimeError("what it computes of zeros is no number")
+    return attention
 
 
 def misfit(kv: Tensor) -> str:

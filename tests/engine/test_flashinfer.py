@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.attention import TorchAttention
-from tandem.engine.flashinfer import FlashInfer, misfit, paged_attention_for
+from tandem.engine.flashinfer import FlashInfer, misfit, paged_attention_for, tried
 from tests.engine import fake_flashinfer
 
 BLOCKS, SIZE, HEADS, KV_HEADS, HEAD_DIM = 60, 8, 4, 2, 64
@@ -81,10 +81,24 @@ def test_it_is_taken_only_for_caches_on_a_gpu_that_it_has_kernels_for() -> None:
     assert misfit(cache(torch.float16, 80)) == "FlashInfer has no kernel for heads of 80"
 
 
+def test_it_is_tried_with_prompts_and_decodes_before_a_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = torch.zeros(BLOCKS, 2, KV_HEADS, SIZE, HEAD_DIM)
+    assert isinstance(tried(fake_flashinfer, kv, HEADS), FlashInfer)
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+
+        def run(*_: object) -> Tensor:
+            raise RuntimeError("Could not find nvcc")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(fake_flashinfer, name), "run", run)
+            with pytest.raises(RuntimeError, match="nvcc"):
+                tried(fake_flashinfer, kv, HEADS)
+
+
 def test_the_peer_has_the_signatures() -> None:
     found = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL], capture_output=True, text=True, timeout=120)
     if "ModuleNotFoundError: No module named 'flashinfer'" in found.stderr:
-        pytest.skip("needs FlashInfer: pip install 'tandem[flashinfer]'")
+        pytest.skip("needs FlashInfer: pip install 'tandem[gpu]'")
     assert found.returncode == 0, found.stderr
     for wrapper, methods in json.loads(found.stdout.splitlines()[-1]).items():
         made: Any = getattr(fake_flashinfer, wrapper)

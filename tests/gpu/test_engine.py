@@ -69,7 +69,7 @@ def test_rows_go_out_and_in_through_this_machines_memory() -> None:
 
 
 def test_flashinfers_attention_is_ours() -> None:
-    flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer: the extra flashinfer")
+    flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer: the extra gpu")
     kv = torch.randn(40, 2, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
     counts, lengths = [1, 1, 20, 33], [5, 70, 20, 100]
     tables = [list(range(start, start + 10)) for start in range(0, 40, 10)]
