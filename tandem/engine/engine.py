@@ -79,6 +79,7 @@ class Engine:
             pace=self._pace,
             max_num_seqs=config.max_num_seqs or self._pool.num_blocks,
             prefix_caching=config.enable_prefix_caching,
+            grows_ahead=config.cuda_graphs,
         )
         self.max_num_seqs = self._scheduler.max_num_seqs
         self._speculator = Speculator(

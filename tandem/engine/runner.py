@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 import torch
@@ -20,7 +20,7 @@ from tandem.engine.forward import Chunk, Forward, Observer, Prepare, StepInput, 
 from tandem.engine.push import push_of
 from tandem.engine.sampler import Choose, reported, sample
 from tandem.engine.scheduler import Scheduled
-from tandem.engine.sequence import Ahead, Row
+from tandem.engine.sequence import Ahead, Row, Sequence
 from tandem.engine.types import SampledToken
 
 LOGITS_ROWS = 64  # of prompts, at once: a vocabulary is wide
@@ -40,6 +40,7 @@ class Runner:
         self._forward, self._kv_cache, self._choose, self._prepare = forward, kv_cache, choose, prepare
         self._observer = observer
         self._block_size = kv_cache[0].shape[3]
+        self._foreseen: Foreseen | None = None
 
     @torch.inference_mode()
     def execute(self, batch: list[Scheduled]) -> dict[str, list[SampledToken]]:
@@ -72,7 +73,10 @@ class Runner:
         staying = (item.seq for item in batch if item.seq.num_output_tokens + 1 < item.seq.sampling.max_tokens)
         chunks = [Chunk(seq, seq.num_computed_tokens + 1, seq.num_computed_tokens + 2) for seq in staying]
         if chunks and all(len(seq.block_table) * self._block_size >= end for seq, _, end in chunks):
-            self._prepare(step_input(chunks, self._block_size))
+            chunks.sort(key=lambda chunk: self._decode_order(chunk.seq, chunk.start))
+            step = step_input(chunks, self._block_size)
+            self._foreseen = Foreseen([(seq, start, seq.block_table) for seq, start, _ in chunks], step)
+            self._prepare(step)
 
     def _report_prompts(self, batch: list[Scheduled], hidden: Tensor) -> None:
         row = 0
@@ -105,7 +109,12 @@ class Runner:
         }
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
-        step = step_input(map(_chunk, batch), self._block_size)
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and foreseen.has_come(batch):
+            ids = torch.tensor([item.seq.token_ids[-1] for item in batch])
+            step = replace(foreseen.step, input_ids=ids)
+        else:
+            step = step_input(map(_chunk, batch), self._block_size)
         adapters = [item.seq.adapter for item in batch]
         return replace(step, adapters=adapters) if any(adapters) else step
 
@@ -113,7 +122,25 @@ class Runner:
         """Single tokens first, ones with contexts of about equal length side by side, and of them equal adapters."""
         if item.num_tokens > 1:
             return 1, *item.seq.key
-        return 0, (item.seq.num_computed_tokens // self._block_size).bit_length(), id(item.seq.adapter)
+        return 0, *self._decode_order(item.seq, item.seq.num_computed_tokens)
+
+    def _decode_order(self, seq: Sequence, position: int) -> tuple[int, int]:
+        return (position // self._block_size).bit_length(), id(seq.adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """A step of one token each, but for its ids, written beside the one before. A block table only grows, until its
+    sequence gets another one."""
+
+    members: list[tuple[Sequence, int, list[int]]]
+    step: StepInput
+
+    def has_come(self, batch: list[Scheduled]) -> bool:
+        return len(batch) == len(self.members) and all(
+            item.seq is seq and item.num_tokens == 1 and seq.num_computed_tokens == start and seq.block_table is table
+            for item, (seq, start, table) in zip(batch, self.members, strict=True)
+        )
 
 
 def _chunk(item: Scheduled) -> Chunk:

@@ -104,7 +104,10 @@ class Scheduler:
         pace: Pace,
         max_num_seqs: int,
         prefix_caching: bool,
+        grows_ahead: bool = False,
     ) -> None:
+        """grows_ahead: sequences that write get the next step's block with this one's, so that it can be foreseen."""
+        self._grows_ahead = grows_ahead
         self._pool, self._swap, self._block_size, self._prefix_caching = pool, swap, block_size, prefix_caching
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_beside_decode, self._pace = max_prefill_beside_decode, pace
@@ -158,6 +161,10 @@ class Scheduler:
         if batch.scheduled:
             batch.budget = min(batch.budget, self._beside(batch.scheduled))
         self._schedule_reading(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
+        if self._grows_ahead:
+            for item in batch.scheduled:
+                if item.num_tokens == 1 and item.samples:
+                    self.extend(item.seq, 1)
         return batch.scheduled
 
     def _beside(self, decodes: list[Scheduled]) -> int:

@@ -162,12 +162,15 @@ def test_the_next_step_is_written_before_this_ones_tokens_are_waited_for(llama: 
     graphs = DecodeGraphs(forward, model, cache, TorchAttention(cache[0]), lambda run: run)
     journal = Journal(graphs)
     engine._runner = Runner(graphs, engine.kv_cache, journal.choose, journal.prepare)
+    engine._scheduler._grows_ahead = True
     found = [answers(each) for each in (plain, engine)]
     assert found[0] == found[1]
     calls = " ".join(journal.calls)
     assert "prepare prepare" not in calls
     assert calls.count("prepare wait") == journal.calls.count("prepare") > 10
-    assert 10 < graphs.num_prepared < journal.calls.count("prepare"), "some guesses were wrong"
+    prepared = journal.calls.count("prepare")
+    assert 0.8 * prepared < graphs.num_prepared + len(graphs._graphs) < prepared + 4, "most were right, or captured"
+    assert prepared >= 36, "blocks that are about to be full do not stand in the way"
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
@@ -194,5 +197,7 @@ def sampling_of(number: int, max_tokens: int) -> SamplingParams:
 
 
 def collect(engine: Engine, found: dict[str, list[int]]) -> None:
-    for output in engine.step():
+    outputs = engine.step()
+    engine.check_integrity()
+    for output in outputs:
         found.setdefault(output.request_id, []).extend(token.token_id for token in output.tokens)
