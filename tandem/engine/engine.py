@@ -88,7 +88,7 @@ class Engine:
         config.speculative.check(self._speculator.methods)
         self._speculative, self._now = config.speculative, now
         self._live: dict[str, Sequence] = {}
-        self._num_arrived = self._num_computed = self._num_written = 0
+        self._num_arrived = self._num_computed = self._num_written = self._num_aborted = self._num_aborted_blocks = 0
         self._ended_at_join: dict[str, SequenceOutput] = {}
         self._lengths = AnswerLengths(config.likely_answer)
 
@@ -156,7 +156,10 @@ class Engine:
             return True
         seq = self._live.get(request_id)
         if seq is not None:
+            free = self._pool.num_free
             self._remove(seq)
+            self._num_aborted += 1
+            self._num_aborted_blocks += self._pool.num_free - free
             self._rest_when_idle()
         return seq is not None
 
@@ -200,6 +203,8 @@ class Engine:
             num_accepted_tokens=self._speculator.num_accepted,
             num_preempted=scheduler.num_preempted,
             num_swapped=scheduler.num_swapped,
+            num_aborted=self._num_aborted,
+            num_aborted_blocks=self._num_aborted_blocks,
             likely_tokens=self._lengths.likely_left,
         )
 

@@ -121,7 +121,8 @@ class EngineStats:
 
     `num_read_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since the engine began; of the
     decoded ones `num_accepted_tokens` were proposed, as were others that were refused. Of `num_preempted` times that a
-    sequence had to leave its blocks, its KV went to host memory `num_swapped` times.
+    sequence had to leave its blocks, its KV went to host memory `num_swapped` times. `num_aborted` aborts released
+    `num_aborted_blocks` blocks.
     `likely_tokens`: of an answer, for which a reservation takes blocks.
     """
 
@@ -137,6 +138,8 @@ class EngineStats:
     num_accepted_tokens: int
     num_preempted: int
     num_swapped: int
+    num_aborted: int
+    num_aborted_blocks: int
     likely_tokens: int
 
 

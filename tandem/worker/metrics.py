@@ -38,6 +38,9 @@ class WorkerCollector(Collector):
         preempted, swapped = "Sequences that had to leave their blocks.", "Of these, those with KV in host memory."
         yield CounterMetricFamily("vllm:num_preemptions", preempted, value=stats.num_preempted)
         yield CounterMetricFamily("tandem_swapped_preemptions", swapped, value=stats.num_swapped)
+        released = "KV blocks that aborted sequences released."
+        yield CounterMetricFamily("tandem_aborted_sequences", "Sequences aborted.", value=stats.num_aborted)
+        yield CounterMetricFamily("tandem_aborted_blocks", released, value=stats.num_aborted_blocks)
 
 
 @contextmanager

@@ -218,11 +218,13 @@ def test_abort_frees_at_once_in_any_state(llama: Path) -> None:
     engine.step()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_reserved) == (2, 1, 1)
+    held = stats.num_blocks - stats.free_blocks
     for name in ("decoding", "prefilling", "parked", "queued"):
         assert engine.abort(name)
         assert not engine.abort(name)
         engine.check_integrity()
     assert_idle(engine)
+    assert (engine.stats().num_aborted, engine.stats().num_aborted_blocks) == (4, held)
     assert engine.step() == []
 
 

@@ -15,6 +15,7 @@ def stats(**changes: int) -> EngineStats:
     known = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
     known |= {"num_waiting": 2, "num_running": 3, "free_blocks": 6, "num_blocks": 8, "queued_tokens": 77}
     known |= {"num_read_tokens": 1000, "num_written_tokens": 500, "num_preempted": 7, "num_swapped": 4}
+    known |= {"num_aborted": 3, "num_aborted_blocks": 12}
     return EngineStats(**(known | changes))
 
 
@@ -31,7 +32,8 @@ def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None
         assert read(url, port) == {
             "tandem_queued_tokens": 77, "tandem_running_sequences": 5, "tandem_kv_blocks": 8, "tandem_kv_usage": 0.25,
             "tandem_read_tokens_total": 1000, "tandem_written_tokens_total": 500, "vllm:num_preemptions_total": 7,
-            "tandem_swapped_preemptions_total": 4,
+            "tandem_swapped_preemptions_total": 4, "tandem_aborted_sequences_total": 3,
+            "tandem_aborted_blocks_total": 12,
         }  # fmt: skip
         now[0] = stats(free_blocks=0, queued_tokens=0)
         assert read(url, port)["tandem_kv_usage"] == 1
