@@ -23,7 +23,7 @@ T = TypeVar("T")
 TEXT = "the quick brown fox 狐狸 jumps over 🦊 the lazy dog"
 
 
-async def eventually(check: Callable[[], bool | Awaitable[bool]], within_s: float = 2.0) -> None:
+async def eventually(check: Callable[[], bool | Awaitable[bool]], within_s: float = 10.0) -> None:
     """Waits until `check()` holds."""
     async with asyncio.timeout(within_s):
         while True:
