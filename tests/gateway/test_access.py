@@ -18,6 +18,7 @@ from grpc import aio
 
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
+from tandem.adapters import AdapterRef
 from tandem.api_keys import read_keys
 from tandem.commands.keys import main as keys_command
 from tandem.registry import Registry
@@ -296,3 +297,45 @@ async def test_without_redis_nobody_is_refused(
     for _ in range(3):
         assert (await complete(http, key)).status_code == 200
     await nowhere.close()
+
+
+async def test_a_key_names_the_models_and_adapters_it_may_use(
+    guarded: tuple[Gateway, httpx.AsyncClient], ring: KeyRing, settings: GatewaySettings
+) -> None:
+    """Others are as if they were not there; loading and unloading takes a permission of its own."""
+    gateway, http = guarded
+    keys = {name: ring.add(name) for name in ("any", "sql", "plain")}
+    said = json.loads(ring.file.read_text())
+    for key in said["keys"]:
+        key |= {"sql": {"models": ["sql"]}, "plain": {"models": [MODEL]}, "any": {"manages_models": True}}[
+            key["tenant"]
+        ]
+    ring.file.write_text(json.dumps(said))
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
+    for name in ("sql", "law"):
+        await registry.put_adapter(AdapterRef(name, name, "r" + name))
+    await registry.close()
+    await gateway.llm.adapters.refresh()
+
+    async def listed(name: str) -> list[str]:
+        found = await http.get("/v1/models", headers=keys[name])
+        return [card["id"] for card in found.json().get("data", ())]
+
+    async def followed() -> bool:
+        return await listed("sql") == ["sql"]
+
+    await eventually(followed)
+    assert await listed("plain") == [MODEL]
+    assert await listed("any") == [MODEL, "law", "sql"]
+    for name, allowed in (("sql", {"sql"}), ("plain", {MODEL}), ("any", {MODEL, "sql", "law"})):
+        for model in (MODEL, "sql", "law"):
+            found = await complete(http, keys[name], model=model)
+            assert (found.status_code == 404) == (model not in allowed), (name, model, found.text)
+    for path, body in (
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "law"}),
+    ):
+        refused = await http.post(path, json=body, headers=keys["plain"])
+        assert (refused.status_code, "manages_models" in refused.text) == (403, True)
+    assert (await http.post(path, json=body, headers=keys["any"])).status_code == 200
+    assert await listed("any") == [MODEL, "sql"]
