@@ -1,7 +1,7 @@
 """Weights in 8 or 4 bits a number, made when a model is loaded; activations stay as they are (W8A16, W4A16).
 
 int8   one scale for each output
-int4   a scale and an offset for each 64 inputs of an output, from the range that leaves the least squared error; the
+int4   a scale and an offset for each 128 inputs of an output, from the range that leaves the least squared error; the
        head, which every token needs whole, is int8
 
 A number is code * scale + offset.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GROUP = 64
+GROUP = 128
 METHODS = ("none", "int8", "int4", "fp8")
 _SHARES = (1.0, 0.9, 0.8)  # of a group's range, to choose from
 
