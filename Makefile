@@ -31,14 +31,15 @@ soak: $(VENV)/dev.stamp ## a rolling restart; then MINUTES of traffic on real pr
 	@$(BIN)/python -m pytest -n0 tests/chaos/rolling_restart.py
 	@$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(ARGS)
 
-# What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`.
-GUARD := tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
+# What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`, and 10,000
+# random schedules of NCCL links.
+GUARD := tests/transfer/test_schedules.py tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
   tests/registry/test_resp_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
   $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py) \
   tests/e2e/test_secured.py
 
 guard: $(VENV)/dev.stamp ## the door: hostile input, strangers, limits, fuzz at length; then overload, measured
-	@$(BIN)/python -m pytest --hypothesis-profile=guard --timeout=900 $(GUARD) $(ARGS)
+	@TANDEM_SCHEDULES=10000 $(BIN)/python -m pytest --hypothesis-profile=guard --timeout=1800 $(GUARD) $(ARGS)
 	@$(BIN)/python -m benchmarks.overload
 
 lint: $(VENV)/dev.stamp ## ruff, mypy, buf (style and breaking changes)

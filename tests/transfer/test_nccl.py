@@ -112,6 +112,18 @@ def test_initialisations_that_hang_cost_their_links_and_then_nccl_is_no_longer_o
     pair.close()
 
 
+def test_an_error_that_cupy_has_no_name_for_ends_the_link(pair: Pair, fakes: list[FakeNccl]) -> None:
+    old = pair.link()
+
+    def unknown() -> None:
+        raise KeyError(6)  # what its table of names does with ncclRemoteError
+
+    fakes[0].communicators[-1].check_async_error = unknown  # type: ignore[method-assign]
+    assert until(lambda: not old.healthy)
+    assert "NCCL: KeyError(6)" in str(old.error)
+    pair.moves("t", [1, 2], [6, 7])
+
+
 def test_a_wrong_id_never_meets_and_ends_within_the_deadline(
     pair: Pair, fakes: list[FakeNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,11 +185,11 @@ class Communicator:
         lane.close()
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """NCCL's errors end the link; cupy's NcclError is a RuntimeError."""
+        """NCCL's errors end the link: of cupy's NcclError, which is a KeyError where cupy has no name for one."""
         try:
             call()
-        except RuntimeError as error:
-            self._fail("UNAVAILABLE", str(error))
+        except (RuntimeError, KeyError) as error:
+            self._fail("UNAVAILABLE", repr(error) if isinstance(error, KeyError) else str(error))
 
     def _fail(self, code: str, why: str) -> None:
         self._error = self._error or TransferError(code, f"NCCL: {why}")
