@@ -83,11 +83,14 @@ def of_calls(schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
     return LLMatcher.grammar_from_lark("\n".join(rules))
 
 
-def behind_thoughts(grammar: str, end: str) -> str:
-    """The same, behind any text that ends with `end`."""
+def behind_thoughts(grammar: str, end: str | int) -> str:
+    """The same, behind any text that ends with `end`, a text or a special token."""
     answer = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
     answer["grammars"][0]["name"] = "answer"
-    thoughts = f"start: thoughts /\\s*/ @answer\nthoughts[suffix={json.dumps(end)}]: /(.|\\n)*/\n"
+    if isinstance(end, int):
+        thoughts = f"start: thoughts <[{end}]> /\\s*/ @answer\nthoughts: /(.|\\n)*/\n"
+    else:
+        thoughts = f"start: thoughts /\\s*/ @answer\nthoughts[suffix={json.dumps(end)}]: /(.|\\n)*/\n"
     return json.dumps({**answer, "grammars": [{"lark_grammar": thoughts}, *answer["grammars"]]})
 
 

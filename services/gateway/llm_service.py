@@ -142,7 +142,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         targets = targets_of(metadata, priority, llm.settings)
         llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets.ttft_s)
         prompt, param, reading = await self._prompt(request, use)
-        structure = held_to(use, structure_of(request.structured_outputs), reading)
+        structure = held_to(use, structure_of(request.structured_outputs), reading, model.tokenizer)
         sampling = await read_sampling(given, model, structure=structure)
         generation = Generation(
             operation="chat" if param == "messages" else "text_completion",

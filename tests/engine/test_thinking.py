@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tandem import grammar
 from tandem.engine import Engine, SamplingParams
@@ -75,3 +76,22 @@ def test_a_grammar_behind_the_thoughts(engine: Engine) -> None:
     found = tokens_of(engine, replace(budget(9), grammar=made, thinking_end_token_ids=mark, max_tokens=40))
     assert tuple(found[9 : 9 + len(mark)]) == mark
     assert tokenizer.decode(found[9 + len(mark) :]).strip() in ("red fox", "blue")
+
+
+class Bytes:
+    """A vocabulary of bytes, the end of a text, and a special token."""
+
+    eos_token_id, bos_token_id, special_token_ids = 256, None, (256, 257)
+    tokens = (*(bytes([i]) for i in range(256)), b"<end>", b"[/THINK]")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@pytest.mark.parametrize(("mark", "ends"), [("[/THINK]", [*b"[/THINK]"]), (257, [257])])
+def test_the_mark_before_a_grammar_may_be_a_special_token(mark: str | int, ends: list[int]) -> None:
+    made = grammar.behind_thoughts(grammar.of_choice(["red", "blue"]), mark)
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), made, log_level=0)
+    answer = [*b"hm, [\n", *ends, *b" red"]
+    assert matcher.try_consume_tokens(answer) == len(answer)
+    assert matcher.is_accepting()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.text import Tokenizer
 from services.gateway.tools import CallReader, ReadingPlan, ToolUse
 from tandem import grammar
 from tandem.grammar import InvalidGrammar
@@ -33,7 +34,7 @@ class Structure:
     kind: str
     value: Any
     param: str  # the client's name of the field
-    behind: str = ""  # the text that ends the thoughts before it
+    behind: str | int | None = None  # the text or special token that ends the thoughts before it
 
 
 async def grammar_for(structure: Structure | None) -> str:
@@ -57,7 +58,7 @@ def grammar_of(structure: Structure) -> str:
         raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters", param)
     try:
         made = BUILDERS[structure.kind](value, param)
-        if structure.behind:
+        if structure.behind is not None:
             made = grammar.behind_thoughts(made, structure.behind)
         grammar.check(made)
     except InvalidGrammar as error:
@@ -124,12 +125,16 @@ BUILDERS = dict(zip(KINDS, (_json, _regex, _choice, _own, _json_object, _structu
 BUILDERS["calls"] = _calls
 
 
-def held_to(use: ToolUse | None, said: Structure | None, reading: ReadingPlan | None) -> Structure | None:
+def held_to(
+    use: ToolUse | None, said: Structure | None, reading: ReadingPlan | None, tokenizer: Tokenizer
+) -> Structure | None:
     """What holds an answer to the calls that must be made, else to what the client said; behind its thoughts."""
     structure = (_of_calls(use) if use else None) or said
     if structure is None and use and reading and reading.calls and use.strict:
         structure = _of_strict(use, reading.calls)
-    return replace(structure, behind=reading.thoughts_end) if structure and reading else structure
+    if structure is None or reading is None or not reading.thoughts_end:
+        return structure
+    return replace(structure, behind=tokenizer.mark(reading.thoughts_end))
 
 
 def _of_strict(use: ToolUse, calls: type[CallReader]) -> Structure | None:

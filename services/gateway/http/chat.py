@@ -34,7 +34,7 @@ async def read_chat(llm: LLM, body: bytes, check_turn: CheckTurn) -> ParsedBody:
     if found.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
         given["max_tokens"] = found.max_completion_tokens
-    structure = held_to(use, structure_of(found), reading)
+    structure = held_to(use, structure_of(found), reading, llm.model.tokenizer)
     return ParsedBody(
         body=found,
         n=found.n or 1,

@@ -48,6 +48,11 @@ class Tokenizer:
         """Of a few characters."""
         return tuple(self._encode(mark, False))
 
+    def mark(self, text: str) -> str | int:
+        """The special token that it is, if it is one: no other token says so then."""
+        found = self._tokenizer.token_to_id(text)
+        return found if found in self._vocabulary.special else text
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 

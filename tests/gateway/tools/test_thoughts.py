@@ -12,6 +12,7 @@ from services.gateway import Gateway
 from services.gateway.text import ChatTemplate, Tokenizer
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.peers import MODEL
+from tests.gateway.tiny_model import EOS
 from tests.gateway.tools.test_calls import TEMPLATE, says
 
 __all__ = ["says"]
@@ -101,3 +102,8 @@ async def test_a_model_without_thoughts_has_no_budget_for_them(http: httpx.Async
     answer = await http.post("/v1/chat/completions", json={**CHAT, "thinking_token_budget": 7})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
     await ask(http, reasoning_effort="low")
+
+
+def test_a_mark_may_be_a_special_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.mark(EOS) == tokenizer.token_ids(EOS)[0]
+    assert tokenizer.mark("</think>") == "</think>"
