@@ -36,6 +36,7 @@ class Wanted:
     policy: PrefillPolicy
     hits: dict[str, int]  # worker id: blocks
     exclude: frozenset[str]
+    itl_target_s: float = 0.0
 
 
 @st.composite
@@ -70,6 +71,7 @@ def requests(draw: st.DrawFn) -> Wanted:
         draw(st.integers(24 * BLOCK_SIZE, 500)), draw(st.integers(0, 40)),
         draw(st.sampled_from(["require", "prefer", "auto", "never"])),
         draw(st.dictionaries(names, st.integers(1, 24), max_size=6)), draw(st.frozensets(names, max_size=2)),
+        draw(st.sampled_from([0.0, 0.0, 0.030, 0.200])),
     )  # fmt: skip
 
 
@@ -112,7 +114,10 @@ class Costs:
         measured, uncached = d.load.prefill_tokens_per_s, max(self.uncached(d), 1)
         token_s = 1 / measured if measured else token_s
         pause, paused = (self.queue(d) + uncached) * token_s, 1 + d.load.num_running + d.load.num_waiting
-        step_s = self.step_s[d.info.worker_id]
+        step_s, target_s = self.step_s[d.info.worker_id], self.wanted.itl_target_s
+        room_s = 0.9 * target_s - step_s
+        if paused > 1 and room_s > 0:
+            return pause * target_s / room_s + 15 * uncached * token_s + self.writing(d)
         return (self.queue(d) + 16 * uncached) * token_s + paused * pause**2 / step_s + self.writing(d)
 
     def best(self, workers: list[Worker]) -> float:
@@ -168,7 +173,7 @@ async def ask(registry: Registry, wanted: Wanted, workers: list[Worker]) -> Rout
     return await registry.select_and_reserve(
         request_id="r", model=MODEL, prompt_tokens=wanted.prompt_tokens, max_new_tokens=wanted.new_tokens,
         prefill=wanted.policy, prefix=PromptPrefix(REVISION, BLOCK_SIZE, b"", PromptPrefix.of("", 1, (), held).held),
-        ttl=TTL, exclude=wanted.exclude,
+        itl_target_s=wanted.itl_target_s, ttl=TTL, exclude=wanted.exclude,
     )  # fmt: skip
 
 

@@ -445,6 +445,28 @@ async def test_a_prefix_at_decode_is_weighed_against_reading_it_again_at_prefill
     assert f"{16 * held} prompt tokens cached at decode" in reason or f"{16 * held} at decode" in reason
 
 
+@pytest.mark.parametrize(
+    ("target_s", "queued", "path"),
+    [
+        (0.0, 4096, "remote"),  # a pause of 64 ms for ten sequences
+        (0.100, 4096, "local"),  # in the room below the target nobody pauses
+        (0.100, 0, "remote"),  # which takes longer than a prefill worker that has time
+        (0.020, 4096, "remote"),  # no room
+    ],
+)
+async def test_auto_reads_beside_decodes_within_their_target(
+    registry: Registry, target_s: float, queued: int, path: str
+) -> None:
+    """The prefill worker is so many tokens behind, and steps of the decode worker take 20 ms."""
+    busy = worker_load(num_running=10, step_s=0.020, prefill_tokens_per_s=8192.0)
+    large = {"num_blocks": 200, "max_model_len": 2048}
+    await registry.register(worker_info("d0", Role.DECODE, **large), busy, TTL)
+    behind = worker_load(linked=("d0-first",), queued_tokens=queued, prefill_tokens_per_s=8192.0)
+    await registry.register(worker_info("p0", Role.PREFILL, **large), behind, TTL)
+    route = await select(registry, prefill="auto", prompt_tokens=500, itl_target_s=target_s)
+    assert route.reason.startswith(path), route.reason
+
+
 async def test_auto_says_what_both_ways_cost(registry: Registry) -> None:
     reason = await auto(registry, {"d0": 4}, SLOW, {**FAST, "num_running": 1})
     assert reason == "local prefill: cheapest: 205 ms, remote 4301; 64 prompt tokens cached at decode"

@@ -142,7 +142,7 @@ class Attempt:
         request = RouteRequest(
             sequence.request_id, sequence.token_ids, sequence.cache_salt, max_new_tokens, left + 1.0,
             sequence.adapter.revision,
-            self._holder,
+            self._holder, sequence.itl_target_ms / 1000,
         )  # fmt: skip
         with tracing.child(cluster.spans, "route", self._parent) as span:
             try:

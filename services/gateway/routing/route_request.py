@@ -18,6 +18,8 @@ class RouteRequest:
     adapter: str = ""  # its revision, where there is one
     holder: str = ""  # incarnation of the decode worker that has the prompt's KV, if one is known to
 
+    itl_target_s: float = 0.0  # the most between its tokens; 0: no target
+
     @property
     def prompt_tokens(self) -> int:
         return len(self.token_ids)

@@ -24,6 +24,8 @@ local NOMINAL_STEP_S = 1 / 64
 local NOISE_BLOCKS = 0.5
 -- Two workers to call instead of one.
 local TWO_CALLS_S = 0.002
+-- Of a target between tokens, as the workers' engines do.
+local PLANNED = 0.9
 -- To read an adapter into memory, where another one may have to go for it.
 local ADAPTER_S = 0.1
 local max, ceil, huge = math.max, math.ceil, math.huge
@@ -135,17 +137,23 @@ local function weigh_decodes(rows, request, fastest)
     end
     costs[d], missing[d] = cost, lacking
   end
-  rows.cost, rows.hits, rows.missing, rows.least = costs, hits, missing, least
+  rows.cost, rows.hits, rows.missing, rows.least, rows.target_s = costs, hits, missing, least, request.target_s
   return least < huge
 end
 
 -- What d's own reading adds to its cost. One that has read nothing yet is taken to read as fast as the prefill worker
 -- that it is compared with. Reading pauses each sequence that runs there, and this one when it does: a pause counts by
 -- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
+-- With a target between tokens, and steps that leave room below it, the prompt is read in that room: nobody sees a pause,
+-- and reading takes as much longer as the room is less than the target.
 local function reading_alone(rows, d, compared_token_s)
   local at, values = (d - 1) * WIDTH, rows.values
   local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or compared_token_s or NOMINAL_TOKEN_S
   local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
+  local target_s, room_s = rows.target_s, PLANNED * rows.target_s - values[at + STEP_S]
+  if values[at + SEQUENCES] > 0 and room_s > 0 then
+    return (queue + tokens) * token_s * target_s / room_s + (OWN_WORK - 1) * tokens * token_s
+  end
   local pause = (queue + tokens) * token_s
   return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * pause * pause / values[at + STEP_S]
 end

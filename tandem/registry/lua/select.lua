@@ -20,11 +20,11 @@
 --   (release.lua); then for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' |
 --   'never', ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks
 --   (expected.lua), hits: 'blocks:generation,generation,… blocks:generation,…', and where it has an adapter the
---   generations that hold that: 'generation generation …', else '-'
+--   generations that hold that: 'generation generation …', else '-'; and its target between tokens (ms), 0 if none
 -- Returns for each release how many parts were released; then for each request: {'ok', why, Fallback or '', decode
 -- worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none', reason}
 -- or {'too large', reason}.
-local ARGUMENTS = 12
+local ARGUMENTS = 13
 
 local function names_in(json)
   if json == '[]' then return nil end
@@ -54,7 +54,7 @@ local function parse(start)
     new_tokens = tonumber(ARGV[start + 3]), policy = ARGV[start + 4], ttl = tonumber(ARGV[start + 5]),
     excluded = names_in(ARGV[start + 6]), kind = kind_of(ARGV[start + 7], ARGV[start + 8]),
     block_size = tonumber(ARGV[start + 8]), marks = ARGV[start + 9], hits = hits_in(ARGV[start + 10]),
-    adapted = generations_in(ARGV[start + 11]),
+    adapted = generations_in(ARGV[start + 11]), target_s = tonumber(ARGV[start + 12]) / 1000,
   }
 end
 
