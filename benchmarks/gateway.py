@@ -2,7 +2,8 @@
 
 A cluster with the null engine, its steps taking no time. Each answer is streamed, read by clients that keep so many
 requests running. CPU time is read from the processes themselves, so other load on the machine changes it little; the
-rates are what this machine's minute gave. `--pin`: the gateway on core 0, everything else on core 1.
+rates are what this machine's minute gave. `--pin`: the gateway on core 0, everything else on core 1. Options that it
+does not know are the cluster's: `--null-speedup=1 --max-num-seqs=2048` for streams that last.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import os
 import random
 from contextlib import suppress
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
@@ -34,11 +36,12 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--requests", type=int, default=2500)
     parser.add_argument("--pin", action="store_true")
-    arguments = parser.parse_args()
+    arguments, others = parser.parse_known_args()
     OUT.mkdir(parents=True, exist_ok=True)
     options = (
         "--engine=null", "--null-speedup=100000", f"--prefill={arguments.prefill}", "--model-name=target",
         f"--disaggregation={'require' if arguments.prefill else 'auto'}", "--decode-kv-memory=64MiB",
+        *others,
     )  # fmt: skip
     with tandem("tandem-null", "Tandem, null engine", *options).running(DEMO_MODEL) as client:
         processes = services()
@@ -59,6 +62,7 @@ def report(client: Client, processes: dict[str, psutil.Process], count: int, tok
     table.add_row("TTFT p50, ms", f"{1000 * percentile(ttft, 50):.0f}")
     for name, process in processes.items():
         table.add_row(f"{name}: CPU of a request, ms", f"{1000 * (cpu_s(process) - before[name]) / count:.2f}")
+    table.add_row("gateway: most memory, MB", f"{peak_mb(processes['gateway']):.0f}")
     Console().print(table)
 
 
@@ -84,6 +88,13 @@ def pin(processes: dict[str, psutil.Process]) -> None:
 def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def peak_mb(process: psutil.Process) -> float:
+    """The most that was resident since it started."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    kib = next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]
+    return int(kib) * 1024 / 1e6
 
 
 def jobs(count: int, tokens: int) -> list[Job]:
