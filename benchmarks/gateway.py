@@ -3,7 +3,7 @@
 A cluster with the null engine, its steps taking no time. Each answer is streamed, read by clients that keep so many
 requests running. CPU time is read from the processes themselves, so other load on the machine changes it little; the
 rates are what this machine's minute gave. `--pin`: the gateway on core 0, everything else on core 1. Options that it
-does not know are the cluster's: `--null-speedup=1 --max-num-seqs=2048` for streams that last.
+does not know are the cluster's: `--null-speedup=1` for streams that last.
 """
 
 from __future__ import annotations
