@@ -77,7 +77,11 @@ def _frame(connection: int, frame: Any, methods: dict[tuple[int, int], str], sou
 
 def _work(kind: type[worker_pb2.WorkRequest] | type[worker_pb2.WorkResponse], data: bytes) -> str:
     said = [(field.name, value) for field, value in kind.FromString(data).ListFields()]
-    return f" {' '.join(name if isinstance(value, str) else f'{name} {len(value)}' for name, value in said)} "
+    counts = (
+        (name, "" if isinstance(value, str) else value if isinstance(value, int) else len(value))
+        for name, value in said
+    )
+    return f" {' '.join(f'{name} {count}'.rstrip() for name, count in counts)} "
 
 
 def _kv(message: bytes) -> str:
