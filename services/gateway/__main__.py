@@ -18,6 +18,7 @@ from services.gateway.server import Gateway, Ports
 from services.gateway.settings import GatewaySettings
 from tandem import rpc, telemetry
 from tandem.garbage import settled
+from tandem.loop_watch import ends_where_it_stands_still
 from tandem.registry import Registry
 from tandem.settings import load
 
@@ -51,7 +52,7 @@ async def serve(settings: GatewaySettings, make_router: type[Router] = Router) -
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with make_gateway(settings, make_router) as gateway:
+    async with ends_where_it_stands_still(), make_gateway(settings, make_router) as gateway:
         settled()
         stopping, failed = asyncio.create_task(stop.wait()), asyncio.create_task(gateway.failed())
         await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)

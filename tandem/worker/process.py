@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import signal
 import socket
 import sys
@@ -22,6 +21,7 @@ from tandem.drain import DrainService
 from tandem.engine import Engine
 from tandem.garbage import settled
 from tandem.integrity import IntegrityReport, lasting
+from tandem.loop_watch import ends_where_it_stands_still
 from tandem.registry import Registry, Role
 from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
@@ -31,7 +31,6 @@ from tandem.worker.metrics import metrics_served
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
-LOOP_STALL_S = 20.0
 INTEGRITY_WAIT_S = 10.0
 
 
@@ -85,25 +84,12 @@ async def _run(
 async def run_to_its_end(worker: Worker) -> None:
     """In a process that is this worker's alone, an actor's too: it ends with status 1 where the loop stands still."""
     settled()
-    turning = asyncio.create_task(_end_if_the_loop_stands_still())
-    try:
+    async with ends_where_it_stands_still():
         await worker.run()
-    finally:
-        turning.cancel()
 
 
 def _from_a_thread(loop: asyncio.AbstractEventLoop, worker: Worker) -> IntegrityReport:
     return asyncio.run_coroutine_threadsafe(lasting(worker.check_integrity), loop).result(INTEGRITY_WAIT_S)
-
-
-async def _end_if_the_loop_stands_still() -> None:
-    """Needs no lock of the interpreter: code that holds it for ever cannot hold this up. Leaves a traceback."""
-    try:
-        while True:
-            faulthandler.dump_traceback_later(LOOP_STALL_S, exit=True)
-            await asyncio.sleep(LOOP_STALL_S / 10)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 class _Progress:

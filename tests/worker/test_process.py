@@ -7,6 +7,7 @@ import sys
 
 STANDS_STILL = """
 import asyncio, time
+from tandem import loop_watch
 from tandem.worker import process
 
 class Worker:
@@ -14,7 +15,7 @@ class Worker:
         await asyncio.sleep(0)
         time.sleep(60)
 
-process.LOOP_STALL_S = 0.5
+loop_watch.STALL_S = 0.5
 asyncio.run(process.run_to_its_end(Worker()))
 """
 

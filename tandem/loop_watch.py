@@ -1,0 +1,32 @@
+"""The end of a process whose event loop does not turn: nobody in it could notice, and its peers wait."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+STALL_S = 20.0
+
+
+@asynccontextmanager
+async def ends_where_it_stands_still() -> AsyncIterator[None]:
+    """Inside, the process ends with status 1 and a traceback where the running loop has not turned for STALL_S.
+
+    Needs no lock of the interpreter: code that holds it for ever cannot hold this up.
+    """
+    turning = asyncio.create_task(_say_that_it_turns())
+    try:
+        yield
+    finally:
+        turning.cancel()
+
+
+async def _say_that_it_turns() -> None:
+    try:
+        while True:
+            faulthandler.dump_traceback_later(STALL_S, exit=True)
+            await asyncio.sleep(STALL_S / 10)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
