@@ -60,7 +60,8 @@ def main() -> None:
     found = earlier(RESULTS, setting, "found")
     for name in options.fleets:
         prefill, decode = FLEETS[name]
-        fleet = Fleet(prefill, decode, gateways=tuple(GATEWAYS.values()), step_time=STEP_TIME)
+        goal = {"interactive_itl_s": ITL_S}
+        fleet = Fleet(prefill, decode, gateways=tuple(GATEWAYS.values()), step_time=STEP_TIME, gateway_settings=goal)
         found[name] = found.get(name, {}) | asyncio.run(_run(fleet, options.mixes, options.load, options.rounds))
         RESULTS.write_text(json.dumps({"setting": setting, "found": found}, indent=2))
     _print(options.load, found)
