@@ -44,6 +44,10 @@ class Plan:
         """Proposing so many took so long."""
         self._propose_s += (seconds / max(1, num_tokens) - self._propose_s) * (1 - FORGET)
 
+    def caught_up(self, seconds: float) -> None:
+        """Proposing took so long because sequences were to be read first: later tries wait for as much time."""
+        self._tries_s -= seconds
+
     def verified(self, seq: Sequence, proposed: int, accepted: int) -> None:
         tried = accepted + (accepted < proposed)
         chance = self._hope if seq.chance is None else seq.chance

@@ -101,8 +101,11 @@ class Speculator:
         if not wanted:
             return 0
         usual = self._proposers[method].propose(wanted)
+        seconds = self._now() - started
         if usual:
-            plan.proposed(sum(len(seq.proposed) for seq, _ in wanted), self._now() - started)
+            plan.proposed(sum(len(seq.proposed) for seq, _ in wanted), seconds)
+        else:
+            plan.caught_up(seconds)
         return sum(most for _, most in wanted)
 
 
