@@ -68,6 +68,7 @@ class Held:
     num_accepted_tokens: int = 0
     entering: asyncio.Task[Any] | None = None
     ended: SequenceFailed | None = field(default=None)
+    itl_target_s: float = 0.0
 
 
 class Sequences:
@@ -111,7 +112,7 @@ class Sequences:
         Raises:
             SequenceFailed
         """
-        held = self._enter(request.request_id, stream_id, timeout_s)
+        held = self._enter(request, stream_id, timeout_s)
         await self._entered(request.request_id, held, self._engine.call(lambda engine: engine.add(request)))
 
     async def reserve(self, request: Request, stream_id: str, timeout_s: float, sender: str) -> Reservation:
@@ -121,7 +122,7 @@ class Sequences:
             SequenceFailed
         """
         request_id = request.request_id
-        held = self._enter(request_id, stream_id, timeout_s)
+        held = self._enter(request, stream_id, timeout_s)
         cached, block_ids = await self._entered(request_id, held, self._block_queue.reserve(request))
         held.span.set_attribute("decode.cached_tokens", cached)
         held.transfer_id = self._new_id()
@@ -140,7 +141,8 @@ class Sequences:
             raise SequenceFailed(error.code, error.message) from None
         return Reservation(held.transfer_id, cached, len(block_ids))
 
-    def _enter(self, request_id: str, stream_id: str, timeout_s: float) -> Held:
+    def _enter(self, request: Request, stream_id: str, timeout_s: float) -> Held:
+        request_id = request.request_id
         if not self._streams.is_open(stream_id):
             raise SequenceFailed("FAILED_PRECONDITION", "the gateway's stream has ended")
         if request_id in self._held:
@@ -148,7 +150,7 @@ class Sequences:
         span = tracer.start_span("decode", attributes={"tandem.worker": self._worker_id})
         late = "the request's deadline passed in decode"
         timer = self._loop.call_later(timeout_s, self._fail, request_id, "DEADLINE_EXCEEDED", late)
-        held = self._held[request_id] = Held(stream_id, timer, span)
+        held = self._held[request_id] = Held(stream_id, timer, span, itl_target_s=request.itl_target_s)
         return held
 
     async def _entered(self, request_id: str, held: Held, entering: Coroutine[Any, Any, T]) -> T:
@@ -194,7 +196,7 @@ class Sequences:
                 continue
             held.num_tokens += len(output.tokens)
             held.num_proposed_tokens, held.num_accepted_tokens = output.num_proposed_tokens, output.num_accepted_tokens
-            self._streams.send(held.stream_id, output)
+            self._streams.send(held.stream_id, output, held.itl_target_s)
             if output.finished:
                 self._leave(output.request_id, output.finish_reason, output.error or "")
         self._block_queue.look_again()

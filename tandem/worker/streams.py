@@ -41,7 +41,7 @@ class Outbox:
         self._overdue = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, output: SequenceOutput) -> None:
+    def put(self, output: SequenceOutput, itl_target_s: float) -> None:
         held = self._held.setdefault(output.request_id, output)
         if held is not output:
             held.tokens += output.tokens
@@ -52,8 +52,8 @@ class Outbox:
             self.changed.set()
         elif self._all_passed_on:
             self.changed.set()
-        elif self._timer is None:
-            self._timer = self._loop.call_at(self._sent_at + MOST_S, self._end_wait)
+        else:
+            self._wait_until(self._sent_at + min(MOST_S, itl_target_s or MOST_S))
 
     def fail(self, request_id: str, code: str, message: str) -> None:
         if request_id in self._held:
@@ -91,6 +91,11 @@ class Outbox:
     def _all_passed_on(self) -> bool:
         return self._num_passed_on == self._num_sent
 
+    def _wait_until(self, at: float) -> None:
+        if self._timer is None or at < self._timer.when():
+            self.close()
+            self._timer = self._loop.call_at(at, self._end_wait)
+
     def _end_wait(self) -> None:
         self._overdue = True
         self.changed.set()
@@ -113,11 +118,11 @@ class Streams:
     def is_open(self, stream_id: str) -> bool:
         return stream_id in self._outboxes
 
-    def send(self, stream_id: str, output: SequenceOutput) -> None:
-        """Put an output, which grows by those that follow, into a stream's outbox."""
+    def send(self, stream_id: str, output: SequenceOutput, itl_target_s: float = 0.0) -> None:
+        """Put an output, which grows by those that follow, into a stream's outbox; no target between tokens if 0."""
         outbox = self._outboxes.get(stream_id)
         if outbox is not None:
-            outbox.put(output)
+            outbox.put(output, itl_target_s)
 
     def reserved(self, stream_id: str, answer: worker_pb2.Reserved) -> None:
         outbox = self._outboxes.get(stream_id)

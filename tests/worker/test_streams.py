@@ -69,6 +69,16 @@ async def test_tokens_leave_at_once_where_the_gateway_has_time(monkeypatch: pyte
     streams.close()
 
 
+async def test_no_token_is_held_beyond_its_sequences_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.worker.streams.MOST_S", 60.0)
+    streams, stream = await held_up()
+    streams.send("g", output("s0", 2, at=2))
+    streams.send("g", output("s1", 2, at=2), 0.02)
+    async with asyncio.timeout(30):
+        assert said(await anext(stream)) == [("s0", 2, [2]), ("s1", 2, [2])]
+    streams.close()
+
+
 async def test_a_gateway_that_reports_nothing_gets_its_tokens_late() -> None:
     streams, stream = await held_up()
     streams.passed_on("g", 0)
