@@ -33,6 +33,16 @@ SERVERS = ("tandem-1p1d", "tandem", "vllm")
 # Ids below are special tokens and single bytes; ids above may not be in both vocabularies.
 FIRST_ID, LAST_ID = 300, 4000
 
+# A list of people that no answer of 64 tokens ends; few of its tokens are the only ones possible.
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 20}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 64}
+RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "people", "schema": SCHEMA}}
+
 Run = Callable[[Client, random.Random], Coroutine[Any, Any, dict[str, float]]]
 
 
@@ -120,6 +130,17 @@ async def streams(client: Client, dice: random.Random) -> dict[str, float]:
     return {"output": throughput(answers), "itl p99": _ms(percentile(gaps(answers), 99))}
 
 
+async def structured(client: Client, dice: random.Random) -> dict[str, float]:
+    """16 answers as they come, then 16 held to a JSON schema that none of them can end."""
+    rates = []
+    for held_to in ({}, {"response_format": RESPONSE_FORMAT}):
+        asked = replace(client, extra={**client.extra, **held_to})
+        answers = await closed_loop(asked, [Job(prompt(dice, 32), 64) for _ in range(16)], 16)
+        rates.append(decode_rate(answers))
+    free, held = rates
+    return {"free": free, "held": held, "held/free": held / free}
+
+
 async def batching(client: Client, dice: random.Random) -> dict[str, float]:
     """The trace at its own arrival times, at most TRACE_SLOTS running: refilled at once, or batch by batch.
 
@@ -176,6 +197,10 @@ def all_workloads() -> dict[str, Workload]:
         Workload(
             "streams", "14.7 M model, 64 streams over HTTP: 32 tokens in, 128 out", SMALL,
             (Metric("output", *rate), Metric("itl p99", "ms", "lower")), streams, SERVERS,
+        ),
+        Workload(
+            "structured", "16 sequences decode, free and held to a JSON schema: 32 tokens in, 64 out", LARGE,
+            (Metric("free", *rate), Metric("held", *rate), Metric("held/free", "x")), structured, SERVERS,
         ),
         Workload(
             "batching", f"14.7 M model, {TRACE_REQUESTS:,} requests of Azure's trace, answers / {TRACE_SCALE}, "
