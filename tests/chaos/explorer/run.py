@@ -191,6 +191,8 @@ class Run:
         if reply.code is StatusCode.DEADLINE_EXCEEDED:
             hindered = sum(touched.values()) > 0 or self.schedule.shape.num_blocks < 64 or request.read_pause_s > 0
             return took >= timeout_s - 0.01 and (timeout_s < AMPLE_S or hindered)
+        if reply.code is StatusCode.RESOURCE_EXHAUSTED:  # at once, by a forecast: it would end too late
+            return timeout_s < AMPLE_S and not reply.token_ids and took < timeout_s
         return reply.code is StatusCode.UNAVAILABLE and self._may_be_unavailable(request, reply)
 
     def _may_be_unavailable(self, request: Request, reply: Reply) -> bool:
