@@ -43,6 +43,7 @@ class Prefilled:
     output: SequenceOutput
     transfer_bytes: int
     transport: str
+    refused_transports: dict[str, str]
 
 
 class Sequences:
@@ -112,7 +113,7 @@ class Sequences:
         push.commit(self._payload(output))
         computing = push.first_push_at or self._now()
         span.set_attributes({"prefill.cached_tokens": output.num_cached_tokens, "prefill.queue_s": computing - start})
-        return Prefilled(output, push.bytes_pushed, link.transport)
+        return Prefilled(output, push.bytes_pushed, link.transport, link.refused)
 
     def _begin(self, link: Link, ticket: Ticket, timeout_s: float, span: Span) -> TracedPush:
         push = link.begin(

@@ -97,7 +97,10 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         await self._engine.prepare(sequence, timeout_s)
         done = await self._sequences.prefill(sequence, ticket, timeout_s)
         answer = worker_pb2.Prefilled(
-            output=conversion.output_to_proto(done.output), transfer_bytes=done.transfer_bytes, transport=done.transport
+            output=conversion.output_to_proto(done.output),
+            transfer_bytes=done.transfer_bytes,
+            transport=done.transport,
+            refused_transports=done.refused_transports,
         )
         self._streams.prefilled(stream_id, answer)
 

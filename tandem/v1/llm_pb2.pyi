@@ -354,7 +354,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Path(_message.Message):
-    __slots__ = ("kind", "prefill_worker", "decode_worker", "transfer_bytes", "transport", "reason", "migrated")
+    __slots__ = ("kind", "prefill_worker", "decode_worker", "transfer_bytes", "transport", "reason", "migrated", "refused_transports")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Path.Kind]
@@ -363,6 +363,13 @@ class Path(_message.Message):
     KIND_UNSPECIFIED: Path.Kind
     KIND_REMOTE_PREFILL: Path.Kind
     KIND_LOCAL_PREFILL: Path.Kind
+    class RefusedTransportsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     KIND_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +377,7 @@ class Path(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MIGRATED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     kind: Path.Kind
     prefill_worker: str
     decode_worker: str
@@ -377,7 +385,8 @@ class Path(_message.Message):
     transport: str
     reason: str
     migrated: int
-    def __init__(self, kind: _Optional[_Union[Path.Kind, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., migrated: _Optional[int] = ...) -> None: ...
+    refused_transports: _containers.ScalarMap[str, str]
+    def __init__(self, kind: _Optional[_Union[Path.Kind, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., migrated: _Optional[int] = ..., refused_transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class GenerateUnaryRequest(_message.Message):
     __slots__ = ("generate",)

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class LLMServiceStub:
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
-    -transfer-bytes, -transport, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
+    -transfer-bytes, -transport, -refused-transports, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
     details: google.rpc.ErrorInfo with its code as the reason and, where a field is wrong, google.rpc.BadRequest.
     """
 
@@ -66,7 +66,7 @@ class LLMServiceStub:
 
 class LLMServiceServicer:
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
-    -transfer-bytes, -transport, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
+    -transfer-bytes, -transport, -refused-transports, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
     details: google.rpc.ErrorInfo with its code as the reason and, where a field is wrong, google.rpc.BadRequest.
     """
 
@@ -143,7 +143,7 @@ def add_LLMServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class LLMService:
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
-    -transfer-bytes, -transport, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
+    -transfer-bytes, -transport, -refused-transports, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
     details: google.rpc.ErrorInfo with its code as the reason and, where a field is wrong, google.rpc.BadRequest.
     """
 

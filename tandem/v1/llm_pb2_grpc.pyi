@@ -28,7 +28,7 @@ GRPC_VERSION: str
 
 class LLMServiceStub:
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
-    -transfer-bytes, -transport, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
+    -transfer-bytes, -transport, -refused-transports, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
     details: google.rpc.ErrorInfo with its code as the reason and, where a field is wrong, google.rpc.BadRequest.
     """
 
@@ -50,7 +50,7 @@ class LLMServiceStub:
 @_typing.type_check_only
 class LLMServiceAsyncStub(LLMServiceStub):
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
-    -transfer-bytes, -transport, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
+    -transfer-bytes, -transport, -refused-transports, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
     details: google.rpc.ErrorInfo with its code as the reason and, where a field is wrong, google.rpc.BadRequest.
     """
 
@@ -68,7 +68,7 @@ class LLMServiceAsyncStub(LLMServiceStub):
 
 class LLMServiceServicer(metaclass=_abc_1.ABCMeta):
     """A call's trailing metadata says which way it went: x-tandem-path, -prefill-worker, -decode-worker, -cached-tokens,
-    -transfer-bytes, -transport, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
+    -transfer-bytes, -transport, -refused-transports, -reason and -migrated. RESOURCE_EXHAUSTED brings retry-after, in seconds. Every error has
     details: google.rpc.ErrorInfo with its code as the reason and, where a field is wrong, google.rpc.BadRequest.
     """
 

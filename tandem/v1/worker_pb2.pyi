@@ -60,14 +60,23 @@ class Prefill(_message.Message):
     def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., ticket: _Optional[_Union[LandingTicket, _Mapping]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("output", "transfer_bytes", "transport")
+    __slots__ = ("output", "transfer_bytes", "transport", "refused_transports")
+    class RefusedTransportsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     output: SequenceOutput
     transfer_bytes: int
     transport: str
-    def __init__(self, output: _Optional[_Union[SequenceOutput, _Mapping]] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    refused_transports: _containers.ScalarMap[str, str]
+    def __init__(self, output: _Optional[_Union[SequenceOutput, _Mapping]] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., refused_transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
     __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant", "speculative", "num_prior_tokens", "adapter", "trace_context", "itl_target_ms")

@@ -260,7 +260,9 @@ class PrefillPeer(WorkingPeer, prefill_pb2_grpc.PrefillServiceServicer):
         output = self.generator.output(spec, spec.num_prior_tokens)
         output.num_cached_tokens = 3
         self._decodes(request.ticket.decode_incarnation).join(spec.request_id)
-        answer = worker_pb2.Prefilled(output=output, transfer_bytes=4096, transport="tcp")
+        answer = worker_pb2.Prefilled(
+            output=output, transfer_bytes=4096, transport="tcp", refused_transports={"shm": "another host"}
+        )
         self._say(stream_id, worker_pb2.WorkResponse(prefilled=[answer]))
 
 

@@ -288,6 +288,7 @@ async def test_every_answer_says_which_way_it_went(gateway: Gateway, http: httpx
     expected = {
         "x-tandem-path": "remote", "x-tandem-prefill-worker": "p", "x-tandem-decode-worker": "d",
         "x-tandem-cached-tokens": "3", "x-tandem-transfer-bytes": "4096", "x-tandem-transport": "tcp",
+        "x-tandem-refused-transports": "shm: another host",
     }  # fmt: skip
     body = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 100}
     whole = await http.post("/v1/completions", json=body)

@@ -99,6 +99,7 @@ class Answer:
             "x-tandem-cached-tokens": str(self._num_cached_tokens),
             "x-tandem-transfer-bytes": str(path.transfer_bytes),
             "x-tandem-transport": path.transport,
+            "x-tandem-refused-transports": "; ".join(f"{name}: {why}" for name, why in path.refused_transports.items()),
             "x-tandem-reason": path.reason,
             "x-tandem-migrated": str(path.migrated or ""),
         }

@@ -202,6 +202,7 @@ class Attempt:
                     prefill.stream.abort(mailbox.request_id)
             self._outcome.path.transfer_bytes += response.transfer_bytes
             self._outcome.path.transport = response.transport
+            self._outcome.path.refused_transports.update(response.refused_transports)
             span.set_attribute("kv.transfer.bytes", response.transfer_bytes)
         tokens = mailbox.accept(response.output)
         assert self._route is not None
