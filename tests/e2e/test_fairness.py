@@ -44,7 +44,7 @@ async def test_a_flood_of_batch_does_not_hold_up_realtime(
 ) -> None:
     began: list[str] = []
     flood = [
-        asyncio.create_task(generate(client, "flood", "flex", 100, lambda: began.append("flood"))) for _ in range(FLOOD)
+        asyncio.create_task(generate(client, "flood", "flex", 200, lambda: began.append("flood"))) for _ in range(FLOOD)
     ]
     # One HTTP client for all questions: making one takes long enough to hold the flood up.
     async with asyncio.timeout(20), httpx.AsyncClient() as http:
