@@ -60,7 +60,8 @@ class Held:
     """A sequence this worker holds something for. `ended` once it no longer does: why."""
 
     stream_id: str
-    timer: asyncio.TimerHandle
+    deadline: float  # on the loop's clock
+    timer: asyncio.Handle
     span: Span
     transfer_id: str = ""
     num_tokens: int = 0
@@ -131,7 +132,7 @@ class Sequences:
                 held.transfer_id,
                 block_ids=block_ids,
                 first_block=cached // self._engine.engine.layout.block_size,
-                timeout_s=max(0.0, held.timer.when() - self._loop.time()),
+                timeout_s=max(0.0, held.deadline - self._loop.time()),
                 on_commit=lambda payload, num_bytes: self._join(request_id, held, payload, num_bytes),
                 on_abort=lambda code, reason: self._call_soon(self._fail, request_id, code, f"KV transfer: {reason}"),
                 sender=sender,
@@ -149,8 +150,9 @@ class Sequences:
             raise SequenceFailed("ALREADY_EXISTS", f"request_id: {request_id!r} is running here")
         span = tracer.start_span("decode", attributes={"tandem.worker": self._worker_id})
         late = "the request's deadline passed in decode"
-        timer = self._loop.call_later(timeout_s, self._fail, request_id, "DEADLINE_EXCEEDED", late)
-        held = self._held[request_id] = Held(stream_id, timer, span, itl_target_s=request.itl_target_s)
+        deadline = self._loop.time() + timeout_s
+        timer = self._loop.call_at(deadline, self._fail, request_id, "DEADLINE_EXCEEDED", late)
+        held = self._held[request_id] = Held(stream_id, deadline, timer, span, itl_target_s=request.itl_target_s)
         return held
 
     async def _entered(self, request_id: str, held: Held, entering: Coroutine[Any, Any, T]) -> T:

@@ -39,7 +39,8 @@ class Outbox:
         self._num_sent = self._num_passed_on = 0  # messages with outputs
         self._sent_at = self._loop.time()
         self._overdue = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
 
     def put(self, output: SequenceOutput, itl_target_s: float) -> None:
         held = self._held.setdefault(output.request_id, output)
@@ -92,9 +93,9 @@ class Outbox:
         return self._num_passed_on == self._num_sent
 
     def _wait_until(self, at: float) -> None:
-        if self._timer is None or at < self._timer.when():
+        if self._timer is None or at < self._timer_at:
             self.close()
-            self._timer = self._loop.call_at(at, self._end_wait)
+            self._timer, self._timer_at = self._loop.call_at(at, self._end_wait), at
 
     def _end_wait(self) -> None:
         self._overdue = True

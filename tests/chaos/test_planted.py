@@ -119,8 +119,8 @@ def emit_twice(patch: Patch) -> None:
 
     put = Streams.send
 
-    def twice(self: Streams, stream_id: str, output: Any) -> None:
-        put(self, stream_id, output)
+    def twice(self: Streams, stream_id: str, output: Any, *target: float) -> None:
+        put(self, stream_id, output, *target)
         if output.finished and output.first_index:
             outbox = self._outboxes.get(stream_id)
             if outbox is not None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import uvloop
 
 from services.gateway.errors import GatewayError
 from services.gateway.workers import Mailbox
@@ -77,6 +78,20 @@ async def test_no_token_is_held_beyond_its_sequences_target(monkeypatch: pytest.
     async with asyncio.timeout(30):
         assert said(await anext(stream)) == [("s0", 2, [2]), ("s1", 2, [2])]
     streams.close()
+
+
+def test_a_wait_that_is_over_at_once_is_one_under_uvloop_too() -> None:
+    """Whose timers of no time at all are no timers."""
+
+    async def held_twice() -> None:
+        streams, stream = await held_up()
+        await asyncio.sleep(2 * MOST_S)
+        for step in (2, 3):
+            streams.send("g", output("s0", step, at=step), 0.02)
+        assert said(await anext(stream)) == [("s0", 2, [2, 3])]
+        streams.close()
+
+    uvloop.run(held_twice())
 
 
 async def test_a_gateway_that_reports_nothing_gets_its_tokens_late() -> None:
