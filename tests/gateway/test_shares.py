@@ -1,4 +1,4 @@
-"""Several gateways, one cluster: together they let in what one would, whoever's work comes through which."""
+"""Several gateways, one cluster: together they let in what one would, whichever gateway a request comes through."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class CallReader(ABC):
         self._silent = True  # nothing but white space has been said
         self._brackets = Brackets(self.quotes, self.separators)
         self._num_calls = 0
-        self._begun: list[Call] = []  # of the body, as far as parts have told of them
+        self._begun: list[Call] = []  # of the body, as far as parts have reported them
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ class Slots:
         self.blocks = max(1, min(frame_bytes, side.size // 4) // block_bytes)
         self._start, self._end, self._inline = side.start, side.start + side.size, side.inline
         self._next = self._start
-        self._taken: dict[int, bool] = {}  # the oldest first: whether it was given back
+        self._taken: dict[int, bool] = {}  # the oldest first: whether it was released
 
     @property
     def num_taken(self) -> int:

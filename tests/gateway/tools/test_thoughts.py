@@ -1,4 +1,4 @@
-"""How long a model may think: what workers are told of it, over HTTP and gRPC."""
+"""How long a model may think: what is passed on to workers, over HTTP and gRPC."""
 
 from __future__ import annotations
 
