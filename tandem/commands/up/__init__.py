@@ -1,0 +1,32 @@
+"""`tandem up`: a whole cluster, on this machine or on Ray, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tandem.commands.up.checks import check
+from tandem.commands.up.run import up_here, up_on_ray
+from tandem.commands.up.settings import DEMO_MODEL, UpSettings
+from tandem.local import ServiceFailed
+from tandem.settings import load
+
+__all__ = ["DEMO_MODEL", "UpSettings", "main"]
+
+
+def main(arguments: list[str]) -> None:
+    settings = load(UpSettings, _with_ray_address(arguments), "tandem up")
+    try:
+        cluster = settings.cluster()
+        check(settings, cluster)
+        asyncio.run(up_on_ray(settings, cluster) if settings.ray else up_here(settings, cluster))
+    except (ServiceFailed, ConnectionError, TimeoutError, ValueError) as error:
+        raise SystemExit(f"tandem up: {error}") from None
+
+
+def _with_ray_address(arguments: list[str]) -> list[str]:
+    """`--ray` alone is `--ray auto`."""
+    following = [*arguments[1:], "--"]
+    return [
+        "--ray=auto" if argument == "--ray" and after.startswith("-") else argument
+        for argument, after in zip(arguments, following, strict=True)
+    ]

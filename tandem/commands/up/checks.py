@@ -1,0 +1,48 @@
+"""What would fail later, refused before anything starts, by the option or the line of the file that says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.api_keys import check_exposed
+from tandem.commands.up.settings import UpSettings
+from tandem.local import check_free
+from tandem.local.cluster import Cluster, Model, check_settings
+
+
+def check(settings: UpSettings, cluster: Cluster) -> None:
+    """
+    Raises:
+        ValueError: what is wrong.
+    """
+    for model in cluster.models:
+        _check_model(settings, cluster, model)
+    if settings.file is not None:
+        _check_settings(cluster)
+    gateway = cluster.gateway.settings
+    check_exposed(gateway.get("host", "127.0.0.1"), gateway.get("api_keys"), bool(gateway.get("insecure")))
+    if settings.detach and not settings.ray:
+        raise ValueError("--detach: only a cluster on Ray can be left running; add --ray")
+    if not settings.detach:
+        check_free(cluster.addresses())
+
+
+def _check_model(settings: UpSettings, cluster: Cluster, model: Model) -> None:
+    name, folder = f"models.{model.id}.weights.path" if settings.file else "--model-path", model.weights.path
+    if model.weights.kind == "runtime_env":
+        if not settings.ray:
+            raise ValueError(f"models.{model.id}.weights.kind: runtime_env is Ray's; add --ray")
+        brought = Path(cluster.ray.runtime_env["working_dir"])
+        if not brought.is_dir():
+            return  # a zip, somewhere: the workers see what is in it
+        folder = brought / folder
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name}: {folder} is no Hugging Face folder: it has no config.json")
+
+
+def _check_settings(cluster: Cluster) -> None:
+    from services.gateway.settings import GatewaySettings
+    from tandem.worker import WorkerSettings
+
+    check_settings([(f"pools.{pool.name}.settings", pool.settings) for pool in cluster.pools], WorkerSettings)
+    check_settings([("gateway.settings", cluster.gateway.settings)], GatewaySettings)

@@ -1,0 +1,87 @@
+"""What `tandem up` prints: the cluster as it runs, one answer, and lines to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from tandem.commands import generate
+from tandem.commands.up.plan import Plan
+from tandem.commands.up.settings import UpSettings
+from tandem.local import Launcher
+from tandem.registry import RedisAddress
+
+SAMPLE_TOKENS = 96
+
+
+def progress(launcher: Launcher) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, (done, total) in launcher.loading().items():
+        bar = f"{'█' * (20 * done // total):░<20} weights" if total and done < total else "starting"
+        table.add_row(name, "up" if total and done >= total else bar)
+    return table
+
+
+async def capacities(plan: Plan) -> dict[str, str]:
+    """By model, how much of it decode workers run and hold at once."""
+    at_once = {}
+    async with httpx.AsyncClient(timeout=2.0) as client:
+        for gateway in plan.gateways:
+            with suppress(httpx.HTTPError):
+                said = (await client.get(f"http://{plan.url(gateway)}/health/ready")).json()
+                text = f"{said['sequences']:,} answers, {said['kv_tokens']:,} tokens of KV; more wait"
+                at_once[str(gateway.settings["model_name"])] = text
+    return at_once
+
+
+def status(settings: UpSettings, plan: Plan, seconds: float, capacities: Mapping[str, str]) -> Panel:
+    table = Table.grid(padding=(0, 2))
+    for model in plan.cluster.models:
+        table.add_row("model", f"{model.name}  ({model.weights.path})")
+        if model.name in capacities:
+            table.add_row("at once", capacities[model.name])
+    pools = (f"{pool.replicas} {pool.name}" for pool in plan.cluster.pools)
+    engine = ", null engine: no model computes" if settings.engine == "null" else ""
+    table.add_row("workers", ", ".join(pools) + engine)
+    for http in dict.fromkeys(plan.url(gateway) for gateway in plan.gateways):
+        at = [gateway for gateway in plan.gateways if plan.url(gateway) == http]
+        shared = f"  ({len(at)} processes)" if len(at) > 1 else ""
+        table.add_row("OpenAI HTTP", f"http://{http}/v1{shared}")
+        table.add_row("gRPC", f"{plan.url(at[0], 'grpc_port')}  (tandem.v1.LLMService)")
+        own = [plan.url(gateway, "own_http_port") for gateway in at if "own_http_port" in gateway.settings]
+        if own:
+            table.add_row("metrics", ", ".join(f"http://{address}/metrics" for address in own))
+    table.add_row("Redis", str(RedisAddress.parse(plan.redis_url)))
+    table.add_row("logs", "with Ray's" if settings.ray else str(settings.logs))
+    return Panel(table, title=f"Tandem is ready after {seconds:.1f} s", title_align="left", expand=False)
+
+
+async def stream_sample(settings: UpSettings, plan: Plan, console: Console) -> None:
+    address = plan.url(plan.gateways[0], "grpc_port")
+    console.print()
+    await generate.run([settings.sample, f"--address={address}", f"--max-tokens={SAMPLE_TOKENS}", "--temperature=0"])
+    console.print()
+
+
+def lines_to_try(settings: UpSettings, plan: Plan) -> str:
+    gateway, closed = plan.gateways[0], plan.cluster.gateway.settings.get("api_keys")
+    http, name = f"http://{plan.url(gateway)}/v1", gateway.settings["model_name"]
+    key = ("-H 'authorization: Bearer tk-...' ", "tk-...", " --api-key tk-...") if closed else ("", "none", "")
+    end = f"tandem down --ray {settings.ray}     (stops everything)" if settings.detach else "Ctrl-C stops everything."
+    return escape(f"""Try it from another terminal:
+
+  curl {http}/completions -H 'content-type: application/json' {key[0]}\
+    -d '{{"model": "{name}", "prompt": "import ", "max_tokens": 32}}'
+
+  python -c "from openai import OpenAI; c = OpenAI(base_url='{http}', api_key='{key[1]}'); \\
+print(c.completions.create(model='{name}', prompt='def ', max_tokens=32).choices[0].text)"
+
+  tandem generate "class " --address {plan.url(gateway, "grpc_port")}{key[2]}     (gRPC)
+
+{end}""")

@@ -1,0 +1,138 @@
+"""The life of a cluster: started in order, ready when every pair has moved a block, stopped by a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+
+from tandem.commands.up.display import capacities, lines_to_try, progress, status, stream_sample
+from tandem.commands.up.plan import Plan
+from tandem.commands.up.settings import UpSettings
+from tandem.local import Launcher, LocalLauncher, ServiceFailed, unless_failed
+from tandem.local.cluster import Cluster
+from tandem.registry import RedisAddress, Registry, RegistryUnavailable
+
+
+async def up_here(settings: UpSettings, cluster: Cluster) -> None:
+    cores = settings.logs / "cores"
+    shutil.rmtree(cores, ignore_errors=True)
+    redis_url = cluster.redis.url or f"redis://127.0.0.1:{cluster.redis.port}"
+    workers = cluster.worker_services(redis_url, cores)
+    plan = Plan(cluster, redis_url, cluster.kvstore_service(), workers, cluster.gateway_services(redis_url))
+    console = Console()
+    launcher = LocalLauncher(settings.logs, lambda text: console.print(escape(text), style="yellow"))
+    await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
+
+
+async def up_on_ray(settings: UpSettings, cluster: Cluster) -> None:
+    from tandem.local.ray import RayLauncher, connect, kvstore_on_ray, service_address
+
+    connect(settings.ray, settings.ray_namespace, cluster.ray.runtime_env)
+    console = Console()
+    launcher = RayLauncher(lambda text: console.print(escape(text), style="yellow"), detached=settings.detach)
+    kvstore = await launcher.kvstore() or kvstore_on_ray(cluster)
+    redis_url = service_address(kvstore)
+    cores = Path(gettempdir()) / f"{settings.ray_namespace}-cores"  # of each node
+    plan = Plan(
+        cluster, redis_url, kvstore, cluster.worker_services(redis_url, cores), cluster.gateway_services(redis_url)
+    )
+    if not settings.detach:
+        await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
+        return
+    before = launcher.names
+    try:
+        await _start(settings, plan, launcher, console)
+    except ServiceFailed:
+        await launcher.stop(launcher.names - before)
+        raise
+    wanted = {service.name for service in (plan.kvstore, *plan.workers, *plan.gateways)}
+    await launcher.stop(launcher.names - wanted)
+
+
+async def _until_stopped(life: Coroutine[Any, Any, None], launcher: Launcher, console: Console) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    living, stopped = asyncio.create_task(life), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((living, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if living.done():
+            living.result()
+    finally:
+        for task in (living, stopped):
+            task.cancel()
+        await asyncio.gather(living, stopped, return_exceptions=True)
+        console.print("stopping")
+        await launcher.stop()
+
+
+async def _serve(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
+    await _start(settings, plan, launcher, console)
+    await launcher.watch(restart=True)
+
+
+async def _start(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
+    """A service that ends before the cluster is ready ends it; from then on it is started again."""
+    now = asyncio.get_running_loop().time
+    started = now()
+    await launcher.start([plan.kvstore])
+    await unless_failed(launcher, _registry_answers(settings, plan.redis_url))
+    await launcher.start(plan.workers)
+    await launcher.start(plan.gateways)
+    await unless_failed(launcher, _wait_until_ready(settings, plan, launcher, console))
+    console.print(status(settings, plan, now() - started, await capacities(plan)))
+    if settings.sample and not plan.cluster.gateway.settings.get("api_keys"):
+        await stream_sample(settings, plan, console)
+    console.print(lines_to_try(settings, plan), soft_wrap=True)
+
+
+async def _registry_answers(settings: UpSettings, url: str) -> None:
+    registry = Registry.connect(url)
+    try:
+        async with asyncio.timeout(settings.ready_timeout_s):
+            while True:
+                try:
+                    return await registry.ping()
+                except RegistryUnavailable:
+                    await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise TimeoutError(f"{RedisAddress.parse(url)} does not answer; logs are in {settings.logs}") from None
+    finally:
+        await registry.close()
+
+
+async def _wait_until_ready(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
+    """Until each gateway says that every worker is there and every prefill-decode pair has moved a real block."""
+    missing = "no gateway answers"
+    try:
+        async with asyncio.timeout(settings.ready_timeout_s), httpx.AsyncClient(timeout=2.0) as client:
+            with Live(console=console, refresh_per_second=8, transient=True) as live:
+                for gateway in plan.gateways:
+                    expected = plan.cluster.expected(str(gateway.settings["model_name"]))
+                    port = "own_http_port" if "own_http_port" in gateway.settings else "http_port"
+                    while missing := await _missing(client, plan.url(gateway, port), expected):
+                        live.update(progress(launcher))
+                        await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise TimeoutError(
+            f"not ready after {settings.ready_timeout_s:.0f} s: {missing}; logs are in {settings.logs}"
+        ) from None
+
+
+async def _missing(client: httpx.AsyncClient, address: str, expected: dict[str, int]) -> str:
+    try:
+        answer = await client.get(f"http://{address}/health/ready")
+    except httpx.TransportError:
+        return f"the gateway at {address} does not answer"
+    ready = answer.status_code == 200 and all(answer.json()[name] >= count for name, count in expected.items())
+    return "" if ready else answer.text

@@ -1,0 +1,155 @@
+"""What `tandem up` may be asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field
+
+from tandem.local.cluster import Cluster, read_cluster
+from tandem.security import ClusterSettings
+
+DEMO_MODEL = Path(__file__).parents[3] / "models" / "demo" / "target"
+# Options that say how, not what: a file leaves them to the command line.
+BESIDE_FILE = {"file", "ray", "ray_namespace", "detach", "logs", "ready_timeout_s", "sample"}
+KV_MEMORY = {
+    ("model", "prefill"): ByteSize(256 * 2**20), ("model", "decode"): ByteSize(512 * 2**20),
+    ("null", "prefill"): ByteSize(4 * 2**20), ("null", "decode"): ByteSize(8 * 2**20),
+}  # fmt: skip
+
+
+class UpSettings(ClusterSettings):
+    """Start a Tandem cluster on this machine: Redis, a gateway, prefill and decode workers, each a process."""
+
+    model_path: Path = Field(DEMO_MODEL, description="Hugging Face folder of the model")
+    model_name: str = Field("", description="name to serve it under; if not given, tandem-demo or the folder's name")
+    prefill: int = Field(1, ge=0, description="number of prefill workers")
+    decode: int = Field(1, ge=1, description="number of decode workers")
+    gateways: int = Field(1, ge=1, description="number of gateway processes, which share the ports")
+    host: str = Field("127.0.0.1", description="address that the gateway listens on")
+    api_keys: Path | None = Field(
+        None, description="file of API keys, as `tandem keys` writes it; none: anyone may ask"
+    )
+    insecure: bool = Field(False, description="serve anyone who reaches the gateway, without API keys")
+    http_port: int = Field(8000, ge=1, le=65535, description="port of the OpenAI-compatible HTTP API")
+    grpc_port: int = Field(50051, ge=1, le=65535, description="port of the gRPC API")
+    own_http_port: int | None = Field(
+        None, ge=1, le=65535,
+        description="several gateways' own ports, for metrics, count up from it (default: http-port + 1)",
+    )  # fmt: skip
+    redis_port: int = Field(6380, ge=1, le=65535, description="port of the redis-server started here")
+    redis_url: str = Field("", description="use this Redis instead of starting one")
+    engine: Literal["model", "null"] = Field(
+        "model", description="null: workers that compute nothing and take a stated time for it"
+    )
+    null_speedup: float = Field(1.0, gt=0, description="null engine: divides the time that its steps take")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as the weights are")
+    quantization: Literal["none", "int8", "int4", "fp8"] = Field(
+        "none", description="what weights are made when loaded: 8 or 4 bits a number; fp8 on GPUs"
+    )
+    kv_cache_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="what KV is held and moved in; auto: what the model computes in"
+    )
+    transports: str = Field("shm,tcp", description="how KV may move, best first")
+    disaggregation: Literal["require", "prefer", "auto"] = Field(
+        "auto", description="who reads prompts: prefill workers, those if there are any, or what costs less"
+    )
+    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic"] = Field(
+        "auto", description="how the model writes calls of tools; auto: as its chat template shows"
+    )
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = Field(
+        "auto", description="what the model writes around its thoughts; auto: as its chat template shows"
+    )
+    prefill_kv_memory: ByteSize | None = Field(
+        None, description="KV cache of each prefill worker; if not given, 256MiB, or 4MiB with the null engine"
+    )
+    decode_kv_memory: ByteSize | None = Field(
+        None, description="KV cache of each decode worker; if not given, 512MiB, or 8MiB with the null engine"
+    )
+    max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer; if not given, the model's")
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="sequences a worker runs at once; if not given, as many as a step and its memory hold",
+    )
+    speculative_method: Literal["none", "ngram", "draft", "medusa", "eagle", "eagle3"] = Field(
+        "none", description="what proposes tokens ahead: what followed earlier in the text, a draft model, or heads"
+    )
+    speculative_num_tokens: int | None = Field(None, ge=0, description="most tokens proposed in a step")
+    speculative_model: Path | None = Field(
+        None, description="folder of a draft model with the same vocabulary, or of heads"
+    )
+    lora_dir: Path | None = Field(None, description="folder that LoRA adapters (PEFT) are loaded from")
+    threads: int | None = Field(None, ge=1, description="CPU threads per worker; if not given, cores / workers")
+    drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for what a worker runs to end; then it moves")
+    file: Path | None = Field(None, description="a cluster.yaml that says what runs, instead of options; docs/ray.md")
+    ray: str = Field("", description="run on the Ray cluster at this address; auto: the one of this machine")
+    ray_namespace: str = Field("tandem", min_length=1, description="Ray's name for this cluster's actors")
+    detach: bool = Field(False, description="with --ray: leave the cluster running, or change the one that runs")
+    logs: Path = Field(Path(".run/logs"), description="folder for the processes' logs")
+    ready_timeout_s: float = Field(120.0, gt=0, description="how long the cluster may take to become ready")
+    sample: str = Field("", description="a prompt to stream one answer for when ready")
+
+    def cluster(self) -> Cluster:
+        """
+        Raises:
+            ValueError: the file, or an option beside it, is wrong.
+        """
+        if self.file is not None:
+            if beside := sorted(self.model_fields_set - BESIDE_FILE):
+                options = ", ".join(f"--{name.replace('_', '-')}" for name in beside)
+                raise ValueError(f"{options}: --file says what runs; set it there")
+            return read_cluster(self.file)
+        weights = {"path": self.model_path}
+        gateway = {
+            "host", "http_port", "grpc_port", "disaggregation", "api_keys", "insecure", "tool_parser",
+            "reasoning_parser",
+        }  # fmt: skip
+        return Cluster.model_validate(
+            {
+                "models": [{"id": "model", "name": self.served_name, "weights": weights}],
+                "workers": {"settings": self._worker_settings()},
+                "pools": [
+                    self._pool("prefill", self.prefill, self.prefill_kv_memory),
+                    self._pool("decode", self.decode, self.decode_kv_memory),
+                ],
+                "gateway": {
+                    "replicas": self.gateways,
+                    "settings": self.model_dump(include=gateway, exclude_none=True) | self._own_ports(),
+                },
+                "redis": {"url": self.redis_url, "port": self.redis_port},
+                "security": self.model_dump(include=set(ClusterSettings.model_fields), exclude_none=True),
+            }
+        )
+
+    def _own_ports(self) -> dict[str, object]:
+        if self.own_http_port is None and self.gateways == 1:
+            return {}
+        return {"own_http_port": self.own_http_port or self.http_port + 1}
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or ("tandem-demo" if self.model_path == DEMO_MODEL else self.model_path.resolve().name)
+
+    def _worker_settings(self) -> dict[str, object]:
+        fields = {
+            "engine",
+            "dtype",
+            "quantization",
+            "kv_cache_dtype",
+            "lora_dir",
+            "max_num_seqs",
+            "null_speedup",
+            "max_model_len",
+            "threads",
+            "drain_s",
+        }
+        return self.model_dump(include=fields, exclude_none=True) | {"transports": self.transports.split(",")}
+
+    def _pool(self, role: str, replicas: int, memory: ByteSize | None) -> dict[str, object]:
+        settings: dict[str, object] = {"kv_memory": int(memory or KV_MEMORY[self.engine, role])}
+        if role == "decode":
+            speculative = {"speculative_method", "speculative_num_tokens", "speculative_model"}
+            settings |= self.model_dump(include=speculative, exclude_none=True)
+        return {"name": role, "role": role, "model": "model", "replicas": replicas, "settings": settings}
