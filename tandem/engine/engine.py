@@ -23,6 +23,7 @@ from tandem.engine.layout import KVLayout
 from tandem.engine.pace import Pace
 from tandem.engine.scheduler import Scheduled, Scheduler
 from tandem.engine.sequence import Sequence, Status, new_sequence
+from tandem.engine.sequence_blocks import SequenceBlocks
 from tandem.engine.speculation import Speculator
 from tandem.engine.swap import SwapSpace
 from tandem.engine.types import (
@@ -70,15 +71,15 @@ class Engine:
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._swap = SwapSpace(self.kv_cache, _num_swap_blocks(config, parts.layout, self._pool.num_blocks), now)
         self._pace = Pace(config.max_prefill_beside_decode or config.max_num_batched_tokens)
+        self._blocks = SequenceBlocks(
+            self._pool, self._swap, block_size=config.block_size, prefix_caching=config.enable_prefix_caching
+        )
         self._scheduler = Scheduler(
-            self._pool,
-            self._swap,
-            block_size=config.block_size,
+            self._blocks,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_beside_decode=max_prefill_beside_decode(config, self.model_config),
             pace=self._pace,
             max_num_seqs=config.max_num_seqs or self._pool.num_blocks,
-            prefix_caching=config.enable_prefix_caching,
             grows_ahead=config.cuda_graphs,
         )
         self.max_num_seqs = self._scheduler.max_num_seqs
@@ -120,7 +121,7 @@ class Engine:
         seq = self._new_sequence(request, total, request.speculative)
         if not self._scheduler.reserve(seq, min(total, seq.num_prompt_tokens + self._lengths.likely_left)):
             return None
-        self._swap.copy(self._scheduler.take_copies())  # before KV lands in blocks of those it has preempted
+        self._swap.copy(self._blocks.take_copies())  # before KV lands in blocks of those it has preempted
         self._live[seq.request_id] = seq
         return seq.num_cached_tokens
 
@@ -131,7 +132,7 @@ class Engine:
     def landing_blocks(self, request_id: str) -> list[int]:
         """Where a reserved sequence's prompt lies in the cache: physical ids in logical order, cached ones included."""
         seq = self._reserved(request_id)
-        return seq.block_table[: self._scheduler.blocks_for(seq.num_prompt_tokens)]
+        return seq.block_table[: self._blocks.blocks_for(seq.num_prompt_tokens)]
 
     def join(self, request_id: str, first_token: SampledToken) -> None:
         """A reserved sequence's whole prompt is in place and prefill has sampled token 0: go on with token 1.
@@ -167,7 +168,7 @@ class Engine:
         """Compute one batch; returns the new tokens of every sequence that got some, or ended."""
         self._cores.work()
         batch = self._scheduler.schedule()
-        self._swap.copy(self._scheduler.take_copies())
+        self._swap.copy(self._blocks.take_copies())
         num_read = sum(item.num_tokens for item in batch if item.num_tokens > 1)
         num_written = sum(item.num_tokens == 1 for item in batch)
         batch = self._speculator.propose(batch)
@@ -184,7 +185,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step could bring something on: reservations that were not joined are not work."""
         scheduler = self._scheduler
-        return bool(scheduler.waiting or scheduler.running or scheduler.lent or self._ended_at_join)
+        return bool(scheduler.waiting or scheduler.running or self._blocks.lent or self._ended_at_join)
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -252,7 +253,7 @@ class Engine:
             raise ValueError(f"num_prior_tokens: {prior} is not between 0 and {most - 1}")
         request.sampling.check_vocabulary(self.model_config.vocab_size)
         speculative.check(self._speculator.methods)
-        needed, there_are = self._scheduler.blocks_for(total), self._pool.num_blocks
+        needed, there_are = self._blocks.blocks_for(total), self._pool.num_blocks
         if needed > there_are:
             raise ValueError(f"token_ids: with max_tokens they need {needed} KV blocks, there are {there_are}")
         if request.lora is not None and (request.adapter is None or request.adapter.revision != request.lora.revision):
@@ -294,16 +295,16 @@ class Engine:
             reason = self._append(seq, tokens)
             new = seq.num_output_tokens - index
             seq.num_computed_tokens += known + max(0, new - 1)
-            self._scheduler.register_blocks(seq)
+            self._blocks.register(seq)
             if not tokens:
                 return None
             if reading:
-                self._scheduler.register_tail(seq)
+                self._blocks.register_tail(seq)
             else:
                 self._num_computed += new - 1
                 self._num_written += new if known == 1 else 0
             self._speculator.verified(seq, new)
-            self._scheduler.release_ahead(seq)
+            self._blocks.release_ahead(seq)
             finished = reason is not None or seq.prefill_only
             output = SequenceOutput(seq.request_id, index, tokens[:new], reason, cached, finished=finished)
             if reading:

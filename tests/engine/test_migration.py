@@ -56,7 +56,7 @@ def landed(source: Engine, target: Engine, request: Request) -> list[tuple[int, 
     cached = target.reserve(request)
     assert cached is not None
     landing = target.landing_blocks("r")
-    assert len(landing) == source._scheduler.blocks_for(len(request.token_ids))
+    assert len(landing) == source._blocks.blocks_for(len(request.token_ids))
 
     class Copy:
         reading = False

@@ -70,7 +70,7 @@ class Speculator:
             return 0
         most = min(MOST_FORCED, room, seq.num_tokens_to_come(self._max_model_len) - 1)
         forced = seq.guide.forced()[: max(0, most)]
-        fit = self._scheduler.extend(seq, len(forced))
+        fit = self._scheduler.blocks.extend(seq, len(forced))
         if fit:
             seq.proposed.extend(forced[:fit])
             self._forced.add(seq.request_id)
@@ -94,7 +94,7 @@ class Speculator:
         most = [min(seq.speculative.num_tokens, seq.num_tokens_to_come(self._max_model_len) - 1) for seq in seqs]
         wanted = []
         for seq, count in zip(seqs, plan.counts(seqs, most, num_rows), strict=True):
-            fit = self._scheduler.extend(seq, min(count, room))
+            fit = self._scheduler.blocks.extend(seq, min(count, room))
             if fit:
                 wanted.append(Wanted(seq, fit))
                 room -= fit

@@ -1,0 +1,192 @@
+"""Which blocks sequences hold: taken from the prefix cache, the free ones and the swap space, and released there.
+
+    has_room ──> take ──> grow, extend ──> release ──────────────> free, or cached
+                  ^                        swap_out, release ──┐
+                  └──────── copied back from host memory ──────┘
+
+A block that a sink still reads when its sequence leaves is lent: it is released when the sink has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.sequence import Sequence
+from tandem.engine.swap import Copies, SwapSpace
+from tandem.engine.types import KVSink
+
+
+class Need(NamedTuple):
+    """Blocks for `num_tokens`, of which `num_known` are there and all but one may be cached. `leaves_spare`: beside
+    them one for each running sequence stays free."""
+
+    num_tokens: int
+    num_known: int
+    leaves_spare: bool
+
+
+class SequenceBlocks:
+    """Owns the block tables of all sequences. What is to be copied is collected until `take_copies`."""
+
+    def __init__(self, pool: BlockPool, swap: SwapSpace, *, block_size: int, prefix_caching: bool) -> None:
+        self._pool, self._swap, self._block_size, self._prefix_caching = pool, swap, block_size, prefix_caching
+        self.lent: list[tuple[KVSink, list[int]]] = []  # blocks of sequences that have left, which their sinks read
+        self._copies: Copies = []
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def cached(self, seq: Sequence, num_tokens: int) -> list[int]:
+        if not self.may_share(seq):
+            return []
+        return self._pool.match(seq.hashes.up_to(seq.token_ids, num_tokens // self._block_size))
+
+    def num_cached_tokens(self, seq: Sequence) -> int:
+        """How many of its tokens need not be computed, could it take blocks now."""
+        return len(self.cached(seq, seq.num_tokens - 1)) * self._block_size
+
+    def may_share(self, seq: Sequence) -> bool:
+        """Whether KV that others have computed will do."""
+        return self._prefix_caching and not seq.reads_whole_prompt
+
+    def has_room(self, seq: Sequence, need: Need, num_running: int, leaving: Items[Sequence] = ()) -> bool:
+        """Whether `take` will do, once those `leaving` the running ones have released theirs."""
+        cached = self.cached(seq, need.num_known - 1)
+        new = self.blocks_for(need.num_tokens) - len(cached)
+        spare = num_running - len(leaving) if need.leaves_spare else 0
+        return self._pool.has_room(new, cached, spare, [other.block_table for other in leaving])
+
+    def take(self, seq: Sequence, need: Need) -> None:
+        """What there is room for: cached blocks first, then those that were swapped, copied back."""
+        cached = self.cached(seq, need.num_known - 1)
+        reads_rest = need.num_tokens == need.num_known  # for a reservation another worker does
+        source = self._tail_source(seq, need.num_known, len(cached)) if reads_rest else None
+        blocks = self._pool.take(self.blocks_for(need.num_tokens) - len(cached), cached)
+        assert blocks is not None, f"{seq.request_id}: no blocks, although there was room"
+        seq.block_table, seq.num_registered_blocks = blocks, len(cached)
+        self._copies += zip(seq.swapped_blocks[len(cached) :], blocks[len(cached) :], strict=False)
+        self.release_swapped(seq)
+        seq.num_computed_tokens = max(seq.num_computed_tokens, len(cached) * self._block_size)
+        if source is not None:
+            self._copy_tail(seq, need.num_known, source)
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed_tokens
+
+    def grow(self, seq: Sequence) -> bool:
+        """One block more, unless the sequence has one for its last token; False if there is none."""
+        if seq.num_tokens <= len(seq.block_table) * self._block_size:
+            return True
+        new = self._pool.take(1)
+        seq.block_table += new or []
+        return new is not None
+
+    def extend(self, seq: Sequence, num_ahead: int) -> int:
+        """Make room for so many proposed tokens where nobody has to leave for it; returns how many fit."""
+        room = len(seq.block_table) * self._block_size - seq.num_tokens
+        while room < num_ahead and (new := self._pool.take(1)) is not None:
+            seq.block_table += new
+            room += self._block_size
+        return min(room, num_ahead)
+
+    def release_ahead(self, seq: Sequence) -> None:
+        """The blocks that only refused tokens needed go back."""
+        needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
+        if needed < len(seq.block_table):
+            self._pool.release(seq.block_table[needed:])
+            del seq.block_table[needed:]
+
+    def swap_out(self, seq: Sequence) -> bool:
+        """Have what it has computed copied to host memory, where that pays; otherwise it has computed nothing."""
+        used = seq.block_table[: self.blocks_for(seq.num_computed_tokens)]
+        seq.swapped_blocks = self._swap.take(seq.num_computed_tokens, len(used)) or []
+        self._copies += zip(used, seq.swapped_blocks, strict=False)
+        if not seq.swapped_blocks:
+            seq.num_computed_tokens = 0
+        return bool(seq.swapped_blocks)
+
+    def release(self, seq: Sequence) -> None:
+        if seq.sink is not None and seq.sink.reading:
+            self.lent.append((seq.sink, seq.block_table))
+        else:
+            self._pool.release(seq.block_table)
+        seq.block_table, seq.num_registered_blocks, seq.num_drafted_tokens = [], 0, 0
+        seq.num_reserved_blocks = 0
+
+    def release_swapped(self, seq: Sequence) -> None:
+        self._swap.release(seq.swapped_blocks)
+        seq.swapped_blocks = []
+
+    def release_lent(self) -> None:
+        lent, self.lent = self.lent, []
+        for sink, blocks in lent:
+            if sink.reading:
+                self.lent.append((sink, blocks))
+            else:
+                self._pool.release(blocks)
+
+    def take_copies(self) -> Copies:
+        """What is to be copied, in this order, before any block is written again."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def register(self, seq: Sequence) -> None:
+        """Make the blocks that the sequence has filled findable."""
+        num_full = seq.num_computed_tokens // self._block_size
+        if num_full == seq.num_registered_blocks or not self._prefix_caching:
+            return
+        for block in range(seq.num_registered_blocks, num_full):
+            self._pool.register(seq.block_table[block], *seq.hashes.link(seq.token_ids, block))
+            seq.num_registered_blocks = block + 1
+
+    def register_tail(self, seq: Sequence) -> None:
+        """The prompt is computed: make its last block findable, if it is part-full."""
+        if self._prefix_caching and seq.num_prompt_tokens % self._block_size:
+            block = seq.block_table[seq.num_prompt_tokens // self._block_size]
+            self._pool.register_tail(block, seq.hashes.tail(seq.token_ids, seq.num_prompt_tokens))
+
+    def to_be_read(self, seq: Sequence) -> set[bytes]:
+        names = seq.hashes.up_to(seq.token_ids, seq.num_prompt_tokens // self._block_size)
+        return {*names[seq.num_registered_blocks :], seq.hashes.tail(seq.token_ids, seq.num_prompt_tokens)}
+
+    def first_missing(self, seq: Sequence) -> bytes | None:
+        """Name of the first block that the sequence would have to compute more than one token of."""
+        if seq.swapped_blocks:
+            return None
+        names = seq.hashes.up_to(seq.token_ids, (seq.num_tokens - 1) // self._block_size)
+        num_cached = len(self._pool.match(names))
+        if num_cached < len(names):
+            return names[num_cached]
+        if self._ends_alone(seq.num_tokens):
+            return None
+        tail = seq.hashes.tail(seq.token_ids, seq.num_tokens)
+        return tail if self._pool.match_tail(tail) is None else None
+
+    def _tail_source(self, seq: Sequence, num_known: int, num_cached: int) -> int | None:
+        """The block that holds what cached ones lack of the `num_known` tokens, if more than one is lacking."""
+        if not self.may_share(seq) or seq.swapped_blocks or self._ends_alone(num_known):
+            return None
+        if num_cached < (num_known - 1) // self._block_size:
+            return None
+        return self._pool.match_tail(seq.hashes.tail(seq.token_ids, num_known))
+
+    def _copy_tail(self, seq: Sequence, num_known: int, source: int) -> None:
+        target = seq.block_table[(num_known - 1) // self._block_size]
+        self._copies.append((source, target))
+        self._pool.register_tail(target, seq.hashes.tail(seq.token_ids, num_known))
+        seq.num_computed_tokens = num_known - 1
+
+    def _ends_alone(self, num_tokens: int) -> bool:
+        return num_tokens % self._block_size == 1 or self._block_size == 1
+
+    def check_integrity(self, live: Items[Sequence]) -> None:
+        """AssertionError if a block is held by none or too many, or one of these, all there are, has too few or more
+        than its tokens need."""
+        for seq in live:
+            room = (len(seq.block_table) + len(seq.swapped_blocks)) * self._block_size
+            assert seq.num_computed_tokens <= room, f"{seq.request_id}: KV for more tokens than it has blocks"
+            needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
+            assert len(seq.block_table) <= needed, f"{seq.request_id}: more blocks than its tokens need"
+        self._pool.check_integrity([*(seq.block_table for seq in live), *(blocks for _, blocks in self.lent)])
+        self._swap.check_integrity(seq.swapped_blocks for seq in live)
