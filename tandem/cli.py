@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
+from tandem.garbage import settled, starting
+
 USAGE = """usage: tandem <command> [options]
 
 commands:
@@ -26,7 +28,9 @@ def main() -> None:
     if command == "--version":
         print(f"tandem {version('tandem')}")
         return
+    starting()
     run = _command(command)
+    settled()
     if run is None:
         print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
         raise SystemExit(0 if command in ("-h", "--help") else 2)

@@ -1,5 +1,10 @@
 """`python -m services.decode`: a decode worker."""
 
+from tandem.garbage import starting
+
+if __name__ == "__main__":
+    starting()
+
 from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
 from tandem.registry import Role

@@ -1,5 +1,10 @@
 """`python -m services.gateway`: HTTP/SSE and gRPC in, tokens out, until SIGTERM, SIGINT or the death of any task."""
 
+from tandem.garbage import settled, starting
+
+if __name__ == "__main__":
+    starting()
+
 import asyncio
 import random
 import signal
@@ -17,7 +22,6 @@ from services.gateway.routing import Router
 from services.gateway.server import Gateway, Ports
 from services.gateway.settings import GatewaySettings
 from tandem import rpc, telemetry
-from tandem.garbage import settled
 from tandem.loop_watch import ends_where_it_stands_still
 from tandem.registry import Registry
 from tandem.settings import load

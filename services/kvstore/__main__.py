@@ -1,5 +1,10 @@
 """`python -m services.kvstore`: the registry's keeper."""
 
+from tandem.garbage import starting
+
+if __name__ == "__main__":
+    starting()
+
 import uvloop
 
 from services.kvstore.keeper import run

@@ -16,6 +16,7 @@ import structlog
 from services.kvstore.server import KVStoreService
 from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
+from tandem.garbage import settled
 from tandem.integrity_service import IntegrityService
 from tandem.local import RedisServer
 from tandem.registry import Registry, RegistryUnavailable
@@ -102,6 +103,7 @@ async def _serve(settings: KVStoreSettings, registry: Registry, own: OwnRedis | 
     tasks = [asyncio.create_task(sweep(registry, server, settings.sweep_s), name="sweep")]
     if own:
         tasks.append(asyncio.create_task(own.keep(), name="redis"))
+    settled()
     log.info("serving", host=settings.host, grpc_port=server.port, redis_url=own.shown_url if own else "given")
     try:
         await _stopped_or_failed(tasks)

@@ -1,5 +1,10 @@
 """`python -m services.prefill`: a prefill worker."""
 
+from tandem.garbage import starting
+
+if __name__ == "__main__":
+    starting()
+
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
 from tandem.registry import Role
