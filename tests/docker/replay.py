@@ -1,7 +1,8 @@
 """A Dockerfile without Docker: the COPY and RUN steps of a target, carried out in a clean folder.
 
 FROM a stage brings what that stage holds; paths of the image lie under the folder; steps of the system (apt-get) are
-left out, as this machine stands for the base image. Python is this one, in a virtual environment that RUN makes.
+left out, as this machine stands for the base image. Python is this one, in a virtual environment that RUN makes; what
+pip would install there is linked from this one's where it has just that version (see tests/docker/install.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+INSTALL = Path(__file__).with_name("install.py")
 STEP_BOUND_S = 600.0
 
 
@@ -115,7 +117,8 @@ class Replay:
             self._relocate(source_root, stage.root)
 
     def _run(self, stage: Stage, step: Any) -> None:
-        words = list(step.value) if step.json else ["sh", "-ec", step.value[0]]
+        install = f"{sys.executable} {INSTALL} "
+        words = list(step.value) if step.json else ["sh", "-ec", step.value[0].replace("pip install ", install)]
         if not step.json and "apt-get" in step.value[0]:
             return
         done = self.run(stage, words)
