@@ -1,6 +1,6 @@
 """gRPC the way every Tandem process uses it.
 
-    server    health and reflection on; one interceptor that joins the caller's trace and turns exceptions into statuses
+    server    health and reflection on; an interceptor around every call (tandem/interceptor.py)
     channel   quick reconnects
     within the cluster, both prove the cluster's secret and speak TLS where there is one (tandem/security.py)
     both      pings, so that a peer that stands still (SIGSTOP, a cut cable) is noticed within two seconds
@@ -10,24 +10,18 @@ Handlers raise `Refused(status, message)`; anything else is a bug, logged whole 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hmac import compare_digest
-from typing import Any, cast
+from typing import Any
 
 import grpc
-import structlog
-from google.protobuf.message import DecodeError
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
-from opentelemetry import context as otel_context
-from opentelemetry import propagate
 
-from tandem.security import NAME, NO_SECRET, OPEN, TLS, ClusterSecret, Security
-
-log = structlog.get_logger(__name__)
+from tandem.interceptor import Interceptor, user_agent
+from tandem.interceptor import Refused as Refused
+from tandem.security import NAME, NO_SECRET, OPEN, TLS, Security
 
 # A health service that is SERVING from a process's start to its end; "" and the others say whether it is ready.
 LIVE = "live"
@@ -64,21 +58,6 @@ CHANNEL_OPTIONS = [
 ]
 
 
-STRANGER = grpc.StatusCode.UNAUTHENTICATED, "this port is for processes with the cluster's secret"
-STOPPING = grpc.StatusCode.UNAVAILABLE, "the process is stopping"
-# A server that stops refuses calls until none has come for QUIET_S.
-QUIET_S, TURN_AWAY_S = 0.03, 0.5
-
-
-class Refused(Exception):
-    """A handler's typed answer "no": the status and what would be right."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-
-
 @dataclass(frozen=True, slots=True)
 class Servicer:
     """One service to serve: its full name, its implementation, and the generated function that adds it."""
@@ -91,8 +70,10 @@ class Servicer:
 class Server:
     """A running gRPC server and the health it reports."""
 
-    def __init__(self, server: aio.Server, edge: _Edge, health_servicer: Any, names: Sequence[str]) -> None:
-        self._server, self._edge = server, edge
+    def __init__(
+        self, server: aio.Server, interceptor: Interceptor, health_servicer: Any, names: Sequence[str]
+    ) -> None:
+        self._server, self._interceptor = server, interceptor
         self._health = health_servicer
         self._names = names
         self._probes: aio.Server | None = None
@@ -109,7 +90,7 @@ class Server:
         Raises:
             OSError: the address cannot be bound.
         """
-        self._probes = aio.server(options=SERVER_OPTIONS, interceptors=[_Edge(NO_SECRET)])
+        self._probes = aio.server(options=SERVER_OPTIONS, interceptors=[Interceptor(NO_SECRET)])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
         if servicer:
             servicer.add(servicer.implementation, self._probes)
@@ -119,7 +100,7 @@ class Server:
     async def stop(self, grace: float) -> None:
         """Refuse new calls, let running ones end for `grace` seconds, then cancel them."""
         await self._health.enter_graceful_shutdown()
-        await self._edge.turn_away()
+        await self._interceptor.turn_away()
         await self._server.stop(grace)
         if self._probes:
             await self._probes.stop(None)
@@ -149,15 +130,15 @@ async def serve(
         "grpc.so_reuseport": int(shared_port),
     }
     options = list({**dict(SERVER_OPTIONS), **own}.items())
-    edge = _Edge(security.secret)
-    server = make_server(options=options, interceptors=[edge])
+    interceptor = Interceptor(security.secret)
+    server = make_server(options=options, interceptors=[interceptor])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     for servicer in servicers:
         servicer.add(servicer.implementation, server)
     names = [servicer.name for servicer in servicers]
     _add_reflection(server, (*names, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1))
-    started = Server(server, edge, health_servicer, names)
+    started = Server(server, interceptor, health_servicer, names)
     started.port = _bind(server, host, port, security.tls)
     await health_servicer.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
     await started.set_serving(False)
@@ -199,17 +180,13 @@ def channel(address: str, security: Security = OPEN) -> aio.Channel:
         OSError: a certificate cannot be read.
     """
     # What every call says: a header that costs nothing per call, as metadata would.
-    agent = [("grpc.primary_user_agent", _agent(security.secret))] if security.secret else []
+    agent = [("grpc.primary_user_agent", user_agent(security.secret))] if security.secret else []
     if security.tls is None:
         return aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *agent])
     key, certificate, ca = _read(security.tls)
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
     name = ("grpc.ssl_target_name_override", NAME)
     return aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *agent, name])
-
-
-def _agent(secret: ClusterSecret) -> str:
-    return f"tandem/{secret.proof('rpc')}"
 
 
 def _read(tls: TLS) -> tuple[bytes, bytes, bytes]:
@@ -225,131 +202,3 @@ def _server_credentials(tls: TLS) -> grpc.ServerCredentials:
 
     first = configuration()
     return grpc.dynamic_ssl_server_credentials(first, configuration, require_client_authentication=True)
-
-
-class _Edge(aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Joins the caller's trace; maps exceptions to statuses; refuses all but health to those without the secret."""
-
-    def __init__(self, secret: ClusterSecret) -> None:
-        self._agent = _agent(secret) if secret else ""
-        self._turns_away = False
-        self._num_calls = 0
-
-    async def turn_away(self) -> None:
-        """From now on a call is UNAVAILABLE. Returns in a moment without calls: when a server stops, gRPC ends those
-        that it has received and not handed over as CANCELLED, which no client takes for a reason to try again."""
-        self._turns_away = True
-        loop = asyncio.get_running_loop()
-        end, known = loop.time() + TURN_AWAY_S, -1
-        while known != self._num_calls and loop.time() < end:
-            known = self._num_calls
-            await asyncio.sleep(QUIET_S)
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = cast(Any, await continuation(handler_call_details))
-        if handler is not None and not self._admits(handler_call_details):
-            return _refusing(handler, *STRANGER)
-        if handler is None or not handler_call_details.method.startswith("/tandem."):
-            return cast("grpc.RpcMethodHandler[Any, Any]", handler)
-        self._num_calls += 1
-        if self._turns_away:
-            return _refusing(handler, *STOPPING)
-        carrier = {k: v for k, v in handler_call_details.invocation_metadata or () if isinstance(v, str)}
-        parse = _parsed(handler.request_deserializer)
-        if handler.unary_unary:
-            behavior = _unary(handler.unary_unary, carrier)
-            return grpc.unary_unary_rpc_method_handler(behavior, parse, handler.response_serializer)
-        if handler.stream_stream:
-            both_ways = _stream(_checked(handler.stream_stream), carrier)
-            return grpc.stream_stream_rpc_method_handler(both_ways, parse, handler.response_serializer)
-        return grpc.unary_stream_rpc_method_handler(
-            _stream(handler.unary_stream, carrier), parse, handler.response_serializer
-        )
-
-    def _admits(self, call: grpc.HandlerCallDetails) -> bool:
-        if not self._agent or call.method.startswith("/grpc.health."):
-            return True
-        said = next((str(v) for k, v in call.invocation_metadata or () if k == "user-agent"), "")
-        return compare_digest(said.partition(" ")[0].encode(), self._agent.encode())
-
-
-def _refusing(handler: Any, code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:
-    """In the place of `handler`; what was sent is not even parsed."""
-
-    async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(code, message)
-
-    async def refuse_stream(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        yield await refuse(request, context)
-
-    if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse_stream)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream)
-    return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-class _Malformed:
-    """In the place of a request that is no message of its kind. gRPC itself would answer UNKNOWN, or INTERNAL."""
-
-
-def _parsed(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def parse(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError:
-            return _Malformed()
-
-    return parse
-
-
-def _check(request: Any) -> None:
-    if isinstance(request, _Malformed):
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of the kind that this call takes")
-
-
-def _checked(behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for request in requests:
-            _check(request)
-            yield request
-
-    return lambda requests, context: behavior(checked(requests), context)
-
-
-def _unary(behavior: Callable[..., Awaitable[Any]], carrier: dict[str, str]) -> Callable[..., Awaitable[Any]]:
-    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        otel_context.attach(propagate.extract(carrier))
-        try:
-            _check(request)
-            return await behavior(request, context)
-        except Exception as error:
-            await _abort(error, context)
-
-    return call
-
-
-def _stream(behavior: Callable[..., AsyncIterator[Any]], carrier: dict[str, str]) -> Callable[..., AsyncIterator[Any]]:
-    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        otel_context.attach(propagate.extract(carrier))
-        try:
-            _check(request)
-            async for response in behavior(request, context):
-                yield response
-        except Exception as error:
-            await _abort(error, context)
-
-    return call
-
-
-async def _abort(error: Exception, context: aio.ServicerContext[Any, Any]) -> None:
-    if isinstance(error, aio.AbortError):
-        raise error
-    if isinstance(error, Refused):
-        await context.abort(error.code, error.message)
-    log.error("handler failed", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the log tells more")

@@ -1,0 +1,171 @@
+"""What every gRPC server of Tandem does around a call.
+
+refuse     a caller without the cluster's secret; everyone, once the server is stopping
+join       the caller's trace
+translate  `Refused` into its status; anything else is a bug, logged whole and answered with INTERNAL
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from hmac import compare_digest
+from typing import Any, cast
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc import aio
+from opentelemetry import context as otel_context
+from opentelemetry import propagate
+
+from tandem.security import ClusterSecret
+
+log = structlog.get_logger(__name__)
+
+STRANGER = grpc.StatusCode.UNAUTHENTICATED, "this port is for processes with the cluster's secret"
+STOPPING = grpc.StatusCode.UNAVAILABLE, "the process is stopping"
+# A server that stops refuses calls until none has come for QUIET_S.
+QUIET_S, TURN_AWAY_S = 0.03, 0.5
+
+
+class Refused(Exception):
+    """A handler's typed answer "no": the status and what would be right."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def user_agent(secret: ClusterSecret) -> str:
+    """How a process of the cluster names itself."""
+    return f"tandem/{secret.proof('rpc')}"
+
+
+class Interceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Joins the caller's trace; maps exceptions to statuses; refuses all but health to those without the secret."""
+
+    def __init__(self, secret: ClusterSecret) -> None:
+        self._agent = user_agent(secret) if secret else ""
+        self._turns_away = False
+        self._num_calls = 0
+
+    async def turn_away(self) -> None:
+        """From now on a call is UNAVAILABLE. Returns in a moment without calls: when a server stops, gRPC ends those
+        that it has received and not handed over as CANCELLED, which no client takes for a reason to try again."""
+        self._turns_away = True
+        loop = asyncio.get_running_loop()
+        end, known = loop.time() + TURN_AWAY_S, -1
+        while known != self._num_calls and loop.time() < end:
+            known = self._num_calls
+            await asyncio.sleep(QUIET_S)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = cast(Any, await continuation(handler_call_details))
+        if handler is not None and not self._admits(handler_call_details):
+            return _refusing(handler, *STRANGER)
+        if handler is None or not handler_call_details.method.startswith("/tandem."):
+            return cast("grpc.RpcMethodHandler[Any, Any]", handler)
+        self._num_calls += 1
+        if self._turns_away:
+            return _refusing(handler, *STOPPING)
+        carrier = {k: v for k, v in handler_call_details.invocation_metadata or () if isinstance(v, str)}
+        parse = _parsed(handler.request_deserializer)
+        if handler.unary_unary:
+            behavior = _unary(handler.unary_unary, carrier)
+            return grpc.unary_unary_rpc_method_handler(behavior, parse, handler.response_serializer)
+        if handler.stream_stream:
+            both_ways = _stream(_checked(handler.stream_stream), carrier)
+            return grpc.stream_stream_rpc_method_handler(both_ways, parse, handler.response_serializer)
+        return grpc.unary_stream_rpc_method_handler(
+            _stream(handler.unary_stream, carrier), parse, handler.response_serializer
+        )
+
+    def _admits(self, call: grpc.HandlerCallDetails) -> bool:
+        if not self._agent or call.method.startswith("/grpc.health."):
+            return True
+        said = next((str(v) for k, v in call.invocation_metadata or () if k == "user-agent"), "")
+        return compare_digest(said.partition(" ")[0].encode(), self._agent.encode())
+
+
+def _refusing(handler: Any, code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """In the place of `handler`; what was sent is not even parsed."""
+
+    async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        await context.abort(code, message)
+
+    async def refuse_stream(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        yield await refuse(request, context)
+
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(refuse_stream)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(refuse_stream)
+    return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+class _Malformed:
+    """In the place of a request that is no message of its kind. gRPC itself would answer UNKNOWN, or INTERNAL."""
+
+
+def _parsed(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Malformed()
+
+    return parse
+
+
+def _check(request: Any) -> None:
+    if isinstance(request, _Malformed):
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of the kind that this call takes")
+
+
+def _checked(behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            _check(request)
+            yield request
+
+    return lambda requests, context: behavior(checked(requests), context)
+
+
+def _unary(behavior: Callable[..., Awaitable[Any]], carrier: dict[str, str]) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        otel_context.attach(propagate.extract(carrier))
+        try:
+            _check(request)
+            return await behavior(request, context)
+        except Exception as error:
+            await _abort(error, context)
+
+    return call
+
+
+def _stream(behavior: Callable[..., AsyncIterator[Any]], carrier: dict[str, str]) -> Callable[..., AsyncIterator[Any]]:
+    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        otel_context.attach(propagate.extract(carrier))
+        try:
+            _check(request)
+            async for response in behavior(request, context):
+                yield response
+        except Exception as error:
+            await _abort(error, context)
+
+    return call
+
+
+async def _abort(error: Exception, context: aio.ServicerContext[Any, Any]) -> None:
+    if isinstance(error, aio.AbortError):
+        raise error
+    if isinstance(error, Refused):
+        await context.abort(error.code, error.message)
+    log.error("handler failed", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the log tells more")
