@@ -1,8 +1,9 @@
 """Waiting for room: reservations that the block pool cannot hold yet, in order of priority, then of arrival.
 
-Between two steps of the engine everything that fits is reserved, in that order, up to the first that does not; what
-never will is refused, wherever it stands. Nothing is held while waiting and the first in line is never passed by, so a
-big request is not starved by small ones and no cycle of waiting can form.
+Where nobody waits and there is room, it is taken at once, beside the engine's step. Else, between two steps, everything
+that fits is reserved, in that order, up to the first that does not; what never will is refused, wherever it stands.
+Nothing is held while waiting and the first in line is never passed by, so a big request is not starved by small ones
+and no cycle of waiting can form.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class BlockQueue:
             ValueError: it can never fit; names the field.
             EngineDied
         """
+        reserved = None if self._line else self._engine.beside_step(lambda engine: _take_free(engine, request))
+        if reserved is not None:
+            return reserved
         waiting = Waiting(request.priority, next(self._arrivals), request, self._loop.create_future())
         insort(self._line, waiting)
         self.look_again()
@@ -101,3 +105,12 @@ class BlockQueue:
             self._line.remove(waiting)
         if self._again:
             self.look_again()
+
+
+def _take_free(engine: Engine, request: Request) -> Reserved | None:
+    """None also where it is refused, as the engine may yet have to end another request of the same id."""
+    try:
+        cached = engine.reserve(request, outranks=False)
+    except ValueError:
+        return None
+    return None if cached is None else (cached, engine.landing_blocks(request.request_id))

@@ -4,14 +4,15 @@
     reserve ─> join ────┴─> step: schedule, execute, update ┴──> KVSink.push (while executing)
     abort, any time
 
-One thread calls everything. The engine owns the weights, the KV cache and every sequence between its add or reserve and
-its last output or abort.
+One thread at a time calls everything; beside a step that computes another one may reserve what is free. The engine owns
+the weights, the KV cache and every sequence between its add or reserve and its last output or abort.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import torch
@@ -42,6 +43,8 @@ from tandem.grammar import Grammars
 from tandem.local import Cores
 from tandem.sampling import InvalidParameter
 from tandem.speculative import OFF, Speculative
+
+ALONE: AbstractContextManager[None] = nullcontext()
 
 
 class Engine:
@@ -110,18 +113,20 @@ class Engine:
         self._scheduler.add(seq)
         self._live[seq.request_id] = seq
 
-    def reserve(self, request: Request) -> int | None:
+    def reserve(self, request: Request, outranks: bool = True) -> int | None:
         """Take blocks for the prompt and a likely answer and park the sequence until `join`; None if there is no room
         now. An answer that outgrows them goes on in others, or waits for them and is exactly as it would have been.
+        Those of lower priority leave their blocks to it, unless `outranks` is False: then it may run beside a step.
 
         Returns how many of the prompt's tokens, a multiple of block_size and never all, are in this engine's blocks
         already. ValueError names the field that can never be served.
         """
         total = self._max_tokens(request)
         seq = self._new_sequence(request, total, request.speculative)
-        if not self._scheduler.reserve(seq, min(total, seq.num_prompt_tokens + self._lengths.likely_left)):
+        if not self._scheduler.reserve(seq, min(total, seq.num_prompt_tokens + self._lengths.likely_left), outranks):
             return None
-        self._swap.copy(self._blocks.take_copies())  # before KV lands in blocks of those it has preempted
+        if outranks:
+            self._swap.copy(self._blocks.take_copies())  # before KV lands in blocks of those it has preempted
         self._live[seq.request_id] = seq
         return seq.num_cached_tokens
 
@@ -164,8 +169,9 @@ class Engine:
             self._rest_when_idle()
         return seq is not None
 
-    def step(self) -> list[SequenceOutput]:
-        """Compute one batch; returns the new tokens of every sequence that got some, or ended."""
+    def step(self, computing: AbstractContextManager[None] = ALONE) -> list[SequenceOutput]:
+        """Compute one batch; returns the new tokens of every sequence that got some, or ended. Within `computing`
+        nothing but the batch's own sequences and blocks is read or written."""
         self._cores.work()
         batch = self._scheduler.schedule()
         self._swap.copy(self._blocks.take_copies())
@@ -173,7 +179,8 @@ class Engine:
         num_written = sum(item.num_tokens == 1 for item in batch)
         batch = self._speculator.propose(batch)
         started = self._now()
-        tokens = self._runner.execute(batch)
+        with computing:
+            tokens = self._runner.execute(batch)
         taken = self._now() - started
         self._pace.passed(num_read, num_written, taken)
         self._speculator.passed(batch, taken)

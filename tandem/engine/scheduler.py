@@ -107,12 +107,13 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self._enter(seq, Status.WAITING)
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Take blocks for `num_tokens` tokens and park the sequence; False without room for it."""
+    def reserve(self, seq: Sequence, num_tokens: int, outranks: bool) -> bool:
+        """Take blocks for `num_tokens` tokens and park the sequence; False without room for it. Unless it `outranks`
+        others, only what is free is taken: nothing changes for those that run."""
         if any(s.was_preempted and s.key < seq.key for s in self.waiting):
             return False
         need = Need(num_tokens, seq.num_prompt_tokens, leaves_spare=True)
-        if not self._make_room(seq, need):
+        if not (self._make_room(seq, need) if outranks else self._has_room(seq, need)):
             return False
         self.blocks.take(seq, need)
         seq.num_reserved_blocks = len(seq.block_table)

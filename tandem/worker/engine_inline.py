@@ -48,6 +48,9 @@ class InlineEngine(EnginePort):
             self._next = self._loop.call_soon(self._turn)
         return submission.future
 
+    def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
+        return None if self._closed else self._beside(fn)
+
     def close(self) -> None:
         self._closed = True
         if self._next is not None:

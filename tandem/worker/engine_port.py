@@ -1,6 +1,7 @@
 """What coroutine code knows of an engine: it submits functions, and is called with outputs and with the engine's death.
 
 submit(fn) --between two steps--> fn(engine) --> future
+beside_step(fn) --at once, also while a step computes--> its outcome
 call(fn), call(fn), … ── what a turn of the loop brings ──> one submit ──> their results, in one callback
 engine.step() --> outputs --> on_outputs, on the event loop
           └─> tokens and seconds of the step --> rates
@@ -50,6 +51,12 @@ class EnginePort(ABC):
     @abstractmethod
     def submit(self, fn: Callable[[Engine], T]) -> Future[T]:
         """Have `fn` run before the engine's next step; from any thread. EngineDied if that does not come."""
+
+    @abstractmethod
+    def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
+        """What `fn` returns, run on the caller's thread at once, also while a step computes; None where that is not to
+        be had. `fn` may change nothing that a step uses: of all that changes an engine, only `reserve` without
+        `outranks` is such."""
 
     @property
     @abstractmethod
@@ -121,6 +128,11 @@ class EnginePort(ABC):
                 loop.call_soon_threadsafe(_settle, calls, outcomes)
 
         self.submit(lambda engine: [call.run(engine) for call in calls]).add_done_callback(ran)
+
+    def _beside(self, fn: Callable[[Engine], T]) -> T:
+        result = fn(self.engine)
+        self.stats = self.engine.stats()
+        return result
 
     def _measure(self, seconds: float) -> bool:
         """Note what a step of so many seconds did; False if it brought nothing on."""

@@ -1,12 +1,17 @@
-"""The engine's own thread: nothing else touches the engine, and no gRPC call waits for a forward pass."""
+"""The engine's own thread: nothing else touches the engine, and no gRPC call waits for a forward pass.
+
+While a step computes, which is nearly all of its time, the thread lets go of the engine: what a step does not use may
+be changed beside it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -19,6 +24,8 @@ T = TypeVar("T")
 IDLE_WAIT_S = 0.2
 STALLED_WAIT_S = 0.002
 JOIN_S = 5.0
+# The longest that the event loop waits for the engine to compute: to schedule a step takes less.
+BESIDE_WAIT_S = 0.002
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +37,7 @@ class EngineThread(EnginePort):
         super().__init__(engine)
         self._inbox: SimpleQueue[Submission[Any] | None] = SimpleQueue()
         self._busy_since: float | None = None
+        self._held = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -44,6 +52,14 @@ class EngineThread(EnginePort):
         if self._ended.is_set():
             self._refuse_inbox()
         return submission.future
+
+    def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
+        if self._ended.is_set() or not self._held.acquire(timeout=BESIDE_WAIT_S):
+            return None
+        try:
+            return self._beside(fn)
+        finally:
+            self._held.release()
 
     @property
     def busy_s(self) -> float:
@@ -85,7 +101,8 @@ class EngineThread(EnginePort):
     def _serve(self, submission: Submission[Any] | None) -> None:
         if submission is not None:
             self._busy_since = time.monotonic()
-            submission.run(self.engine)
+            with self._held:
+                submission.run(self.engine)
             self._busy_since = None
 
     def _refuse_inbox(self) -> None:
@@ -100,8 +117,18 @@ class EngineThread(EnginePort):
     def _step(self) -> bool:
         """Whether it brought anything on."""
         started = self._busy_since = time.monotonic()
-        outputs = self.engine.step() if self.engine.has_work() else []
+        with self._held:
+            outputs = self.engine.step(self._released()) if self.engine.has_work() else []
         self._busy_since = None
         if outputs and not self._ended.is_set():
             self._loop.call_soon_threadsafe(self._on_outputs, outputs)
-        return self._measure(time.monotonic() - started) or bool(outputs)
+        with self._held:
+            return self._measure(time.monotonic() - started) or bool(outputs)
+
+    @contextmanager
+    def _released(self) -> Iterator[None]:
+        self._held.release()
+        try:
+            yield
+        finally:
+            self._held.acquire()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.decode.block_queue import BlockQueue
-from tandem.engine import Engine, EngineConfig, Request, SamplingParams
+from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.worker import EngineThread
 
 BLOCKS = 4
@@ -122,3 +122,34 @@ async def test_cancelled_just_as_it_is_reserved_leaves_nothing_behind(thread: En
             await free(thread, queue, "a")
         assert await thread.call(lambda engine: engine.stats().free_blocks) == BLOCKS
         assert len(queue) == 0
+
+
+async def test_what_is_free_is_reserved_while_a_step_computes(demo_model: Path) -> None:
+    computing, go_on = threading.Event(), threading.Event()
+
+    def compute(seconds: float) -> None:
+        computing.set()
+        assert go_on.wait(20)
+
+    config = EngineConfig(model_path=demo_model, model_name="demo", null=StepTime(), num_blocks=BLOCKS)
+    thread, ended = EngineThread(Engine(config, sleep=compute)), asyncio.Event()
+    thread.start(lambda outputs: ended.set() if outputs[-1].finished else None, lambda error: None)
+    try:
+        await thread.call(lambda engine: engine.add(request("running", 2)))
+        await asyncio.to_thread(computing.wait, 20)
+        queue = BlockQueue(thread)
+        cached, blocks = await asyncio.wait_for(queue.reserve(request("a", 1)), 10)
+        assert (cached, len(blocks)) == (0, 1)
+        for too_many in (queue.reserve(request("bb", 2)), queue.reserve(request("urgent", 2, priority=-1))):
+            waiting = asyncio.create_task(too_many)
+            assert await still_waits(waiting)  # whose blocks are wanted is computed with
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        go_on.set()
+        await asyncio.wait_for(ended.wait(), 20)
+        await free(thread, queue, "a")
+        assert await thread.call(lambda engine: engine.stats().free_blocks) == BLOCKS
+        await thread.call(lambda engine: engine.check_integrity())
+    finally:
+        go_on.set()
+        thread.close()
