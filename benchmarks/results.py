@@ -52,6 +52,11 @@ class Answer:
         """Inter-token latencies: a chunk of several tokens is one gap, as long as its reader waited."""
         return [b.at - a.at for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
+    @property
+    def tpot(self) -> float:
+        """Seconds a token behind the first one, on average."""
+        return (self.done - self.first) / max(self.tokens - 1, 1)
+
     def meets(self, ttft: float, itl: float) -> bool:
         return self.ttft <= ttft and all(gap <= itl for gap in self.gaps)
 

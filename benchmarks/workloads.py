@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ TRACE_REQUESTS, TRACE_SPEEDUP, TRACE_SLOTS = 4096, 20, 64
 # byte. So that prompts take the share of the time that they take there, they are cut 295 / 12 = 24 times as much.
 TRACE_SCALE, PROMPT_SCALE = 2, 2 * 24
 TTFT_S, ITL_S = 8.0, 0.150
+POISSON_PER_S, POISSON_REQUESTS = 0.88, 60
+POISSON_TTFT_S, POISSON_TPOT_S = 1.5, 0.120
+BATCHING = ("tandem-1p1d", "tandem", "vllm", "openvino", "llama-cpp")
 EVERYONE = ("tandem-1p1d", "tandem", "vllm", "transformers")
 SERVERS = ("tandem-1p1d", "tandem", "vllm")
 # Ids below are special tokens and single bytes; ids above may not be in both vocabularies.
@@ -125,6 +128,35 @@ async def disturbed(client: Client, dice: random.Random, length: int = 1024, eve
     }
 
 
+async def arriving(client: Client, dice: random.Random) -> dict[str, float]:
+    """POISSON_REQUESTS at random times, whether or not others are answered."""
+    times = accumulate(dice.expovariate(POISSON_PER_S) for _ in range(POISSON_REQUESTS))
+    jobs = [Job(prompt(dice, dice.randint(32, 384)), dice.randint(16, 96), at) for at in times]
+    answers = await open_loop(client, jobs)
+    ttfts = [answer.ttft for answer in answers]
+    in_time = [answer.ttft <= POISSON_TTFT_S and answer.tpot <= POISSON_TPOT_S for answer in answers]
+    return {
+        "goodput": 100 * sum(in_time) / len(answers),
+        "ttft p50": _ms(percentile(ttfts, 50)),
+        "ttft p95": _ms(percentile(ttfts, 95)),
+        "tpot p95": _ms(percentile([answer.tpot for answer in answers], 95)),
+    }
+
+
+async def behind(client: Client, dice: random.Random) -> dict[str, float]:
+    """4 long prompts at once; a short one comes each second while they are read."""
+    long = [Job(prompt(dice, 1536), 16) for _ in range(4)]
+    short = [Job(prompt(dice, 64), 16, at=0.5 + second) for second in range(6)]
+    answers = await open_loop(client, [*long, *short])
+    ttfts = [answer.ttft for answer in answers]
+    return {
+        "short ttft p50": _ms(percentile(ttfts[4:], 50)),
+        "short ttft max": _ms(max(ttfts[4:])),
+        "long ttft p50": _ms(percentile(ttfts[:4], 50)),
+        "long ttft max": _ms(max(ttfts[:4])),
+    }
+
+
 async def streams(client: Client, dice: random.Random) -> dict[str, float]:
     answers = await closed_loop(client, [Job(prompt(dice, 32), 128) for _ in range(512)], 64)
     return {"output": throughput(answers), "itl p99": _ms(percentile(gaps(answers), 99))}
@@ -169,6 +201,7 @@ def all_workloads() -> dict[str, Workload]:
         Workload(
             "concurrent", "16 concurrent: 256 tokens in, 64 out", LARGE,
             (Metric("output", *rate), Metric("ttft p50", "ms", "lower"), Metric("itl p99", "ms", "lower")), concurrent,
+            (*BATCHING, "transformers"),
         ),
         Workload(
             "phase", "The decode phase of 16 sequences: 32 tokens in, 128 out", LARGE,
@@ -193,6 +226,18 @@ def all_workloads() -> dict[str, Workload]:
         Workload(
             "longer", "4 decodes of 256 tokens while a prompt of 1,536 arrives every 6 s", LARGE,
             beside, partial(disturbed, length=1536, every_s=6), (*SERVERS, "vllm-256"),
+        ),
+        Workload(
+            "poisson", f"{POISSON_PER_S} requests a second at random: 32 to 384 tokens in, 16 to 96 out", LARGE,
+            (
+                Metric("goodput", "%"), Metric("ttft p50", "ms", "lower"), Metric("ttft p95", "ms", "lower"),
+                Metric("tpot p95", "ms", "lower"),
+            ), arriving, BATCHING,
+        ),
+        Workload(
+            "behind", "Prompts of 64 tokens, one a second, behind 4 of 1,536", LARGE,
+            tuple(Metric(f"{what} ttft {of}", "ms", "lower") for what in ("short", "long") for of in ("p50", "max")),
+            behind, BATCHING,
         ),
         Workload(
             "streams", "14.7 M model, 64 streams over HTTP: 32 tokens in, 128 out", SMALL,
