@@ -102,7 +102,7 @@ def type_of(schema: Schema) -> str:
         return " or ".join(dict.fromkeys(map(type_of, schema["anyOf"])))
     if "enum" in schema:
         return ", ".join(_code(choice) for choice in schema["enum"])
-    kind = schema.get("type", "")
+    kind = str(schema.get("type", ""))
     if kind == "array":
         return f"list of {type_of(schema['items'])}"
     if kind == "object":

@@ -29,7 +29,7 @@ def load(settings: type[S], arguments: Sequence[str] | None = None, program: str
         cli_hide_none_type=True, cli_avoid_json=True, formatter_class=_Help,
     )  # fmt: skip
     try:
-        return settings(_cli_settings_source=source)  # type: ignore[call-arg]
+        return settings(_cli_settings_source=source)
     except ValidationError as error:
         for problem in error.errors():
             name = _origin(problem["loc"], given) if problem["loc"] else settings.__name__

@@ -85,7 +85,7 @@ async def test_a_stopped_server_is_noticed_by_its_client() -> None:
             await asyncio.wait_for(anext(aiter(stream)), 10)
         assert time.monotonic() - stopped < DETECT_S
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        await channel.close()
+        await channel.close(None)
 
 
 def test_a_stopped_client_is_noticed_by_its_server() -> None:

@@ -122,7 +122,7 @@ def medusa_says(model: PreTrainedModel, tensors: dict[str, Tensor], known: list[
 
 
 def layer_of(model: PreTrainedModel, tensors: dict[str, Tensor], inputs: int) -> LlamaDecoderLayer:
-    config = LlamaConfig(**model.config.to_dict(), attn_implementation="eager")
+    config = LlamaConfig(**model.config.to_dict() | {"attn_implementation": "eager"})
     layer = LlamaDecoderLayer(config, 0)
     for name in "qkv":
         old = getattr(layer.self_attn, f"{name}_proj")

@@ -68,7 +68,9 @@ async def test_messages_of_grpc(gateway: Gateway) -> None:
         for data in collected(damaged() | st.binary(max_size=100)):
             for method, streams in METHODS.items():
                 name = f"/tandem.v1.LLMService/{method}"
-                call: Any = (channel.unary_stream if streams else channel.unary_unary)(name)(data, timeout=5.0)
+                call: Any = (channel.unary_stream if streams else channel.unary_unary)(name, None, None)(
+                    data, timeout=5.0
+                )
                 try:
                     while streams and await call.read() is not aio.EOF:
                         pass

@@ -72,7 +72,9 @@ async def called(gateway: Gateway, method: str, data: bytes) -> grpc.StatusCode:
     """The status that these bytes get from a method, whatever its kind."""
     async with aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
         name = f"/tandem.v1.LLMService/{method}"
-        call: Any = (channel.unary_stream if method == "Generate" else channel.unary_unary)(name)(data, timeout=5.0)
+        call: Any = (channel.unary_stream if method == "Generate" else channel.unary_unary)(name, None, None)(
+            data, timeout=5.0
+        )
         try:
             await (call.read() if method == "Generate" else call)
         except aio.AioRpcError as error:

@@ -413,7 +413,7 @@ class Call:
         if self._cancelled:
             raise asyncio.CancelledError
         if code is not StatusCode.OK:
-            raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), details)
+            raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), details, "")
 
 
 # What may be under way unread, as HTTP/2's window for a stream.

@@ -156,7 +156,7 @@ async def answered(channel: aio.Channel, method: MethodDescriptor, data: bytes) 
         if method.client_streaming:
             await heard(channel, name, data)
         else:
-            await channel.unary_unary(name)(data, timeout=2.0)
+            await channel.unary_unary(name, None, None)(data, timeout=2.0)
     except aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
@@ -164,7 +164,8 @@ async def answered(channel: aio.Channel, method: MethodDescriptor, data: bytes) 
 
 async def heard(channel: aio.Channel, name: str, data: bytes) -> list[worker_pb2.WorkResponse]:
     """What a worker says to one message, in half a second or until the answer to one entry."""
-    call: Any = channel.stream_stream(name)()
+    begin: Any = channel.stream_stream(name, None, None)
+    call = begin()
     said: list[worker_pb2.WorkResponse] = []
     try:
         async with asyncio.timeout(0.5):
@@ -207,7 +208,7 @@ async def held(ports: dict[str, Any]) -> list[dict[str, int]]:
     found = []
     for address in ports["tandem.v1.WorkerService"]:
         async with aio.insecure_channel(address) as channel:
-            call: Any = channel.unary_unary("/tandem.v1.IntegrityService/CheckIntegrity")
+            call: Any = channel.unary_unary("/tandem.v1.IntegrityService/CheckIntegrity", None, None)
             said = process_pb2.CheckIntegrityResponse.FromString(await call(b"", timeout=5.0))
         assert not said.violations
         found.append(dict(said.held))
