@@ -111,7 +111,7 @@ class SamplingParams:
         """Into an empty tandem.v1.SamplingParams, where what is as by default stays unset."""
         for name, default in DEFAULTS.items():
             value = getattr(self, name)
-            if value == default:
+            if value is default or value == default:
                 continue
             if isinstance(value, Mapping):
                 getattr(message, name).update(value)

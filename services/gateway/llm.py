@@ -12,6 +12,7 @@ from opentelemetry.trace import Tracer
 
 from services.gateway.access import ANYONE, Access, Allowances, Client, check_tier
 from services.gateway.adapters import ServedAdapters
+from services.gateway.deadlines import Deadlines
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_prompt
 from services.gateway.metrics import Metrics
@@ -19,7 +20,7 @@ from services.gateway.model import ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.text import TemplateOptions, TemplateRefused
 from services.gateway.workers import WorkerPool
-from tandem.registry import ClusterView, Role
+from tandem.registry import ClusterView, Role, Worker
 
 MAX_TIMEOUT_S = 24 * 3600.0
 
@@ -38,14 +39,24 @@ class LLM:
     new_id: Callable[[], str]
     spans: Tracer
     seeds: random.Random
+    deadlines: Deadlines
     running: set[Answer] = field(default_factory=set)
     accepted: int = 0
     leaving: bool = False  # balancers should send nothing more; what comes is served
     stopping: bool = False
+    _longest: tuple[Sequence[Worker] | None, int] = (None, 0)
 
     @property
     def max_model_len(self) -> int:
-        """The model's own, or what the smallest of its workers allows, or what the largest decode pool can hold."""
+        """The model's own, or what the smallest of its workers allows, or what the largest decode pool can hold.
+
+        Counted once for each time that the view is read.
+        """
+        if self._longest[0] is not self.view.workers:
+            self._longest = self.view.workers, self._max_model_len()
+        return self._longest[1]
+
+    def _max_model_len(self) -> int:
         infos = [worker.info for worker in self.pool.workers]
         pools = (info.num_blocks * info.block_size for info in infos if info.role is Role.DECODE)
         longest = min([self.model.max_model_len, *(info.max_model_len for info in infos)])

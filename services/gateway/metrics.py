@@ -42,8 +42,11 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, LABELS, registry=registry, buckets=buckets).labels(model)
 
-        self.waiting = gauge("vllm:num_requests_waiting", "Choices accepted that have no token yet.")
-        self.running = gauge("vllm:num_requests_running", "Choices that are being written.")
+        self.num_waiting = self.num_running = 0
+        waiting = gauge("vllm:num_requests_waiting", "Choices accepted that have no token yet.")
+        waiting.set_function(lambda: self.num_waiting)
+        running = gauge("vllm:num_requests_running", "Choices that are being written.")
+        running.set_function(lambda: self.num_running)
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT)
         self.itl = histogram("vllm:inter_token_latency_seconds", "Between messages of one choice, per token.", ITL)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", E2E)
@@ -146,8 +149,7 @@ class Meter:
         self._now = now
         self._born = self._last = now()
         self._num_tokens = 0
-        self._state = metrics.waiting
-        self._state.inc()
+        metrics.num_waiting += 1
 
     def count(self, num_tokens: int) -> None:
         """So many new tokens."""
@@ -158,7 +160,8 @@ class Meter:
             self._metrics.itl.observe((now - self._last) / num_tokens)
         else:
             self._metrics.ttft.observe(now - self._born)
-            self._move(self._metrics.running)
+            self._metrics.num_waiting -= 1
+            self._metrics.num_running += 1
         self._num_tokens += num_tokens
         self._last = now
         self._metrics.generation_tokens.inc(num_tokens)
@@ -169,12 +172,10 @@ class Meter:
         self._metrics.success(reason)
 
     def close(self) -> None:
-        self._state.dec()
-
-    def _move(self, state: Gauge) -> None:
-        self._state.dec()
-        self._state = state
-        state.inc()
+        if self._num_tokens:
+            self._metrics.num_running -= 1
+        else:
+            self._metrics.num_waiting -= 1
 
 
 class _ReplicaCollector(Collector):

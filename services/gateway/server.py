@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 from services.gateway.access import Access, Allowances
 from services.gateway.adapters import ServedAdapters
 from services.gateway.admission import Admission, FairQueue, Weights, capacity_of
+from services.gateway.deadlines import Deadlines
 from services.gateway.errors import Unavailable
 from services.gateway.generation import BackgroundTasks, ClusterAccess, MigrationLimits, Pipeline, tracing
 from services.gateway.http import build_app
@@ -171,7 +172,8 @@ class Gateway:
         self._run(adapters.run())
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
-        cluster = ClusterAccess(router, pool, spans, self._background)
+        deadlines = Deadlines()
+        cluster = ClusterAccess(router, pool, spans, self._background, deadlines)
         self.llm = LLM(
             settings=settings,
             model=model,
@@ -191,6 +193,7 @@ class Gateway:
             spans=spans,
             new_id=self._ports.new_id,
             seeds=self._ports.seeds,
+            deadlines=deadlines,
         )
         await self._serve()
 

@@ -207,14 +207,17 @@ class Answer:
         if status == 200:
             metrics.prefix_cache_queries.inc(usage.prompt_tokens)
             metrics.prefix_cache_hits.inc(usage.cached_tokens)
-        metrics.proposed_tokens.inc(usage.proposed_tokens)
-        metrics.accepted_tokens.inc(usage.accepted_tokens)
+        if usage.proposed_tokens:
+            metrics.proposed_tokens.inc(usage.proposed_tokens)
+            metrics.accepted_tokens.inc(usage.accepted_tokens)
         for outcome in self.outcomes:
             metrics.path(outcome.path, outcome.fallback)
 
 
 def _header_value(value: str) -> str:
     """On one line, in printable ASCII."""
+    if value.isascii() and value.isprintable():
+        return value
     return " ".join(value.split()).encode("ascii", "replace").decode()
 
 

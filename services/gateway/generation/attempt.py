@@ -12,7 +12,7 @@ Whatever ends it, `close` frees everything; it runs apart from the request, so a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +21,11 @@ import structlog
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
-from services.gateway.errors import GatewayError, TimedOut, Unavailable, WorkerLost
+from services.gateway.deadlines import Deadlines, Entry
+from services.gateway.errors import TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.routing import Router, RouteRequest
-from services.gateway.workers import Mailbox, Reply, Tokens, WorkerConnection, WorkerPool
+from services.gateway.workers import Mailbox, Tokens, WorkerConnection, WorkerPool
 from tandem.registry import Route, WorkerInfo
 from tandem.v1 import llm_pb2, worker_pb2
 
@@ -43,6 +44,7 @@ class ClusterAccess:
     pool: WorkerPool
     spans: Tracer
     in_background: Callable[[Coroutine[Any, Any, None]], None]
+    deadlines: Deadlines
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ class Attempt:
         self._mailbox: Mailbox | None = None
         self._reserving = False
         self._ended_by_decode = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Entry | None = None
         self.span: Span | None = None  # the one that is open
 
     def lost_incarnations(self, error: WorkerLost) -> set[str]:
@@ -95,10 +97,10 @@ class Attempt:
             return set()
         infos = [route.decode.info] + ([route.prefill.info] if route.prefill else [])
         lost = {info.incarnation for info in infos if info.worker_id == error.worker_id}
-        broke = mailbox is not None and mailbox.failed.done() and not mailbox.reported
+        broke = mailbox is not None and mailbox.error is not None and not mailbox.reported
         return lost | ({route.decode.info.incarnation} if broke else set())
 
-    async def tokens(self, exclude: Collection[str]) -> AsyncIterator[Tokens]:
+    async def tokens(self, exclude: Collection[str]) -> AsyncGenerator[Tokens, None]:
         """New tokens as they come, ending once the outcome's finish_reason is set.
 
         Raises:
@@ -146,7 +148,7 @@ class Attempt:
         )  # fmt: skip
         with tracing.child(cluster.spans, "route", self._parent) as span:
             try:
-                async with asyncio.timeout_at(self._deadline):
+                with cluster.deadlines.until(self._deadline):
                     route = self._route = await self._answering(request, exclude)
             except TimeoutError:
                 raise TimedOut("the request's deadline passed while choosing workers") from None
@@ -173,7 +175,7 @@ class Attempt:
             await decode.stream.wait_open(self._deadline)
             mailbox = self._mailbox = decode.stream.attach(self._sequence.request_id, self._sequence.num_prior_tokens)
             late = TimedOut("the request's deadline passed")
-            self._timer = asyncio.get_running_loop().call_at(self._deadline, mailbox.fail, late)
+            self._timer = self._cluster.deadlines.add(self._deadline, mailbox.fail, late)
             reservation = worker_pb2.Reservation(
                 sequence=self._asked(span),
                 local_prefill=prefill is None,
@@ -181,7 +183,7 @@ class Attempt:
             )
             reply = decode.stream.reserve(reservation)
             self._reserving = True
-            reserved: worker_pb2.Reserved = await _answered(reply, mailbox)
+            reserved: worker_pb2.Reserved = await mailbox.answered(reply)
         return mailbox, reserved.ticket
 
     async def _prefill(self, prefill: WorkerConnection, ticket: worker_pb2.LandingTicket, mailbox: Mailbox) -> Tokens:
@@ -191,7 +193,7 @@ class Attempt:
             await prefill.stream.wait_open(self._deadline)
             reply = prefill.stream.prefill(worker_pb2.Prefill(sequence=self._asked(span), ticket=ticket))
             try:
-                response: worker_pb2.Prefilled = await _answered(reply, mailbox)
+                response: worker_pb2.Prefilled = await mailbox.answered(reply)
             except WorkerLost as error:
                 if not mailbox.reported:
                     raise
@@ -272,16 +274,3 @@ class Attempt:
         self._outcome.finish_reason = mailbox.finish_reason
         if mailbox.next_index - num_prior == num_new and not mailbox.finish_reason:  # whose end releases all
             self._cluster.in_background(self._cluster.router.release_prefill(route))
-
-
-async def _answered(reply: Reply, mailbox: Mailbox) -> Any:
-    """The reply, unless the sequence fails first: by its deadline, or the decode worker's death.
-
-    Raises:
-        GatewayError
-    """
-    await asyncio.wait((reply, mailbox.failed), return_when=asyncio.FIRST_COMPLETED)
-    answer = mailbox.failed.result() if mailbox.failed.done() else reply.result()
-    if isinstance(answer, GatewayError):
-        raise answer
-    return answer

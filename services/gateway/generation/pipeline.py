@@ -71,14 +71,33 @@ class Pipeline:
             PriorityClass.of(sequence.priority), sequence.tenant, deadline,
             len(sequence.token_ids), sequence.sampling.max_tokens, ttft_s,
         )  # fmt: skip
+        migration = Migration(self._limits, name, self._cluster.spans, parent, self._metrics.migrations.inc)
+        written: list[int] = []
         try:
             await self._wait_turn(work, parent, outcome)
             holder = await prompt.holder(deadline) if prompt else ""
-            async with aclosing(self._attempts(sequence, name, deadline, parent, outcome, holder)) as deltas:
-                async for delta in deltas:
-                    self._admission.wrote(work, len(delta.ids))
-                    yield delta
+            while True:
+                _continue_behind(sequence, written)
+                sequence.request_id = f"{name}-{self._nonce()}"
+                outcome.migrated = migration.number
+                attempt = Attempt(self._cluster, sequence, deadline, parent, outcome, holder)
+                try:
+                    async with aclosing(attempt.tokens(migration.exclude)) as tokens:
+                        async for new in tokens:
+                            migration.close()
+                            written += new.ids
+                            self._admission.wrote(work, len(new.ids))
+                            yield new
+                    return
+                except WorkerLost as error:
+                    outcome.lost = error.message
+                    migration.lost(error, attempt.lost_incarnations(error), attempt.span, len(written))
+                except Unavailable as error:
+                    await migration.pause(error)
+                finally:
+                    self._cluster.in_background(attempt.close())
         finally:
+            migration.close()
             self._admission.leave(work)
 
     async def _wait_turn(self, work: Work, parent: Context, outcome: Outcome) -> None:
@@ -92,36 +111,6 @@ class Pipeline:
                 outcome.queued_s = now() - arrived
                 span.set_attribute("tandem.queue.wait_s", outcome.queued_s)
                 self._metrics.queued(work.priority_class, outcome.queued_s)
-
-    async def _attempts(
-        self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome,
-        holder: str,
-    ) -> AsyncGenerator[Tokens, None]:  # fmt: skip
-        written: list[int] = []
-        spans = self._cluster.spans
-        migration = Migration(self._limits, name, spans, parent, self._metrics.migrations.inc)
-        try:
-            while True:
-                _continue_behind(sequence, written)
-                sequence.request_id = f"{name}-{self._nonce()}"
-                outcome.migrated = migration.number
-                attempt = Attempt(self._cluster, sequence, deadline, parent, outcome, holder)
-                try:
-                    async with aclosing(attempt.tokens(migration.exclude)) as deltas:  # type: ignore[type-var]
-                        async for delta in deltas:
-                            migration.close()
-                            written += delta.ids
-                            yield delta
-                    return
-                except WorkerLost as error:
-                    outcome.lost = error.message
-                    migration.lost(error, attempt.lost_incarnations(error), attempt.span, len(written))
-                except Unavailable as error:
-                    await migration.pause(error)
-                finally:
-                    self._cluster.in_background(attempt.close())
-        finally:
-            migration.close()
 
 
 def _continue_behind(sequence: worker_pb2.SequenceSpec, written: list[int]) -> None:

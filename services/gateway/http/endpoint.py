@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.access import Client
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, unexpected
 from services.gateway.generation import (
     CLIENT_LEFT,
@@ -37,7 +35,7 @@ from services.gateway.http.format import CheckTurn, Envelope, ParsedBody, joined
 from services.gateway.http.schema import GenerationBody
 from services.gateway.llm import LLM
 from services.gateway.priority import priority_of
-from services.gateway.targets import targets_of
+from services.gateway.targets import NO_TARGETS, targets_of
 
 log = structlog.get_logger(__name__)
 # A client that does not read may not keep its request alive.
@@ -84,7 +82,7 @@ class JsonEndpoint(Endpoint):
         if self._manages:
             client.check_manages()
         settings = self._llm.settings
-        body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s)
+        body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, self._llm.deadlines)
         await exchange.json(200, await self._respond(self._llm, body), {})
 
 
@@ -102,78 +100,43 @@ class GenerateEndpoint(Endpoint):
         self._wall = wall
 
     async def _serve(self, exchange: Exchange) -> None:
+        llm = self._llm
         try:
-            client = self._llm.access.authenticate(exchange.headers)
-            deadline = deadline_of(exchange.headers, self._llm)
-            async with asyncio.timeout_at(deadline):
-                settings = self._llm.settings
-                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s)
-                found = await self._read(self._llm, body, partial(self._check_turn, exchange, client, deadline))
-            answer = self._llm.answer(self._generation(exchange, client, found, deadline), found.param)
+            asked = _Asked(llm, exchange)
+            with llm.deadlines.until(asked.deadline):
+                body = await exchange.body(llm.settings.max_body_bytes, llm.settings.body_timeout_s, llm.deadlines)
+                found = await self._read(llm, body, asked.check_turn)
+            answer = llm.answer(asked.generation(found), found.param)
         except TimeoutError:
-            self._llm.metrics.request("none", TimedOut.status)
+            llm.metrics.request("none", TimedOut.status)
             raise TimedOut("the request's deadline passed while its body was read") from None
         except GatewayError as error:
-            self._llm.metrics.request("none", error.status)
+            llm.metrics.request("none", error.status)
             if error.status == TOO_MANY:
-                self._llm.metrics.refused(asyncio.get_running_loop().time() - exchange.arrived)
+                llm.metrics.refused(asyncio.get_running_loop().time() - exchange.arrived)
             raise
         try:
-            await self._supervise(exchange, self._write(exchange, found, answer), deadline)
+            await self._supervise(exchange, self._write(exchange, found, answer), asked.deadline)
         except GatewayError as error:
             await exchange.fail(error, answer.path_headers())
 
-    def _check_turn(
-        self, exchange: Exchange, client: Client, deadline: float, body: GenerationBody, max_tokens: int | None
-    ) -> None:
-        tenant = self._llm.access.tenant(client, exchange.headers, body.user or "", "user")
-        priority = priority_of(body.service_tier, body.priority)
-        targets = targets_of(exchange.headers, priority, self._llm.settings)
-        self._llm.pipeline.check_turn(priority, tenant, deadline, max_tokens, targets.ttft_s)
-
-    def _generation(self, exchange: Exchange, client: Client, found: ParsedBody, deadline: float) -> Generation:
-        body, access = found.body, self._llm.access
-        tenant = access.tenant(client, exchange.headers, body.user or "", "user")
-        priority = priority_of(body.service_tier, body.priority)
-        return Generation(
-            operation=found.operation,
-            request_id=exchange.request_id,
-            model=self._llm.served(body.model, client),
-            prompts=found.prompts,
-            n=found.n,
-            given=found.given,
-            sampling=found.sampling,
-            deadline=deadline,
-            arrived=exchange.arrived,
-            priority=priority,
-            targets=targets_of(exchange.headers, priority, self._llm.settings),
-            tenant=tenant,
-            client=client,
-            cache_salt=access.cache_salt(tenant, check_salt(body.cache_salt or "")),
-            speculative=read_speculative(said.method, said.num_tokens) if (said := body.speculative) else None,
-            streamed=bool(body.stream),
-            reading=found.reading,
-            parent=tracing.incoming(exchange.headers),
-        )
-
     async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
         """Write the answer for as long as there is anyone to write it to."""
-        loop, left = asyncio.get_running_loop(), asyncio.create_task(exchange.wait_left())
-        bound = asyncio.timeout_at(deadline + STALLED_S)
+        left = asyncio.create_task(exchange.wait_left())
+        bound = self._llm.deadlines.until(deadline + STALLED_S)
 
         def stop(_: asyncio.Task[None]) -> None:
-            if not bound.expired():
-                bound.reschedule(loop.time())
+            bound.expire()
 
-        left.add_done_callback(stop)
         try:
-            async with bound:
+            with bound:
+                left.add_done_callback(stop)
                 try:
                     await writing
                 finally:
                     left.remove_done_callback(stop)
         except TimeoutError:
-            if not bound.expired():
+            if not bound.expired:
                 raise
             if not left.done():
                 raise TimedOut("the request's deadline passed") from None
@@ -183,32 +146,80 @@ class GenerateEndpoint(Endpoint):
     async def _write(self, exchange: Exchange, found: ParsedBody, answer: Answer) -> None:
         envelope = Envelope(found, answer, int(self._wall()))
         async with aclosing(answer.deltas()) as deltas:
-            every = _chain(await anext(deltas), deltas)
+            first = await anext(deltas)
             if answer.request.streamed:
                 await exchange.open(answer.path_headers())
-                await self._write_events(exchange, envelope, every)
+                await self._write_event(exchange, envelope, first)
+                async for delta in deltas:
+                    await self._write_event(exchange, envelope, delta)
             else:
-                await self._write_whole(exchange, envelope, answer, every)
+                await self._write_whole(exchange, envelope, answer, first, deltas)
         if answer.request.streamed:
             if envelope.with_usage:
-                await exchange.event(envelope.usage_chunk())
+                exchange.hold(envelope.usage_chunk())
             await exchange.close()
 
-    async def _write_events(self, exchange: Exchange, envelope: Envelope, deltas: AsyncIterator[Delta]) -> None:
-        async for delta in deltas:
-            if delta.says_something or envelope.with_token_ids:
-                await exchange.event(envelope.chunk(delta))
+    async def _write_event(self, exchange: Exchange, envelope: Envelope, delta: Delta) -> None:
+        """The last one waits for the end of the stream, which comes at once."""
+        if envelope.ends_with(delta):
+            exchange.hold(envelope.chunk(delta))
+        elif delta.says_something or envelope.with_token_ids:
+            await exchange.event(envelope.chunk(delta))
 
     async def _write_whole(
-        self, exchange: Exchange, envelope: Envelope, answer: Answer, deltas: AsyncIterator[Delta]
+        self, exchange: Exchange, envelope: Envelope, answer: Answer, first: Delta, deltas: AsyncIterator[Delta]
     ) -> None:
         choices: list[list[Delta]] = [[] for _ in answer.outcomes]
+        choices[first.choice].append(first)
         async for delta in deltas:
             choices[delta.choice].append(delta)
         await exchange.json(200, envelope.whole([joined(parts) for parts in choices]), answer.path_headers())
 
 
-async def _chain(first: Delta, rest: AsyncGenerator[Delta, None]) -> AsyncIterator[Delta]:
-    yield first
-    async for delta in rest:
-        yield delta
+class _Asked:
+    """A request, from its headers on: whose it is, and by when."""
+
+    def __init__(self, llm: LLM, exchange: Exchange) -> None:
+        """
+        Raises:
+            GatewayError
+        """
+        self._llm, self._exchange = llm, exchange
+        self.client = llm.access.authenticate(exchange.headers)
+        self.deadline = deadline_of(exchange.headers, llm)
+        self._tenant, self._priority, self._targets = "", 0, NO_TARGETS
+
+    def check_turn(self, body: GenerationBody, max_tokens: int | None) -> None:
+        """
+        Raises:
+            GatewayError: its answer would come too late, or what it says of itself is wrong.
+        """
+        llm, headers = self._llm, self._exchange.headers
+        self._tenant = llm.access.tenant(self.client, headers, body.user or "", "user")
+        self._priority = priority_of(body.service_tier, body.priority)
+        self._targets = targets_of(headers, self._priority, llm.settings)
+        llm.pipeline.check_turn(self._priority, self._tenant, self.deadline, max_tokens, self._targets.ttft_s)
+
+    def generation(self, found: ParsedBody) -> Generation:
+        """Once its turn was checked."""
+        body, llm, exchange = found.body, self._llm, self._exchange
+        return Generation(
+            operation=found.operation,
+            request_id=exchange.request_id,
+            model=llm.served(body.model, self.client),
+            prompts=found.prompts,
+            n=found.n,
+            given=found.given,
+            sampling=found.sampling,
+            deadline=self.deadline,
+            arrived=exchange.arrived,
+            priority=self._priority,
+            targets=self._targets,
+            tenant=self._tenant,
+            client=self.client,
+            cache_salt=llm.access.cache_salt(self._tenant, check_salt(body.cache_salt or "")),
+            speculative=read_speculative(said.method, said.num_tokens) if (said := body.speculative) else None,
+            streamed=bool(body.stream),
+            reading=found.reading,
+            parent=tracing.incoming(exchange.headers),
+        )

@@ -16,6 +16,7 @@ import orjson
 import structlog
 from starlette.types import Message, Receive, Scope, Send
 
+from services.gateway.deadlines import Deadlines
 from services.gateway.errors import BodyTimeout, BodyTooLarge, GatewayError, InvalidRequest
 from services.gateway.llm import LLM
 
@@ -44,21 +45,22 @@ class Exchange:
         self._leaving = leaving
         self._streaming = False
         self._last = False  # the connection is of no more use
+        self._held = b""
         self.started = False
 
-    async def body(self, limit: int, seconds: float) -> bytes:
+    async def body(self, limit: int, seconds: float, deadlines: Deadlines) -> bytes:
         """
         Raises:
             BodyTooLarge: more than `limit` bytes.
             BodyTimeout: it took longer than this.
             ClientLeft
         """
-        late = asyncio.get_running_loop().time() + seconds
+        bound = deadlines.until(self.arrived + seconds)
         try:
-            async with asyncio.timeout_at(late) as bound:
+            with bound:
                 return await self._body(limit)
         except TimeoutError:
-            if not bound.expired():
+            if not bound.expired:
                 raise
             self._last = True
             raise BodyTimeout(f"the body was not sent within {seconds:g} s", code="body_timeout") from None
@@ -94,11 +96,15 @@ class Exchange:
         self._streaming = True
         await self._start(200, "text/event-stream; charset=utf-8", {**headers, "cache-control": "no-cache"})
 
-    async def event(self, content: Any) -> None:
-        await self._write(b"data: " + orjson.dumps(content) + b"\n\n", more=True)
+    async def event(self, event: bytes) -> None:
+        await self._write(event, more=True)
+
+    def hold(self, event: bytes) -> None:
+        """Goes out together with the end of the stream."""
+        self._held += event
 
     async def close(self) -> None:
-        await self._write(DONE, more=False)
+        await self._write(self._held + DONE, more=False)
 
     async def fail(self, error: GatewayError, headers: Mapping[str, str]) -> None:
         """The typed end of a request. A client that does not read it within FAIL_WAIT_S goes without."""
@@ -107,7 +113,7 @@ class Exchange:
                 if not self.started:
                     await self.json(error.status, error.body(), {**headers, **error.headers})
                 elif self._streaming:
-                    await self._write(b"data: " + orjson.dumps(error.body()) + b"\n\n", more=False)
+                    await self._write(self._held + b"data: " + orjson.dumps(error.body()) + b"\n\n", more=False)
         except TimeoutError:
             log.warning("a client did not read its error", request_id=self.request_id, error=error.message)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import orjson
+
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import REASONS, Answer, Delta, Outcome, Structure, read_response_format, read_structure
 from services.gateway.http.schema import GenerationBody
@@ -87,27 +89,40 @@ class Envelope:
         self.with_token_ids = bool(found.body.return_token_ids)
         self._continuous = self.with_usage and bool(options and options.continuous_usage_stats)
         self._begun: set[int] = set()
+        self._num_ended = 0
         self._with_prompt_logprobs = found.with_prompt_logprobs
         request = answer.request
         self._frame = {"id": f"{form.prefix}-{request.request_id}", "created": created, "model": request.model.name}
         if found.body.service_tier is not None:
             self._frame["service_tier"] = TIERS_SERVED.get(found.body.service_tier, found.body.service_tier)
+        # The same of all events, encoded once.
+        self._begin = b"data: " + orjson.dumps({**self._frame, "object": form.chunk})[:-1] + b',"choices":'
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        chunk = self._framed(self._form.chunk, [self._numbered(delta, self._form.delta(delta))])
-        chunk |= self._prompt_logprobs(delta, in_choice=False)
+    def chunk(self, delta: Delta) -> bytes:
+        """One event of a stream."""
+        beside = self._prompt_logprobs(delta, in_choice=False)
         if self.with_usage:
-            chunk["usage"] = usage(self._answer) if self._continuous else None
-        return chunk
+            beside["usage"] = usage(self._answer) if self._continuous else None
+        return self._event([self._numbered(delta, self._form.delta(delta))], beside)
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return {**self._framed(self._form.chunk, []), "usage": usage(self._answer)}
+    def ends_with(self, delta: Delta) -> bool:
+        """Whether this one, of those that come in their order, is the last of the answer's last choice."""
+        self._num_ended += bool(delta.finish_reason)
+        return self._num_ended == self._answer.request.num_choices
+
+    def usage_chunk(self) -> bytes:
+        return self._event([], {"usage": usage(self._answer)})
+
+    def _event(self, choices: list[dict[str, Any]], beside: Mapping[str, Any]) -> bytes:
+        end = b"," + orjson.dumps(beside)[1:] if beside else b"}"
+        return self._begin + orjson.dumps(choices) + end + b"\n\n"
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         kept = self._best(deltas) if self._n < self._answer.request.n else deltas
         choices = [self._numbered(delta, self._form.choice(delta)) for delta in kept]
         beside = self._prompt_logprobs(kept[0], in_choice=False)
-        return {**self._framed(self._form.whole, choices), **beside, "usage": usage(self._answer)}
+        frame = {**self._frame, "object": self._form.whole, "choices": choices}
+        return {**frame, **beside, "usage": usage(self._answer)}
 
     def _best(self, deltas: Sequence[Delta]) -> list[Delta]:
         """Of each prompt's choices the `n` likeliest per token, best first."""
@@ -118,9 +133,6 @@ class Envelope:
         for i, delta in enumerate(kept):
             delta.choice = i
         return kept
-
-    def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._frame, "object": kind, "choices": choices}
 
     def _numbered(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
         numbered = {"index": delta.choice, **said, "finish_reason": REASONS.get(delta.finish_reason)}

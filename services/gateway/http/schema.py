@@ -154,11 +154,15 @@ LOOSE = {"stop": Strings, "bad_words": Strings}
 
 
 @cache
+def sampling_fields(schema: type[GenerationBody]) -> frozenset[str]:
+    """Sampling parameters that clients may set, but for those that the schema has in a form of its own."""
+    return frozenset(TYPES.keys() - INTERNAL - schema.model_fields.keys())
+
+
+@cache
 def with_sampling(schema: type[B]) -> type[B]:
     """The schema with a field more for each sampling parameter that the schema does not have in a form of its own."""
-    taken = INTERNAL.union(schema.model_fields)
-    types = {name: LOOSE.get(name, kind) for name, kind in TYPES.items() if name not in taken}
-    fields: dict[str, Any] = {name: (kind | None, None) for name, kind in types.items()}
+    fields: dict[str, Any] = {name: (LOOSE.get(name, TYPES[name]) | None, None) for name in sampling_fields(schema)}
     return create_model(schema.__name__, __base__=schema, **fields)
 
 
@@ -188,7 +192,7 @@ def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
         if not found.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         _refuse_extras(found.stream_options, "stream_options.")
-    names = found.model_fields_set - schema.model_fields.keys() - (found.model_extra or {}).keys()
+    names = found.model_fields_set & sampling_fields(schema)
     return found, {name: value for name in names if (value := getattr(found, name)) is not None}
 
 

@@ -71,4 +71,4 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.
-        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.gateway.errors import GatewayError, Internal, from_failure
 from tandem.v1 import llm_pb2, worker_pb2
@@ -40,34 +41,46 @@ class Mailbox:
         self.next_index = next_index
         self.num_cached_tokens = self.num_proposed_tokens = self.num_accepted_tokens = 0
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
-        # Done, with the error, once the sequence has failed.
-        self.failed: asyncio.Future[GatewayError] = asyncio.get_running_loop().create_future()
+        self.error: GatewayError | None = None  # why the sequence has failed
         self.reported = False  # the failure, by the worker itself, which is therefore alive
         self._worker_id = worker_id
         self._outputs: list[worker_pb2.SequenceOutput] = []
-        self._news = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
 
     def put(self, output: worker_pb2.SequenceOutput) -> None:
         self._outputs.append(output)
-        self._news.set()
         if output.HasField("failure"):
-            self.reported |= not self.failed.done()
+            self.reported |= self.error is None
             self.fail(from_failure(self._worker_id, output.failure.code, output.failure.message))
+        else:
+            self._wake()
 
     def fail(self, error: GatewayError) -> None:
-        if not self.failed.done():
-            self.failed.set_result(error)
-        self._news.set()
+        self.error = self.error or error
+        self._wake()
 
     @property
     def ended(self) -> bool:
         """Whether the decode worker itself has reported the end."""
-        return self.failed.done() or any(output.finish_reason for output in self._outputs)
+        return self.error is not None or any(output.finish_reason for output in self._outputs)
 
     async def wait_ended(self) -> None:
         while not self.ended:
-            self._news.clear()
-            await self._news.wait()
+            await self._news()
+
+    async def answered(self, reply: asyncio.Future[Any]) -> Any:
+        """What a worker replies, unless the sequence fails first: by its deadline, or the decode worker's death.
+
+        Raises:
+            GatewayError
+        """
+        reply.add_done_callback(self._wake)
+        while not reply.done() and self.error is None:
+            await self._news()
+        answer = self.error or reply.result()
+        if isinstance(answer, GatewayError):
+            raise answer
+        return answer
 
     async def get(self) -> Tokens:
         """Tokens that are new since the last call; perhaps none once `finish_reason` is set.
@@ -79,10 +92,9 @@ class Mailbox:
             tokens = self._take()
             if tokens.ids or self.finish_reason:
                 return tokens
-            if self.failed.done():
-                raise self.failed.result()
-            self._news.clear()
-            await self._news.wait()
+            if self.error is not None:
+                raise self.error
+            await self._news()
 
     def accept(self, output: worker_pb2.SequenceOutput) -> Tokens:
         """The tokens of `output` that were not seen before.
@@ -100,13 +112,27 @@ class Mailbox:
         self.finish_reason = output.finish_reason or self.finish_reason
         seen = self.next_index - output.first_index
         prompt = [] if seen else list(output.prompt_logprobs)
-        new = Tokens(list(output.token_ids[seen:]), list(output.logprobs[seen:]), prompt)
+        new = Tokens(output.token_ids[seen:], output.logprobs[seen:], prompt)
         self.next_index += len(new.ids)
         return new
 
     def _take(self) -> Tokens:
         outputs, self._outputs = self._outputs, []
+        if len(outputs) == 1:
+            return self.accept(outputs[0])
         taken = Tokens([], [])
         for output in outputs:
             taken.add(self.accept(output))
         return taken
+
+    async def _news(self) -> None:
+        """Until something has come."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+
+    def _wake(self, _: object = None) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)

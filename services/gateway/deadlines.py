@@ -1,0 +1,112 @@
+"""When requests must have ended: one timer for all of them, for a timer each costs more than what it guards.
+
+at ──> a slot of SLOT_S ──> its entries, in order of coming, when the slot is over: never early, SLOT_S late at most
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from heapq import heappop, heappush
+from types import TracebackType
+from typing import Any
+
+SLOT_S = 0.02
+ROUNDING = 1e-6  # of a slot
+
+
+class Deadlines:
+    """Of one event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._slots: dict[int, dict[Entry, None]] = {}
+        self._order: list[int] = []  # of slots, emptied ones among them
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._slots.values()))
+
+    def add(self, at: float, call: Callable[..., object], *arguments: Any) -> Entry:
+        """Calls it then, unless the entry is cancelled."""
+        slot = int(at / SLOT_S) + 1
+        entry = Entry(self, slot, call, arguments)
+        if (entries := self._slots.get(slot)) is not None:
+            entries[entry] = None
+            return entry
+        self._slots[slot] = {entry: None}
+        heappush(self._order, slot)
+        if self._order[0] == slot:
+            self._wait()
+        return entry
+
+    def until(self, at: float) -> Bound:
+        """A bound of a block: TimeoutError once it is over."""
+        return Bound(self, at)
+
+    def _remove(self, entry: Entry) -> None:
+        entries = self._slots.get(entry.slot)
+        if entries is not None:
+            entries.pop(entry, None)
+            if not entries:
+                del self._slots[entry.slot]
+
+    def _wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._order[0] * SLOT_S, self._end) if self._order else None
+
+    def _end(self) -> None:
+        over = self._loop.time() / SLOT_S + ROUNDING
+        while self._order and self._order[0] <= over:
+            slot = heappop(self._order)
+            while entries := self._slots.get(slot):
+                entry = next(iter(entries))
+                self._remove(entry)
+                entry.call(*entry.arguments)
+        while self._order and self._order[0] not in self._slots:
+            heappop(self._order)
+        self._wait()
+
+
+class Entry:
+    __slots__ = ("_deadlines", "arguments", "call", "slot")
+
+    def __init__(
+        self, deadlines: Deadlines, slot: int, call: Callable[..., object], arguments: tuple[Any, ...]
+    ) -> None:
+        self._deadlines, self.slot, self.call, self.arguments = deadlines, slot, call, arguments
+
+    def cancel(self) -> None:
+        self._deadlines._remove(self)
+
+
+class Bound:
+    """As asyncio.timeout_at, for use with `with`."""
+
+    __slots__ = ("_at", "_cancelling", "_deadlines", "_entry", "_task", "expired")
+
+    def __init__(self, deadlines: Deadlines, at: float) -> None:
+        self._deadlines, self._at = deadlines, at
+        self.expired = False
+
+    def __enter__(self) -> Bound:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._entry = self._deadlines.add(self._at, self.expire)
+        return self
+
+    def expire(self) -> None:
+        """Now. Only within the block."""
+        self._entry.cancel()
+        if not self.expired:
+            self.expired = True
+            self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entry.cancel()
+        if self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise TimeoutError from error
