@@ -192,12 +192,15 @@ async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry
     assert route.reason == "remote prefill: 0 prompt tokens cached there, 64 at decode; required"
 
 
-async def test_a_hit_yields_to_load(registry: Registry) -> None:
+@pytest.mark.parametrize(("elsewhere", "stays", "leaves"), [(10, 900, 1100), (0, 290, 320)], ids=["busy", "idle"])
+async def test_a_hit_yields_to_load(registry: Registry, elsewhere: int, stays: int, leaves: int) -> None:
+    """Sooner to a reader that stands idle than to one that reads as well."""
     await register_pool(registry, prefill=2)
     await registry.publish_blocks("p0", "p0-first", HASHES, [])
-    for queued, chosen in ((900, "p0"), (1100, "p1")):
-        load = worker_load(queued_tokens=queued, linked=("d0-first",))
-        await registry.heartbeat(worker_info("p0", Role.PREFILL), load, TTL)
+    for queued, chosen in ((stays, "p0"), (leaves, "p1")):
+        for worker, tokens in (("p0", queued), ("p1", elsewhere)):
+            load = worker_load(queued_tokens=tokens, linked=("d0-first",))
+            await registry.heartbeat(worker_info(worker, Role.PREFILL), load, TTL)
         route = await select(registry, prefix=await known_prefix(registry, HASHES))
         assert names(route)[0] == chosen
         await registry.release(route.reservation_id)

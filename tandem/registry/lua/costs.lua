@@ -9,9 +9,9 @@
 local NO_ROOM_NOW = 8
 -- A full worker writes each token of an answer later: counted for so many of them.
 local ANSWER_STEPS = 64
--- Work also delays the requests behind it, and a prefix read twice takes another one's room: a hit is worth a queue.
--- On Mooncake's trace a larger weight finds hardly more hits and a smaller one makes first tokens no faster, with the
--- readers a third busy or nearly full.
+-- Work also delays the requests behind it, and a prefix read twice takes another one's room: a hit is worth a queue,
+-- this much longer than what it saves, where all readers are busy. On Mooncake's trace a larger weight finds hardly more
+-- hits and a smaller one makes first tokens no faster, with the readers a third busy or nearly full.
 local OWN_WORK = 16
 -- Measured rates this close to their mean are equal: what differs is noise, and the fastest by a hair would get all.
 local NOISE = 0.25
@@ -93,16 +93,27 @@ local function survey_prefills(rows)
   rows.fastest = rows.count > 0 and fastest or 0
 end
 
--- What costs may differ by and still be equal.
-local function tolerance(prefills, request)
-  return NOISE_BLOCKS * request.block_size * OWN_WORK * prefills.usual
+-- Sets rows.own_work: beside readers that stand idle nobody is delayed, and a burst behind one prefix is read sooner by
+-- several of them. Squared, for where few are busy there is hardly ever anyone behind.
+local function weigh_work(rows)
+  local busy, values = 0, rows.values
+  for at = 0, (rows.count - 1) * WIDTH, WIDTH do
+    if max(values[at + TOKENS], values[at + QUEUED]) > 0 then busy = busy + 1 end
+  end
+  rows.own_work = 1 + (OWN_WORK - 1) * (busy / rows.count) ^ 2
+end
+
+-- What costs may differ by and still be equal, where work is weighed so.
+local function tolerance(prefills, request, own_work)
+  return NOISE_BLOCKS * request.block_size * own_work * prefills.usual
 end
 
 -- Sets rows.cost: of reading the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
 -- hit counts alike wherever that is: else a worker that once seemed a little slower would get hardly anything.
 local function weigh_prefills(rows, request)
+  weigh_work(rows)
   local costs, able, values, hits = {}, false, rows.values, hits_on(rows, request)
-  local prompt, block_size, others_s = request.prompt_tokens, request.block_size, (OWN_WORK - 1) * rows.usual
+  local prompt, block_size, others_s = request.prompt_tokens, request.block_size, (rows.own_work - 1) * rows.usual
   for p = 1, rows.count do
     local at, cost = (p - 1) * WIDTH, huge
     if prompt <= values[at + TAKES] and not excludes(request, rows, p) then
@@ -115,6 +126,12 @@ local function weigh_prefills(rows, request)
   end
   rows.cost, rows.hits = costs, hits
   return able
+end
+
+-- What reading on row p lacks of a whole OWN_WORK, by which decode workers are weighed.
+local function unweighed(rows, p, request)
+  local tokens = max(request.prompt_tokens - (rows.hits[p] or 0) * request.block_size, 1)
+  return (OWN_WORK - rows.own_work) * tokens * rows.usual
 end
 
 -- Sets rows.cost: of writing the answer, wherever the prompt is read, infinite where that cannot be;

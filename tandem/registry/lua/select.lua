@@ -175,10 +175,10 @@ end
 local function choose(prefills, decodes, request)
   if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
   if not weigh_decodes(decodes, request, prefills.fastest) then return nil, why_none(decodes, 'decode', request) end
-  local slack = tolerance(prefills, request)
+  local slack = tolerance(prefills, request, OWN_WORK)
   if request.policy == 'never' then return best_alone(decodes, slack), 'asked for' end
   local can_read = weigh_prefills(prefills, request)
-  local pair = can_read and best_pair(prefills, decodes, slack)
+  local pair = can_read and best_pair(prefills, decodes, tolerance(prefills, request, prefills.own_work))
   if not pair then
     local why, fallback
     if can_read then why, fallback = why_no_pair(prefills, decodes, request)
@@ -186,7 +186,7 @@ local function choose(prefills, decodes, request)
     return request.policy ~= 'require' and best_alone(decodes, slack), why, fallback
   end
   if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
-  pair.cost = pair.cost + TWO_CALLS_S
+  pair.cost = pair.cost + TWO_CALLS_S + unweighed(prefills, pair.prefill, request)
   local alone = best_alone(decodes, slack, pair.token_s)
   if alone.cost < pair.cost then return alone, cheaper(alone, pair) end
   return pair, cheaper(pair, alone)
