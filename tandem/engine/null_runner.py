@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.engine.completed_blocks import completed_blocks
 from tandem.engine.layout import KVLayout
-from tandem.engine.push import push_of
 from tandem.engine.runner import accepted
 from tandem.engine.scheduler import Scheduled
 from tandem.engine.sequence import Ahead, Row, Sequence
@@ -65,17 +65,17 @@ class NullRunner:
         return {item.seq.request_id: self._sample(item.seq) for item in batch if item.samples}
 
     def _run_layers(self, batch: list[Scheduled], digests: list[Digests]) -> None:
-        pushes = [push for item in batch if (push := push_of(item, self._block_size))]
+        completed = [blocks for item in batch if (blocks := completed_blocks(item, self._block_size))]
         share = self._step_time.seconds(item.num_tokens for item in batch) / len(self._cells)
         for layer, kv in enumerate(self._kv_cache):
             self._sleep(share)
             for item, new in zip(batch, digests, strict=True):
                 at = self._slots(item.seq, item.seq.num_computed_tokens, len(new))
                 self._cells[layer][at] = _as_kv(new, layer)
-            for push in pushes:
-                push.layer(layer, kv)
-        for push in pushes:
-            push.done()
+            for blocks in completed:
+                blocks.push_layer(layer, kv)
+        for blocks in completed:
+            blocks.done()
 
     def _attend(self, seq: Sequence) -> None:
         length = seq.num_computed_tokens

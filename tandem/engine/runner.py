@@ -16,8 +16,8 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
+from tandem.engine.completed_blocks import completed_blocks
 from tandem.engine.forward import Chunk, Forward, Observer, Prepare, StepInput, step_input
-from tandem.engine.push import push_of
 from tandem.engine.sampler import Choose, reported, sample
 from tandem.engine.scheduler import Scheduled
 from tandem.engine.sequence import Ahead, Row, Sequence
@@ -51,15 +51,15 @@ class Runner:
         if not batch:
             return {}
         batch = sorted(batch, key=self._order)
-        pushes = [push for item in batch if (push := push_of(item, self._block_size))]
+        completed = [blocks for item in batch if (blocks := completed_blocks(item, self._block_size))]
 
         def written(layer: int) -> None:
-            for push in pushes:
-                push.layer(layer, self._kv_cache[layer])
+            for blocks in completed:
+                blocks.push_layer(layer, self._kv_cache[layer])
 
-        hidden = self._forward(self._input(batch), written if pushes else None)
-        for push in pushes:
-            push.done()
+        hidden = self._forward(self._input(batch), written if completed else None)
+        for blocks in completed:
+            blocks.done()
         if self._observer is not None:
             self._observer.observe(list(map(_chunk, batch)), hidden)
         self._look_ahead(batch)

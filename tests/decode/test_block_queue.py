@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.decode.block_queue import BlockQueue
+from services.decode.block_queue import BlockQueue, Reserved
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.worker import EngineThread
 
@@ -43,6 +43,17 @@ async def admitted(task: asyncio.Task[object]) -> None:
     await asyncio.wait_for(task, 20)
 
 
+async def go_one_after_the_other(thread: EngineThread, queue: BlockQueue, **waiting: asyncio.Task[Reserved]) -> None:
+    """Once "a" is freed they are admitted in this order, each when the one before it is freed."""
+    before = "a"
+    for name, task in waiting.items():
+        assert not task.done()
+        await free(thread, queue, before)
+        await admitted(task)
+        before = name
+    await free(thread, queue, before)
+
+
 async def test_first_come_first_served_and_big_ones_are_not_passed_by(thread: EngineThread) -> None:
     queue = BlockQueue(thread)
     await queue.reserve(request("a", 3))
@@ -51,12 +62,7 @@ async def test_first_come_first_served_and_big_ones_are_not_passed_by(thread: En
     small = asyncio.create_task(queue.reserve(request("small", 1)))
     assert await still_waits(big)
     assert await still_waits(small)
-    await free(thread, queue, "a")
-    await admitted(big)
-    assert not small.done()
-    await free(thread, queue, "big")
-    await admitted(small)
-    await free(thread, queue, "small")
+    await go_one_after_the_other(thread, queue, big=big, small=small)
     assert len(queue) == 0
 
 
@@ -67,12 +73,7 @@ async def test_priority_goes_before_arrival(thread: EngineThread) -> None:
     await asyncio.sleep(0.05)
     urgent = asyncio.create_task(queue.reserve(request("urgent", 4, priority=0)))
     await asyncio.sleep(0.05)
-    await free(thread, queue, "a")
-    await admitted(urgent)
-    assert not late.done()
-    await free(thread, queue, "urgent")
-    await admitted(late)
-    await free(thread, queue, "late")
+    await go_one_after_the_other(thread, queue, urgent=urgent, late=late)
 
 
 async def test_giving_up_leaves_nothing_behind(thread: EngineThread) -> None:

@@ -12,15 +12,15 @@ from tandem.engine.types import KVSink
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
-    """Blocks of one sequence's prompt that this step completes."""
+class CompletedBlocks:
+    """Those that this step completes of one sequence's prompt, for its sink."""
 
     seq: Sequence
     sink: KVSink
     first_block: int
     block_ids: list[int]
 
-    def layer(self, layer: int, kv: Tensor) -> None:
+    def push_layer(self, layer: int, kv: Tensor) -> None:
         if self.seq.error is None:
             try:
                 self.sink.push(layer, self.first_block, self.block_ids, kv)
@@ -31,7 +31,7 @@ class Push:
         self.seq.num_pushed_blocks = self.first_block + len(self.block_ids)
 
 
-def push_of(item: Scheduled, block_size: int) -> Push | None:
+def completed_blocks(item: Scheduled, block_size: int) -> CompletedBlocks | None:
     """What `item` completes of a prompt that somebody takes away, if anything."""
     seq, end = item.seq, item.seq.num_computed_tokens + item.num_tokens
     if seq.sink is None:
@@ -41,4 +41,4 @@ def push_of(item: Scheduled, block_size: int) -> Push | None:
     if complete <= seq.num_pushed_blocks:
         return None
     first = seq.num_pushed_blocks
-    return Push(seq, seq.sink, first, seq.block_table[first:complete])
+    return CompletedBlocks(seq, seq.sink, first, seq.block_table[first:complete])
