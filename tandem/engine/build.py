@@ -6,6 +6,7 @@ config ── the model ──> layout, KV cache, Forward, Choose ──> Runner
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,7 @@ log = structlog.get_logger(__name__)
 # For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or
 # 600 G with AMX. Fewer rows would wait for the weights.
 CPU_MULTIPLICATIONS, AMX_MULTIPLICATIONS, CPU_ROWS = 25 * 10**9, 50 * 10**9, 32
+WORD = 8  # bytes, by which a device's blocks are copied
 
 
 class Parts(NamedTuple):
@@ -147,7 +149,7 @@ def _layout(config: EngineConfig, model: ModelConfig, revision: str) -> KVLayout
     torch_dtype(dtype)
     if config.kv_cache_dtype == "int8" and model.head_dim % 2:
         raise ValueError(f"kv_cache_dtype: int8, but the model's heads have {model.head_dim} numbers, which is odd")
-    return KVLayout(
+    layout = KVLayout(
         model=config.model_name,
         revision=revision,
         dtype=dtype,
@@ -157,6 +159,13 @@ def _layout(config: EngineConfig, model: ModelConfig, revision: str) -> KVLayout
         block_size=config.block_size,
         kv_cache_dtype=config.kv_cache_dtype,
     )
+    if layout.block_bytes % WORD:
+        least = WORD // math.gcd(WORD, layout.block_bytes // layout.block_size)
+        raise ValueError(
+            f"block_size: {layout.block_size} tokens make blocks of {layout.block_bytes} bytes a layer, which devices "
+            f"copy by {WORD} bytes: a multiple of {least} is needed"
+        )
+    return layout
 
 
 def _num_blocks(config: EngineConfig, *layouts: KVLayout) -> int:

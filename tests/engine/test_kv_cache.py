@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,15 @@ def test_the_layout_says_so_and_halves_the_bytes(llama: Path) -> None:
     assert wide[1] / wide[0] == (128 + 2) / 256
     with pytest.raises(ValueError, match="kv_cache_dtype: 'int4' is not one of auto, int8"):
         make_engine(llama, kv_cache_dtype="int4")
+
+
+@pytest.mark.parametrize(("block_size", "fits"), [(1, False), (2, True), (3, False), (4, True)])
+def test_blocks_that_a_device_could_not_copy_are_refused(block_size: int, fits: bool) -> None:
+    """The draft has one KV head of 64 numbers: 2 x (64 + 2) bytes a token."""
+    one_head = Path(__file__).parents[2] / "models" / "demo" / "draft"
+    refusal = f"block_size: {block_size} tokens make blocks of {132 * block_size} bytes .* a multiple of 2 is needed"
+    with nullcontext() if fits else pytest.raises(ValueError, match=refusal):
+        make_engine(one_head, kv_cache_dtype="int8", block_size=block_size)
 
 
 @pytest.mark.skipif(not can_compile(), reason="no CPU with AVX512-BF16, or no C compiler")
