@@ -10,16 +10,25 @@ SURE = 0.3
 class StepCost:
     """base + rows * each, by least squares that forget."""
 
-    def __init__(self) -> None:
+    def __init__(self, forget: float = FORGET) -> None:
+        self._forget = forget
         self._sums: tuple[float, ...] = (0.0,) * 5  # of 1, rows, seconds, rows squared, rows * seconds
 
     def add(self, rows: int, seconds: float) -> None:
         new = (1, rows, seconds, rows * rows, rows * seconds)
-        self._sums = tuple(old * FORGET + value for old, value in zip(self._sums, new, strict=True))
+        self._sums = tuple(old * self._forget + value for old, value in zip(self._sums, new, strict=True))
+
+    @property
+    def known(self) -> bool:
+        return self._sums[0] > 0
+
+    def at(self, rows: int) -> float:
+        base, each = self.line()
+        return base + rows * each
 
     def line(self) -> tuple[float, float]:
         """(base, each), none of them negative."""
-        if not self._sums[0]:
+        if not self.known:
             return 0.0, 0.0
         rows, seconds, rows_squared, product = (value / self._sums[0] for value in self._sums[1:])
         spread, together = rows_squared - rows * rows, product - rows * seconds

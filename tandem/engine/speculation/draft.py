@@ -23,6 +23,8 @@ from tandem.engine.speculation.proposer import Wanted
 class DraftProposer:
     """Proposes by `forward`, whose cache is `kv_cache`. Reads `max_tokens` tokens of prompts a step."""
 
+    reads_first = True
+
     def __init__(self, forward: Forward, kv_cache: list[Tensor], choose: Choose, max_tokens: int) -> None:
         self._forward, self._choose, self._max_tokens = forward, choose, max_tokens
         self._block_size = kv_cache[0].shape[3]

@@ -30,6 +30,8 @@ MOST_UNREAD = 64  # features of a sequence, until they are read beside its steps
 class EagleProposer:
     """By `head`, of the `method` eagle or eagle3; `feature` makes the model's features of its hidden states."""
 
+    reads_first = False
+
     def __init__(self, method: str, head: EagleHead, feature: Callable[[Tensor], Tensor], choose: Choose) -> None:
         self._method, self._head, self._feature, self._choose = method, head, feature, choose
         self._contexts: WeakKeyDictionary[Sequence, Context] = WeakKeyDictionary()

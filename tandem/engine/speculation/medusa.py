@@ -59,6 +59,8 @@ def medusa_heads(file: HeadFile, hidden: int, vocab_size: int, place: Tensor) ->
 class MedusaProposer:
     """`feature` makes features of hidden states."""
 
+    reads_first = False
+
     def __init__(self, heads: Items[MedusaHead], feature: Callable[[Tensor], Tensor], choose: Choose) -> None:
         self._heads, self._feature, self._choose = heads, feature, choose
         self._rows: WeakKeyDictionary[Sequence, FeatureRows] = WeakKeyDictionary()

@@ -20,12 +20,18 @@ class Wanted(NamedTuple):
 
 
 class Proposer(Protocol):
+    """`reads_first`: it reads what a sequence has so far before it can propose for it."""
+
+    reads_first: bool
+
     def propose(self, wanted: Items[Wanted]) -> bool:
         """Puts up to `most` tokens into the `proposed` of each `seq`; False if that took longer than is usual."""
 
 
 class NgramProposer:
     """What followed the last time that the sequence ended as it does now."""
+
+    reads_first = False
 
     def propose(self, wanted: Items[Wanted]) -> bool:
         for seq, most in wanted:

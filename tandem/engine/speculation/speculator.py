@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import groupby
 
@@ -12,6 +13,7 @@ from tandem.engine.speculation.proposer import Proposer, Wanted
 
 MOST_FORCED = 64  # tokens of one answer in a step
 REST = 7  # steps without a thought of proposing, after one where nothing paid
+PLAIN_EVERY = 50  # steps with proposals one is plain, as is the first: so that it is known what those take
 
 
 class Speculator:
@@ -22,10 +24,10 @@ class Speculator:
         *, jump_forward: bool,
     ) -> None:  # fmt: skip
         self._proposers, self._scheduler, self._max_model_len, self._now = proposers, scheduler, max_model_len, now
-        self._plans = {method: Plan() for method in proposers}
+        self._plans = {method: Plan(reads_first=proposer.reads_first) for method, proposer in proposers.items()}
         self._jump_forward = jump_forward
         self._forced: set[str] = set()
-        self._resting = 0
+        self._resting, self._since_plain = 0, PLAIN_EVERY
         self.num_proposed = self.num_accepted = 0
 
     @property
@@ -58,10 +60,23 @@ class Speculator:
 
     def passed(self, batch: list[Scheduled], seconds: float) -> None:
         """A step of `batch` took so long, without proposing."""
-        if self._resting in (0, REST) and batch and all(_decodes(item) or item.seq.proposed for item in batch):
-            rows = sum(item.num_tokens for item in batch)
-            for plan in self._plans.values():
-                plan.passed(rows, seconds, 1 + self._resting)
+        own = Counter[str]()
+        for seq in (item.seq for item in batch if item.seq.request_id not in self._forced):
+            own[seq.speculative.method] += len(seq.proposed)
+        num_proposed = sum(len(item.seq.proposed) for item in batch)
+        decodes = all(_decodes(item) or item.seq.proposed for item in batch)
+        if not num_proposed:
+            if decodes and batch and self._resting in (0, REST):
+                self._since_plain = 0
+                for plan in self._plans.values():
+                    plan.passed_plain(len(batch), seconds, 1 + self._resting)
+            return
+        self._since_plain += own.total() > 0
+        for method, plan in self._plans.items():
+            if decodes:
+                plan.passed(len(batch), num_proposed, own[method], seconds)
+            else:
+                plan.passed_reading(own[method])
 
     def _force(self, seq: Sequence, room: int) -> int:
         """What its grammar leaves no choice about is proposed at once; returns how much that is."""
@@ -78,6 +93,8 @@ class Speculator:
 
     def _guess(self, seqs: list[Sequence], num_rows: int, room: int) -> None:
         """Proposals of those that want them, by their methods."""
+        if self._since_plain >= PLAIN_EVERY:
+            return
         if self._resting:
             self._resting -= 1
             return
@@ -103,7 +120,7 @@ class Speculator:
         usual = self._proposers[method].propose(wanted)
         seconds = self._now() - started
         if usual:
-            plan.proposed(sum(len(seq.proposed) for seq, _ in wanted), seconds)
+            plan.proposed(len(wanted), max(len(seq.proposed) for seq, _ in wanted), seconds)
         else:
             plan.caught_up(seconds)
         return sum(most for _, most in wanted)
