@@ -107,7 +107,7 @@ def test_all_of_it_together_says_what_each_says_alone(folder: Path, kind: Kind) 
     alone = {case: answers(engine, [request(engine, "alone", case, "none")])["alone"] for case in cases}
     assert len({tuple(said) for said in alone.values()}) == len(cases)
     asked = {f"{case} {method}": (case, method) for case, method in product(cases, ("none", "ngram", kind.ahead))}
-    tight = make(folder, kind, num_blocks=40, swap_memory=512 << 10)
+    tight = make(folder, kind, num_blocks=32, swap_memory=512 << 10)
     for there, written in ((engine, 0), (engine, 3), (tight, 0), (tight, 3)):
         # At first the prompt may be cached; then the answer's first tokens came from elsewhere.
         found = answers(
