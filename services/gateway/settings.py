@@ -103,7 +103,9 @@ class GatewaySettings(ClusterSettings):
     interactive_itl_s: float | None = Field(None, gt=0)
     batch_itl_s: float | None = Field(None, gt=0)
     tenant_weights: dict[str, PositiveFloat] = Field({}, description="share of tokens within a class; 1 if not named")
-    max_queued: int = Field(1024, ge=1, description="most choices waiting for their turn; beyond it, 429")
+    max_queued: int = Field(
+        1024, ge=1, description="most choices waiting for their turn, at all gateways of the model; beyond it, 429"
+    )
     max_admitted_tokens: int | None = Field(
         None, ge=1, description="prompts and answers in the cluster at once; if not set, what it finds room for"
     )

@@ -236,6 +236,18 @@ async def test_too_many_waiting_refuses_the_tenant_that_fills_the_line() -> None
     await line.close()
 
 
+async def test_of_several_gateways_each_keeps_its_part_of_the_line() -> None:
+    line = Line(admission_of(max_queued=6))
+    line.admission.resize(Capacity(1, 1, 1, 1, 1), others=[[], []])
+    works = [work(deadline=FOREVER + i) for i in range(5)]
+    await line.begin(*works)
+    assert [one for one in works if line.tasks[one].done() and line.tasks[one].exception()] == works[3:]
+    line.admission.resize(Capacity(1, 1, 1, 1, 1))
+    await line.begin(*(more := [work(deadline=FOREVER + 10 + i) for i in range(5)]))
+    assert [one for one in more if line.tasks[one].done() and line.tasks[one].exception()] == more[4:]
+    await line.close()
+
+
 async def test_stopping_ends_those_that_wait_and_refuses_more() -> None:
     line = Line(admission_of())
     works = [work() for _ in range(4)]

@@ -34,11 +34,12 @@ class Admission:
     """Owns who waits and who is inside. `run` follows the cluster's capacity."""
 
     def __init__(self, queue: FairQueue, max_queued: int) -> None:
+        """`max_queued`: at all gateways of the model, each of which has an equal part of it."""
         self.admitted = Admitted()
         self.demand: Demand = []  # what is waiting and inside, as of when the cluster was last looked at
         self._forecast = Forecast()
         self._queue = queue
-        self._max_queued = max_queued
+        self._max_queued = self._room = max_queued
         # Done when it is let in, or with why not.
         self._turns: dict[Work, asyncio.Future[GatewayError | None]] = {}
         self._stopped: GatewayError | None = None
@@ -75,7 +76,7 @@ class Admission:
         turn = self._turns[work] = asyncio.get_running_loop().create_future()
         self._queue.push(work)
         self._let_in()
-        if len(self._queue) > self._max_queued:
+        if len(self._queue) > self._room:
             self._refuse(self._queue.last(), self._full())
         if not turn.done() and (late := self._too_late(work)):
             self._refuse(work, late)
@@ -111,6 +112,7 @@ class Admission:
         self.demand = demand_of((*self.admitted, *self._queue), capacity) if capacity else []
         share = share_of(self.demand, others, self._queue.weights)
         self._queue.weigh(share.classes, share.tenants)
+        self._room = max(1, self._max_queued // (1 + len(others)))
         self.admitted.capacity = capacity.times(share.part) if capacity and others else capacity
         self._let_in()
 
@@ -170,7 +172,7 @@ class Admission:
 
     def _full(self) -> Overloaded:
         return Overloaded(
-            f"{self._max_queued} choices wait already, and this one's tenant has most of them", code="queue_full"
+            f"{self._room} choices wait already, and this one's tenant has most of them", code="queue_full"
         )
 
     async def _until(self, turn: asyncio.Future[GatewayError | None], work: Work) -> None:
