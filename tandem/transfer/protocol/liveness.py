@@ -17,8 +17,12 @@ class Liveness:
     interval: float = 0.3
     limit: float = 1.25
 
+    def due_s(self, now: float) -> float:
+        """Seconds until either may be true next."""
+        return max(0.0, min(self.sent_at + self.interval, self.heard_at + self.limit) - now)
+
     def ping_due(self, now: float) -> bool:
-        return now - self.sent_at >= self.interval
+        return now >= self.sent_at + self.interval
 
     def lost(self, now: float) -> bool:
-        return now - self.heard_at >= self.limit
+        return now >= self.heard_at + self.limit

@@ -168,6 +168,11 @@ class ReceiverProtocol:
         if messages[-1].kind is Kind.REFUSE:
             raise TransferError("FAILED_PRECONDITION", "the link was refused")
 
+    @property
+    def num_bound(self) -> int:
+        """Transfers under way on this link."""
+        return len(self._bound)
+
     def tick(self, now: float) -> None:
         """Raises TransferError once the peer has been silent, or has not said HELLO, for too long."""
         if self.liveness.lost(now) or (not self.side and now - self._opened_at > HANDSHAKE_SECONDS):

@@ -11,6 +11,7 @@ a thread that queues a small message writes it too, one thread at a time.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -44,6 +45,10 @@ class End(Protocol):
 
     @property
     def poll_s(self) -> float: ...
+
+    @property
+    def under_way(self) -> bool:
+        """Whether anything but silence may fall due."""
 
     @property
     def small(self) -> bool:
@@ -190,7 +195,9 @@ class Connection:
         now = self._driver.now()
         if now >= self._tick_at:
             self._end.tick()
-            self._tick_at = now + TICK_SECONDS
+            self._tick_at = math.inf
+        due_s = TICK_SECONDS if self._end.under_way else self._end.liveness.due_s(now)
+        self._tick_at = min(self._tick_at, now + due_s)
         if moved:
             self._moved_at = now
         if moved or (self._driver.concurrent and now - self._moved_at < self._end.patience):

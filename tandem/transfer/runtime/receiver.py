@@ -29,7 +29,8 @@ from tandem.transfer.transports import make_transports
 from tandem.transfer.transports.base import Network, Stream
 from tandem.transfer.transports.tcp import SocketNetwork
 
-TICK_SECONDS = 0.05
+# Between two looks at deadlines; where no transfer is expected, which may change meanwhile.
+TICK_SECONDS, QUIET_SECONDS = 0.05, 0.25
 # A sender begins before it computes, on a link that it opens within 1.5 s.
 BEGIN_SECONDS = 2.0
 
@@ -123,8 +124,9 @@ class Receiver:
         accepted = self._accept()
         with self._landings.lock:
             self._landings.table.tick(self._driver.now())
+            tick_s = TICK_SECONDS if self._landings.table.live else QUIET_SECONDS
         self._landings.report(self._landings.table.ended)
-        return 0.0 if accepted else TICK_SECONDS
+        return 0.0 if accepted else tick_s
 
     def idle(self) -> bool:
         return True

@@ -39,6 +39,10 @@ class ReceivingEnd:
     def greeted(self) -> bool:
         return self._protocol.hello is not None
 
+    @property
+    def under_way(self) -> bool:
+        return self._protocol.side is None or self._protocol.num_bound > 0
+
     def pending(self) -> bool:
         return bool(self._protocol.outbox)
 

@@ -93,6 +93,10 @@ class SendingEnd:
     # For its connection.
 
     @property
+    def under_way(self) -> bool:
+        return bool(self._protocol.num_live or self._probes or not self.opened.done())
+
+    @property
     def small(self) -> bool:
         return self._side is not None and not self._side.inline
 
