@@ -1,6 +1,6 @@
 """Links to every decode worker, kept by one task.
 
-    decode worker appears in the registry --> open (handshake, warm, probe) --> its incarnation is published as linked
+    decode worker appears in the view     --> open (handshake, warm, probe) --> its incarnation is published as linked
     the link dies, or it started again    --> close, unpublish
     its lease is gone and the link works  --> keep for `grace_s`: it beat late, or Redis has lost its memory
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import structlog
 
-from tandem.registry import Registry, RegistryUnavailable, Role, Worker, WorkerInfo
+from tandem.registry import ClusterView, Role, Worker, WorkerInfo
 from tandem.transfer import Endpoint, Link, Sender
 
 OPEN_TIMEOUT_S = 1.5
@@ -24,9 +24,9 @@ log = structlog.get_logger(__name__)
 
 
 class LinkKeeper:
-    def __init__(self, sender: Sender, registry: Registry, layout_hash: str, changed: Callable[[], None]) -> None:
+    def __init__(self, sender: Sender, view: ClusterView, layout_hash: str, changed: Callable[[], None]) -> None:
         self._sender = sender
-        self._registry = registry
+        self._view = view
         self._layout_hash = layout_hash
         self._changed = changed
         self._peers: dict[str, WorkerInfo] = {}
@@ -43,14 +43,11 @@ class LinkKeeper:
         return self._peers.get(worker_id)
 
     async def keep(self, every_s: float = 0.25, grace_s: float = 3.0) -> None:
-        """Follow the registry until cancelled. Who is absent from it for `grace_s` is unlinked even if it answers."""
+        """Follow the view until cancelled. Who is absent from it for `grace_s` is unlinked even if it answers."""
         while True:
-            try:
-                await self._follow(await self._registry.workers(), grace_s)
-            except RegistryUnavailable:
-                log.warning("registry unavailable: keeping the links there are")
+            self._follow(self._view.workers, grace_s)
             self._publish()
-            await asyncio.sleep(every_s)
+            await self._view.wait_changed(every_s)
 
     async def link_to(self, remote: Endpoint, address: str) -> Link:
         """The link to this incarnation, opened now if need be.
@@ -94,7 +91,7 @@ class LinkKeeper:
             log.warning("no link", decode_worker=remote.worker_id, reason=str(error))
         self._publish()
 
-    async def _follow(self, workers: list[Worker], grace_s: float) -> None:
+    def _follow(self, workers: list[Worker], grace_s: float) -> None:
         live = {w.info.worker_id: w.info for w in workers if w.info.role is Role.DECODE}
         gone = [info for name, info in self._peers.items() if name not in live]
         spared = {info.worker_id: info for info in gone if self._is_spared(info, grace_s)}

@@ -14,7 +14,7 @@ from services.prefill.sequences import Sequences, Ticket
 from tandem import rpc
 from tandem.engine import Engine, SequenceOutput
 from tandem.integrity import IntegrityReport
-from tandem.registry import Role
+from tandem.registry import ClusterView, Role
 from tandem.transfer import Endpoint, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from tandem.worker import Entry, SequenceFailed, Streams, WorkerContext, WorkService, conversion
@@ -37,7 +37,8 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         )  # fmt: skip
         self._secret, self._block_size = context.ports.secret, context.engine.layout.block_size
         self._engine = context.ports.engine
-        self._links = LinkKeeper(self._sender, context.ports.registry, local.layout_hash, context.renew_lease)
+        self._view = ClusterView(context.ports.registry)
+        self._links = LinkKeeper(self._sender, self._view, local.layout_hash, context.renew_lease)
         self._sequences = Sequences(
             context.ports.engine,
             self._links.link_to,
@@ -52,7 +53,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self.servicers: Sequence[rpc.Servicer] = [work.servicer, probe]
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._links.keep()]
+        return [self._view.run(), self._links.keep()]
 
     def linked(self) -> tuple[str, ...]:
         return self._links.linked()

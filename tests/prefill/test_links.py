@@ -6,7 +6,6 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -16,7 +15,7 @@ import torch
 
 from services.prefill.links import LinkKeeper
 from tandem.local import RedisServer
-from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
+from tandem.registry import ClusterView, Registry, Role, WorkerInfo, WorkerLoad
 from tandem.transfer import Endpoint, Receiver, Sender, TransferError
 
 LAYOUT = "layout-a"
@@ -73,12 +72,14 @@ async def within(seconds: float, check: Callable[[], bool]) -> float:
 async def pool(redis_server: RedisServer) -> AsyncIterator[Pool]:
     registry = Registry.connect(redis_server.url, namespace=uuid4().hex)
     sender, changes = Sender(Endpoint("prefill-0", "p-1", LAYOUT)), list[tuple[str, ...]]()
-    keeper = LinkKeeper(sender, registry, LAYOUT, lambda: changes.append(keeper.linked()))
-    pool, keeping = Pool(registry, keeper, changes), asyncio.create_task(keeper.keep(grace_s=GRACE_S))
+    view = ClusterView(registry)
+    keeper = LinkKeeper(sender, view, LAYOUT, lambda: changes.append(keeper.linked()))
+    pool = Pool(registry, keeper, changes)
+    tasks = [asyncio.create_task(task) for task in (view.run(), keeper.keep(grace_s=GRACE_S))]
     yield pool
-    keeping.cancel()
-    with suppress(asyncio.CancelledError):
-        await keeping
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     sender.close()
     for receiver in pool.receivers:
         receiver.close()
