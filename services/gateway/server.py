@@ -76,7 +76,8 @@ class Ports:
     registry: Registry
     connect: Callable[[str], aio.Channel]
     serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[rpc.Server]]
-    serve_http: Callable[[Any, str, int, bool], Door]  # an ASGI app, host, port, and whether others may listen there
+    # An ASGI app, host, port, and whether others may listen there; None: no HTTP.
+    serve_http: Callable[[Any, str, int, bool], Door] | None
     new_id: Callable[[], str]  # a name that nothing else has
     seeds: random.Random  # for requests that bring none
     wall: Callable[[], float]  # Unix seconds
@@ -217,10 +218,7 @@ class Gateway:
         self._stack.push_async_callback(self._grpc.stop, GRPC_GRACE_S)
         if settings.health_port is not None:
             await self._grpc.add_probes(settings.host, settings.health_port, DrainService(self.drain).servicer)
-        app = build_app(self.llm, self._ports.wall, self.check_integrity)
-        self._doors = [self._ports.serve_http(app, settings.host, settings.http_port, settings.shares_ports)]
-        if settings.own_http_port is not None:
-            self._doors.append(self._ports.serve_http(app, settings.host, settings.own_http_port, False))
+        self._doors = self._make_doors(self._ports.serve_http) if self._ports.serve_http else []
         for door in self._doors:
             self._stack.push_async_callback(door.stop)
             await door.start()
@@ -231,6 +229,14 @@ class Gateway:
         address = GatewayAddress(self._model.name, *addresses)
         self._ports.registry.announce(address, lambda: self.admission.demand)
         log.info("serving", model=self.llm.model.name, http=settings.http_port, grpc=self._grpc.port)
+
+    def _make_doors(self, serve: Callable[[Any, str, int, bool], Door]) -> list[Door]:
+        settings = self.settings
+        app = build_app(self.llm, self._ports.wall, self.check_integrity)
+        doors = [serve(app, settings.host, settings.http_port, settings.shares_ports)]
+        if settings.own_http_port is not None:
+            doors.append(serve(app, settings.host, settings.own_http_port, False))
+        return doors
 
     @property
     def grpc_port(self) -> int:

@@ -213,7 +213,7 @@ class Cluster:
             registry=self._registry(process, REGISTRY_WAIT_S, RESERVATIONS_LEASE_S),
             connect=partial(Channel, self.network, process),  # type: ignore[arg-type]
             serve=self._serve(process),
-            serve_http=NoHttp,
+            serve_http=None,
             new_id=self._new_id,
             seeds=Random(self._ids.getrandbits(64)),
             wall=lambda: EPOCH_S + self.world.now,
@@ -269,25 +269,6 @@ class ClusterSettings:
             "max_num_batched_tokens": shape.max_num_batched_tokens,
             "null_prefill_tokens_per_s": shape.prefill_tokens_per_s, "swap_memory": SWAP_BYTES,
         }  # fmt: skip
-
-
-class NoHttp:
-    """The door that simulated clients do not use."""
-
-    def __init__(self, app: Any, host: str, port: int, shared: bool) -> None:
-        self.app = app
-
-    async def start(self) -> None:
-        pass
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-    def close(self) -> None:
-        pass
-
-    async def stop(self) -> None:
-        pass
 
 
 class Reference:

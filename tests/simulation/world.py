@@ -81,12 +81,15 @@ class World:
         structlog.configure(processors=[self._log_line], cache_logger_on_first_use=False)
         self._textmap = propagate.get_global_textmap()
         propagate.set_global_textmap(W3CBaggagePropagator())  # trace ids are random, where traces are recorded
+        self._hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=_close_generator)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.closing = True
         for process in self.processes:
             process.end()
+        sys.set_asyncgen_hooks(*self._hooks)
         structlog.configure(**self._logging)
         propagate.set_global_textmap(self._textmap)
 
@@ -241,20 +244,19 @@ class Process(asyncio.AbstractEventLoop):
         self._listed = False
         if self.paused or not self.alive:
             return
-        hooks = sys.get_asyncgen_hooks()
-        sys.set_asyncgen_hooks(finalizer=self._close_generator)
         asyncio._set_running_loop(self)
+        ready = self._ready
         try:
-            for _ in range(len(self._ready)):
+            for _ in range(len(ready)):
                 if not self.alive:
                     break  # it was killed just now
-                handle = self._ready.popleft()
-                if not handle.cancelled():
+                handle = ready.popleft()
+                if not handle._cancelled:
                     handle._run()
         finally:
             asyncio._set_running_loop(None)
-            sys.set_asyncgen_hooks(*hooks)
-        self._list()
+        if ready:
+            self._list()
 
     def timer_due(self, handle: asyncio.TimerHandle) -> None:
         if self.alive:
@@ -269,10 +271,6 @@ class Process(asyncio.AbstractEventLoop):
     def _tell(self) -> None:
         for watcher in list(self.watchers):
             watcher(self)
-
-    def _close_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
-        if self.alive:
-            self.create_task(generator.aclose())  # type: ignore[arg-type]
 
     # --- what asyncio asks of an event loop ---
 
@@ -339,6 +337,13 @@ class Process(asyncio.AbstractEventLoop):
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.call_exception_handler(context)
+
+
+def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:
+    """Of the process that runs now."""
+    process = asyncio._get_running_loop()
+    if isinstance(process, Process) and process.alive:
+        process.create_task(generator.aclose())
 
 
 def _age(task: asyncio.Task[Any]) -> tuple[int, str]:

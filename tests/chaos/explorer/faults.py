@@ -8,8 +8,11 @@ from random import Random
 
 from tests.chaos.explorer.schedule import Fault
 from tests.simulation.cluster import Cluster
-from tests.simulation.network import Connection
+from tests.simulation.network import NOTICE_S, Connection
 from tests.simulation.world import Process
+
+# Faults that a connection's ends learn of late.
+SILENT = {"cut", "half-open", "pause", "kv-drop"}
 
 
 class Faults:
@@ -19,6 +22,8 @@ class Faults:
         self.fired: Counter[str] = Counter()
         # Names of processes that were touched by a fault, and kinds of faults that touch no process.
         self.touched: Counter[str] = Counter()
+        # By then every connection that has gone dead so far is known to be.
+        self.noticed_at = 0.0
         self._cluster = cluster
         self._random = random
         self._healed = False
@@ -41,6 +46,7 @@ class Faults:
         """From now on nothing is wrong, but what was done stays done."""
         self._healed = True
         cluster = self._cluster
+        self.noticed_at = min(self.noticed_at, cluster.world.now + NOTICE_S[1])  # of what would have lasted longer
         self._spoiling.clear()
         cluster.network.mend_all()
         for process in cluster.world.processes:
@@ -61,7 +67,12 @@ class Faults:
         if act(fault):
             self.fired[fault.kind] += 1
             self.touched.update(fault.targets or (fault.kind,))
+            if fault.kind in SILENT:
+                self._silent(fault.seconds)
             self._cluster.world.log("fault", fault.kind, *fault.targets, fault.seconds)
+
+    def _silent(self, for_s: float = 0.0) -> None:
+        self.noticed_at = max(self.noticed_at, self._cluster.world.now + for_s + NOTICE_S[1])
 
     def _later(self, seconds: float, callback: Callable[[], object]) -> None:
         self._cluster.world.after(seconds, lambda: None if self._healed else callback())
@@ -145,6 +156,7 @@ class Faults:
             if self._random.random() < fault.chance:
                 self.fired[fault.kind] += 1
                 self.touched[fault.kind] += 1
+                self._silent()
                 self._cluster.world.log("fault", fault.kind)
                 return self._spoiled(fault.kind, message)
         return [(0.0, message)]

@@ -17,7 +17,7 @@ from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import KINDS, schedule_of
 from tests.simulation.redis import Store
 
-COLLECT_EVERY = 20
+COLLECT_EVERY = 5
 
 
 @dataclass

@@ -37,8 +37,6 @@ LIMIT_S = 90.0
 AMPLE_S = 4.0
 # So often a request goes on elsewhere.
 MIGRATIONS = 8
-# Faults that a connection's ends learn of late.
-SILENT = {"cut", "half-open", "pause", "kv-drop"}
 
 
 @dataclass
@@ -111,8 +109,7 @@ class Run:
         self._judge()
         self.faults.heal()
         await self._recover()
-        if self.faults.fired.keys() & SILENT:
-            await asyncio.sleep(NOTICE_S[1])  # a connection may have gone dead just now
+        await asyncio.sleep(max(0.0, self.faults.noticed_at - self.world.now))
         await self._probe()
         await self._settle(before)
 
