@@ -7,10 +7,12 @@ worker `stuck` takes a minute, and its watchdog ends it after 0.3 s.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -32,6 +34,7 @@ gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregat
 redis: {{{{port: {{redis}}}}}}
 """
 PROMPTS, PROMPT_TOKENS = 8, 300
+NOTICED_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +69,37 @@ async def test_a_worker_stuck_in_a_step_ends_by_its_watchdog_and_loses_nothing(
 async def test_a_prefill_worker_stopped_in_mid_transfer_holds_nothing_up(
     fleet: RunningCluster, demo_model: Path
 ) -> None:
-    """All is answered while it still stands; what it does when it goes on hurts nobody."""
+    """It is noticed within two seconds, and all is answered while it still stands; what it does when it goes on hurts
+    nobody."""
     eventually(lambda: linked_pairs(fleet) == 4, 30, "every pair is linked")
     stopped, requests = fleet.pids("prefill")[0], long_prompts()
     async with service(fleet) as stub:
         answers = Answers(stub, "null", requests)
         await asyncio.sleep(0.4)  # prompts of both are read and on their way: each takes 0.3 s at least
         os.kill(stopped, signal.SIGSTOP)
-        began = time.monotonic()
+        stopped_at = time.time()
         try:
             async with asyncio.timeout(30):
                 whole = await answers.all()
-            print(f"all answered {time.monotonic() - began:.2f} s after a prefill worker was stopped")
+            answered_s = time.time() - stopped_at
+            eventually(lambda: bool(lost_streams(fleet, stopped_at)), 5, "the gateway says that it lost the worker")
         finally:
             os.kill(stopped, signal.SIGCONT)
+        noticed_s = min(lost_streams(fleet, stopped_at)) - stopped_at
+        print(f"noticed {noticed_s:.2f} s, all answered {answered_s:.2f} s after the stop")
+        assert noticed_s < NOTICED_S
         assert whole == undisturbed(oracle(demo_model), requests)
         assert any("; after " in last.path.reason for last in answers.last)
         again = Answers(stub, "null", requests)
         assert await again.all() == whole
+
+
+def lost_streams(cluster: RunningCluster, since: float) -> list[float]:
+    """When the gateway has lost streams to prefill workers."""
+    (log,) = cluster.logs.glob("gateway*.log")
+    lines = [json.loads(line) for line in log.read_text().splitlines() if '"stream ended"' in line]
+    ended = [datetime.fromisoformat(line["timestamp"]).timestamp() for line in lines if line["worker"].startswith("p")]
+    return [moment for moment in ended if moment >= since]
 
 
 def linked_pairs(cluster: RunningCluster) -> int:
