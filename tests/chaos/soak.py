@@ -71,7 +71,7 @@ class Soak:
                 await self._replace(kind)
             await asyncio.gather(*callers)
             watching.cancel()
-            await self._settle(client)
+            await self._settle()
             await self._sample(client)
         self._judge_growth()
 
@@ -162,16 +162,11 @@ class Soak:
     def _processes(self) -> list[psutil.Process]:
         return psutil.Process(self.cluster.process.pid).children(recursive=True)
 
-    async def _settle(self, client: httpx.AsyncClient) -> None:
+    async def _settle(self) -> None:
         """Nothing is held any more, in any process, within SETTLE_S of the last worker's return."""
         await asyncio.to_thread(eventually, lambda: self._whole(), 60, "all workers are back")
-        host, _, _ = self.cluster.http.rpartition(":")
-        assert host
-        doctor = DoctorSettings(redis_url=self.cluster.redis_url, gateway_url=self.cluster.http, integrity=True)
         until = time.monotonic() + SETTLE_S
-        while broken := [
-            str(f.what) + ": " + f.detail for f in await examine(doctor) if not _is_clean(f.what, f.detail)
-        ]:
+        while broken := await held(self.cluster):
             if time.monotonic() > until:
                 self.violations += broken
                 return
@@ -204,6 +199,14 @@ class Soak:
         rows.append(f"memory, second half: {_slope([(s.at / 60, s.memory) for s in half]):+.2f} MiB a minute")
         rows.append(", ".join(f"{count} {what}" for what, count in self.counts.most_common()))
         return "\n".join([*rows, *(f"VIOLATION {text}" for text in self.violations[:50])])
+
+
+async def held(cluster: RunningCluster) -> list[str]:
+    """One line for each process that holds anything for a request, or finds a violation."""
+    doctor = DoctorSettings(redis_url=cluster.redis_url, gateway_url=cluster.http, integrity=True)
+    return [
+        f"{found.what}: {found.detail}" for found in await examine(doctor) if not _is_clean(found.what, found.detail)
+    ]
 
 
 def _is_clean(what: str, detail: str) -> bool:
