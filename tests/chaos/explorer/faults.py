@@ -24,6 +24,8 @@ class Faults:
         self.touched: Counter[str] = Counter()
         # By then every connection that has gone dead so far is known to be.
         self.noticed_at = 0.0
+        # So much later Redis may have renewed the lease of a gateway that had died.
+        self.slowest_s = 0.0
         self._cluster = cluster
         self._random = random
         self._healed = False
@@ -189,6 +191,7 @@ class Faults:
     def _redis_slow(self, fault: Fault) -> bool:
         redis = self._cluster.redis
         redis.slowness_s = self._random.choice((0.01, 0.2, 0.7))
+        self.slowest_s = max(self.slowest_s, redis.slowness_s)
         self._later(fault.seconds, lambda: setattr(redis, "slowness_s", 0.0))
         return True
 

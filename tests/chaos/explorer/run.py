@@ -236,7 +236,7 @@ class Run:
 
     async def _settle(self, before: dict[str, tuple[int, int]]) -> None:
         registry = self.cluster.registry_of(self.cluster.client)
-        end = self.world.now + SETTLE_S
+        end = self.world.now + SETTLE_S + self.faults.slowest_s
         while held := await self._held(registry, before):
             if self.world.now > end:
                 self.result.violations += [f"I3: {text}" for text in held]
