@@ -6,6 +6,7 @@ if __name__ == "__main__":
     starting()
 
 import asyncio
+import os
 import random
 import signal
 import socket
@@ -35,6 +36,8 @@ CLIENT_PING_TIMEOUT_MS = 10_000
 
 
 def main() -> None:
+    # A prompt is tokenized where it is asked for, a long one on a thread of its own: no hop to a pool for each.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     settings = load(GatewaySettings, program="python -m services.gateway")
     traces = telemetry.set_up(
         "tandem-gateway", f"gateway-{settings.own_http_port or settings.http_port}", settings.log_level

@@ -107,7 +107,9 @@ class Envelope:
 
     def ends_with(self, delta: Delta) -> bool:
         """Whether this one, of those that come in their order, is the last of the answer's last choice."""
-        self._num_ended += bool(delta.finish_reason)
+        if not delta.finish_reason:
+            return False
+        self._num_ended += 1
         return self._num_ended == self._answer.request.num_choices
 
     def usage_chunk(self) -> bytes:
