@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
+from pkgutil import resolve_name
 
 from tandem.garbage import settled, starting
 
@@ -22,56 +22,31 @@ commands:
 
 `tandem <command> --help` lists a command's options, `tandem --version` says which Tandem this is."""
 
+# Each imported only when requested, so that it starts fast.
+COMMANDS = {
+    "up": "up:main",
+    "status": "detached:status",
+    "down": "detached:down",
+    "generate": "generate:main",
+    "drain": "drain:main",
+    "keys": "keys:main",
+    "fetch": "fetch:main",
+    "doctor": "doctor:main",
+}
+
 
 def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command == "--version":
         print(f"tandem {version('tandem')}")
         return
-    starting()
-    run = _command(command)
-    settled()
-    if run is None:
+    if command not in COMMANDS:
         print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
         raise SystemExit(0 if command in ("-h", "--help") else 2)
+    starting()
+    run = resolve_name(f"tandem.commands.{COMMANDS[command]}")
+    settled()
     try:
         run(sys.argv[2:])
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-def _command(name: str) -> Callable[[list[str]], None] | None:
-    """Imported only when requested, so that each command starts fast."""
-    if name == "up":
-        from tandem.commands.up import main as up
-
-        return up
-    if name == "generate":
-        from tandem.commands.generate import main as generate
-
-        return generate
-    if name == "drain":
-        from tandem.commands.drain import main as drain
-
-        return drain
-    if name == "keys":
-        from tandem.commands.keys import main as keys
-
-        return keys
-    if name == "fetch":
-        from tandem.commands.fetch import main as fetch
-
-        return fetch
-    if name == "status":
-        from tandem.commands.detached import status
-
-        return status
-    if name == "down":
-        from tandem.commands.detached import down
-
-        return down
-    if name == "doctor":
-        from tandem.commands.doctor import main as doctor
-
-        return doctor
-    return None

@@ -4,7 +4,7 @@
                      it, KV links and landing tickets carry proofs of what they say
     TLS              gRPC between them: each shows a certificate for NAME, signed by the cluster's own CA
 
-Either, both or none: without both, whoever reaches a port is let in, so ports belong on loopback or a private network.
+Either, both or none: without both, who reaches a port gets in, so ports belong on loopback or a private network.
 """
 
 from __future__ import annotations

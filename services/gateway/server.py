@@ -3,9 +3,9 @@
 1 see       the registry, once; from then on in the background. Redis need not be up yet
 2 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
 3 leave     asked to drain: not ready, but serving all that still comes, until nothing has come for a while
-4 end       not ready; connections are told to go: gRPC's by GOAWAY, HTTP's by `connection: close` on what comes within
-            TOLD_S; then none is taken any more, and running requests get `drain_s`, then a typed error; what they held
-            is released before the process ends
+4 end       not ready; connections close: gRPC's by GOAWAY, HTTP's by `connection: close` on what comes within
+            CLOSING_S; then none is taken any more, and running requests get `drain_s`, then a typed error; what they
+            held is released before the process ends
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HEALTH_S = 0.25
 QUIET_S = 3.0
 IDLE_CHECK_S = 0.05
 # Pooled HTTP connections that are in use learn within so long that they are to go.
-TOLD_S = 1.0
+CLOSING_S = 1.0
 
 
 class Door(Protocol):
@@ -284,7 +284,7 @@ class Gateway:
 
     async def _turn_away(self) -> None:
         """Until nothing runs, and nothing can come any more."""
-        await asyncio.sleep(min(TOLD_S, self.settings.drain_s / 10))
+        await asyncio.sleep(min(CLOSING_S, self.settings.drain_s / 10))
         for door in self._doors:
             door.close()
         while self.llm.running:

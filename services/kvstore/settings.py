@@ -1,4 +1,4 @@
-"""What the kvstore can be told."""
+"""The kvstore's settings."""
 
 from __future__ import annotations
 

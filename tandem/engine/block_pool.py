@@ -79,7 +79,7 @@ class BlockPool:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference to each of a sequence's `blocks`, given in logical order."""
+        """Release one reference to each of a sequence's `blocks`, given in logical order."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:

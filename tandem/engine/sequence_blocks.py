@@ -91,7 +91,7 @@ class SequenceBlocks:
         return min(room, num_ahead)
 
     def release_ahead(self, seq: Sequence) -> None:
-        """The blocks that only refused tokens needed go back."""
+        """Release the blocks that only refused tokens needed."""
         needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
         if needed < len(seq.block_table):
             self._pool.release(seq.block_table[needed:])

@@ -310,7 +310,7 @@ class Registry:
             return
         address, demand = self._announced
         said = address.model, json.dumps(asdict(address)), json.dumps(demand())
-        self._others = [json.loads(told) for told in await self._connection.call("renew", client, ttl, *said)]
+        self._others = [json.loads(other) for other in await self._connection.call("renew", client, ttl, *said)]
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
         fields = encode(info) + encode(load)

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 
 import psutil
 import pytest
 
+from tandem.cli import COMMANDS, USAGE
 from tandem.commands.doctor import DoctorSettings
 from tandem.commands.generate import GenerateSettings
 from tandem.commands.up import UpSettings
@@ -77,7 +79,7 @@ def test_doctor_checks_only_what_it_is_given(shm_cluster: RunningCluster) -> Non
 
 
 def test_doctor_names_a_frozen_worker(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, "--engine=null") as cluster:
         (pid,) = cluster.pids("decode")
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -110,7 +112,7 @@ def test_doctor_without_a_cluster() -> None:
 
 
 def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, "--engine=null") as cluster:
         family = psutil.Process(cluster.process.pid).children(recursive=True)
         assert len(family) >= 5
     eventually(lambda: not any(map(alive, family)), 5, "every process ends")
@@ -118,7 +120,7 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def test_killing_the_command_leaves_no_process_behind(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, "--engine=null") as cluster:
         family = psutil.Process(cluster.process.pid).children(recursive=True)
         assert len(family) >= 5
         cluster.process.kill()
@@ -164,6 +166,12 @@ def test_up_refuses_a_folder_that_holds_no_model(tmp_path: Path) -> None:
     result = tandem("up", f"--model-path={tmp_path}")
     assert result.returncode == 1
     assert "model-path" in result.stderr
+
+
+def test_every_command_that_is_listed_is_there() -> None:
+    listed = [line.split()[0] for line in USAGE.splitlines() if line.startswith("  ")]
+    assert listed == list(COMMANDS)
+    assert all(callable(resolve_name(f"tandem.commands.{name}")) for name in COMMANDS.values())
 
 
 def test_unknown_command_shows_the_commands() -> None:

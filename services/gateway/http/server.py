@@ -30,7 +30,7 @@ class HttpServer:
         self._server = Server(
             app, address=host, port=port, interface=Interfaces.ASGINL, websockets=False, log_enabled=False,
             backlog=2048,
-            # HTTP/2 in the clear would be told from HTTP/1 by first bytes that are waited for without bound.
+            # HTTP/2 in the clear would be recognised by first bytes that are waited for without bound.
             http=HTTPModes.http1,
             http1_settings=HTTP1Settings(header_read_timeout=round(1000 * header_timeout_s)),
         )  # fmt: skip

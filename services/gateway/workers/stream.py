@@ -207,7 +207,7 @@ class WorkerStream:
                 while self._unsent:
                     await call.write(self._unsent.popleft())
         except (aio.AioRpcError, asyncio.InvalidStateError):
-            return  # whoever reads is told why
+            return  # the reader gets the error
 
     # --- in ---
 

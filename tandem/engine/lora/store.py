@@ -1,6 +1,6 @@
 """Adapters in memory: the latest used ones, within a budget. Others are read again from their folders.
 
-load ──in memory──────────────> Adapter        whoever has it keeps it; the budget counts all that anyone keeps
+load ──in memory──────────────> Adapter        its users keep it; the budget counts all that are kept
      └─ read ─ evict the oldest that nobody else keeps ─ no room: AdapterStoreFull
 """
 

@@ -8,12 +8,12 @@ redis.call('HSET', key('gateways'), client, ARGV[4])
 redis.call('HSET', key('demands', model), client, ARGV[5])
 redis.call('PEXPIRE', key('demands', model), KEPT_MS)
 local others = {}
-local told = redis.call('HGETALL', key('demands', model))
-for i = 1, #told, 2 do
-  if not redis.call('ZSCORE', key('clients'), told[i]) then
-    redis.call('HDEL', key('demands', model), told[i])
-  elseif told[i] ~= client then
-    others[#others + 1] = told[i + 1]
+local demands = redis.call('HGETALL', key('demands', model))
+for i = 1, #demands, 2 do
+  if not redis.call('ZSCORE', key('clients'), demands[i]) then
+    redis.call('HDEL', key('demands', model), demands[i])
+  elseif demands[i] ~= client then
+    others[#others + 1] = demands[i + 1]
   end
 end
 return others

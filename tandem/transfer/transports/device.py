@@ -170,7 +170,7 @@ class DeviceReceiveSide(ReceiveSide):
             seen = int(self._sum(words)) & MASK
             if seen == message.payload_sum:
                 rows.words().index_copy_(0, torch.from_numpy(ids).to(self._device.place), words.view(len(ids), -1))
-                int(words[0])  # the copy is done before anybody is told so
+                int(words[0])  # the copy is done before it is announced
         return seen
 
     def checksum(self, message: Message) -> int:
