@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tandem import garbage, telemetry
+from tandem import telemetry
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-garbage.starting()  # test files import much
+gc.disable()  # until test files have imported what they need
 
 settings.register_profile("guard", max_examples=1000)  # see tests/fuzzing.py
 
@@ -22,7 +23,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_collection_finish() -> None:
-    garbage.settled()
+    """What was imported stays. Searches go on as often as Python has them, for tests leave engines behind."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

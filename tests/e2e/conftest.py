@@ -12,7 +12,7 @@ from tandem.registry import Registry
 from tests.e2e.cluster import RunningCluster, running_cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """float32, KV over shared memory."""
     folder = tmp_path_factory.mktemp("shm")
@@ -20,7 +20,7 @@ def shm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningClu
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tcp_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """float32, KV over TCP, tokens proposed ahead."""
     folder, draft = tmp_path_factory.mktemp("tcp"), DEMO_MODEL.parent / "draft"

@@ -24,7 +24,7 @@ from tandem import native
 from tandem.engine import Request, SamplingParams
 from tandem.engine.forward import StepInput, TorchForward
 from tandem.engine.kernels import AMX, CpuForward, load_library
-from tandem.engine.kernels.build import INSTRUCTIONS, SOURCE
+from tandem.engine.kernels.build import INSTRUCTIONS, SOURCE, library_path
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.kv_cache import opened, row_size, write_kv
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
@@ -304,11 +304,12 @@ def test_the_source_compiles_without_a_warning(
 
 
 SANITIZED = """
-import ctypes, pathlib, sys
+import ctypes, gc, pathlib, sys
+gc.disable()  # imports are slow enough
 from tandem.engine.kernels import load_library
-flags = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-library = load_library(pathlib.Path(sys.argv[1]), flags=flags)
+library = load_library(pathlib.Path(sys.argv[1]), flags=sys.argv[3:])
 """
+SANITIZE = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 AS_THEY_ARE = """
 from tests.engine import test_kernels, test_sampler
 for number, sizes in enumerate(test_kernels.SHAPES[3:6:2]):
@@ -330,15 +331,16 @@ library.tandem_survey(bytes(1024), 32, 64, 0, bytes(16))  # reads 4096; of 512 a
 @pytest.fixture(scope="module")
 def sanitizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], subprocess.CompletedProcess[str]]:
     """Runs code with `library` compiled so that an access out of bounds or undefined behaviour ends it."""
-    gcc, cache = shutil.which("gcc"), str(tmp_path_factory.mktemp("sanitized"))
+    gcc, cache = shutil.which("gcc"), tmp_path_factory.mktemp("sanitized")
     if gcc is None or not can_compile():
         pytest.skip("no CPU with AVX512-BF16, or no gcc")
     named = (subprocess.check_output([gcc, f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan"))
     preloaded = " ".join(line.strip() for line in named)
     environment = os.environ | {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
+    library_path(cache, flags=SANITIZE)  # here, where the compiler itself is not watched
 
     def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", SANITIZED + code, cache, str(folder)]
+        command = [sys.executable, "-c", SANITIZED + code, str(cache), str(folder), *SANITIZE]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
     return run

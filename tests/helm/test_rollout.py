@@ -24,6 +24,8 @@ from tests.helm.pods import Node, Pod
 # How long a balancer may go on sending requests to a pod that is being stopped.
 LAG_S = 1.0
 CLIENTS = 4
+# Between a client's requests: what else is tested on this machine shall not wait for them.
+PAUSE_S = 0.05
 # New decode pods come so much later, for want of a node: new prefill pods must wait for them.
 SLOW_S = 6.0
 
@@ -63,7 +65,7 @@ class Load:
     def run(self, number: int) -> None:
         """One client, with connections that it keeps, until told to stop."""
         with httpx.Client(timeout=60) as client:
-            while not self.stopping.is_set():
+            while not self.stopping.wait(PAUSE_S):
                 number += CLIENTS
                 self._ask(client, number)
 
