@@ -27,6 +27,7 @@ class Speculator:
         self._plans = {method: Plan(reads_first=proposer.reads_first) for method, proposer in proposers.items()}
         self._jump_forward = jump_forward
         self._forced: set[str] = set()
+        self._guessed, self._wanted = Counter[str](), set[str]()  # by method: proposed tokens; asked for
         self._resting, self._since_plain = 0, PLAIN_EVERY
         self.num_proposed = self.num_accepted = 0
 
@@ -36,13 +37,19 @@ class Speculator:
 
     def propose(self, batch: list[Scheduled]) -> list[Scheduled]:
         """The batch with the proposed tokens of its sequences."""
+        self._forced.clear()
+        self._guessed.clear()
+        guesses = self._may_guess(batch)
+        guides = self._jump_forward and any(item.seq.guide is not None for item in batch)
+        if not guesses and not guides:
+            return batch
         decoding = [item.seq for item in batch if _decodes(item)]
         room = self._scheduler.max_num_batched_tokens - sum(item.num_tokens for item in batch)
-        self._forced.clear()
-        for seq in decoding if self._jump_forward else ():
+        for seq in decoding if guides else ():
             room -= self._force(seq, room) if seq.guide is not None else 0
-        self._guess([seq for seq in decoding if seq.request_id not in self._forced], len(batch), room)
-        if not any(item.seq.proposed for item in batch):
+        if guesses:
+            self._guess([seq for seq in decoding if seq.request_id not in self._forced], len(batch), room)
+        if not self._guessed and not self._forced:
             return batch
         return [item._replace(num_tokens=item.num_tokens + len(item.seq.proposed)) for item in batch]
 
@@ -60,23 +67,27 @@ class Speculator:
 
     def passed(self, batch: list[Scheduled], seconds: float) -> None:
         """A step of `batch` took so long, without proposing."""
-        own = Counter[str]()
-        for seq in (item.seq for item in batch if item.seq.request_id not in self._forced):
-            own[seq.speculative.method] += len(seq.proposed)
-        num_proposed = sum(len(item.seq.proposed) for item in batch)
-        decodes = all(_decodes(item) or item.seq.proposed for item in batch)
-        if not num_proposed:
-            if decodes and batch and self._resting in (0, REST):
+        if not self._guessed and not self._forced:
+            if self._wanted and self._resting in (0, REST) and batch and all(map(_decodes, batch)):
                 self._since_plain = 0
-                for plan in self._plans.values():
-                    plan.passed_plain(len(batch), seconds, 1 + self._resting)
+                for method in self._wanted:
+                    self._plans[method].passed_plain(len(batch), seconds, 1 + self._resting)
             return
-        self._since_plain += own.total() > 0
-        for method, plan in self._plans.items():
+        decodes = all(_decodes(item) or item.seq.proposed for item in batch)
+        self._since_plain += bool(self._guessed)
+        num_proposed = sum(len(item.seq.proposed) for item in batch)
+        for method in self._wanted:
             if decodes:
-                plan.passed(len(batch), num_proposed, own[method], seconds)
+                self._plans[method].passed(len(batch), num_proposed, self._guessed[method], seconds)
             else:
-                plan.passed_reading(own[method])
+                self._plans[method].passed_reading(self._guessed[method])
+
+    def _may_guess(self, batch: list[Scheduled]) -> bool:
+        if self._resting:
+            self._resting -= 1
+            return False
+        self._wanted = {item.seq.speculative.method for item in batch} & self._proposers.keys()
+        return bool(self._wanted) and self._since_plain < PLAIN_EVERY
 
     def _force(self, seq: Sequence, room: int) -> int:
         """What its grammar leaves no choice about is proposed at once; returns how much that is."""
@@ -93,12 +104,7 @@ class Speculator:
 
     def _guess(self, seqs: list[Sequence], num_rows: int, room: int) -> None:
         """Proposals of those that want them, by their methods."""
-        if self._since_plain >= PLAIN_EVERY:
-            return
-        if self._resting:
-            self._resting -= 1
-            return
-        wanting = [seq for seq in seqs if seq.speculative.method in self._proposers]
+        wanting = [seq for seq in seqs if seq.speculative.method in self._wanted]
         left = room
         for method, alike in groupby(sorted(wanting, key=_method), key=_method):
             left -= self._propose_by(method, list(alike), num_rows, left)
@@ -123,6 +129,8 @@ class Speculator:
             plan.proposed(len(wanted), max(len(seq.proposed) for seq, _ in wanted), seconds)
         else:
             plan.caught_up(seconds)
+        if proposed := sum(len(seq.proposed) for seq, _ in wanted):
+            self._guessed[method] = proposed
         return sum(most for _, most in wanted)
 
 
