@@ -90,6 +90,10 @@ class Admitted:
         """Oldest first."""
         return iter(self._inside)
 
+    def __reversed__(self) -> Iterator[Work]:
+        """Newest first."""
+        return reversed(self._inside)
+
     def fits(self, work: Work) -> bool:
         capacity = self.capacity
         if capacity is None or not self._inside:

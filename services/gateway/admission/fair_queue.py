@@ -56,6 +56,13 @@ class _Tenant(Party):
     def __init__(self, name: str, weight: float, rank: int) -> None:
         super().__init__(name, weight, rank)
         self.works: list[Work] = []  # the first one last
+        self.tokens = 0  # of all of them
+
+    def tokens_before(self, work: Work) -> int:
+        """Of those that go before this one, which waits too or does not yet. Newcomers stand at the end as a rule."""
+        place = bisect_left(self.works, _last_first(work), key=_last_first)
+        behind = place + (self.works[place : place + 1] == [work])
+        return self.tokens - sum(other.cost for other in self.works[:behind])
 
 
 class _Class(Party):
@@ -65,6 +72,11 @@ class _Class(Party):
         self.tenants: dict[str, _Tenant] = {}
         self.num_waiting = 0
         self.forget_above = MIN_REMEMBERED
+
+    @property
+    def tokens(self) -> int:
+        """Of all that waits."""
+        return sum(tenant.tokens for tenant in self.tenants.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +130,7 @@ class FairQueue:
         if not group.num_waiting:
             self._share.join(group)
         insort(tenant.works, work, key=_last_first)
+        tenant.tokens += work.cost
         group.num_waiting += 1
 
     def first(self) -> Work | None:
@@ -141,16 +154,12 @@ class FairQueue:
         served alike by weight, until each has had what stands before it or has nothing left."""
         group = self._classes[work.priority_class]
         tenant = group.tenants.get(work.tenant)
-        works = tenant.works if tenant else []
         weight = tenant.weight if tenant else self._weight(work.priority_class, work.tenant)
-        before = (other for other in works if other is not work and _last_first(other) >= _last_first(work))
-        own = work.cost + sum(other.cost for other in before)
+        own = work.cost + (tenant.tokens_before(work) if tenant else 0)
         others = (other for other in group.tenants.values() if other is not tenant and other.works)
-        within = own + sum(min(_cost(other), own * other.weight / weight) for other in others)
+        within = own + sum(min(other.tokens, own * other.weight / weight) for other in others)
         classes = (other for other in self._classes.values() if other is not group and other.num_waiting)
-        beside = (
-            min(sum(map(_cost, other.tenants.values())), within * other.weight / group.weight) for other in classes
-        )
+        beside = (min(other.tokens, within * other.weight / group.weight) for other in classes)
         return round(within + sum(beside)) - work.cost
 
     def remove(self, work: Work) -> None:
@@ -160,6 +169,7 @@ class FairQueue:
         place = bisect_left(tenant.works, _last_first(work), key=_last_first)
         assert tenant.works[place] is work
         del tenant.works[place]
+        tenant.tokens -= work.cost
         group.num_waiting -= 1
         if not tenant.works:
             group.share.leave(tenant)
@@ -191,6 +201,8 @@ class FairQueue:
             waiting = [tenant for tenant in group.tenants.values() if tenant.works]
             if not group.share.holds(waiting):
                 problems.append(f"{kind.label}: tenants that wait are not those that share")
+            if any(tenant.tokens != sum(work.cost for work in tenant.works) for tenant in waiting):
+                problems.append(f"{kind.label}: a tenant's tokens are not those of its work that waits")
             if sum(len(tenant.works) for tenant in waiting) != group.num_waiting:
                 problems.append(f"{kind.label}: {group.num_waiting} counted as waiting")
         if not self._share.holds(group for group in self._classes.values() if group.num_waiting):
@@ -206,10 +218,6 @@ class FairQueue:
 
     def _weight(self, kind: PriorityClass, tenant: str) -> float:
         return self.weights.of_tenant(tenant) * max(self._tenants_here.get((kind, tenant), 1.0), LEAST_HERE)
-
-
-def _cost(tenant: _Tenant) -> int:
-    return sum(work.cost for work in tenant.works)
 
 
 def _last_first(work: Work) -> tuple[float, int]:

@@ -11,8 +11,7 @@ cluster takes work, and measures anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from services.gateway.admission.capacity import Admitted
 from services.gateway.admission.fair_queue import Work
 
 WEIGHT = 1 / 16
@@ -58,19 +57,27 @@ class Forecast:
         if work.new_tokens > 1:
             self._token_s.add((now - work.first_at) / (work.new_tokens - 1))
 
-    def turn_s(self, tokens_ahead: int, inside: Iterable[Work], now: float) -> float:
-        """Seconds until its turn; 0 while nothing is known. `inside`: oldest first."""
-        if not self._inside_s:
+    def turn_s(self, tokens_ahead: int, inside: Admitted, now: float) -> float:
+        """Seconds until its turn; 0 while nothing is known."""
+        if not self._inside_s or not inside.tokens:
             return 0.0
-        tokens_inside, wave_s = 0, 0.0
-        for work in inside:
-            if tokens_inside <= tokens_ahead:
-                wave_s = work.entered_at + self._inside_s.high - now
-            tokens_inside += work.cost
-        return max(tokens_ahead * self._inside_s.mean / tokens_inside, wave_s, 0.0) if tokens_inside else 0.0
+        wave_s = _makes_room(tokens_ahead, inside).entered_at + self._inside_s.high - now
+        return max(tokens_ahead * self._inside_s.mean / inside.tokens, wave_s, 0.0)
 
     def first_token_s(self, turn_s: float) -> float:
         return turn_s + self._first_s.high
 
     def last_token_s(self, turn_s: float, work: Work) -> float:
         return self.first_token_s(turn_s) + self._used.mean * work.max_new_tokens * self._token_s.mean
+
+
+def _makes_room(tokens: int, inside: Admitted) -> Work:
+    """The last of those that have to leave, oldest first, before something behind so many tokens has room."""
+    if tokens >= inside.tokens:
+        return next(reversed(inside))
+    found, left = next(iter(inside)), 0
+    for work in inside:
+        if left > tokens:
+            break
+        found, left = work, left + work.cost
+    return found
