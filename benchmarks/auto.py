@@ -1,6 +1,7 @@
 """`python -m benchmarks.auto`: does `auto` do as well as the better of always-remote and always-local prefill?
 
-1 mix       requests of Mooncake's trace by the kind of conversation they belong to, lengths scaled, Poisson arrivals
+1 mix       requests of Mooncake's trace by the kind of conversation they belong to, lengths scaled, Poisson arrivals;
+            or, bursty, ten at a time behind one of a few system prompts
 2 replay    the same requests at the same times through three gateways of one fleet of null engines, one after another,
             for some rounds; each time with a cache salt of its own, so none finds what another has cached
 3 compare   goodput: the share of all requests whose TTFT and every ITL met the SLO. Of each policy the round of median
@@ -14,7 +15,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
@@ -28,6 +29,7 @@ from benchmarks.models import OUT
 from benchmarks.mooncake import Request, read_trace
 from benchmarks.perfect import SimulatedWorker
 from benchmarks.results import earlier, percentile
+from benchmarks.shapes import shaped
 from tandem.engine import StepTime
 
 RESULTS = OUT / "auto.json"
@@ -43,6 +45,7 @@ MIXES = {
     "short": ("short",),
     "long": ("long",),
     "turns": ("turns",),
+    "bursty": (),
 }
 # Prefill and decode workers: as many of each, and too few to read everything.
 FLEETS = {"4+4": (4, 4), "2+6": (2, 6)}
@@ -87,14 +90,29 @@ def mixed(trace: Sequence[Request], wanted: Sequence[str], capacity: float, seco
 
     So many that what no cache of any size could hold is `capacity` tokens a second, and at most MOST_PER_S a second.
     """
-    chosen, cache, unread = list[Request](), SimulatedWorker(10**9, 1.0), 0
-    for request, kind in zip(trace, kinds(trace), strict=True):
-        if unread < capacity * seconds and len(chosen) < MOST_PER_S * seconds and kind in wanted:
-            unread += request.prompt_tokens - cache.read(request, len(chosen))
-            chosen.append(request)
+    chosen = _as_many(
+        (request for request, kind in zip(trace, kinds(trace), strict=True) if kind in wanted), capacity, seconds
+    )
     dice = random.Random(1)
     times = accumulate(dice.expovariate(len(chosen) / seconds) for _ in chosen)
     return [replace(request, at=at) for request, at in zip(chosen, times, strict=True)]
+
+
+def bursty(capacity: float, seconds: float = SECONDS) -> list[Request]:
+    """As `mixed`, of the shape `bursts`."""
+    chosen = _as_many(shaped("bursts", round(MOST_PER_S * seconds), 1.0), capacity, seconds)
+    return [replace(request, at=request.at * seconds / chosen[-1].at) for request in chosen]
+
+
+def _as_many(requests: Iterable[Request], capacity: float, seconds: float) -> list[Request]:
+    """The first of them that are `capacity` tokens a second."""
+    chosen, cache, unread = list[Request](), SimulatedWorker(10**9, 1.0), 0
+    for request in requests:
+        if unread >= capacity * seconds or len(chosen) >= MOST_PER_S * seconds:
+            break
+        unread += request.prompt_tokens - cache.read(request, len(chosen))
+        chosen.append(request)
+    return chosen
 
 
 async def _run(fleet: Fleet, mixes: Sequence[str], load: float, rounds: int) -> dict[str, Any]:
@@ -104,7 +122,8 @@ async def _run(fleet: Fleet, mixes: Sequence[str], load: float, rounds: int) -> 
         gateways = dict(zip(GATEWAYS, (address.grpc for address in addresses), strict=True))
         for name, address in gateways.items():  # so that every worker has measured itself
             await replay(mixed(trace, MIXES["all"], capacity, 5.0), [address], MODEL, f"warm-up {name}")
-        return {mix: await _compare(mixed(trace, MIXES[mix], capacity), gateways, mix, rounds) for mix in mixes}
+        requests = {mix: mixed(trace, MIXES[mix], capacity) if MIXES[mix] else bursty(capacity) for mix in mixes}
+        return {mix: await _compare(requests[mix], gateways, mix, rounds) for mix in mixes}
 
 
 async def _compare(requests: Sequence[Request], gateways: Mapping[str, str], mix: str, rounds: int) -> dict[str, Any]:
