@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ from tandem.local import LocalLauncher, Service, free_ports, unless_failed
 
 MODEL, MAX_MODEL_LEN = "null", 8192
 READY_BOUND_S = 120.0
-LOGS = OUT / "logs" / "fleet"
+LOGS = OUT / "logs" / f"fleet-{os.getpid()}"  # two may run at a time
 
 
 @dataclass(frozen=True, slots=True)

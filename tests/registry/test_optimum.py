@@ -84,6 +84,8 @@ class Costs:
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
         self.token_s, self.usual = leveled(prefills, lambda load: per(load.prefill_tokens_per_s), 1 / 8192)
         self.moved_s, _ = leveled(prefills, lambda load: per(load.transfer_tokens_per_s), 1 / 32768)
+        busy = sum(self.queue(p) > 0 for p in prefills) / max(len(prefills), 1)
+        self.own_work = 16 if wanted.policy == "auto" else 1 + 15 * busy**2
         self.step_s, _ = leveled(decodes, lambda load: load.step_s, 1 / 64)
 
     def able(self, worker: Worker) -> bool:
@@ -107,7 +109,9 @@ class Costs:
 
     def pair(self, p: Worker, d: Worker) -> float:
         tokens = max(self.uncached(p), 1)
-        reading = (self.queue(p) + tokens) * self.token_s[p.info.worker_id] + 15 * tokens * self.usual
+        token_s, noise = self.token_s[p.info.worker_id], 0.5 * self.usual
+        one_more = token_s - max(-noise, min(token_s - self.usual, noise))
+        reading = self.queue(p) * token_s + tokens * (one_more + (self.own_work - 1) * self.usual)
         return reading + self.uncached(d) * self.moved_s[p.info.worker_id] + self.writing(d)
 
     def alone(self, d: Worker, token_s: float) -> float:
@@ -195,7 +199,8 @@ async def check(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: l
             assert costs.best(workers) == math.inf
         else:
             best = costs.best(workers)
-            within = best + 0.5 * BLOCK_SIZE * 16 * costs.usual  # less than half a block's hit is no difference
+            own_work = costs.own_work if route.prefill else 16
+            within = best + 0.5 * BLOCK_SIZE * own_work * costs.usual  # less than half a block's hit is no difference
             assert best * (1 - 1e-9) <= costs.of(route, workers) <= within * (1 + 1e-9)
     assert (await registry.check_integrity()).violations == ()
     await registry.close()

@@ -15,6 +15,9 @@ local ANSWER_STEPS = 64
 local OWN_WORK = 16
 -- Measured rates this close to their mean are equal: what differs is noise, and the fastest by a hair would get all.
 local NOISE = 0.25
+-- On a busy machine rates are noisier than that. What waits at a worker counts by its own rate; reading one more prompt
+-- takes everywhere as long as usual, unless the rate is further off than this.
+local NOISE_READING = 0.5
 -- Of a pool in which no worker has measured itself yet.
 local NOMINAL_TOKEN_S = 1 / 8192
 -- Also the room that a second copy of the token takes from other prefixes.
@@ -94,13 +97,14 @@ local function survey_prefills(rows)
 end
 
 -- Sets rows.own_work: beside readers that stand idle nobody is delayed, and a burst behind one prefix is read sooner by
--- several of them. Squared, for where few are busy there is hardly ever anyone behind.
-local function weigh_work(rows)
+-- several of them. Squared, for where few are busy there is hardly ever anyone behind. Under auto a decode worker may
+-- read as well, and there is always someone there who is delayed.
+local function weigh_work(rows, request)
   local busy, values = 0, rows.values
   for at = 0, (rows.count - 1) * WIDTH, WIDTH do
     if max(values[at + TOKENS], values[at + QUEUED]) > 0 then busy = busy + 1 end
   end
-  rows.own_work = 1 + (OWN_WORK - 1) * (busy / rows.count) ^ 2
+  rows.own_work = request.policy == 'auto' and OWN_WORK or 1 + (OWN_WORK - 1) * (busy / rows.count) ^ 2
 end
 
 -- What costs may differ by and still be equal, where work is weighed so.
@@ -108,17 +112,23 @@ local function tolerance(prefills, request, own_work)
   return NOISE_BLOCKS * request.block_size * own_work * prefills.usual
 end
 
+local function reading(tokens, token_s, usual)
+  local noise = NOISE_READING * usual
+  return tokens * (token_s - max(-noise, math.min(token_s - usual, noise)))
+end
+
 -- Sets rows.cost: of reading the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
 -- hit counts alike wherever that is: else a worker that once seemed a little slower would get hardly anything.
 local function weigh_prefills(rows, request)
-  weigh_work(rows)
+  weigh_work(rows, request)
   local costs, able, values, hits = {}, false, rows.values, hits_on(rows, request)
   local prompt, block_size, others_s = request.prompt_tokens, request.block_size, (rows.own_work - 1) * rows.usual
   for p = 1, rows.count do
     local at, cost = (p - 1) * WIDTH, huge
     if prompt <= values[at + TAKES] and not excludes(request, rows, p) then
       local tokens = max(prompt - (hits[p] or 0) * block_size, 1)
-      cost = (max(values[at + TOKENS], values[at + QUEUED]) + tokens) * values[at + TOKEN_S] + tokens * others_s
+      local queue, token_s = max(values[at + TOKENS], values[at + QUEUED]), values[at + TOKEN_S]
+      cost = queue * token_s + reading(tokens, token_s, rows.usual) + tokens * others_s
         + adapting(rows, request, p)
       able = true
     end
@@ -126,12 +136,6 @@ local function weigh_prefills(rows, request)
   end
   rows.cost, rows.hits = costs, hits
   return able
-end
-
--- What reading on row p lacks of a whole OWN_WORK, by which decode workers are weighed.
-local function unweighed(rows, p, request)
-  local tokens = max(request.prompt_tokens - (rows.hits[p] or 0) * request.block_size, 1)
-  return (OWN_WORK - rows.own_work) * tokens * rows.usual
 end
 
 -- Sets rows.cost: of writing the answer, wherever the prompt is read, infinite where that cannot be;

@@ -186,7 +186,7 @@ local function choose(prefills, decodes, request)
     return request.policy ~= 'require' and best_alone(decodes, slack), why, fallback
   end
   if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
-  pair.cost = pair.cost + TWO_CALLS_S + unweighed(prefills, pair.prefill, request)
+  pair.cost = pair.cost + TWO_CALLS_S
   local alone = best_alone(decodes, slack, pair.token_s)
   if alone.cost < pair.cost then return alone, cheaper(alone, pair) end
   return pair, cheaper(pair, alone)
