@@ -25,7 +25,7 @@ def test_no_schedule_breaks_the_contract(demo_model: Path) -> None:
     assert report.failed == {}, summary(report)
     assert report.num_run >= LEAST
     assert set(KINDS) <= set(report.fired)
-    assert {"abort", "deadline", "slow reader"} <= set(report.fired)
+    assert {"abort", "deadline", "full pool", "slow reader"} <= set(report.fired)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -95,7 +95,6 @@ class Store:
 
     def begin(self) -> None:
         """As when it was new."""
-        self.empty()
         self._numbers = count(1)
 
     def empty(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from grpc import StatusCode
 
+from services.decode.server import DecodeWorker
 from services.gateway.model import ServedModel
 from tandem.v1 import llm_pb2
 from tests.chaos.explorer.faults import Faults
@@ -35,6 +36,8 @@ RECOVER_S = 10.0
 LIMIT_S = 90.0
 # Deadlines this far away are met by a cluster that nothing happens to.
 AMPLE_S = 4.0
+# With fewer, requests may have to wait for one another.
+AMPLE_BLOCKS, LOOK_S = 64, 0.01
 # So often a request goes on elsewhere.
 MIGRATIONS = 8
 
@@ -102,6 +105,8 @@ class Run:
         before = sizes(self.cluster)
         for fault in self.schedule.faults:
             self.faults.plan(fault)
+        if self.schedule.shape.num_blocks < AMPLE_BLOCKS:
+            self._look_for_a_full_pool()
         tasks = [
             asyncio.create_task(self._ask(*asked)) for asked in zip(self.schedule.requests, self.replies, strict=True)
         ]
@@ -112,6 +117,15 @@ class Run:
         await asyncio.sleep(max(0.0, self.faults.noticed_at - self.world.now))
         await self._probe()
         await self._settle(before)
+
+    def _look_for_a_full_pool(self) -> None:
+        """Until somebody waits for blocks."""
+        services = [worker._service for worker in self.cluster.workers.values()]
+        lines = [service._sequences._block_queue._line for service in services if isinstance(service, DecodeWorker)]
+        if any(waiting.may_fit for line in lines for waiting in line):
+            self.result.fired["full pool"] += 1
+        else:
+            self.world.after(LOOK_S, self._look_for_a_full_pool)
 
     def waiting(self) -> str:
         late = [str(i) for i, reply in enumerate(self.replies) if reply.code is None]
@@ -186,7 +200,9 @@ class Run:
         """Whether a request may have failed like this, given what has happened."""
         touched = self.faults.touched
         if reply.code is StatusCode.DEADLINE_EXCEEDED:
-            hindered = sum(touched.values()) > 0 or self.schedule.shape.num_blocks < 64 or request.read_pause_s > 0
+            hindered = (
+                sum(touched.values()) > 0 or self.schedule.shape.num_blocks < AMPLE_BLOCKS or request.read_pause_s > 0
+            )
             return took >= timeout_s - 0.01 and (timeout_s < AMPLE_S or hindered)
         if reply.code is StatusCode.RESOURCE_EXHAUSTED:  # at once, by a forecast: it would end too late
             return timeout_s < AMPLE_S and not reply.token_ids and took < timeout_s
