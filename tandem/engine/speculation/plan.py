@@ -41,7 +41,7 @@ class Plan:
             return [0] * len(seqs)
         if self._reads_first and self._seen < MEMORY + PROOF:
             most = self._of_one_newcomer(seqs, most)
-        return self._try_some(self._best(seqs, most, num_rows), most, num_rows)
+        return self._try_some(self._best(seqs, most, num_rows), self._cheap_to_try(seqs, most), num_rows)
 
     def proposed(self, num_seqs: int, num_ahead: int, seconds: float) -> None:
         """Proposing up to `num_ahead` tokens for so many took so long."""
@@ -91,6 +91,12 @@ class Plan:
         if all(seq.chance is None for seq in seqs):
             del new[:1]
         return [0 if i in new else m for i, m in enumerate(most)]
+
+    def _cheap_to_try(self, seqs: Items[Sequence], most: Items[int]) -> Items[int]:
+        """Where sequences are to be read first, none for those that were not, as long as others were."""
+        if self._reads_first and any(seq.chance is not None and m > 0 for seq, m in zip(seqs, most, strict=True)):
+            return [0 if seq.chance is None else m for seq, m in zip(seqs, most, strict=True)]
+        return most
 
     def _best(self, seqs: Items[Sequence], most: Items[int], num_rows: int) -> list[int]:
         base, row_s = (self._ahead if self._ahead.known else self._plain).line()
