@@ -125,7 +125,8 @@ def tandem(name: str, title: str, *options: str) -> Peer:
     def command(model: Path, port: int) -> list[str]:
         grpc, redis = free_ports(2)
         return [
-            sys.executable, "-m", "tandem", "up", f"--model-path={model}", f"--http-port={port}", f"--grpc-port={grpc}",
+            sys.executable, "-m", "tandem", "up", f"--model-path={model}", f"--model-name={model.name}",
+            f"--http-port={port}", f"--grpc-port={grpc}",
             f"--redis-port={redis}", f"--prefill-kv-memory={KV_GIB}GiB", f"--decode-kv-memory={KV_GIB}GiB",
             f"--logs={OUT / 'logs' / f'{name}-{model.name}'}", *options,
         ]  # fmt: skip
