@@ -64,7 +64,7 @@ def test_ray_is_imported_only_where_it_is_asked_for() -> None:
     [
         ("redis", ("tandem/registry",)),
         ("cupy", ("tandem/transfer",)),
-        ("ray", ("tandem/local/ray.py",)),
+        ("ray", ("tandem/local/ray/",)),
         ("fastapi", ("services/gateway",)),
         ("llguidance", ("tandem/grammar.py",)),
         ("opentelemetry.sdk", ("tandem/telemetry.py",)),

@@ -1,0 +1,12 @@
+"""A cluster on Ray: each service an actor. Ray places, restarts and ends them; tokens and KV never pass through it.
+
+    driver ── Service ──> actor ──(worker: in its own process | gateway, kvstore: a child process)──> gRPC, KV links
+
+A killed actor, or one whose node is gone, is started again by Ray, as a new incarnation; peers notice by its lease.
+Removing one drains it first. Only this folder imports ray.
+"""
+
+from tandem.local.ray.actor import State, service_address
+from tandem.local.ray.launcher import RayLauncher, connect, kvstore_on_ray
+
+__all__ = ["RayLauncher", "State", "connect", "kvstore_on_ray", "service_address"]

@@ -1,0 +1,188 @@
+"""What runs in an actor: one service, a worker in the actor's own process, anything else as its child."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Protocol
+
+import ray
+import uvloop
+from ray.util import get_node_ip_address
+
+from tandem.garbage import starting
+from tandem.local.launcher import LocalLauncher, Service, is_setting, threads_environment
+
+# How long a failed service shows its error before its actor ends and Ray starts another.
+SHOW_ERROR_S = 3.0
+ROLES = ("services.prefill", "services.decode")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What an actor says of its service."""
+
+    name: str
+    module: str
+    address: str
+    incarnation: str
+    node: str
+    pid: int
+    ready: bool
+    error: str
+
+
+class _Life(Protocol):
+    address: str
+    incarnation: str
+    ready: bool
+
+    async def run(self) -> None:
+        """Until `stop`, or a failure."""
+
+    def stop(self) -> None:
+        """On the loop that runs it."""
+
+
+class ServiceActor:
+    """One service, on a thread and an event loop of its own."""
+
+    def __init__(self, service: Service) -> None:
+        """
+        Raises:
+            ValueError: a setting is wrong, or the model cannot be loaded. Ray does not try again.
+        """
+        for name in filter(is_setting, list(os.environ)):
+            del os.environ[name]
+        os.environ |= threads_environment(service.threads)
+        self._service, self._error, self._stopping = service, "", False
+        self._life: _Life = _WorkerLife(service) if service.module in ROLES else _ProcessLife(service)
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=service.name, daemon=True)
+        self._thread.start()
+
+    def service(self) -> Service:
+        return self._service
+
+    def state(self) -> State:
+        life, service = self._life, self._service
+        ready = life.ready and self._thread.is_alive() and not self._stopping
+        node = ray.get_runtime_context().get_node_id()
+        return State(
+            service.name, service.module, life.address, life.incarnation, node, os.getpid(), ready, self._error
+        )
+
+    def stop(self) -> None:
+        """Drain and end it; returns when it has ended. The caller keeps Ray from starting another."""
+        self._stopping = True
+        self._loop.call_soon_threadsafe(self._life.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        """An end that was not requested ends the process: so Ray starts another."""
+        try:
+            self._loop.run_until_complete(self._life.run())
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+        if not self._stopping:
+            self._error = self._error or "ended by itself"
+            time.sleep(SHOW_ERROR_S)
+            os._exit(1)
+
+
+class _WorkerLife:
+    """A worker within this process, built as a process of its own would build it."""
+
+    address = incarnation = ""
+    ready = False
+
+    def __init__(self, service: Service) -> None:
+        starting()
+        from tandem import telemetry
+        from tandem.engine import Engine
+
+        self._name, role = service.name, service.module.rpartition(".")[2].title()
+        settings_type = getattr(import_module(f"{service.module}.settings"), f"{role}Settings")
+        self._build = getattr(import_module(f"{service.module}.server"), f"{role}Worker")
+        self._settings = settings_type(**{"host": node_address(), **service.settings})
+        telemetry.set_up(f"tandem-{role.lower()}", service.name, self._settings.log_level)
+        self._engine = Engine(self._settings.engine_config())
+
+    async def run(self) -> None:
+        from tandem.worker import Worker, process_ports, run_to_its_end
+
+        self._worker = Worker(self._settings, self._name, self._build, process_ports(self._settings, self._engine))
+        self.incarnation = self._worker.context.incarnation
+        announcing = asyncio.create_task(self._announce())
+        try:
+            await run_to_its_end(self._worker)
+        finally:
+            announcing.cancel()
+
+    def stop(self) -> None:
+        self._worker.stop()
+
+    async def _announce(self) -> None:
+        await self._worker.ready.wait()
+        self.address, self.ready = self._worker.address, True
+
+
+class _ProcessLife:
+    """A gateway or the kvstore: a child process, started again when it ends."""
+
+    incarnation = ""
+    ready = False
+
+    def __init__(self, service: Service) -> None:
+        self._service = _advertised(service)
+        self._launcher = LocalLauncher(Path(mkdtemp(prefix="tandem-")), print)
+        self._stopped = asyncio.Event()
+        self.address = service_address(service)
+
+    async def run(self) -> None:
+        await self._launcher.start([self._service])
+        self.ready = True
+        watching, stopped = (
+            asyncio.create_task(self._launcher.watch(restart=True)),
+            asyncio.create_task(self._stopped.wait()),
+        )
+        try:
+            await asyncio.wait((watching, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            for task in (watching, stopped):
+                task.cancel()
+            await asyncio.gather(watching, stopped, return_exceptions=True)
+            await self._launcher.stop()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+def node_address() -> str:
+    """Where other nodes of the cluster reach this one."""
+    return str(get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def service_address(service: Service) -> str:
+    """Of the kvstore the URL of its Redis, of a gateway host and port of its HTTP."""
+    settings = {name: str(value) for name, value in service.settings.items()}
+    if service.module == "services.kvstore":
+        own = f"redis://:{settings.get('redis_password')}@{settings.get('redis_host')}:{settings.get('redis_port')}"
+        return settings.get("redis_url") or own
+    host = settings.get("host", "127.0.0.1")
+    return f"{node_address() if host in ('0.0.0.0', '::') else host}:{settings['http_port']}"
+
+
+def _advertised(service: Service) -> Service:
+    """A gateway that listens at every address of its node is reached at the one that Ray knows."""
+    if service.module != "services.gateway" or service.settings.get("host") not in ("0.0.0.0", "::"):
+        return service
+    return replace(service, settings={"advertise_host": node_address(), **service.settings})
