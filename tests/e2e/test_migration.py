@@ -216,13 +216,11 @@ async def test_a_stopped_decode_worker_holds_nothing_up(
 
 
 async def test_the_models_own_tokens_go_on_exactly(demo_model: Path, tmp_path: Path) -> None:
-    """Most of them held to a grammar, greedy and seeded; KV is held, moved and computed again in int8."""
+    """Most of them held to a grammar, greedy and seeded."""
     requests = [held_to_words(request) if i % 4 < 3 else request for i, request in enumerate(asked(8, 240))]
-    config = EngineConfig(
-        demo_model, "oracle", dtype="float32", num_blocks=512, enable_prefix_caching=False, kv_cache_dtype="int8"
-    )
+    config = EngineConfig(demo_model, "oracle", dtype="float32", num_blocks=512, enable_prefix_caching=False)
     whole = undisturbed(config, requests)
-    options = ("--dtype=float32", "--kv-cache-dtype=int8", "--decode=2", "--disaggregation=require")
+    options = ("--dtype=float32", "--decode=2", "--disaggregation=require")
     with running_cluster(tmp_path, *options) as cluster:
         eventually(lambda: all_linked(cluster, 2), 30, "every pair has moved a block")
         killed = cluster.pids("decode")[0]
