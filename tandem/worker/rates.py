@@ -49,6 +49,11 @@ class Line:
             self._product = self._product * keep + amount * seconds
 
     @property
+    def is_known(self) -> bool:
+        with self._lock:
+            return self._seen >= LEAST_SEEN
+
+    @property
     def mean_s(self) -> float:
         """Seconds of one observation; 0 before the first."""
         with self._lock:
@@ -88,14 +93,14 @@ class Rates:
     @property
     def step_s(self) -> float:
         """Seconds of a step that only decodes, with batches as large as of late."""
-        return self._decode.mean_s
+        return self._decode.mean_s if self._decode.is_known else 0.0
 
     def step(self, num_read: int, num_written: int, seconds: float) -> None:
         """A step computed so many prompt tokens and decoded so many sequences."""
         if num_read == 0:
             self._decode.add(num_written, seconds)
             return
-        reading = seconds - self.step_s if num_written else seconds
+        reading = seconds - self._decode.mean_s if num_written else seconds
         if num_read >= LEAST_READ and reading > LEAST_SHARE * seconds:
             self._prefill.add(num_read, reading)
 

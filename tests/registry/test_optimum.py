@@ -75,6 +75,10 @@ def requests(draw: st.DrawFn) -> Wanted:
     )  # fmt: skip
 
 
+def of_one(rate: float, usual: float) -> float:
+    return rate - max(-usual / 2, min(rate - usual, usual / 2))
+
+
 class Costs:
     """The cost model in plain words."""
 
@@ -86,7 +90,7 @@ class Costs:
         self.moved_s, _ = leveled(prefills, lambda load: per(load.transfer_tokens_per_s), 1 / 32768)
         busy = sum(self.queue(p) > 0 for p in prefills) / max(len(prefills), 1)
         self.own_work = 16 if wanted.policy == "auto" else 1 + 15 * busy**2
-        self.step_s, _ = leveled(decodes, lambda load: load.step_s, 1 / 64)
+        self.step_s, self.usual_step = leveled(decodes, lambda load: load.step_s, 1 / 64)
 
     def able(self, worker: Worker) -> bool:
         info, wanted = worker.info, self.wanted
@@ -103,15 +107,17 @@ class Costs:
     def writing(self, d: Worker) -> float:
         answer = min(self.wanted.new_tokens, d.load.likely_tokens or self.wanted.new_tokens)
         blocks = math.ceil((self.wanted.prompt_tokens + answer) / BLOCK_SIZE)
-        used = max(d.reserved_blocks, d.info.num_blocks - d.load.free_blocks) + blocks
-        full = used / d.info.num_blocks + (d.load.num_running + d.load.num_waiting) / d.info.max_num_seqs
-        return full * 64 * self.step_s[d.info.worker_id] + 8 * (used > d.info.num_blocks)
+        used, num_blocks = max(d.reserved_blocks, d.info.num_blocks - d.load.free_blocks), d.info.num_blocks
+        full = used / num_blocks + (d.load.num_running + d.load.num_waiting) / d.info.max_num_seqs
+        step_s = self.step_s[d.info.worker_id]
+        one_more = blocks / num_blocks * of_one(step_s, self.usual_step)
+        return 64 * (full * step_s + one_more) + 8 * (used + blocks > num_blocks)
 
     def pair(self, p: Worker, d: Worker) -> float:
         tokens = max(self.uncached(p), 1)
-        token_s, noise = self.token_s[p.info.worker_id], 0.5 * self.usual
-        one_more = token_s - max(-noise, min(token_s - self.usual, noise))
-        reading = self.queue(p) * token_s + tokens * (one_more + (self.own_work - 1) * self.usual)
+        token_s = self.token_s[p.info.worker_id]
+        one_more = of_one(token_s, self.usual) + (self.own_work - 1) * self.usual
+        reading = self.queue(p) * token_s + tokens * one_more
         return reading + self.uncached(d) * self.moved_s[p.info.worker_id] + self.writing(d)
 
     def alone(self, d: Worker, token_s: float) -> float:

@@ -470,6 +470,17 @@ async def test_auto_reads_beside_decodes_within_their_target(
     assert route.reason.startswith(path), route.reason
 
 
+async def test_a_step_that_seemed_slow_does_not_outweigh_a_hit(registry: Registry) -> None:
+    """Steps of an idle worker are few, and on a busy machine some of them take several times as long as others."""
+    moving = worker_load(linked=("d0-first", "d1-first"), transfer_tokens_per_s=1e6)
+    await registry.register(worker_info("p0", Role.PREFILL), moving, TTL)
+    for name, step_s in (("d0", 0.0055), ("d1", 0.002)):
+        await registry.register(worker_info(name, Role.DECODE), worker_load(step_s=step_s), TTL)
+    await registry.publish_blocks("d0", "d0-first", HASHES, [])
+    route = await select(registry, prefix=await known_prefix(registry, HASHES))
+    assert names(route) == ("p0", "d0")
+
+
 async def test_auto_says_what_both_ways_cost(registry: Registry) -> None:
     reason = await auto(registry, {"d0": 4}, SLOW, {**FAST, "num_running": 1})
     assert reason == "local prefill: cheapest: 205 ms, remote 4301; 64 prompt tokens cached at decode"

@@ -41,6 +41,15 @@ def test_a_slower_hardware_is_found_within_a_few_busy_seconds() -> None:
     assert rates.step_s == pytest.approx(0.1, rel=0.1)
 
 
+def test_a_few_steps_say_nothing() -> None:
+    rates = Rates()
+    for _ in range(7):
+        rates.step(0, 1, 0.5)
+    assert rates.step_s == 0.0
+    rates.step(0, 1, 0.5)
+    assert rates.step_s == pytest.approx(0.5)
+
+
 def test_nothing_seen_is_zero_and_what_was_seen_stays_while_idle() -> None:
     rates = Rates()
     assert (rates.prefill_tokens_per_s, rates.transfer_tokens_per_s, rates.step_s) == (0, 0, 0)
@@ -109,9 +118,9 @@ async def test_the_engines_thread_measures_its_steps(demo_model: Path) -> None:
     thread = EngineThread(engine)
     thread.start(lambda outputs: None, lambda error: None)
     try:
-        await thread.call(lambda engine: engine.add(Request("r", list(range(256)), SamplingParams(max_tokens=8))))
+        await thread.call(lambda engine: engine.add(Request("r", list(range(256)), SamplingParams(max_tokens=12))))
         async with asyncio.timeout(10):
-            while thread.stats.num_written_tokens < 7:
+            while thread.stats.num_written_tokens < 11:
                 await asyncio.sleep(0.01)
     finally:
         thread.close()

@@ -2,7 +2,7 @@
 --
 --   prefill p    queue + own reading                          work waiting there, and the prompt less p's hit
 --   move p -> d  what d lacks / p's rate of moving
---   decode d     how full it is, in steps of its own length
+--   decode d     how full it is, in steps of its own length; what the request adds, in steps of about the usual one
 --   alone on d   queue + own reading on d, and how it pauses every sequence that runs there
 --
 -- Reserved and reported count the same work, one sooner and one also after Redis lost its memory: the larger counts.
@@ -15,9 +15,9 @@ local ANSWER_STEPS = 64
 local OWN_WORK = 16
 -- Measured rates this close to their mean are equal: what differs is noise, and the fastest by a hair would get all.
 local NOISE = 0.25
--- On a busy machine rates are noisier than that. What waits at a worker counts by its own rate; reading one more prompt
+-- On a busy machine rates are noisier than that. What waits or runs at a worker counts by its own rate; one more request
 -- takes everywhere as long as usual, unless the rate is further off than this.
-local NOISE_READING = 0.5
+local NOISE_OF_ONE = 0.5
 -- Of a pool in which no worker has measured itself yet.
 local NOMINAL_TOKEN_S = 1 / 8192
 -- Also the room that a second copy of the token takes from other prefixes.
@@ -89,11 +89,15 @@ local function level(rows, rate, nominal)
   return mean, least
 end
 
--- Sets rows.usual: the mean of token_s; rows.fastest: the least of transfer_s.
+-- Sets rows.usual: the mean of token_s, of decode workers that of step_s; rows.fastest: the least of transfer_s.
 local function survey_prefills(rows)
   rows.usual = level(rows, TOKEN_S, NOMINAL_TOKEN_S)
   local _, fastest = level(rows, TRANSFER_S, NOMINAL_TRANSFER_S)
   rows.fastest = rows.count > 0 and fastest or 0
+end
+
+local function survey_decodes(rows)
+  rows.usual = level(rows, STEP_S, NOMINAL_STEP_S)
 end
 
 -- Sets rows.own_work: beside readers that stand idle nobody is delayed, and a burst behind one prefix is read sooner by
@@ -112,9 +116,10 @@ local function tolerance(prefills, request, own_work)
   return NOISE_BLOCKS * request.block_size * own_work * prefills.usual
 end
 
-local function reading(tokens, token_s, usual)
-  local noise = NOISE_READING * usual
-  return tokens * (token_s - max(-noise, math.min(token_s - usual, noise)))
+-- The rate, nearer to the usual one by noise.
+local function of_one(rate, usual)
+  local noise = NOISE_OF_ONE * usual
+  return rate - max(-noise, math.min(rate - usual, noise))
 end
 
 -- Sets rows.cost: of reading the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
@@ -128,7 +133,7 @@ local function weigh_prefills(rows, request)
     if prompt <= values[at + TAKES] and not excludes(request, rows, p) then
       local tokens = max(prompt - (hits[p] or 0) * block_size, 1)
       local queue, token_s = max(values[at + TOKENS], values[at + QUEUED]), values[at + TOKEN_S]
-      cost = queue * token_s + reading(tokens, token_s, rows.usual) + tokens * others_s
+      cost = queue * token_s + tokens * (of_one(token_s, rows.usual) + others_s)
         + adapting(rows, request, p)
       able = true
     end
@@ -148,10 +153,11 @@ local function weigh_decodes(rows, request, fastest)
   for d = 1, rows.count do
     local at, cost, lacking = (d - 1) * WIDTH, huge, prompt - (hits[d] or 0) * block_size
     if size <= values[at + TAKES] and not excludes(request, rows, d) then
-      local num_blocks, full_s = values[at + NUM_BLOCKS], ANSWER_STEPS * values[at + STEP_S]
-      local blocks = max(values[at + BLOCKS], values[at + USED]) + blocks_on(values, at, request)
-      local room = blocks > num_blocks and NO_ROOM_NOW or 0
-      cost = blocks / num_blocks * full_s + values[at + SEQUENCES] / values[at + MAX_NUM_SEQS] * full_s + room
+      local num_blocks, step_s = values[at + NUM_BLOCKS], values[at + STEP_S]
+      local used, own = max(values[at + BLOCKS], values[at + USED]), blocks_on(values, at, request)
+      local full = used / num_blocks + values[at + SEQUENCES] / values[at + MAX_NUM_SEQS]
+      local room = used + own > num_blocks and NO_ROOM_NOW or 0
+      cost = ANSWER_STEPS * (full * step_s + own / num_blocks * of_one(step_s, rows.usual)) + room
         + adapting(rows, request, d)
       local moved = cost + lacking * fastest
       if moved < least then least = moved end

@@ -227,7 +227,7 @@ local function pools(model)
   if not read[model] then
     read[model] = {read_rows('prefill', model), read_rows('decode', model)}
     survey_prefills(read[model][1])
-    level(read[model][2], STEP_S, NOMINAL_STEP_S)
+    survey_decodes(read[model][2])
   end
   return unpack(read[model])
 end
