@@ -5,6 +5,8 @@ from __future__ import annotations
 FORGET = 0.98  # what an observation is worth after the next one
 SHARE_PER_ROW = 0.1  # of a step's seconds a row takes, until measured; as sure as SURE squared rows of spread
 SURE = 0.3
+# A step that took so many times as long as others of its size did not do so for its tokens.
+SLOW = 4.0
 
 
 class StepCost:
@@ -15,8 +17,14 @@ class StepCost:
         self._sums: tuple[float, ...] = (0.0,) * 5  # of 1, rows, seconds, rows squared, rows * seconds
 
     def add(self, rows: int, seconds: float) -> None:
+        seconds = self.at_most(rows, seconds)
         new = (1, rows, seconds, rows * rows, rows * seconds)
         self._sums = tuple(old * self._forget + value for old, value in zip(self._sums, new, strict=True))
+
+    def at_most(self, rows: int, seconds: float) -> float:
+        """`seconds`, without what the machine and not the step took."""
+        usual = self.at(rows)
+        return min(seconds, SLOW * usual) if usual > 0 else seconds
 
     @property
     def known(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.engine import Engine, FinishReason, Request, SamplingParams
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.e2e.cluster import RunningCluster
+from tests.e2e.cluster import RunningCluster, eventually
 
 BLOCK = 16
 REASONS = {llm_pb2.FINISH_REASON_STOP: FinishReason.STOP, llm_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH}
@@ -106,13 +106,19 @@ def test_tokens_proposed_ahead(
         ),
         speculative=llm_pb2.Speculative(method=method),
     )
-    with grpc.insecure_channel(tcp_cluster.grpc) as channel:
-        parts = list(llm_pb2_grpc.LLMServiceStub(channel).Generate(request, timeout=60))
-    assert [token for part in parts for token in part.token_ids] == expected
-    usage = parts[-1].usage
-    assert usage.accepted_tokens <= usage.proposed_tokens
-    if (method, temperature) != ("ngram", 0.7):
-        assert (usage.proposed_tokens > 0) == (method != "none")
+
+    def num_proposed() -> int:
+        with grpc.insecure_channel(tcp_cluster.grpc) as channel:
+            parts = list(llm_pb2_grpc.LLMServiceStub(channel).Generate(request, timeout=60))
+        assert [token for part in parts for token in part.token_ids] == expected
+        usage = parts[-1].usage
+        assert usage.accepted_tokens <= usage.proposed_tokens
+        return usage.proposed_tokens
+
+    if method == "none" or (method, temperature) == ("ngram", 0.7):
+        assert num_proposed() == 0 or method == "ngram"
+    else:  # what does not pay at present, as measured on this machine, is proposed in a later answer
+        eventually(lambda: num_proposed() > 0, 60.0, "tokens are proposed ahead")
 
 
 def test_kv_bytes_really_move(

@@ -52,6 +52,23 @@ def test_a_line_is_measured() -> None:
     assert each == pytest.approx(0.5, rel=0.2)
 
 
+def test_what_the_machine_took_is_not_blamed_on_a_step() -> None:
+    cost = StepCost()
+    for _ in range(100):
+        cost.add(2, 1.0)
+    cost.add(2, 1000.0)
+    assert cost.at(2) < 1.1
+
+
+def test_one_pause_while_proposing_does_not_end_it_for_long() -> None:
+    plan = measured(8.0, 0.1)
+    seq = told(plan, 1.0)
+    for _ in range(10):
+        plan.proposed(1, 4, 0.4)
+    plan.proposed(1, 4, 1e6)
+    assert plan.counts([seq], [8], 1) == [8]
+
+
 def test_as_many_as_pay() -> None:
     cheap, dear = measured(8.0, 0.1), measured(0.1, 8.0)
     assert cheap.counts([told(cheap, 1.0)], [8], 1) == [8]

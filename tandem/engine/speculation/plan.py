@@ -22,7 +22,6 @@ PROOF = 4  # proposals, before which a proposer that has to read sequences first
 TRIES = 0.01
 HOPE = 0.6
 FORGET_PLAIN = 0.9  # there are few plain steps where proposals pay
-SLOW = 4.0  # a step that took so many times as long as others did not do so for its proposals
 
 
 class Plan:
@@ -45,8 +44,9 @@ class Plan:
 
     def proposed(self, num_seqs: int, num_ahead: int, seconds: float) -> None:
         """Proposing up to `num_ahead` tokens for so many took so long."""
-        self._passes.add(num_seqs, seconds / max(1, num_ahead))
-        self._account.spend(seconds)
+        passes = max(1, num_ahead)
+        self._account.spend(passes * self._passes.at_most(num_seqs, seconds / passes))
+        self._passes.add(num_seqs, seconds / passes)
 
     def caught_up(self, seconds: float) -> None:
         """Proposing took so long because sequences were to be read first: later tries wait for as much time."""
@@ -64,7 +64,7 @@ class Plan:
         self._ahead.add(rows, seconds)
         if self._plain.known:
             self._earn(num_seqs, 1)
-            longer = min(seconds, SLOW * self._ahead.at(rows)) - self._plain.at(num_seqs)
+            longer = self._ahead.at_most(rows, seconds) - self._plain.at(num_seqs)
             self._account.spend(longer * own / num_proposed)
 
     def passed_reading(self, own: int) -> None:
