@@ -27,6 +27,8 @@ LEAST_SLOPE = 0.125
 LEAST_SPREAD = 0.01
 # A rate of fewer observations is noise: nothing is said of it.
 LEAST_SEEN = 8
+# Steps that only decode are short and soon many, and one during which the machine paused takes as long as a hundred.
+LEAST_STEPS = 32
 
 
 class Line:
@@ -49,9 +51,9 @@ class Line:
             self._product = self._product * keep + amount * seconds
 
     @property
-    def is_known(self) -> bool:
+    def num_seen(self) -> int:
         with self._lock:
-            return self._seen >= LEAST_SEEN
+            return self._seen
 
     @property
     def mean_s(self) -> float:
@@ -93,7 +95,7 @@ class Rates:
     @property
     def step_s(self) -> float:
         """Seconds of a step that only decodes, with batches as large as of late."""
-        return self._decode.mean_s if self._decode.is_known else 0.0
+        return self._decode.mean_s if self._decode.num_seen >= LEAST_STEPS else 0.0
 
     def step(self, num_read: int, num_written: int, seconds: float) -> None:
         """A step computed so many prompt tokens and decoded so many sequences."""
