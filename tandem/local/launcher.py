@@ -122,6 +122,19 @@ class LocalLauncher:
             await asyncio.gather(*(process.kill() for process in stage))
 
 
+async def until_set(stop: asyncio.Event, life: Coroutine[Any, Any, None]) -> None:
+    """Run `life` until `stop` is set, then cancel it; should it end before, raise what it raised."""
+    living, stopped = asyncio.create_task(life), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((living, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if living.done():
+            living.result()
+    finally:
+        for task in (living, stopped):
+            task.cancel()
+        await asyncio.gather(living, stopped, return_exceptions=True)
+
+
 class _Process:
     """A service's process, one after the other."""
 

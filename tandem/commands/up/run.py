@@ -18,7 +18,7 @@ from rich.markup import escape
 from tandem.commands.up.display import capacities, lines_to_try, progress, status, stream_sample
 from tandem.commands.up.plan import Plan
 from tandem.commands.up.settings import UpSettings
-from tandem.local import Launcher, LocalLauncher, ServiceFailed, unless_failed
+from tandem.local import Launcher, LocalLauncher, ServiceFailed, unless_failed, until_set
 from tandem.local.cluster import Cluster
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 
@@ -63,15 +63,9 @@ async def _until_stopped(life: Coroutine[Any, Any, None], launcher: Launcher, co
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    living, stopped = asyncio.create_task(life), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((living, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if living.done():
-            living.result()
+        await until_set(stop, life)
     finally:
-        for task in (living, stopped):
-            task.cancel()
-        await asyncio.gather(living, stopped, return_exceptions=True)
         console.print("stopping")
         await launcher.stop()
 

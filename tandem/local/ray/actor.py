@@ -17,7 +17,7 @@ import uvloop
 from ray.util import get_node_ip_address
 
 from tandem.garbage import starting
-from tandem.local.launcher import LocalLauncher, Service, is_setting, threads_environment
+from tandem.local.launcher import LocalLauncher, Service, is_setting, threads_environment, until_set
 
 # How long a failed service shows its error before its actor ends and Ray starts another.
 SHOW_ERROR_S = 3.0
@@ -148,18 +148,9 @@ class _ProcessLife:
     async def run(self) -> None:
         await self._launcher.start([self._service])
         self.ready = True
-        watching, stopped = (
-            asyncio.create_task(self._launcher.watch(restart=True)),
-            asyncio.create_task(self._stopped.wait()),
-        )
         try:
-            await asyncio.wait((watching, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
+            await until_set(self._stopped, self._launcher.watch(restart=True))
         finally:
-            for task in (watching, stopped):
-                task.cancel()
-            await asyncio.gather(watching, stopped, return_exceptions=True)
             await self._launcher.stop()
 
     def stop(self) -> None:
