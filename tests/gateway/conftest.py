@@ -23,8 +23,8 @@ T = TypeVar("T")
 TEXT = "the quick brown fox 狐狸 jumps over 🦊 the lazy dog"
 
 
-async def eventually(check: Callable[[], bool | Awaitable[bool]], within_s: float = 10.0) -> None:
-    """Waits until `check()` holds."""
+async def eventually(check: Callable[[], bool | Awaitable[bool]], within_s: float = 30.0) -> None:
+    """Waits until `check()` holds: by far longer than that takes on any machine."""
     async with asyncio.timeout(within_s):
         while True:
             found = check()
@@ -50,8 +50,13 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def settings(model_folder: Path, redis: RedisServer) -> GatewaySettings:
-    return make_settings(model_folder, redis)
+def settings(request: pytest.FixtureRequest, model_folder: Path, redis: RedisServer) -> GatewaySettings:
+    """A test may ask for others, by `with_settings`."""
+    return make_settings(model_folder, redis, **getattr(request, "param", {}))
+
+
+def with_settings(**others: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("settings", [others], indirect=True, ids=[""])
 
 
 def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> GatewaySettings:
@@ -81,12 +86,12 @@ async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterato
 async def gateway(settings: GatewaySettings, peers: Peers) -> AsyncIterator[Gateway]:
     """Started and ready."""
     async with make_gateway(settings) as gateway:
-        await eventually(lambda: gateway.llm.readiness()[0], 5.0)
+        await eventually(lambda: gateway.llm.readiness()[0])
         yield gateway
 
 
 @pytest.fixture
 async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
     base = f"http://127.0.0.1:{gateway.settings.http_port}"
-    async with httpx.AsyncClient(base_url=base, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=base, timeout=60) as client:
         yield client

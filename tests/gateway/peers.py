@@ -27,7 +27,7 @@ from tandem.v1 import (
 
 MODEL = "tiny"
 REVISION = "revision-1"
-TTL_S = 2.0
+TTL_S, HEARTBEAT_S = 30.0, 0.5
 Reply = Callable[[worker_pb2.SequenceSpec], list[int]]
 
 
@@ -364,7 +364,7 @@ class Peers:
 
     async def _heartbeat(self, info: WorkerInfo) -> None:
         while True:
-            await asyncio.sleep(TTL_S / 4)
+            await asyncio.sleep(HEARTBEAT_S)
             with contextlib.suppress(Exception):
                 await self.registry.heartbeat(info, self._load(), TTL_S)
 

@@ -58,8 +58,8 @@ async def guarded(
     """A gateway that asks for keys; nobody has one yet."""
     ring.file.write_text("{}")
     async with make_gateway(settings.model_copy(update={"api_keys": ring.file})) as gateway:
-        await eventually(lambda: gateway.llm.readiness()[0], 5.0)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=10) as http:
+        await eventually(lambda: gateway.llm.readiness()[0])
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http:
             yield gateway, http
 
 

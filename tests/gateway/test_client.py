@@ -20,7 +20,7 @@ from tests.gateway.peers import MODEL, Peers
 
 @pytest.fixture
 async def client(gateway: Gateway, peers: Peers) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(f"127.0.0.1:{gateway.grpc_port}", timeout_s=20) as client:
+    async with AsyncClient(f"127.0.0.1:{gateway.grpc_port}", timeout_s=60) as client:
         yield client
 
 
@@ -31,7 +31,7 @@ async def test_whole_and_streamed(client: AsyncClient, gateway: Gateway) -> None
     assert parts[-1].usage.completion_tokens == 6
 
     def plain() -> tuple[str, str]:
-        with Client(f"127.0.0.1:{gateway.grpc_port}", timeout_s=20) as client:
+        with Client(f"127.0.0.1:{gateway.grpc_port}", timeout_s=60) as client:
             said = [{"role": "user", "content": "once"}]
             streamed = "".join(part.text for part in client.stream(said, max_tokens=4, seed=2))
             return client.generate(said, max_tokens=4, seed=2).text, streamed
@@ -47,7 +47,7 @@ async def test_a_stream_that_is_left_is_cancelled(client: AsyncClient, gateway: 
 
     def plain() -> None:
         address = f"127.0.0.1:{gateway.grpc_port}"
-        with Client(address, timeout_s=20) as client, closing(client.stream("once", max_tokens=200)) as parts:
+        with Client(address, timeout_s=60) as client, closing(client.stream("once", max_tokens=200)) as parts:
             next(parts)
 
     await asyncio.to_thread(plain)
@@ -85,7 +85,7 @@ async def test_only_what_has_no_answer_yet_is_repeated() -> None:
     servicer = rpc.Servicer("tandem.v1.LLMService", service, llm_pb2_grpc.add_LLMServiceServicer_to_server)
     server = await rpc.serve([servicer], "127.0.0.1", 0)
     try:
-        async with AsyncClient(f"127.0.0.1:{server.port}", timeout_s=20) as client:
+        async with AsyncClient(f"127.0.0.1:{server.port}", timeout_s=60) as client:
             assert (await client.generate("x", model="m")).text == "ok"
             assert service.calls == 3
             parts = client.stream("x", model="m")

@@ -71,10 +71,10 @@ def test_the_cost_of_a_token_does_not_grow() -> None:
     ids = HF.encode("the quick brown 🦊 ").ids * 4000
 
     def seconds(part: list[int]) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for i in part:
             detokenizer.feed(i)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     tenth = len(ids) // 10
     seconds(ids[:tenth])

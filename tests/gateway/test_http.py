@@ -135,7 +135,7 @@ async def test_what_workers_are_asked_for(http: httpx.AsyncClient, peers: Peers)
     )  # fmt: skip
     assert SamplingParams.from_proto(spec.sampling) == SamplingParams.from_proto(expected)
     assert (spec.priority, spec.cache_salt) == (-4, "s")
-    assert 599_000 < spec.timeout_ms <= 600_000
+    assert 500_000 < spec.timeout_ms <= 600_000
     assert peers.prefill.seen[0].token_ids == spec.token_ids
 
 
@@ -186,7 +186,7 @@ async def test_an_answer_that_ends_with_its_first_token(http: httpx.AsyncClient,
     answer = (await http.post("/v1/completions", json={**TEXTUAL, "max_tokens": 1})).json()
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
-    await eventually(lambda: nothing_reserved(peers), 0.5)
+    await eventually(lambda: nothing_reserved(peers))
     assert peers.decode.aborted == []
 
 

@@ -24,7 +24,7 @@ async def client(model_folder: Path, redis: RedisServer) -> AsyncIterator[httpx.
     """Without any worker: nothing is refused for what a worker says."""
     async with make_gateway(make_settings(model_folder, redis)) as gateway:
         base = f"http://127.0.0.1:{gateway.settings.http_port}"
-        async with httpx.AsyncClient(base_url=base, timeout=10) as client:
+        async with httpx.AsyncClient(base_url=base, timeout=60) as client:
             yield client
 
 

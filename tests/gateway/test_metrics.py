@@ -41,8 +41,8 @@ async def auto(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIte
     settings = make_settings(model_folder, redis, disaggregation=Disaggregation.AUTO)
     await peers.move_to(redis, settings.namespace)
     base = f"http://127.0.0.1:{settings.http_port}"
-    async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=10) as client:
-        await eventually(lambda: gateway.llm.readiness()[1]["linked_pairs"] == 1, 5.0)
+    async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=60) as client:
+        await eventually(lambda: gateway.llm.readiness()[1]["linked_pairs"] == 1)
         yield client
 
 

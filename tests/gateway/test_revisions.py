@@ -42,10 +42,10 @@ async def serving(folder: Path, redis: RedisServer, peers: Peers, policy: Disagg
     await peers.move_to(redis, settings.namespace)
     async with (
         make_gateway(settings) as gateway,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=20) as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http,
     ):
-        await eventually(lambda: gateway.llm.readiness()[1]["decode_workers"] == 2, 5.0)
-        await eventually(lambda: all(gateway.llm.pool.connected(p.info) for p in peers.workers.values()), 5.0)
+        await eventually(lambda: gateway.llm.readiness()[1]["decode_workers"] == 2)
+        await eventually(lambda: all(gateway.llm.pool.connected(p.info) for p in peers.workers.values()))
         yield gateway, http
 
 

@@ -53,7 +53,7 @@ async def server() -> AsyncIterator[RedisServer]:
 
 @pytest.fixture
 async def routing(server: RedisServer) -> AsyncIterator[Routing]:
-    registry = Registry.connect(server.url, timeout=0.5)
+    registry = Registry.connect(server.url, timeout=10.0)
     await register_pool(registry, prefill=2, decode=2)
     yield Routing(registry, Disaggregation.PREFER)
     await registry.close()
@@ -119,8 +119,8 @@ async def test_auto_reads_a_short_prompt_at_decode_and_calls_it_no_fallback(
     settings = make_settings(model_folder, redis, disaggregation=Disaggregation.AUTO)
     await peers.move_to(redis, settings.namespace)
     base = f"http://127.0.0.1:{settings.http_port}"
-    async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=10) as client:
-        await eventually(lambda: gateway.llm.readiness()[0], 5.0)
+    async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=60) as client:
+        await eventually(lambda: gateway.llm.readiness()[0])
         body = {"model": settings.model_name, "prompt": "once", "seed": 0}
         answer = await client.post("/v1/completions", json=body)
         assert answer.headers["x-tandem-reason"].startswith("local prefill: cheapest: ")

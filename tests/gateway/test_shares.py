@@ -14,6 +14,7 @@ from services.gateway.admission import Admission, Capacity, FairQueue, Weights, 
 from services.gateway.admission.shares import MAX_TOLD, demand_of, fill, share_of
 from services.gateway.priority import PriorityClass
 from services.gateway.settings import GatewaySettings
+from tandem.local import free_ports
 from tandem.registry import Demand
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import Peers
@@ -99,7 +100,7 @@ async def test_tenants_of_two_gateways_are_served_as_if_they_had_one() -> None:
 
 async def test_gateways_tell_each_other_what_they_have_to_do(settings: GatewaySettings, peers: Peers) -> None:
     async with AsyncExitStack() as stack:
-        ports = (settings.http_port, settings.http_port + 1)
+        ports = free_ports(2)
         both = [settings.model_copy(update={"http_port": port}) for port in ports]
         busy, idle = [await stack.enter_async_context(make_gateway(one)) for one in both]
         whole = busy.admission.admitted.capacity
@@ -107,10 +108,10 @@ async def test_gateways_tell_each_other_what_they_have_to_do(settings: GatewaySe
         assert whole is not None
         enough = Work(BATCH, "flood", 2.0**31, whole.tokens, whole.tokens)
         await busy.admission.enter(enough)
-        await eventually(lambda: _tokens(idle.admission) == 0, 5.0)
+        await eventually(lambda: _tokens(idle.admission) == 0)
         assert _tokens(busy.admission) == whole.tokens
         busy.admission.leave(enough)
-        await eventually(lambda: _tokens(idle.admission) == _tokens(busy.admission) == whole.tokens // 2, 5.0)
+        await eventually(lambda: _tokens(idle.admission) == _tokens(busy.admission) == whole.tokens // 2)
 
 
 def _tokens(admission: Admission) -> int:

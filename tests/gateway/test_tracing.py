@@ -77,7 +77,7 @@ async def test_a_failed_request_has_failed_spans(
     spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers
 ) -> None:
     peers.prefill.hold.clear()
-    answer = await http.post("/v1/completions", json=BODY, headers={**HEADERS, "x-request-timeout-ms": "200"})
+    answer = await http.post("/v1/completions", json=BODY, headers={**HEADERS, "x-request-timeout-ms": "3000"})
     assert answer.status_code == 504
     await eventually(lambda: f"text_completion {MODEL}" in ours(spans))
     for name in (f"text_completion {MODEL}", "prefill"):
