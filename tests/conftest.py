@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tandem import telemetry
 
@@ -15,7 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 gc.disable()  # until test files have imported what they need
 
-settings.register_profile("guard", max_examples=1000)  # see tests/fuzzing.py
+# The same examples each time, and none fails for the time that it took. `make guard` looks for others.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("guard", deadline=None, max_examples=1000)  # see tests/fuzzing.py
+settings.load_profile("tests")
 
 telemetry.set_up("tests", "tests", "warning")
 

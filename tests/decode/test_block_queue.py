@@ -39,8 +39,14 @@ async def still_waits(task: asyncio.Task[object]) -> bool:
     return not task.done()
 
 
+async def in_line(queue: BlockQueue, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len(queue) < count:
+            await asyncio.sleep(0.001)
+
+
 async def admitted(task: asyncio.Task[object]) -> None:
-    await asyncio.wait_for(task, 20)
+    await asyncio.wait_for(task, 60)
 
 
 async def go_one_after_the_other(thread: EngineThread, queue: BlockQueue, **waiting: asyncio.Task[Reserved]) -> None:
@@ -58,7 +64,7 @@ async def test_first_come_first_served_and_big_ones_are_not_passed_by(thread: En
     queue = BlockQueue(thread)
     await queue.reserve(request("a", 3))
     big = asyncio.create_task(queue.reserve(request("big", 4)))
-    await asyncio.sleep(0.05)
+    await in_line(queue, 1)
     small = asyncio.create_task(queue.reserve(request("small", 1)))
     assert await still_waits(big)
     assert await still_waits(small)
@@ -70,9 +76,9 @@ async def test_priority_goes_before_arrival(thread: EngineThread) -> None:
     queue = BlockQueue(thread)
     await queue.reserve(request("a", 4))
     late = asyncio.create_task(queue.reserve(request("late", 4, priority=1)))
-    await asyncio.sleep(0.05)
+    await in_line(queue, 1)
     urgent = asyncio.create_task(queue.reserve(request("urgent", 4, priority=0)))
-    await asyncio.sleep(0.05)
+    await in_line(queue, 2)
     await go_one_after_the_other(thread, queue, urgent=urgent, late=late)
 
 
@@ -80,7 +86,7 @@ async def test_giving_up_leaves_nothing_behind(thread: EngineThread) -> None:
     queue = BlockQueue(thread)
     await queue.reserve(request("a", 4))
     waiting = asyncio.create_task(queue.reserve(request("b", 1)))
-    await asyncio.sleep(0.05)
+    await in_line(queue, 1)
     waiting.cancel()
     await asyncio.wait([waiting])
     await free(thread, queue, "a")
@@ -95,15 +101,21 @@ async def test_what_never_fits_is_refused_at_once(thread: EngineThread) -> None:
 
 async def test_all_that_fit_are_reserved_between_two_steps(thread: EngineThread) -> None:
     """Each in a step of its own would make a burst wait for as many steps as it has requests."""
-    queue, busy = BlockQueue(thread), threading.Event()
-    step = thread.submit(lambda engine: busy.wait(10))  # the engine is in a step
+    queue, began, busy = BlockQueue(thread), threading.Event(), threading.Event()
+
+    def compute(engine: Engine) -> None:
+        began.set()
+        assert busy.wait(60)
+
+    step = thread.submit(compute)
+    await asyncio.to_thread(began.wait, 60)
     burst = [asyncio.create_task(queue.reserve(request(name, 1))) for name in ("a", "bb", "ccc", "dddd", "eeeee")]
-    await asyncio.sleep(0.05)
+    await in_line(queue, 5)
     after = thread.submit(lambda engine: engine.stats().free_blocks)
     busy.set()
     await asyncio.wrap_future(step)
     assert await asyncio.wrap_future(after) == 0
-    await asyncio.wait_for(asyncio.gather(*burst[:4]), 20)
+    await asyncio.wait_for(asyncio.gather(*burst[:4]), 60)
     assert await still_waits(burst[4])
     for name in ("a", "bb", "ccc", "dddd"):
         await free(thread, queue, name)
@@ -130,16 +142,16 @@ async def test_what_is_free_is_reserved_while_a_step_computes(demo_model: Path) 
 
     def compute(seconds: float) -> None:
         computing.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     config = EngineConfig(model_path=demo_model, model_name="demo", null=StepTime(), num_blocks=BLOCKS)
     thread, ended = EngineThread(Engine(config, sleep=compute)), asyncio.Event()
     thread.start(lambda outputs: ended.set() if outputs[-1].finished else None, lambda error: None)
     try:
         await thread.call(lambda engine: engine.add(request("running", 2)))
-        await asyncio.to_thread(computing.wait, 20)
+        await asyncio.to_thread(computing.wait, 60)
         queue = BlockQueue(thread)
-        cached, blocks = await asyncio.wait_for(queue.reserve(request("a", 1)), 10)
+        cached, blocks = await asyncio.wait_for(queue.reserve(request("a", 1)), 30)
         assert (cached, len(blocks)) == (0, 1)
         for too_many in (queue.reserve(request("bb", 2)), queue.reserve(request("urgent", 2, priority=-1))):
             waiting = asyncio.create_task(too_many)
@@ -147,7 +159,7 @@ async def test_what_is_free_is_reserved_while_a_step_computes(demo_model: Path) 
             waiting.cancel()
             await asyncio.wait([waiting])
         go_on.set()
-        await asyncio.wait_for(ended.wait(), 20)
+        await asyncio.wait_for(ended.wait(), 60)
         await free(thread, queue, "a")
         assert await thread.call(lambda engine: engine.stats().free_blocks) == BLOCKS
         await thread.call(lambda engine: engine.check_integrity())

@@ -55,7 +55,7 @@ def at_baseline() -> Callable[[RunningCluster], object]:
         )
 
     async def check(cluster: RunningCluster) -> bool:
-        registry = Registry.connect(cluster.redis_url)
+        registry = Registry.connect(cluster.redis_url, timeout=30.0)
         try:
             if not await look(registry):
                 return False

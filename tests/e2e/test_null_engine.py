@@ -95,7 +95,7 @@ async def until_everyone_tells_what_was_measured(
 
 async def everyone_tells_what_was_measured(fleet: RunningCluster) -> bool:
     """With the heartbeat that follows the work."""
-    registry = Registry.connect(fleet.redis_url)
+    registry = Registry.connect(fleet.redis_url, timeout=30.0)
     workers = await registry.workers()
     await registry.close()
     prefills = [worker.load for worker in workers if worker.info.role is Role.PREFILL]

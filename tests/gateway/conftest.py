@@ -49,6 +49,17 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def registry_wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """How long gateways wait for Redis: by far longer than it takes, unless a test says otherwise."""
+
+    def change(seconds: float) -> None:
+        monkeypatch.setattr("services.gateway.__main__.REGISTRY_WAIT_S", seconds)
+
+    change(30.0)
+    return change
+
+
 @pytest.fixture
 def settings(request: pytest.FixtureRequest, model_folder: Path, redis: RedisServer) -> GatewaySettings:
     """A test may ask for others, by `with_settings`."""
@@ -70,7 +81,7 @@ def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> Gatew
 @pytest.fixture
 async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Peers]:
     """One prefill and one decode worker, linked."""
-    registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
     words = await tokenizer.encode(TEXT, add_special_tokens=False)
 
     def reply(spec: worker_pb2.SequenceSpec) -> list[int]:

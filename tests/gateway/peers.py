@@ -324,7 +324,7 @@ class Peers:
     async def move_to(self, redis: RedisServer, namespace: str) -> None:
         """Register in another registry."""
         await self.registry.close()
-        self.registry = Registry.connect(redis.url, namespace=namespace)
+        self.registry = Registry.connect(redis.url, namespace=namespace, timeout=30.0)
         for peer in self.workers.values():
             await self.registry.register(peer.info, self._load(), TTL_S)
 

@@ -311,7 +311,7 @@ async def test_a_key_names_the_models_and_adapters_it_may_use(
             key["tenant"]
         ]
     ring.file.write_text(json.dumps(said))
-    registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
     for name in ("sql", "law"):
         await registry.put_adapter(AdapterRef(name, name, "r" + name))
     await registry.close()

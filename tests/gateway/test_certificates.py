@@ -30,7 +30,7 @@ def files(tmp_path: Path) -> TLS:
 @pytest.fixture
 async def peers(settings: GatewaySettings, files: TLS, tmp_path: Path) -> AsyncIterator[Peers]:
     put(Authority(tmp_path / "old").issue("cluster"), files)
-    registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
     async with peers_on(registry, lambda spec: []) as peers:
         peers.security = Security(tls=files)
         await peers.add_decode()

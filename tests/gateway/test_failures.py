@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ async def test_a_client_that_does_not_read(gateway: Gateway, peers: Peers) -> No
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.http_port, limit=1024)
     writer.write(head % len(body) + body)
     await writer.drain()
-    await eventually(lambda: len(peers.decode.seen) == 8)
+    await eventually(lambda: gateway.llm.accepted > 0)
     await eventually(lambda: not gateway.llm.running)
     await everything_free(peers, gateway)
     writer.close()
@@ -325,8 +325,11 @@ async def test_a_restarted_decode_worker_serves_at_once(
     await old.server.stop(0)
 
 
-async def test_redis_frozen_fails_no_request(model_folder: Path, settings: GatewaySettings, peers: Peers) -> None:
+async def test_redis_frozen_fails_no_request(
+    model_folder: Path, settings: GatewaySettings, peers: Peers, registry_wait: Callable[[float], None]
+) -> None:
     """The last view is served from, and the reason says so."""
+    registry_wait(0.5)
     with RedisServer.start() as own:
         port = free_ports(1)[0]
         frozen = make_settings(model_folder, own, disaggregation=Disaggregation.PREFER).model_copy(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,11 @@ async def test_the_readiness_counts_only_pairs_of_one_revision(
         assert (await http.get("/health/ready")).json()["linked_pairs"] == len(PAIRS)
 
 
-async def test_no_pair_mixes_while_redis_is_silent(model_folder: Path, mixed: Peers) -> None:
+async def test_no_pair_mixes_while_redis_is_silent(
+    model_folder: Path, mixed: Peers, registry_wait: Callable[[float], None]
+) -> None:
     """The last view still names a prefill worker that has died: its decode worker stays idle."""
+    registry_wait(0.5)
     with RedisServer.start() as own:
         async with serving(model_folder, own, mixed, Disaggregation.REQUIRE) as (gateway, http):
             own.pause()

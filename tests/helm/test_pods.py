@@ -83,7 +83,7 @@ async def test_two_releases_on_one_redis_know_nothing_of_each_other(demo_model: 
                 nodes.append(node)
                 node.start(node.find("Deployment", f"{release}-decode"), f"{release}-decode-0").wait_ready()
             for release in ("one", "two"):
-                registry = Registry.connect(redis.url, namespace=f"{NAMESPACE}.{release}")
+                registry = Registry.connect(redis.url, namespace=f"{NAMESPACE}.{release}", timeout=30.0)
                 assert [w.info.worker_id for w in await registry.workers()] == [f"{release}-decode-0"]
                 await registry.close()
         finally:

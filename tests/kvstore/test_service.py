@@ -91,7 +91,7 @@ async def test_bad_hashes_are_named(
 
 
 async def test_without_redis_calls_are_unavailable_and_work_again_after(own_redis: RedisServer) -> None:
-    registry = Registry.connect(own_redis.url)
+    registry = Registry.connect(own_redis.url, timeout=30.0)
     async for stub in stub_for(registry):
         own_redis.kill()
         with pytest.raises(aio.AioRpcError, match=f"Redis at 127.0.0.1:{own_redis.port}") as raised:

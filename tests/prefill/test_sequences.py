@@ -30,19 +30,25 @@ class Prefill:
 
     def expect(self, transfer_id: str) -> None:
         self.receiver.expect(
-            transfer_id, block_ids=range(8), first_block=0, timeout_s=60,
+            transfer_id, block_ids=range(8), first_block=0, timeout_s=120,
             on_commit=lambda payload, num_bytes: self.ends.append(f"{transfer_id}: {payload.decode()}, {num_bytes}"),
             on_abort=lambda code, reason: self.ends.append(f"{transfer_id}: {code}"),
         )  # fmt: skip
 
-    async def run(self, name: str, timeout_s: float = 20.0) -> Prefilled:
+    async def run(self, name: str, timeout_s: float = 60.0) -> Prefilled:
         ticket = Ticket(f"t-{name}", self.receiver.local, self.receiver.address, 0, PROMPT // BLOCK)
         request = Request(name, [len(name)] * PROMPT, SamplingParams(max_tokens=8, temperature=0))
         return await self.sequences.prefill(request, ticket, timeout_s)
 
+    async def reads(self) -> None:
+        """Until a first chunk is read, and pushed."""
+        async with asyncio.timeout(60):
+            while not self.engine.stats.num_read_tokens:
+                await asyncio.sleep(0.01)
+
     async def released(self, *ends: str) -> None:
         """Until every block is free, nothing runs, and the receiver has seen these ends."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.sequences) or self.engine.stats.free_blocks < BLOCKS or self.ends != list(ends):
                 await asyncio.sleep(0.01)
         await self.engine.call(lambda engine: engine.check_integrity())
@@ -61,7 +67,7 @@ async def prefill(demo_model: Path) -> AsyncIterator[Prefill]:
     async def link_to(remote: Endpoint, address: str) -> Link:
         if not made.reachable:
             raise TransferError("UNAVAILABLE", "nobody answers")
-        return await asyncio.wrap_future(sender.open_link(remote, address, timeout_s=5))
+        return await asyncio.wrap_future(sender.open_link(remote, address, timeout_s=60))
 
     loop = asyncio.get_running_loop()
     sequences = Sequences(engine, link_to, payload=lambda output: b"first", now=loop.time, worker_id="prefill-0")
@@ -84,7 +90,7 @@ async def test_the_whole_prompt_lands_with_its_first_token(prefill: Prefill) -> 
 async def test_a_caller_that_leaves_during_the_transfer_ends_it_on_both_sides(prefill: Prefill) -> None:
     prefill.expect("t-a")
     running = asyncio.create_task(prefill.run("a"))
-    await asyncio.sleep(0.25)
+    await prefill.reads()
     assert prefill.engine.stats.free_blocks < BLOCKS
     running.cancel()
     await asyncio.wait([running])
@@ -104,7 +110,7 @@ async def test_the_deadline_passes_while_it_computes(prefill: Prefill) -> None:
 async def test_a_decode_worker_that_dies_during_the_transfer_ends_it(prefill: Prefill) -> None:
     prefill.expect("t-a")
     running = asyncio.create_task(prefill.run("a"))
-    await asyncio.sleep(0.25)
+    await prefill.reads()
     await asyncio.to_thread(prefill.receiver.close)
     with pytest.raises(SequenceFailed, match="KV transfer") as failed:
         await running
@@ -122,7 +128,7 @@ async def test_no_link_is_a_failure_that_holds_nothing(prefill: Prefill) -> None
 async def test_a_request_id_runs_once(prefill: Prefill) -> None:
     prefill.expect("t-a")
     first = asyncio.create_task(prefill.run("a"))
-    await asyncio.sleep(0.15)
+    await prefill.reads()
     with pytest.raises(SequenceFailed, match=r"request_id|transfer"):
         await prefill.run("a")
     first.cancel()

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
+from redis.asyncio import Redis
+
 from tandem.registry import (
     BlockReplica,
     ClusterView,
@@ -49,6 +51,12 @@ async def register_pool(registry: Registry, prefill: int = 1, decode: int = 1, t
         await registry.register(worker_info(f"p{i}", Role.PREFILL), worker_load(linked=incarnations), ttl)
 
 
+async def end_client_leases(redis: Redis, namespace: str) -> None:
+    """As if they had run out."""
+    clients = f"{{{namespace}}}:clients"
+    await redis.zadd(clients, {str(client): 1 for client in await redis.zrange(clients, 0, -1)})
+
+
 async def known_prefix(registry: Registry, hashes: Sequence[bytes]) -> PromptPrefix:
     """Of a prompt, as a gateway knows it whose replica is up to date."""
     replica = BlockReplica(registry.block_feed)
@@ -70,11 +78,15 @@ async def viewing(registry: Registry, **options: float) -> AsyncIterator[Cluster
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def eventually(check: Callable[[], Awaitable[bool]], within_s: float, what: str) -> float:
+# By far longer than anything that a test waits for takes on any machine.
+PATIENCE_S = 60.0
+
+
+async def eventually(check: Callable[[], Awaitable[bool]], what: str) -> float:
     """Waits until `check()` holds; returns how long that took."""
     start = time.monotonic()
-    while time.monotonic() - start < within_s:
+    while time.monotonic() - start < PATIENCE_S:
         if await check():
             return time.monotonic() - start
         await asyncio.sleep(0.01)
-    raise AssertionError(f"not within {within_s} s: {what}")
+    raise AssertionError(f"not within {PATIENCE_S} s: {what}")

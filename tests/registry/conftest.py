@@ -37,7 +37,7 @@ async def connect(redis_server: RedisServer, namespace: str) -> AsyncIterator[Co
     clients: list[Registry] = []
 
     async def make() -> Registry:
-        clients.append(Registry.connect(redis_server.url, namespace=namespace))
+        clients.append(Registry.connect(redis_server.url, namespace=namespace, timeout=30.0))
         return clients[-1]
 
     yield make

@@ -26,7 +26,7 @@ async def guarded(own_redis: RedisServer) -> str:
 
 
 async def test_user_password_and_database_are_as_the_url_says(guarded: str) -> None:
-    registry = Registry.connect(f"redis://tandem:%2Ba%20p%3Ass@{guarded}/3")
+    registry = Registry.connect(f"redis://tandem:%2Ba%20p%3Ass@{guarded}/3", timeout=30.0)
     await register_pool(registry)
     async with registry.changes() as changes:
         await registry.deregister("p0", "p0-first")
@@ -44,7 +44,7 @@ async def test_the_rights_that_docs_name_are_enough(own_redis: RedisServer) -> N
     async with Redis.from_url(own_redis.url) as admin:
         await admin.execute_command("ACL", "SETUSER", "tandem", *said[1].split())
         await admin.acl_setuser("default", enabled=False)
-    registry = Registry.connect(f"redis://tandem:PASSWORD@127.0.0.1:{own_redis.port}")
+    registry = Registry.connect(f"redis://tandem:PASSWORD@127.0.0.1:{own_redis.port}", timeout=30.0)
     async with registry.changes() as changes:
         await register_pool(registry)
         assert await changes.wait(2.0)
@@ -69,7 +69,7 @@ async def test_the_rights_that_docs_name_are_enough(own_redis: RedisServer) -> N
 
 @pytest.mark.parametrize("user", ["", "tandem:wrong@", "nobody:secret@"])
 async def test_a_user_that_is_refused_is_unavailable_and_says_why(guarded: str, user: str) -> None:
-    registry = Registry.connect(f"redis://{user}{guarded}")
+    registry = Registry.connect(f"redis://{user}{guarded}", timeout=30.0)
     with pytest.raises(RegistryUnavailable, match=rf"{re.escape(guarded)} refuses: (NOAUTH|WRONGPASS)") as raised:
         await registry.ping()
     assert "wrong@" not in str(raised.value)
@@ -80,7 +80,7 @@ async def test_a_user_that_is_refused_is_unavailable_and_says_why(guarded: str, 
 
 
 async def test_a_subscription_says_that_its_server_went(own_redis: RedisServer) -> None:
-    registry = Registry.connect(own_redis.url)
+    registry = Registry.connect(own_redis.url, timeout=30.0)
     async with registry.changes() as changes:
         own_redis.kill()
         with pytest.raises(RegistryUnavailable, match=str(own_redis.port)):

@@ -48,14 +48,15 @@ async def test_a_heartbeat_changes_the_load_and_keeps_reservations(registry: Reg
 
 
 async def test_a_silent_worker_is_gone_after_its_ttl_and_comes_back_clean(registry: Registry) -> None:
-    await registry.register(OLD, worker_load(), 0.2)
+    await registry.register(OLD, worker_load(), TTL)
     await registry.publish_blocks("d0", "old", [b"a" * 16], [])
     reservation = await reserve(registry)
+    await registry.heartbeat(OLD, worker_load(), 0.2)
 
     async def gone() -> bool:
         return await registry.workers() == []
 
-    await eventually(gone, 2.0, "lease expired")
+    await eventually(gone, "lease expired")
     assert not await registry.release(reservation)
     assert await registry.heartbeat(OLD, worker_load(), TTL)
     (worker,) = await registry.workers()

@@ -72,7 +72,7 @@ class Gateway:
 
 async def gateways_on(redis: RedisServer, count: int) -> list[Gateway]:
     namespace = uuid4().hex
-    clients = [Registry.connect(redis.url, namespace=namespace) for _ in range(count)]
+    clients = [Registry.connect(redis.url, namespace=namespace, timeout=30.0) for _ in range(count)]
     return [Gateway(client) for client in clients]
 
 

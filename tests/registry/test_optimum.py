@@ -188,7 +188,7 @@ async def ask(registry: Registry, wanted: Wanted, workers: list[Worker]) -> Rout
 
 
 async def start(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]]) -> Registry:
-    registry = Registry.connect(url, namespace=uuid4().hex)
+    registry = Registry.connect(url, namespace=uuid4().hex, timeout=30.0)
     for info, load in cluster:
         await registry.heartbeat(info, load, TTL)  # which, unlike `register`, takes a lease whatever the KV layout
     return registry

@@ -102,17 +102,17 @@ async def test_after_a_failover_the_same_registry_works_on_the_new_master(
     master: RedisServer, replica: RedisServer, watch: Watch
 ) -> None:
     sentinel = watch(master.port, down_after_ms=300)
-    registry = Registry.connect(url(free_ports(1)[0], sentinel.port))
-    await eventually(sentinel.answers, 5.0, "the sentinel runs")
+    registry = Registry.connect(url(free_ports(1)[0], sentinel.port), timeout=30.0)
+    await eventually(sentinel.answers, "the sentinel runs")
 
     async def replica_is_known() -> bool:
         replicas = await sentinel.ask("REPLICAS", "tandem")
         return isinstance(replicas, list) and any(r["master-link-status"] == "ok" for r in replicas)
 
-    await eventually(replica_is_known, 15.0, "the sentinel knows the replica")
+    await eventually(replica_is_known, "the sentinel knows the replica")
     assert await works(registry)
     master.kill()
-    await eventually(lambda: works(registry), 15.0, "workers register on the new master")
+    await eventually(lambda: works(registry), "workers register on the new master")
     async with Redis.from_url(replica.url) as client:
         assert (await client.role())[0] == b"master"
         assert await client.dbsize() > 0
@@ -123,8 +123,8 @@ async def test_a_master_that_became_a_replica_is_left_at_its_first_refusal(
     master: RedisServer, successor: RedisServer, watch: Watch
 ) -> None:
     sentinel = watch(master.port)
-    await eventually(sentinel.answers, 5.0, "the sentinel runs")
-    registry = Registry.connect(url(sentinel.port))
+    await eventually(sentinel.answers, "the sentinel runs")
+    registry = Registry.connect(url(sentinel.port), timeout=30.0)
     assert await works(registry)
     await follow(master, successor)
     with pytest.raises(RegistryUnavailable, match="READONLY"):
@@ -144,13 +144,13 @@ async def test_a_sentinel_behind_the_times_or_without_an_answer_is_passed_over(
 ) -> None:
     behind, right = watch(replica.port), watch(master.port)
     for sentinel in (behind, right):
-        await eventually(sentinel.answers, 5.0, "the sentinel runs")
-    registry = Registry.connect(url(behind.port, right.port), timeout=0.5)
+        await eventually(sentinel.answers, "the sentinel runs")
+    registry = Registry.connect(url(behind.port, right.port), timeout=30.0)
     assert await works(registry)
     await registry.close()
     behind.process.send_signal(signal.SIGSTOP)
     registry = Registry.connect(url(behind.port, right.port), timeout=0.5)
     with pytest.raises(RegistryUnavailable, match=f"tandem of 127.0.0.1:{behind.port},.*: no answer in 0.5 s"):
         await registry.ping()
-    await eventually(lambda: works(registry), 10.0, "the other sentinel is asked")
+    await eventually(lambda: works(registry), "the other sentinel is asked")
     await registry.close()

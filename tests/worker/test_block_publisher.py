@@ -43,14 +43,14 @@ def hashes_of(engine: Engine, prompt_tokens: int) -> list[bytes]:
 async def test_a_gateways_hashes_are_the_engines(engine_of: Callable[[int], Engine]) -> None:
     engine = engine_of(16)
     with RedisServer.start() as server:
-        registry = Registry.connect(server.url)
+        registry = Registry.connect(server.url, timeout=30.0)
         async with publishing(engine, registry) as thread:
             await thread.call(lambda engine: engine.add(request("a", prompt=50, max_tokens=1)))
 
             async def published() -> bool:
                 return await registry.locate(hashes_of(engine, 50)) == [["p0"]] * 3
 
-            await eventually(published, 10.0, "all three full blocks are known")
+            await eventually(published, "all three full blocks are known")
         await registry.close()
 
 
@@ -58,7 +58,7 @@ async def test_changes_of_a_time_when_redis_refuses_are_published_later(engine_o
     """Shorter than the lease, so the registry forgets nothing and nothing is published whole."""
     engine = engine_of(16)
     with RedisServer.start() as server:
-        registry = Registry.connect(server.url)
+        registry = Registry.connect(server.url, timeout=30.0)
         async with Redis.from_url(server.url) as redis, publishing(engine, registry) as thread:
             await redis.config_set("maxmemory", 1)  # refuses every write
             await thread.call(lambda engine: engine.add(request("a", prompt=50, max_tokens=1)))
@@ -68,7 +68,7 @@ async def test_changes_of_a_time_when_redis_refuses_are_published_later(engine_o
             async def published() -> bool:
                 return await registry.locate(hashes_of(engine, 50)) == [["p0"]] * 3
 
-            await eventually(published, 10.0, "published when Redis takes writes again")
+            await eventually(published, "published when Redis takes writes again")
         await registry.close()
 
 
@@ -76,7 +76,7 @@ async def test_thousands_of_blocks_are_published_in_batches(engine_of: Callable[
     hashes = [number.to_bytes(16, "big") for number in range(2 * BATCH + 1)]
     engine = engine_of(16)
     with RedisServer.start() as server:
-        registry = Registry.connect(server.url)
+        registry = Registry.connect(server.url, timeout=30.0)
         info = worker_info("p0", Role.PREFILL, num_blocks=len(hashes))
         await registry.register(info, worker_load(), 30)
         publisher = BlockPublisher(EngineThread(engine), registry, "p0", "p0-first")

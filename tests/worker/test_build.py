@@ -42,13 +42,13 @@ async def running(settings: WorkerSettings, build: Build) -> AsyncIterator[Worke
 
     ended = asyncio.create_task(asyncio.to_thread(run))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.wait({made, ended}, return_when=asyncio.FIRST_COMPLETED)
         worker, loop = made.result()
         yield worker
         loop.call_soon_threadsafe(worker.stop)
     finally:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await ended
 
 
@@ -59,7 +59,10 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
     demo_model: Path, settings: type[WorkerSettings], build: Build
 ) -> None:
     with RedisServer.start() as redis:
-        ours, others = Registry.connect(redis.url, namespace="ours"), Registry.connect(redis.url)
+        ours, others = (
+            Registry.connect(redis.url, namespace="ours", timeout=30.0),
+            Registry.connect(redis.url, timeout=30.0),
+        )
         chosen = settings(
             model_path=demo_model, redis_url=redis.url, namespace="ours", worker_id="w0", engine="null", num_blocks=16
         )
@@ -68,7 +71,7 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
             return [worker.info.worker_id for worker in await ours.workers()] == ["w0"]
 
         async with running(chosen, build):
-            await eventually(registered, 10.0, "it is in its namespace")
+            await eventually(registered, "it is in its namespace")
             assert not await others.workers()
         assert not await ours.workers()
         await ours.close()
@@ -78,7 +81,7 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
 async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) -> None:
     """Its lease is released and its sequence handed over at once, though the engine answers nothing any more."""
     with RedisServer.start() as redis:
-        registry = Registry.connect(redis.url)
+        registry = Registry.connect(redis.url, timeout=30.0)
         settings = DecodeSettings(
             model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16,
             null_decode_step_s=4, null_prefill_tokens_per_s=1e6, max_step_s=0.3,
@@ -93,7 +96,7 @@ async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) ->
                     await asyncio.sleep(0.01)
                 request = Request("stuck", [1, 2, 3], SamplingParams(max_tokens=4))
                 await asyncio.wrap_future(worker.context.ports.engine.submit(lambda engine: engine.add(request)))
-                await eventually(gone, 5.0, "its lease is released")
+                await eventually(gone, "its lease is released")
 
         with pytest.raises(EngineStuck, match="max_step_s"):
             await live()

@@ -37,7 +37,7 @@ async def answer(port: EnginePort) -> tuple[list[int], float]:
     port.start(on_outputs, lambda error: None)
     start = loop.time()
     await port.call(lambda engine: engine.add(sequence()))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await ended.wait()
     seconds = loop.time() - start
     assert await port.call(lambda engine: engine.stats().free_blocks) == 16
@@ -62,7 +62,9 @@ async def test_a_death_is_reported_once(demo_model: Path) -> None:
     del port.engine._runner
     port.start(lambda outputs: None, deaths.append)
     await port.call(lambda engine: engine.add(sequence()))
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(30):
+        while not deaths:
+            await asyncio.sleep(0.01)
     assert [type(death) for death in deaths] == [AttributeError]
     with pytest.raises(EngineDied):
         await port.call(lambda engine: None)

@@ -16,7 +16,7 @@ class Listener:
         self.deaths: list[BaseException] = []
 
     async def finished(self, count: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while sum(o.finished for o in self.outputs) < count:
                 await asyncio.sleep(0.01)
 
@@ -45,7 +45,7 @@ async def test_the_death_of_the_engine_is_noticed(engine_of: Callable[[int], Eng
     thread = EngineThread(engine)
     thread.start(listener.outputs.extend, listener.deaths.append)
     await thread.call(lambda engine: engine.add(request("a")))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not listener.deaths:
             await asyncio.sleep(0.01)
     thread.close()

@@ -114,7 +114,7 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
         shared = {"model_path": demo_model, "redis_url": redis.url, "engine": "null", "num_blocks": 256}
         decode = await stack.enter_async_context(running(DecodeSettings(worker_id="d0", **shared), DecodeWorker))
         prefill = await stack.enter_async_context(running(PrefillSettings(worker_id="p0", **shared), PrefillWorker))
-        registry = Registry.connect(redis.url)
+        registry = Registry.connect(redis.url, timeout=30.0)
         stack.push_async_callback(registry.close)
         kvstore = await rpc.serve([KVStoreService(registry).servicer], "127.0.0.1", 0)
         stack.push_async_callback(kvstore.stop, 0)
@@ -122,7 +122,7 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
         async def linked() -> bool:
             return decode.ready.is_set() and any(w.load.linked for w in await registry.workers())
 
-        await eventually(linked, 20.0, "a link is open")
+        await eventually(linked, "a link is open")
         infos = {worker.info.worker_id: worker.info for worker in await registry.workers()}
         d0 = infos["d0"]
         yield {
@@ -156,19 +156,19 @@ async def answered(channel: aio.Channel, method: MethodDescriptor, data: bytes) 
         if method.client_streaming:
             await heard(channel, name, data)
         else:
-            await channel.unary_unary(name, None, None)(data, timeout=2.0)
+            await channel.unary_unary(name, None, None)(data, timeout=30.0)
     except aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
 
 
-async def heard(channel: aio.Channel, name: str, data: bytes) -> list[worker_pb2.WorkResponse]:
-    """What a worker says to one message, in half a second or until the answer to one entry."""
+async def heard(channel: aio.Channel, name: str, data: bytes, within_s: float = 0.5) -> list[worker_pb2.WorkResponse]:
+    """What a worker says to one message, in this time or until the answer to one entry."""
     begin: Any = channel.stream_stream(name, None, None)
     call = begin()
     said: list[worker_pb2.WorkResponse] = []
     try:
-        async with asyncio.timeout(0.5):
+        async with asyncio.timeout(within_s):
             await call.write(data)
             while len(said) < 2 and (message := await call.read()) is not aio.EOF:
                 said.append(worker_pb2.WorkResponse.FromString(message))
@@ -189,18 +189,18 @@ async def test_messages_at_the_workers_ports(ports: dict[str, Any]) -> None:
                 codes = await asyncio.gather(*(answered(channel, method, data) for data in examples))
                 assert await answered(channel, method, b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
             assert [(data, code) for data, code in zip(examples, codes, strict=True) if code not in ITS_FAULT] == []
-    sequence = worker_pb2.SequenceSpec(request_id="good", timeout_ms=5000, token_ids=[5] * 20)
+    sequence = worker_pb2.SequenceSpec(request_id="good", timeout_ms=60_000, token_ids=[5] * 20)
     sequence.sampling.max_tokens = 4
     good = worker_pb2.WorkRequest(reservations=[worker_pb2.Reservation(sequence=sequence)])
     decode, _ = ports["tandem.v1.WorkerService"]
     async with aio.insecure_channel(decode) as channel:
-        _, answer = await heard(channel, "/tandem.v1.WorkerService/Work", good.SerializeToString())
+        _, answer = await heard(channel, "/tandem.v1.WorkerService/Work", good.SerializeToString(), 60.0)
         assert [reserved.request_id for reserved in answer.reserved] == ["good"]
 
     async def as_before() -> bool:
         return await held(ports) == before
 
-    await eventually(as_before, 5.0, "all that was held is released")
+    await eventually(as_before, "all that was held is released")
 
 
 async def held(ports: dict[str, Any]) -> list[dict[str, int]]:
@@ -209,7 +209,7 @@ async def held(ports: dict[str, Any]) -> list[dict[str, int]]:
     for address in ports["tandem.v1.WorkerService"]:
         async with aio.insecure_channel(address) as channel:
             call: Any = channel.unary_unary("/tandem.v1.IntegrityService/CheckIntegrity", None, None)
-            said = process_pb2.CheckIntegrityResponse.FromString(await call(b"", timeout=5.0))
+            said = process_pb2.CheckIntegrityResponse.FromString(await call(b"", timeout=30.0))
         assert not said.violations
         found.append(dict(said.held))
     return found

@@ -119,7 +119,7 @@ async def test_the_engines_thread_measures_its_steps(demo_model: Path) -> None:
     thread.start(lambda outputs: None, lambda error: None)
     try:
         await thread.call(lambda engine: engine.add(Request("r", list(range(256)), SamplingParams(max_tokens=40))))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while thread.stats.num_written_tokens < 39:
                 await asyncio.sleep(0.01)
     finally:

@@ -30,7 +30,7 @@ class Worker:
         self.requests.put_nowait(worker_pb2.WorkRequest(reservations=reservations, aborts=[abort] if abort else []))
 
     async def until(self, *events: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not set(events) <= set(self.events) | self.said():
                 await asyncio.sleep(0.001)
 
@@ -103,5 +103,5 @@ async def test_the_end_of_a_stream_cancels_what_still_begins(worker: Worker, how
     else:
         worker.call.cancel()
     await worker.until("cancelled waits", "stream ended")
-    await asyncio.wait([worker.call], timeout=5)
+    await asyncio.wait([worker.call], timeout=30)
     assert worker.call.done()
