@@ -175,8 +175,9 @@ class Engine:
         self._cores.work()
         batch = self._scheduler.schedule()
         self._swap.copy(self._blocks.take_copies())
-        num_read = sum(item.num_tokens for item in batch if item.num_tokens > 1)
-        num_written = sum(item.num_tokens == 1 for item in batch)
+        counts = [item.num_tokens for item in batch]
+        num_written = counts.count(1)
+        num_read = sum(counts) - num_written
         batch = self._speculator.propose(batch)
         started = self._now()
         with computing:
@@ -286,8 +287,8 @@ class Engine:
     def _update(self, batch: list[Scheduled], tokens: dict[str, list[SampledToken]]) -> list[SequenceOutput]:
         outputs = list(self._ended_at_join.values())
         self._ended_at_join = {}
-        for item in batch:
-            output = self._advance(item.seq, item.num_tokens, tokens.get(item.seq.request_id, []))
+        for seq, num_tokens, _ in batch:
+            output = self._advance(seq, num_tokens, tokens.get(seq.request_id, []))
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -301,7 +302,7 @@ class Engine:
         else:
             reason = self._append(seq, tokens)
             new = seq.num_output_tokens - index
-            seq.num_computed_tokens += known + max(0, new - 1)
+            seq.num_computed_tokens += known + new - (new > 0)
             self._blocks.register(seq)
             if not tokens:
                 return None
@@ -310,8 +311,9 @@ class Engine:
             else:
                 self._num_computed += new - 1
                 self._num_written += new if known == 1 else 0
-            self._speculator.verified(seq, new)
-            self._blocks.release_ahead(seq)
+            if seq.proposed or seq.speculative.method != "none":
+                self._speculator.verified(seq, new)
+                self._blocks.release_ahead(seq)
             finished = reason is not None or seq.prefill_only
             output = SequenceOutput(seq.request_id, index, tokens[:new], reason, cached, finished=finished)
             if reading:

@@ -54,16 +54,17 @@ class Chunk(NamedTuple):
     end: int
 
 
-def step_input(chunks: Iterable[Chunk], size: int) -> StepInput:
-    """A step that computes `chunks`, in blocks of `size` tokens."""
+def step_input(chunks: Iterable[tuple[TokenSequence, int, int]], size: int) -> StepInput:
+    """A step that computes such chunks, in blocks of `size` tokens."""
     ids, positions, slots, lengths = (array("q") for _ in range(4))
     counts, tables = list[int](), list[list[int]]()
     for seq, start, end in chunks:
-        ids += seq.tokens_between(start, end)
-        if end - start == 1:
+        if end - start == 1 and start < len(seq.token_ids):
+            ids.append(seq.token_ids[start])
             positions.append(start)
             slots.append(seq.block_table[start // size] * size + start % size)
         else:
+            ids += seq.tokens_between(start, end)
             positions.extend(range(start, end))
             slots.extend(seq.block_table[p // size] * size + p % size for p in range(start, end))
         counts.append(end - start)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ class Runner:
         if not batch:
             return {}
         batch = sorted(batch, key=self._order)
-        completed = [blocks for item in batch if (blocks := completed_blocks(item, self._block_size))]
+        pushing = (item for item in batch if item.seq.sink is not None)
+        completed = [blocks for item in pushing if (blocks := completed_blocks(item, self._block_size))]
 
         def written(layer: int) -> None:
             for blocks in completed:
@@ -63,7 +64,8 @@ class Runner:
         if self._observer is not None:
             self._observer.observe(list(map(_chunk, batch)), hidden)
         self._look_ahead(batch)
-        self._report_prompts(batch, hidden)
+        if any(item.seq.num_prompt_logprobs for item in batch):
+            self._report_prompts(batch, hidden)
         return self._sample(batch, hidden)
 
     def _look_ahead(self, batch: list[Scheduled]) -> None:
@@ -92,21 +94,24 @@ class Runner:
             row += num_tokens
 
     def _sample(self, batch: list[Scheduled], hidden: Tensor) -> dict[str, list[SampledToken]]:
-        rows, drawn = list[int](), list[Row]()
-        ends = accumulate(item.num_tokens for item in batch)
-        for (seq, _, samples), end in zip(batch, ends, strict=True):
+        rows, drawn, seqs = list[int](), list[Row](), list[Sequence]()
+        end = 0
+        for seq, num_tokens, samples in batch:
+            end += num_tokens
             if samples:
-                rows.extend(range(end - 1 - len(seq.proposed), end))
+                seqs.append(seq)
                 drawn.append(seq)
-                drawn.extend(Ahead(seq, count) for count in range(1, len(seq.proposed) + 1))
+                if seq.proposed:
+                    rows.extend(range(end - 1 - len(seq.proposed), end - 1))
+                    drawn.extend(Ahead(seq, count) for count in range(1, len(seq.proposed) + 1))
+                rows.append(end - 1)
         if not rows:
             return {}
-        tokens = iter(zip(sample(self._forward.logits(hidden, rows), drawn, self._choose), drawn, strict=True))
-        return {
-            item.seq.request_id: accepted(item.seq.proposed, list(islice(tokens, 1 + len(item.seq.proposed))))
-            for item in batch
-            if item.samples
-        }
+        tokens = sample(self._forward.logits(hidden, rows), drawn, self._choose)
+        if len(tokens) == len(seqs):
+            return {seq.request_id: [token] for seq, token in zip(seqs, tokens, strict=True)}
+        pairs = zip(tokens, drawn, strict=True)
+        return {seq.request_id: accepted(seq.proposed, list(islice(pairs, 1 + len(seq.proposed)))) for seq in seqs}
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
         foreseen, self._foreseen = self._foreseen, None
@@ -114,7 +119,8 @@ class Runner:
             ids = torch.tensor([item.seq.token_ids[-1] for item in batch])
             step = replace(foreseen.step, input_ids=ids)
         else:
-            step = step_input(map(_chunk, batch), self._block_size)
+            chunks = ((seq, seq.num_computed_tokens, seq.num_computed_tokens + count) for seq, count, _ in batch)
+            step = step_input(chunks, self._block_size)
         adapters = [item.seq.adapter for item in batch]
         return replace(step, adapters=adapters) if any(adapters) else step
 

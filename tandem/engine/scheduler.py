@@ -138,9 +138,10 @@ class Scheduler:
         batch = Batch(self.max_num_batched_tokens)
         self._outrank()
         longer = self._schedule_decodes(batch)
-        if batch.scheduled:
-            batch.budget = min(batch.budget, self._beside(batch.scheduled))
-        self._schedule_reading(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
+        if longer or self.waiting:
+            if batch.scheduled:
+                batch.budget = min(batch.budget, self._beside(batch.scheduled))
+            self._schedule_reading(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
         if self._grows_ahead:
             for item in batch.scheduled:
                 if item.num_tokens == 1 and item.samples:
@@ -162,8 +163,9 @@ class Scheduler:
                 continue
             if seq.num_uncomputed_tokens > 1:
                 longer.append(seq)
-            elif self._grow(seq):
-                batch.add(seq)
+            elif self.blocks.grow(seq) or self._grow(seq):
+                batch.scheduled.append(Scheduled(seq, 1, True))
+        batch.budget -= len(batch.scheduled)
         return longer
 
     def _grow(self, seq: Sequence) -> bool:

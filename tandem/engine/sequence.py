@@ -128,7 +128,7 @@ class Sequence:
 
     @property
     def takes_logits_as_they_are(self) -> bool:
-        return not self.adjusts and self.num_output_tokens >= self.sampling.min_tokens
+        return not self.adjusts and len(self.token_ids) - self.answer_start >= self.sampling.min_tokens
 
     def tokens_between(self, start: int, end: int) -> array[int]:
         """Tokens `start` … `end`, of which the last may be proposed ones."""

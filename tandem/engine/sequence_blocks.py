@@ -76,7 +76,7 @@ class SequenceBlocks:
 
     def grow(self, seq: Sequence) -> bool:
         """One block more, unless the sequence has one for its last token; False if there is none."""
-        if seq.num_tokens <= len(seq.block_table) * self._block_size:
+        if len(seq.token_ids) <= len(seq.block_table) * self._block_size:
             return True
         new = self._pool.take(1)
         seq.block_table += new or []

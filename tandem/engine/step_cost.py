@@ -17,9 +17,12 @@ class StepCost:
         self._sums: tuple[float, ...] = (0.0,) * 5  # of 1, rows, seconds, rows squared, rows * seconds
 
     def add(self, rows: int, seconds: float) -> None:
-        seconds = self.at_most(rows, seconds)
-        new = (1, rows, seconds, rows * rows, rows * seconds)
-        self._sums = tuple(old * self._forget + value for old, value in zip(self._sums, new, strict=True))
+        seconds, keep = self.at_most(rows, seconds), self._forget
+        count, of_rows, of_seconds, of_squares, of_products = self._sums
+        self._sums = (
+            count * keep + 1, of_rows * keep + rows, of_seconds * keep + seconds, of_squares * keep + rows * rows,
+            of_products * keep + rows * seconds,
+        )  # fmt: skip
 
     def at_most(self, rows: int, seconds: float) -> float:
         """`seconds`, without what the machine and not the step took."""
@@ -38,8 +41,9 @@ class StepCost:
         """(base, each), none of them negative."""
         if not self.known:
             return 0.0, 0.0
-        rows, seconds, rows_squared, product = (value / self._sums[0] for value in self._sums[1:])
-        spread, together = rows_squared - rows * rows, product - rows * seconds
+        count, of_rows, of_seconds, of_squares, of_products = self._sums
+        rows, seconds = of_rows / count, of_seconds / count
+        spread, together = of_squares / count - rows * rows, of_products / count - rows * seconds
         guess = SHARE_PER_ROW * seconds / max(1.0, SHARE_PER_ROW * rows)
         each = (together + SURE * guess) / (spread + SURE)
         each = min(max(each, 0.0), seconds / rows)

@@ -86,7 +86,8 @@ class Speculator:
         if self._resting:
             self._resting -= 1
             return False
-        self._wanted = {item.seq.speculative.method for item in batch} & self._proposers.keys()
+        if self._proposers:
+            self._wanted = {item.seq.speculative.method for item in batch} & self._proposers.keys()
         return bool(self._wanted) and self._since_plain < PLAIN_EVERY
 
     def _force(self, seq: Sequence, room: int) -> int:
