@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -10,6 +11,9 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from services.gateway import Gateway
+from services.gateway.http.completions import read_completion
+from services.gateway.http.endpoint import GenerateEndpoint
 from services.gateway.text import Tokenizer
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
@@ -260,3 +264,29 @@ async def test_openapi_describes_what_generation_takes(http: httpx.AsyncClient) 
     page = await http.get("/docs")
     assert page.status_code == 200
     assert "/openapi.json" in page.text
+
+
+async def test_a_client_that_reads_slowly_misses_nothing(
+    gateway: Gateway, http: httpx.AsyncClient, peers: Peers
+) -> None:
+    """Its tokens gather meanwhile."""
+    body = {**TEXTUAL, "ignore_eos": True}
+    received: asyncio.Queue[Any] = asyncio.Queue()
+    received.put_nowait({"type": "http.request", "body": json.dumps({**body, "stream": True}).encode()})
+    sent, reads = [], asyncio.Event()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) > 3:
+            await reads.wait()
+
+    app = GenerateEndpoint(gateway.llm, read_completion, lambda: 0.0)
+    answering = asyncio.create_task(app({"headers": [], "http_version": "1.1"}, received.get, send))
+    await eventually(lambda: len(sent) >= 4 and not peers.decode.held)
+    assert len(sent) == 4
+    reads.set()
+    async with asyncio.timeout(10):
+        await answering
+    whole = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+    *parts, done = re.findall(r"data: (.*)\n\n", b"".join(sent).decode())
+    assert (text_of([json.loads(part) for part in parts]), done) == (whole["text"], "[DONE]")

@@ -5,6 +5,7 @@
     choice 2: pipeline -> text ─┘
 
 The first choice that fails fails the answer, and ends the others. Closing `deltas` ends all of them.
+A single choice's deltas may be written where the worker's message is read: see `write_at_once`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Answer:
         self._limit_headers: dict[str, str] = {}
         self._running = running
         self._metrics = metrics
+        self._read: Callable[[Tokens], Delta] | None = None  # of the choice that was begun last
         self._spans = spans
         self._sequences = [request.sequence(i, max_model_len, seed) for i in range(request.num_choices)]
         shares = request.n > 1
@@ -131,6 +133,16 @@ class Answer:
             self._running.discard(self)
             self._end(span, status)
 
+    def write_at_once(self, write: Callable[[Delta], bool]) -> None:
+        """From now on, while the reader of `deltas` waits, `write` may get those that end nothing instead of it.
+
+        Args:
+            write: False where it can take no more; then the reader gets a delta that says nothing.
+        """
+        if (read := self._read) is None or len(self._choices) > 1 or self.request.sampling.stop:
+            return  # choices take turns, and a stop string would have to end the reader's wait
+        self.outcomes[0].taker = lambda new: write(read(new))
+
     async def _take(self) -> Taken | None:
         """From its tenant's limits. Raises RateLimited and InvalidRequest."""
         request = self.request
@@ -157,11 +169,17 @@ class Answer:
         request, outcome = self.request, self.outcomes[choice.index]
         tokens = self._tokens(choice.index, span)
         meter = self._metrics.choice(asyncio.get_running_loop().time)
+
+        def read(new: Tokens) -> Delta:
+            delta = choice.feed(new, outcome.finish_reason)
+            meter.count(len(delta.tokens.ids))
+            return delta
+
+        self._read = read
         try:
             async with aclosing(tokens):
                 async for new in tokens:
-                    delta = choice.feed(new, outcome.finish_reason)
-                    meter.count(len(delta.tokens.ids))
+                    delta = read(new)
                     yield delta
                     if delta.finish_reason:
                         break

@@ -25,7 +25,7 @@ from services.gateway.deadlines import Deadlines, Entry
 from services.gateway.errors import TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.routing import Router, RouteRequest
-from services.gateway.workers import Mailbox, Tokens, WorkerConnection, WorkerPool
+from services.gateway.workers import Mailbox, Taker, Tokens, WorkerConnection, WorkerPool
 from tandem.registry import Route, WorkerInfo
 from tandem.v1 import llm_pb2, worker_pb2
 
@@ -61,6 +61,7 @@ class Outcome:
     lost: str = ""  # why the last attempt came to nothing
     migrated: int = 0  # attempts before this one
     fallback: str = ""  # why the path is not what it should be: a Fallback, or WORKER_LOST
+    taker: Taker | None = None  # of tokens, as they are delivered
 
 
 class Attempt:
@@ -73,10 +74,16 @@ class Attempt:
         deadline: float,
         parent: Context,
         outcome: Outcome,
+        wrote: Callable[[Tokens], None],
         holder: str = "",
     ) -> None:
-        """`holder`: the incarnation of a decode worker that has the prompt's KV."""
+        """
+        Args:
+            wrote: called with new tokens before anyone has them.
+            holder: the incarnation of a decode worker that has the prompt's KV.
+        """
         self._cluster = cluster
+        self._wrote = wrote
         self._holder = holder
         self._sequence = sequence
         self._deadline = deadline
@@ -101,7 +108,8 @@ class Attempt:
         return lost | ({route.decode.info.incarnation} if broke else set())
 
     async def tokens(self, exclude: Collection[str]) -> AsyncGenerator[Tokens, None]:
-        """New tokens as they come, ending once the outcome's finish_reason is set.
+        """New tokens as they come, but those that the outcome's taker had; perhaps none where it has stopped. Ends once
+        the outcome's finish_reason is set.
 
         Raises:
             GatewayError
@@ -113,10 +121,16 @@ class Attempt:
             yield await self._prefill(self._use(route.prefill.info), ticket, mailbox)
         with tracing.child(self._cluster.spans, "decode", self._parent) as span:
             self.span = span
+
+            def take(tokens: Tokens) -> bool:
+                self._note_progress(route, mailbox, tokens)
+                assert self._outcome.taker is not None
+                return self._outcome.taker(tokens)
+
             while not mailbox.finish_reason:
-                tokens = await mailbox.get()
+                tokens = await mailbox.get(take if self._outcome.taker else None)
                 self._ended_by_decode = bool(mailbox.finish_reason)
-                self._note_progress(route, mailbox, len(tokens.ids))
+                self._note_progress(route, mailbox, tokens)
                 yield tokens
             span.set_attribute("decode.tokens", mailbox.next_index - self._sequence.num_prior_tokens)
         if mailbox.finish_reason == llm_pb2.FINISH_REASON_ABORT:
@@ -208,7 +222,7 @@ class Attempt:
             span.set_attribute("kv.transfer.bytes", response.transfer_bytes)
         tokens = mailbox.accept(response.output)
         assert self._route is not None
-        self._note_progress(self._route, mailbox, len(tokens.ids))
+        self._note_progress(self._route, mailbox, tokens)
         return tokens
 
     async def _end_on_decode(self, mailbox: Mailbox, decode: WorkerConnection) -> None:
@@ -265,12 +279,13 @@ class Attempt:
             path.kind = llm_pb2.Path.KIND_REMOTE_PREFILL
             path.prefill_worker = route.prefill.info.worker_id
 
-    def _note_progress(self, route: Route, mailbox: Mailbox, num_new: int) -> None:
+    def _note_progress(self, route: Route, mailbox: Mailbox, new: Tokens) -> None:
         num_prior = self._sequence.num_prior_tokens
         if not num_prior:
             self._outcome.num_cached_tokens = mailbox.num_cached_tokens
         self._outcome.num_proposed_tokens = mailbox.num_proposed_tokens
         self._outcome.num_accepted_tokens = mailbox.num_accepted_tokens
         self._outcome.finish_reason = mailbox.finish_reason
-        if mailbox.next_index - num_prior == num_new and not mailbox.finish_reason:  # whose end releases all
+        self._wrote(new)
+        if mailbox.next_index - num_prior == len(new.ids) and not mailbox.finish_reason:  # whose end releases all
             self._cluster.in_background(self._cluster.router.release_prefill(route))

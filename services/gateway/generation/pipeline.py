@@ -58,7 +58,8 @@ class Pipeline:
         self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome,
         prompt: SharedPrompt | None = None, ttft_s: float | None = None,
     ) -> AsyncGenerator[Tokens, None]:  # fmt: skip
-        """New tokens as they come, once it is its turn. Closing the generator frees everything at once.
+        """New tokens as they come, once it is its turn, but those that the outcome's taker had. Closing the generator
+        frees everything at once.
 
         Args:
             prompt: read for another choice.
@@ -73,6 +74,12 @@ class Pipeline:
         )  # fmt: skip
         migration = Migration(self._limits, name, self._cluster.spans, parent, self._metrics.migrations.inc)
         written: list[int] = []
+
+        def wrote(new: Tokens) -> None:
+            migration.close()
+            written.extend(new.ids)
+            self._admission.wrote(work, len(new.ids))
+
         try:
             await self._wait_turn(work, parent, outcome)
             holder = await prompt.holder(deadline) if prompt else ""
@@ -80,13 +87,10 @@ class Pipeline:
                 _continue_behind(sequence, written)
                 sequence.request_id = f"{name}-{self._nonce()}"
                 outcome.migrated = migration.number
-                attempt = Attempt(self._cluster, sequence, deadline, parent, outcome, holder)
+                attempt = Attempt(self._cluster, sequence, deadline, parent, outcome, wrote, holder)
                 try:
                     async with aclosing(attempt.tokens(migration.exclude)) as tokens:
                         async for new in tokens:
-                            migration.close()
-                            written += new.ids
-                            self._admission.wrote(work, len(new.ids))
                             yield new
                     return
                 except WorkerLost as error:

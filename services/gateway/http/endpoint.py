@@ -14,6 +14,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import structlog
@@ -150,6 +151,7 @@ class GenerateEndpoint(Endpoint):
             if answer.request.streamed:
                 await exchange.open(answer.path_headers())
                 await self._write_event(exchange, envelope, first)
+                answer.write_at_once(partial(self._write_at_once, exchange, envelope))
                 async for delta in deltas:
                     await self._write_event(exchange, envelope, delta)
             else:
@@ -161,10 +163,14 @@ class GenerateEndpoint(Endpoint):
 
     async def _write_event(self, exchange: Exchange, envelope: Envelope, delta: Delta) -> None:
         """The last one waits for the end of the stream, which comes at once."""
+        await exchange.written()
         if envelope.ends_with(delta):
             exchange.hold(envelope.chunk(delta))
-        elif delta.says_something or envelope.with_token_ids:
+        elif envelope.shows(delta):
             await exchange.event(envelope.chunk(delta))
+
+    def _write_at_once(self, exchange: Exchange, envelope: Envelope, delta: Delta) -> bool:
+        return not envelope.shows(delta) or exchange.event_at_once(envelope.chunk(delta))
 
     async def _write_whole(
         self, exchange: Exchange, envelope: Envelope, answer: Answer, first: Delta, deltas: AsyncIterator[Delta]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import orjson
@@ -46,6 +46,7 @@ class Exchange:
         self._streaming = False
         self._last = False  # the connection is of no more use
         self._held = b""
+        self._unwritten: _Begun | None = None
         self.started = False
 
     async def body(self, limit: int, seconds: float, deadlines: Deadlines) -> bytes:
@@ -99,6 +100,22 @@ class Exchange:
     async def event(self, event: bytes) -> None:
         await self._write(event, more=True)
 
+    def event_at_once(self, event: bytes) -> bool:
+        """As `event`, without waiting. False: the client is slow to read, and `written` must come before the next."""
+        steps = self._send({"type": "http.response.body", "body": event, "more_body": True}).__await__()
+        try:
+            waits_for = next(steps)
+        except StopIteration:
+            return True
+        self._unwritten = _Begun(steps, waits_for)
+        return False
+
+    async def written(self) -> None:
+        """Until the client has room for what `event_at_once` has left."""
+        if (unwritten := self._unwritten) is not None:
+            self._unwritten = None
+            await unwritten
+
     def hold(self, event: bytes) -> None:
         """Goes out together with the end of the stream."""
         self._held += event
@@ -110,6 +127,7 @@ class Exchange:
         """The typed end of a request. A client that does not read it within FAIL_WAIT_S goes without."""
         try:
             async with asyncio.timeout(FAIL_WAIT_S):
+                await self.written()
                 if not self.started:
                     await self.json(error.status, error.body(), {**headers, **error.headers})
                 elif self._streaming:
@@ -128,6 +146,17 @@ class Exchange:
     async def _write(self, data: bytes, more: bool) -> None:
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
         await self._send(message)
+
+
+class _Begun:
+    """Something awaitable, of which the first step was taken: to be awaited for the others."""
+
+    def __init__(self, steps: Generator[Any, Any, Any], waits_for: object) -> None:
+        self._steps, self._waits_for = steps, waits_for
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        yield self._waits_for
+        yield from self._steps
 
 
 def request_id_of(headers: Mapping[str, str], new_id: Callable[[], str]) -> str:

@@ -105,6 +105,10 @@ class Envelope:
             beside["usage"] = usage(self._answer) if self._continuous else None
         return self._event([self._numbered(delta, self._form.delta(delta))], beside)
 
+    def shows(self, delta: Delta) -> bool:
+        """Whether a stream has an event for it."""
+        return delta.says_something or (self.with_token_ids and bool(delta.tokens.ids))
+
     def ends_with(self, delta: Delta) -> bool:
         """Whether this one, of those that come in their order, is the last of the answer's last choice."""
         if not delta.finish_reason:

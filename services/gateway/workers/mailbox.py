@@ -1,7 +1,8 @@
 """One sequence's tokens between the stream of a decode worker and the request that waits for them.
 
     put(output) ... fail(error)     by the stream's reader
-    get() -> new tokens             by the request: each index once, in order
+    get(taker) -> new tokens        by the request: each index once, in order
+    taker(new tokens)               within `put`, while `get` waits: waking a task for each token would cost more
 
 A slow client costs memory bounded by its max_tokens: tokens wait here, never in the stream that others share.
 """
@@ -9,8 +10,9 @@ A slow client costs memory bounded by its max_tokens: tokens wait here, never in
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from services.gateway.errors import GatewayError, Internal, from_failure
 from tandem.v1 import llm_pb2, worker_pb2
@@ -33,6 +35,10 @@ class Tokens:
         self.prompt_logprobs += new.prompt_logprobs
 
 
+# Takes tokens as they are delivered; False: not these, nor more, before its owner was woken.
+Taker: TypeAlias = Callable[[Tokens], bool]
+
+
 class Mailbox:
     """Owned by one request, which is the only one to call `get`."""
 
@@ -46,10 +52,16 @@ class Mailbox:
         self._worker_id = worker_id
         self._outputs: list[worker_pb2.SequenceOutput] = []
         self._waiting: asyncio.Future[None] | None = None
+        self._taker: Taker | None = None  # while `get` waits
+        self._taker_stopped = False
+        self._taker_error: Exception | None = None
 
     def put(self, output: worker_pb2.SequenceOutput) -> None:
+        failed = output.HasField("failure")
+        if not failed and self._takes(output):
+            return
         self._outputs.append(output)
-        if output.HasField("failure"):
+        if failed:
             self.reported |= self.error is None
             self.fail(from_failure(self._worker_id, output.failure.code, output.failure.message))
         else:
@@ -82,19 +94,27 @@ class Mailbox:
             raise answer
         return answer
 
-    async def get(self) -> Tokens:
-        """Tokens that are new since the last call; perhaps none once `finish_reason` is set.
+    async def get(self, taker: Taker | None = None) -> Tokens:
+        """Tokens that neither a call nor `taker` has had; perhaps none once `finish_reason` is set or `taker` stopped.
+
+        The answer's last tokens are never the taker's.
 
         Raises:
             GatewayError: the sequence failed, or the stream skipped a token.
+            Exception: what `taker` raised.
         """
         while True:
-            tokens = self._take()
-            if tokens.ids or self.finish_reason:
+            tokens, stopped = self._take(), self._taker_stopped
+            self._taker_stopped = False
+            if tokens.ids or self.finish_reason or stopped:
                 return tokens
-            if self.error is not None:
-                raise self.error
-            await self._news()
+            if error := self._taker_error or self.error:
+                raise error
+            self._taker = taker
+            try:
+                await self._news()
+            finally:
+                self._taker = None
 
     def accept(self, output: worker_pb2.SequenceOutput) -> Tokens:
         """The tokens of `output` that were not seen before.
@@ -115,6 +135,21 @@ class Mailbox:
         new = Tokens(output.token_ids[seen:], output.logprobs[seen:], prompt)
         self.next_index += len(new.ids)
         return new
+
+    def _takes(self, output: worker_pb2.SequenceOutput) -> bool:
+        """Whether the taker had it: where nothing is before it and it is not the answer's end."""
+        taker, waiting = self._taker, self._waiting
+        if taker is None or waiting is None or waiting.done():
+            return False
+        if output.finish_reason or output.first_index != self.next_index:
+            return False
+        try:
+            self._taker_stopped = not taker(self.accept(output))
+        except Exception as error:  # the request's, and none of the others that share the stream
+            self._taker_error = error
+        if self._taker_stopped or self._taker_error:
+            self._wake()
+        return True
 
     def _take(self) -> Tokens:
         outputs, self._outputs = self._outputs, []
