@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from tests.chaos.soak import DEMO, held
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
 AT_ONCE, LONGEST_S, RELEASED_S = 24, 0.8, 2.0
 OPTIONS = (f"--model-path={DEMO}", "--engine=null", "--model-name=null", "--prefill=2", "--decode=2")
@@ -46,7 +46,7 @@ async def hang_up(cluster: RunningCluster, count: int, dice: random.Random) -> N
 def run(count: int) -> tuple[float, list[str]]:
     """The seconds until nothing was held any more, and what still was after RELEASED_S."""
     with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder), *OPTIONS) as cluster:
-        eventually(lambda: linked_pairs(cluster) == 4, 30, "every pair is linked")
+        eventually(lambda: linked_pairs(cluster) == 4, BOUND_S, "every pair is linked")
         asyncio.run(hang_up(cluster, count, random.Random(0)))
         began = time.monotonic()
         while left := asyncio.run(held(cluster)):

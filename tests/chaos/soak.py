@@ -27,7 +27,7 @@ import psutil
 from redis.asyncio import Redis
 
 from tandem.commands.doctor import DoctorSettings, examine
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster, runs
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster, runs
 
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 QUESTIONS, CALLERS = 64, 24
@@ -164,7 +164,7 @@ class Soak:
 
     async def _settle(self) -> None:
         """Nothing is held any more, in any process, within SETTLE_S of the last worker's return."""
-        await asyncio.to_thread(eventually, lambda: self._whole(), 60, "all workers are back")
+        await asyncio.to_thread(eventually, lambda: self._whole(), BOUND_S, "all workers are back")
         until = time.monotonic() + SETTLE_S
         while broken := await held(self.cluster):
             if time.monotonic() > until:
@@ -232,7 +232,7 @@ def soak(minutes: float, interval_s: float, kinds: list[str], seed: int) -> Soak
         options = (f"--model-path={DEMO}", *OPTIONS)
         with running_cluster(Path(folder), *options) as cluster:
             run = Soak(cluster, time.monotonic() + 60 * minutes, random.Random(seed))
-            eventually(run._whole, 60, "every pair is linked")
+            eventually(run._whole, BOUND_S, "every pair is linked")
             asyncio.run(run.run(interval_s, kinds))
             return run
 

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.local import RedisServer, free_ports
 from tests.docker.replay import DOCKERFILE, Replay, stages
-from tests.e2e.cluster import eventually
+from tests.e2e.cluster import BOUND_S, eventually
 
 SERVICES = ("gateway", "kvstore", "prefill", "decode")
 
@@ -80,7 +80,7 @@ def test_a_service_starts_from_its_image_alone(service: str, replay: Replay, tmp
             environment["TANDEM_HTTP_PORT"] = str(ports[2])
         process = replay.start(stage, environment, tmp_path / "log")
         try:
-            eventually(lambda: live(ports[1]) or process.poll() is not None, 60, "live")
+            eventually(lambda: live(ports[1]) or process.poll() is not None, BOUND_S, "live")
             assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
             process.send_signal(signal.SIGTERM)
             assert process.wait(40) == 0, (tmp_path / "log").read_text()[-3000:]

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from tandem.commands.up import DEMO_MODEL
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 from tests.engine.peft_folders import make_adapter, merged
 
 PROMPT = random.Random(5).choices(range(1, 4096), k=100)
-NEW_TOKENS = 48
+NEW_TOKENS, LONG = 48, 300
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str
             merged(model, folder / name).save_pretrained(path)
         config = EngineConfig(model_path=path, model_name="oracle", dtype="float32", num_blocks=64)
         engine = Engine(config)
-        engine.add(Request("one", list(PROMPT), SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)))
+        engine.add(Request("one", list(PROMPT), SamplingParams(max_tokens=LONG, temperature=0.0)))
         outputs = []
         while engine.has_work():
             outputs += engine.step()
@@ -147,18 +147,26 @@ async def test_adapters_are_swapped_under_load(cluster: RunningCluster, expected
 def test_an_adapted_answer_goes_on_elsewhere(cluster: RunningCluster, expected: dict[str, list[int]]) -> None:
     """On a decode worker that is killed in mid-answer; the one that takes over, and the one started anew, read it."""
     assert load(cluster, "a0", "a0").status_code == 200
-    tokens: list[int] = []
+    for _ in range(3):  # should the answer have ended before they were killed
+        migrated, tokens = killed_in_mid_answer(cluster)
+        assert tokens == expected["a0"]
+        eventually(lambda: len(cluster.pids("decode")) == 2 and cluster.ready(), BOUND_S, "decode workers are back")
+        if migrated:
+            return
+    pytest.fail("never killed in mid-answer")
+
+
+def killed_in_mid_answer(cluster: RunningCluster) -> tuple[int, list[int]]:
+    """How often the answer migrated, and its tokens."""
+    tokens, victims = list[int](), cluster.pids("decode")
     with grpc.insecure_channel(cluster.grpc) as channel:
         sampling = llm_pb2.SamplingParams(
-            max_tokens=NEW_TOKENS, temperature=0.0, top_p=1.0, repetition_penalty=1.0, ignore_eos=True
+            max_tokens=LONG, temperature=0.0, top_p=1.0, repetition_penalty=1.0, ignore_eos=True
         )
         request = llm_pb2.GenerateRequest(model="a0", token_ids=llm_pb2.TokenIds(ids=PROMPT), sampling=sampling)
-        for response in llm_pb2_grpc.LLMServiceStub(channel).Generate(request, timeout=60):
+        for response in llm_pb2_grpc.LLMServiceStub(channel).Generate(request, timeout=120):
             if not tokens:
-                victims = cluster.pids("decode")
                 for victim in victims:
                     os.kill(victim, signal.SIGKILL)
             tokens += response.token_ids
-    assert response.path.migrated >= 1
-    assert tokens == expected["a0"][:NEW_TOKENS]
-    eventually(lambda: len(cluster.pids("decode")) == 2 and cluster.ready(), 60, "decode workers are back")
+    return response.path.migrated, tokens

@@ -20,11 +20,11 @@ from tandem.commands.generate import GenerateSettings
 from tandem.commands.up import UpSettings
 from tandem.local import free_ports
 from tandem.settings import Settings
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
 
 def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=200)
 
 
 def test_generate_streams_an_answer(shm_cluster: RunningCluster) -> None:
@@ -115,7 +115,7 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     with running_cluster(tmp_path, "--engine=null") as cluster:
         family = psutil.Process(cluster.process.pid).children(recursive=True)
         assert len(family) >= 5
-    eventually(lambda: not any(map(alive, family)), 5, "every process ends")
+    eventually(lambda: not any(map(alive, family)), BOUND_S, "every process ends")
     assert cluster.process.returncode == 0
 
 
@@ -124,8 +124,8 @@ def test_killing_the_command_leaves_no_process_behind(tmp_path: Path) -> None:
         family = psutil.Process(cluster.process.pid).children(recursive=True)
         assert len(family) >= 5
         cluster.process.kill()
-        cluster.process.wait(5)
-        eventually(lambda: not any(map(alive, family)), 5, "every process ends")
+        cluster.process.wait(60)
+        eventually(lambda: not any(map(alive, family)), BOUND_S, "every process ends")
 
 
 def alive(process: psutil.Process) -> bool:

@@ -47,7 +47,7 @@ async def test_a_flood_of_batch_does_not_hold_up_realtime(
         asyncio.create_task(generate(client, "flood", "flex", 200, lambda: began.append("flood"))) for _ in range(FLOOD)
     ]
     # One HTTP client for all questions: making one takes long enough to hold the flood up.
-    async with asyncio.timeout(20), httpx.AsyncClient() as http:
+    async with asyncio.timeout(60), httpx.AsyncClient() as http:
         while (waiting := await queued(small, http)) < FLOOD / 2:
             await asyncio.sleep(0.01)
     await generate(client, "urgent", "priority", 10, lambda: began.append("urgent"))
@@ -56,7 +56,7 @@ async def test_a_flood_of_batch_does_not_hold_up_realtime(
     assert len(began) < FLOOD
     await asyncio.gather(*flood)
     assert len(began) == FLOOD + 1
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(60):
         while not await at_baseline(small):
             await asyncio.sleep(0.05)
 

@@ -23,7 +23,7 @@ import pytest
 from tandem import grammar
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
 WORD = {"type": "string", "minLength": 8, "maxLength": 8}
 WORDS = {"type": "array", "items": WORD, "minItems": 24, "maxItems": 24}  # 160 tokens or more
@@ -84,13 +84,19 @@ class Answers:
             model=model, token_ids=llm_pb2.TokenIds(ids=request.token_ids), sampling=sampling,
             structured_outputs=held_to,
         )  # fmt: skip
-        async for self.last[i] in service.Generate(asked, timeout=60):
+        async for self.last[i] in service.Generate(asked, timeout=120):
             self.tokens[i] += self.last[i].token_ids
             self.texts[i] += self.last[i].text
 
+    async def begun(self) -> None:
+        """Until a first token has come."""
+        async with asyncio.timeout(90):
+            while not any(self.tokens):
+                await asyncio.sleep(0.005)
+
     async def written(self, least: int) -> None:
         """Until every answer has begun and some tokens have come."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while sum(map(len, self.tokens)) < least or not all(self.tokens):
                 await asyncio.sleep(0.005)
 
@@ -101,7 +107,7 @@ class Answers:
         def stands_still(i: int) -> bool:
             return not self._tasks[i].done() and len(self.tokens[i]) <= now[i]
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while any(map(stands_still, range(len(now)))):
                 await asyncio.sleep(0.005)
 
@@ -124,9 +130,17 @@ def all_linked(cluster: RunningCluster, decodes: int) -> bool:
     return bool(httpx.get(f"{cluster.http}/health/ready").json()["linked_pairs"] == decodes)
 
 
+async def shown(blow: Callable[[], Awaitable[Answers]], enough: Callable[[Answers], bool]) -> None:
+    """Three times at most, should it come when most answers had ended: exact they are each time."""
+    for _ in range(3):
+        if enough(await blow()):
+            return
+    pytest.fail("never came in mid-answer")
+
+
 async def restored(cluster: RunningCluster, at_baseline: Baseline) -> None:
     """Until every worker is back and nothing is held anywhere."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not all_linked(cluster, DECODES) or not await at_baseline(cluster):
             await asyncio.sleep(0.05)
 
@@ -145,7 +159,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, config_only: Path) -> Iterat
     options = [f"--model-path={config_only}", "--model-name=null", "--engine=null", "--disaggregation=require"]
     options += ["--prefill=1", f"--decode={DECODES}", "--null-speedup=0.2", "--drain-s=1"]
     with running_cluster(tmp_path_factory.mktemp("migration"), *options) as cluster:
-        eventually(lambda: all_linked(cluster, DECODES), 30, "every pair has moved a block")
+        eventually(lambda: all_linked(cluster, DECODES), BOUND_S, "every pair has moved a block")
         yield cluster
 
 
@@ -158,61 +172,76 @@ def expected(config_only: Path) -> list[list[int]]:
 async def test_a_killed_decode_worker_fails_nothing(
     fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
 ) -> None:
-    killed = fleet.pids("decode")[0]
-    async with service(fleet) as stub:
-        answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
-        await answers.written(MANY * NEW_TOKENS // 4)
-        os.kill(killed, signal.SIGKILL)
-        assert await answers.all() == expected
-    assert answers.migrated > MANY // 6
-    await restored(fleet, at_baseline)
+    async def kill() -> Answers:
+        killed = fleet.pids("decode")[0]
+        async with service(fleet) as stub:
+            answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
+            await answers.written(MANY * NEW_TOKENS // 4)
+            os.kill(killed, signal.SIGKILL)
+            assert await answers.all() == expected
+        await restored(fleet, at_baseline)
+        return answers
+
+    await shown(kill, lambda answers: answers.migrated > MANY // 6)
 
 
 async def test_answers_that_have_migrated_migrate_again(
     fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
 ) -> None:
     """Two of three are killed, so all goes on on the third; then that one is."""
-    *two, third = fleet.pids("decode")
-    async with service(fleet) as stub:
-        answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
-        await answers.written(MANY)
-        for pid in two:
-            os.kill(pid, signal.SIGKILL)
-        await answers.going_on()
-        os.kill(third, signal.SIGKILL)
-        assert await answers.all() == expected
-    assert max(last.path.migrated for last in answers.last) >= 2
-    await restored(fleet, at_baseline)
+
+    async def kill() -> Answers:
+        *two, third = fleet.pids("decode")
+        async with service(fleet) as stub:
+            answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
+            await answers.written(MANY)
+            for pid in two:
+                os.kill(pid, signal.SIGKILL)
+            await answers.going_on()
+            os.kill(third, signal.SIGKILL)
+            assert await answers.all() == expected
+        await restored(fleet, at_baseline)
+        return answers
+
+    await shown(kill, lambda answers: max(last.path.migrated for last in answers.last) >= 2)
 
 
 async def test_what_outlasts_a_drain_moves(fleet: RunningCluster, config_only: Path, at_baseline: Baseline) -> None:
     long = asked(24, 100)
     whole = undisturbed(EngineConfig(config_only, "null", num_blocks=4096, null=StepTime(speedup=1e6)), long)
-    drained = fleet.pids("decode")[0]
-    async with service(fleet) as stub:
-        answers = Answers(stub, "null", long)
-        await answers.written(24)
-        os.kill(drained, signal.SIGTERM)
-        assert await answers.all() == whole
-    assert answers.migrated
-    await restored(fleet, at_baseline)
+
+    async def drain() -> Answers:
+        drained = fleet.pids("decode")[0]
+        async with service(fleet) as stub:
+            answers = Answers(stub, "null", long)
+            await answers.written(24)
+            os.kill(drained, signal.SIGTERM)
+            assert await answers.all() == whole
+        await restored(fleet, at_baseline)
+        return answers
+
+    await shown(drain, lambda answers: answers.migrated > 0)
 
 
 async def test_a_stopped_decode_worker_holds_nothing_up(
     fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
 ) -> None:
     """Stopped, not dead: its answers go on elsewhere, and when it is back it holds nothing of them."""
-    stopped = fleet.pids("decode")[0]
-    async with service(fleet) as stub:
-        answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
-        await answers.written(MANY)
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            assert await answers.all() == expected
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-    assert answers.migrated
-    await restored(fleet, at_baseline)
+
+    async def stop() -> Answers:
+        stopped = fleet.pids("decode")[0]
+        async with service(fleet) as stub:
+            answers = Answers(stub, "null", asked(MANY, NEW_TOKENS))
+            await answers.written(MANY)
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                assert await answers.all() == expected
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+        await restored(fleet, at_baseline)
+        return answers
+
+    await shown(stop, lambda answers: answers.migrated > 0)
 
 
 async def test_the_models_own_tokens_go_on_exactly(demo_model: Path, tmp_path: Path) -> None:
@@ -222,15 +251,23 @@ async def test_the_models_own_tokens_go_on_exactly(demo_model: Path, tmp_path: P
     whole = undisturbed(config, requests)
     options = ("--dtype=float32", "--decode=2", "--disaggregation=require")
     with running_cluster(tmp_path, *options) as cluster:
-        eventually(lambda: all_linked(cluster, 2), 30, "every pair has moved a block")
-        killed = cluster.pids("decode")[0]
-        async with service(cluster) as stub:
-            answers = Answers(stub, "tandem-demo", requests)
-            await answers.written(8 * 12)
-            os.kill(killed, signal.SIGKILL)
-            assert await answers.all() == whole
-    assert any(last.path.migrated for i, last in enumerate(answers.last) if requests[i].sampling.grammar)
-    for i, request in enumerate(requests):
-        if request.sampling.grammar:
-            assert answers.last[i].finish_reason == llm_pb2.FINISH_REASON_STOP
-            jsonschema.validate(json.loads(answers.texts[i]), WORDS)
+        eventually(lambda: all_linked(cluster, 2), BOUND_S, "every pair has moved a block")
+
+        async def kill() -> Answers:
+            killed = cluster.pids("decode")[0]
+            async with service(cluster) as stub:
+                answers = Answers(stub, "tandem-demo", requests)
+                await answers.written(8 * 12)
+                os.kill(killed, signal.SIGKILL)
+                assert await answers.all() == whole
+            eventually(lambda: all_linked(cluster, 2), BOUND_S, "every pair is linked again")
+            return answers
+
+        def enough(answers: Answers) -> bool:
+            for i, request in enumerate(requests):
+                if request.sampling.grammar:
+                    assert answers.last[i].finish_reason == llm_pb2.FINISH_REASON_STOP
+                    jsonschema.validate(json.loads(answers.texts[i]), WORDS)
+            return any(last.path.migrated for i, last in enumerate(answers.last) if requests[i].sampling.grammar)
+
+        await shown(kill, enough)

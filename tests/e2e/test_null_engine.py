@@ -14,7 +14,7 @@ import pytest
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.registry import Registry, Role
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
 WORKERS, SHARED, BLOCK = 3, 64, 16
 EOS = frozenset({0})  # what the gateway adds, and the null engine never draws
@@ -26,7 +26,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, config_only: Path) -> Iterat
     options += [f"--prefill={WORKERS}", f"--decode={WORKERS}"]
     with running_cluster(tmp_path_factory.mktemp("null"), *options, "--null-speedup=10") as cluster:
         ready = f"{cluster.http}/health/ready"
-        eventually(lambda: httpx.get(ready).json()["linked_pairs"] == WORKERS**2, 30, "every pair has moved a block")
+        eventually(
+            lambda: httpx.get(ready).json()["linked_pairs"] == WORKERS**2, BOUND_S, "every pair has moved a block"
+        )
         yield cluster
 
 
@@ -51,7 +53,7 @@ def prompts() -> list[list[int]]:
 async def generate(service: llm_pb2_grpc.LLMServiceAsyncStub, prompt: list[int]) -> llm_pb2.GenerateUnaryResponse:
     sampling = llm_pb2.SamplingParams(max_tokens=12, seed=3, temperature=1.0)
     request = llm_pb2.GenerateRequest(model="null", token_ids=llm_pb2.TokenIds(ids=prompt), sampling=sampling)
-    return await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request), timeout=60)
+    return await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request), timeout=120)
 
 
 def oracle(folder: Path, prompt: list[int]) -> list[int]:
@@ -75,7 +77,7 @@ async def test_a_fleet_answers_as_one_engine_and_moves_every_byte(
         most = -(-len(prompt) // BLOCK) * BLOCK * 32
         assert answer.path.transfer_bytes <= most
         assert answer.path.transfer_bytes >= most - 32 * SHARED
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await at_baseline(fleet):
             await asyncio.sleep(0.05)
 

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -84,12 +84,15 @@ def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Colle
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     body = {"model": "tandem-demo", "prompt": "import os\n" * 40, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(
-        f"{cluster.http}/v1/completions", json=body, headers={"traceparent": f"00-{trace_id}-{parent_id}-01"}
+        f"{cluster.http}/v1/completions",
+        json=body,
+        headers={"traceparent": f"00-{trace_id}-{parent_id}-01"},
+        timeout=60,
     )
     assert answer.status_code == 200
-    eventually(lambda: collector[0].names(trace_id) >= EXPECTED, 10, "every span of the request arrives")
+    eventually(lambda: collector[0].names(trace_id) >= EXPECTED, BOUND_S, "every span of the request arrives")
     root_name = "text_completion tandem-demo"
-    eventually(lambda: not collector[0].orphans(trace_id, root_name), 5, "every span has its parent")
+    eventually(lambda: not collector[0].orphans(trace_id, root_name), BOUND_S, "every span has its parent")
     spans = collector[0].spans[trace_id]
     by_id = {span.span_id.hex(): span for _, span in spans}
     root = next(span for _, span in spans if span.name == "text_completion tandem-demo")
@@ -126,11 +129,11 @@ def test_a_follow_up_turn_says_what_each_side_had_cached(
             )
             answer = llm_pb2_grpc.LLMServiceStub(channel).GenerateUnary(
                 llm_pb2.GenerateUnaryRequest(generate=asked),
-                timeout=30, metadata=[("traceparent", f"00-{trace_id}-b7ad6b7169203331-01")],
+                timeout=60, metadata=[("traceparent", f"00-{trace_id}-b7ad6b7169203331-01")],
             )  # fmt: skip
             prompt += [*answer.token_ids, 37, 41, 43]
     sides = {("tandem-prefill", "prefill"), ("tandem-prefill", "kv.transfer"), ("tandem-decode", "decode")}
-    eventually(lambda: collector[0].names(trace_id) >= sides, 10, "both sides' spans arrive")
+    eventually(lambda: collector[0].names(trace_id) >= sides, BOUND_S, "both sides' spans arrive")
     prefill, transfer, decode = (
         attributes(next(span for service, span in collector[0].spans[trace_id] if (service, span.name) == side))
         for side in (("tandem-prefill", "prefill"), ("tandem-prefill", "kv.transfer"), ("tandem-decode", "decode"))
@@ -144,8 +147,8 @@ def test_a_failed_request_has_a_failed_span(cluster: RunningCluster, collector: 
     trace_id = "1af7651916cd43dd8448eb211c80319d"
     body = {"model": "tandem-demo", "prompt": "def ", "max_tokens": 1900, "ignore_eos": True}
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-timeout-ms": "300"}
-    assert httpx.post(f"{cluster.http}/v1/completions", json=body, headers=headers).status_code == 504
+    assert httpx.post(f"{cluster.http}/v1/completions", json=body, headers=headers, timeout=60).status_code == 504
     root_name = ("tandem-gateway", "text_completion tandem-demo")
-    eventually(lambda: root_name in collector[0].names(trace_id), 10, "the root span arrives")
+    eventually(lambda: root_name in collector[0].names(trace_id), BOUND_S, "the root span arrives")
     root = next(s for _, s in collector[0].spans[trace_id] if s.name == "text_completion tandem-demo")
     assert root.status.code == 2

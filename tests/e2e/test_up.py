@@ -11,9 +11,7 @@ import psutil
 import pytest
 
 from tandem.local import free_ports
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster
-
-BOUND_S = 60.0
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
 
 @pytest.fixture(scope="module")
@@ -55,5 +53,7 @@ def test_a_killed_service_is_started_again(null_cluster: RunningCluster, service
     eventually(null_cluster.ready, BOUND_S, "ready")
     body = {"model": "tandem-demo", "prompt": "import ", "max_tokens": 4}
     eventually(
-        lambda: httpx.post(f"{null_cluster.http}/v1/completions", json=body).status_code == 200, BOUND_S, "serves"
+        lambda: httpx.post(f"{null_cluster.http}/v1/completions", json=body, timeout=60).status_code == 200,
+        BOUND_S,
+        "serves",
     )
