@@ -18,10 +18,10 @@ PREFILL = Endpoint("prefill-0", "p-1", "layout-a")
 DECODE = Endpoint("decode-0", "d-1", "layout-a")
 BLOCK = (2, 2, 4, 8)  # K and V, num_kv_heads, block_size, head_dim
 NUM_LAYERS = 3
-SOON = 5.0
+SOON = 30.0  # by far longer than anything takes on any machine
 
 
-def until(condition: Callable[[], bool], seconds: float = 2.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = SOON) -> bool:
     """Whether `condition` comes true within `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

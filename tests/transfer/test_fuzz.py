@@ -53,7 +53,7 @@ def test_whatever_comes_over_a_link_harms_only_that_link() -> None:
             stranger.sendall(said)
 
     send()
-    assert until(lambda: not any(connection.alive for connection in receiver._connections), 5.0)
+    assert until(lambda: not any(connection.alive for connection in receiver._connections))
     assert receiver.healthy
     sender = Sender(PREFILL, transports=("tcp",))
     assert sender.open_link(DECODE, receiver.address, timeout_s=5.0).result(6.0).healthy
