@@ -26,7 +26,7 @@ from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine import sequence
 from tandem.engine.null_runner import NullRunner
 from tandem.transfer.protocol.receiver import ReceiverProtocol
-from tandem.worker import InlineEngine, Streams
+from tandem.worker import Streams
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import schedule_of
 from tests.simulation.redis import Store
@@ -135,9 +135,8 @@ def no_abort_on_disconnect(patch: Patch) -> None:
     patch.setattr(Attempt, "_end_on_decode", _nothing)
 
 
-@planted("DEADLINE_EXCEEDED", 20)
+@planted("DEADLINE_EXCEEDED", 60)
 def wake_nobody_who_waits_for_blocks(patch: Patch) -> None:
-    patch.setattr(InlineEngine, "beside_step", lambda self, fn: None)  # so that all wait
     patch.setattr(BlockQueue, "look_again", lambda self: None)
 
 

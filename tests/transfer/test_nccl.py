@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.transfer import Endpoint, Link, Receiver, Sender, TransferError
+from tandem.transfer.protocol.liveness import Liveness
 from tandem.transfer.transports import TRANSPORTS, nccl
 from tandem.transfer.transports.nccl import NcclTransport
 from tests.transfer import fake_nccl
@@ -58,8 +59,9 @@ def test_payloads_that_come_in_another_order_touch_no_block(pair: Pair, fakes: l
 
 
 def test_a_sender_that_stops_within_a_send_ends_the_link_and_no_other(
-    pair: Pair, fakes: list[FakeNccl], meet: Meet
+    pair: Pair, fakes: list[FakeNccl], meet: Meet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Liveness, "lost", lambda self, now: False)  # should this machine stand still
     link, outcome = pair.link(), pair.expect("t", [1, 2])
     rival = Sender(Endpoint("prefill-1", "p-7", "layout-a"), transports=("nccl",), network=pair.network)
     other = pair.opened(rival, DECODE)

@@ -15,6 +15,7 @@ from pathlib import Path
 from tandem.local import RedisServer
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import KINDS, schedule_of
+from tests.chaos.explorer.waits import WAITS
 from tests.simulation.redis import Store
 
 COLLECT_EVERY = 5
@@ -26,6 +27,7 @@ class Report:
     seconds: float = 0.0
     simulated_s: float = 0.0
     fired: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
     failed: dict[int, list[str]] = field(default_factory=dict)
 
@@ -33,6 +35,7 @@ class Report:
         self.num_run += other.num_run
         self.simulated_s += other.simulated_s
         self.fired += other.fired
+        self.waits += other.waits
         self.codes += other.codes
         self.failed |= other.failed
 
@@ -68,6 +71,7 @@ def run_some(model: Path, seeds: Iterable[int], until: float, at_least: int) -> 
             report.num_run += 1
             report.simulated_s += result.simulated_s
             report.fired += result.fired
+            report.waits += result.waits
             report.codes += result.codes
             if result.violations:
                 report.failed[seed] = result.violations
@@ -89,9 +93,10 @@ def summary(report: Report) -> str:
         f"{report.simulated_s:.0f} simulated seconds, {len(report.failed)} failed",
         "requests: " + ", ".join(f"{count} {code}" for code, count in report.codes.most_common()),
         "faults fired: " + ", ".join(f"{count} {kind}" for kind, count in report.fired.most_common()),
+        "waits: " + ", ".join(f"{count} for {kind}" for kind, count in report.waits.most_common()),
     ]
-    if never := sorted(set(KINDS) - set(report.fired)):
-        lines.append(f"never fired: {', '.join(never)}")
+    if never := sorted({*KINDS, *WAITS} - {*report.fired, *report.waits}):
+        lines.append(f"never: {', '.join(never)}")
     for seed, violations in sorted(report.failed.items()):
         lines += [replay_line(seed), *(f"    {violation}" for violation in violations[:5])]
     return "\n".join(lines)

@@ -20,11 +20,11 @@ from typing import Any
 
 from grpc import StatusCode
 
-from services.decode.server import DecodeWorker
 from services.gateway.model import ServedModel
 from tandem.v1 import llm_pb2
 from tests.chaos.explorer.faults import Faults
-from tests.chaos.explorer.schedule import Request, Schedule, names
+from tests.chaos.explorer.schedule import AMPLE_BLOCKS, Request, Schedule, names
+from tests.chaos.explorer.waits import counted
 from tests.simulation.baseline import leftovers, registry_leftovers, sizes
 from tests.simulation.cluster import MODEL, Cluster, ClusterSettings, Prompt, Reference, Reply, Shape
 from tests.simulation.network import NOTICE_S
@@ -36,8 +36,6 @@ RECOVER_S = 10.0
 LIMIT_S = 90.0
 # Deadlines this far away are met by a cluster that nothing happens to.
 AMPLE_S = 4.0
-# With fewer, requests may have to wait for one another.
-AMPLE_BLOCKS, LOOK_S = 64, 0.01
 # So often a request goes on elsewhere.
 MIGRATIONS = 8
 
@@ -47,6 +45,7 @@ class Result:
     schedule: Schedule
     violations: list[str] = field(default_factory=list)
     fired: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     simulated_s: float = 0.0
@@ -67,7 +66,7 @@ class Explorer:
         if schedule.shape not in self._settings:
             self._settings[schedule.shape] = ClusterSettings(self._model_path, schedule.shape)
         settings = self._settings[schedule.shape]
-        with World(schedule.seed) as world:
+        with World(schedule.seed) as world, counted(result.waits):
             run = Run(Cluster(world, self._store, self._model, settings), schedule, self.tokens, result)
             try:
                 world.run(run.cluster.client, run.play(), limit_s=LIMIT_S)
@@ -105,8 +104,6 @@ class Run:
         before = sizes(self.cluster)
         for fault in self.schedule.faults:
             self.faults.plan(fault)
-        if self.schedule.shape.num_blocks < AMPLE_BLOCKS:
-            self._look_for_a_full_pool()
         tasks = [
             asyncio.create_task(self._ask(*asked)) for asked in zip(self.schedule.requests, self.replies, strict=True)
         ]
@@ -117,15 +114,6 @@ class Run:
         await asyncio.sleep(max(0.0, self.faults.noticed_at - self.world.now))
         await self._probe()
         await self._settle(before)
-
-    def _look_for_a_full_pool(self) -> None:
-        """Until somebody waits for blocks."""
-        services = [worker._service for worker in self.cluster.workers.values()]
-        lines = [service._sequences._block_queue._line for service in services if isinstance(service, DecodeWorker)]
-        if any(waiting.may_fit for line in lines for waiting in line):
-            self.result.fired["full pool"] += 1
-        else:
-            self.world.after(LOOK_S, self._look_for_a_full_pool)
 
     def waiting(self) -> str:
         late = [str(i) for i, reply in enumerate(self.replies) if reply.code is None]
@@ -200,10 +188,11 @@ class Run:
         """Whether a request may have failed like this, given what has happened."""
         touched = self.faults.touched
         if reply.code is StatusCode.DEADLINE_EXCEEDED:
-            hindered = (
-                sum(touched.values()) > 0 or self.schedule.shape.num_blocks < AMPLE_BLOCKS or request.read_pause_s > 0
-            )
-            return took >= timeout_s - 0.01 and (timeout_s < AMPLE_S or hindered)
+            tight = self.schedule.shape.num_blocks < AMPLE_BLOCKS
+            # Where blocks are few, also for those that somebody holds who reads slowly.
+            slow = any(one.read_pause_s > 0 for one in self.schedule.requests) if tight else request.read_pause_s > 0
+            ample_s = 2 * AMPLE_S if tight else AMPLE_S
+            return took >= timeout_s - 0.01 and (timeout_s < ample_s or slow or sum(touched.values()) > 0)
         if reply.code is StatusCode.RESOURCE_EXHAUSTED:  # at once, by a forecast: it would end too late
             return timeout_s < AMPLE_S and not reply.token_ids and took < timeout_s
         return reply.code is StatusCode.UNAVAILABLE and self._may_be_unavailable(request, reply)

@@ -18,6 +18,8 @@ from tests.simulation.cluster import Prompt, Shape
 # Requests and faults begin within so many seconds.
 BUSY_S = 1.5
 MAX_REQUESTS, MAX_FAULTS = 8, 4
+# A crowd of requests for long answers comes all at once, to every other cluster whose blocks are few.
+CROWD, CROWD_S, CHANCE_OF_CROWD = 4, 0.2, 0.5
 VOCABULARY = 4096
 KINDS = (
     "kill", "pause", "stop", "cut", "half-open", "reset", "hold", "kv-drop", "kv-duplicate", "kv-reorder", "kv-corrupt",
@@ -73,7 +75,9 @@ class Schedule:
 
 # Prompts that take long to read, in many steps.
 SLOW: dict[str, Any] = {"prefill_tokens_per_s": 400.0, "max_num_batched_tokens": 8}
-TIGHT: dict[str, Any] = {"num_blocks": 20, "timeout_s": 5.0}
+# With fewer blocks, requests may have to wait for one another.
+AMPLE_BLOCKS = 64
+TIGHT: dict[str, Any] = {"num_blocks": 20, "timeout_s": 10.0}
 SHAPES = (
     Shape(**SLOW),
     Shape(decodes=2),
@@ -90,7 +94,10 @@ def schedule_of(seed: int, kinds: Sequence[str] = ()) -> Schedule:
     """`kinds`: where given, its faults are of these kinds, and there are some."""
     random = Random(seed)
     shape = random.choice(SHAPES)
-    requests = tuple(_request(random, shape) for _ in range(random.randint(1, MAX_REQUESTS)))
+    crowded = shape.num_blocks < AMPLE_BLOCKS and random.random() < CHANCE_OF_CROWD
+    requests = tuple(
+        _request(random, shape, crowded) for _ in range(random.randint(CROWD if crowded else 1, MAX_REQUESTS))
+    )
     num_faults = random.randint(1 if kinds else 0, MAX_FAULTS)
     kinds = kinds or [kind for kind in KINDS if random.random() < CHANCE_OF_KIND] or KINDS
     faults = tuple(_fault(random, random.choice(kinds), shape) for _ in range(num_faults))
@@ -102,13 +109,13 @@ def names(shape: Shape) -> list[str]:
     return [f"{role}{i}" for role, count in counts.items() for i in range(count)]
 
 
-def _request(random: Random, shape: Shape) -> Request:
+def _request(random: Random, shape: Shape, crowded: bool) -> Request:
     beginning = Random(random.randrange(3)).choices(range(3, VOCABULARY), k=random.choice((0, 0, 8, 17)))
     rest = random.choices(range(3, VOCABULARY), k=random.randint(1, 20))
     temperature, seed = random.choice(((0.0, 0), (0.8, random.randrange(1000))))
     prompt = Prompt(
         token_ids=(*beginning, *rest),
-        max_tokens=random.choice((1, 2, 5, 10, 20, 40)),
+        max_tokens=random.choice((20, 40) if crowded else (1, 2, 5, 10, 20, 40)),
         temperature=temperature,
         seed=seed,
         timeout_s=random.choice((None, None, 4.0, 8.0, round(random.uniform(0.001, 0.8), 3))),
@@ -117,10 +124,10 @@ def _request(random: Random, shape: Shape) -> Request:
     )
     return Request(
         gateway=f"g{random.randrange(shape.gateways)}",
-        at_s=round(random.uniform(0, BUSY_S), 3),
+        at_s=round(random.uniform(0, CROWD_S if crowded else BUSY_S), 3),
         prompt=prompt,
         abort=_moment(random, 0.0, 0.8) if random.random() < 0.25 else None,
-        read_pause_s=random.choice((0.0, 0.0, 0.0, 0.02, 0.2)),
+        read_pause_s=0.0 if crowded else random.choice((0.0, 0.0, 0.0, 0.02, 0.2)),
     )
 
 
