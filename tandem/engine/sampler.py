@@ -109,10 +109,11 @@ def _penalize_repetition(logits: Tensor, seqs: Rows[Row]) -> None:
     penalized = [row for row, seq in enumerate(seqs) if seq.sampling.repetition_penalty != 1.0]
     if not penalized:
         return
-    rows, ids = _seen(penalized, [_ids(seqs[row], 0) for row in penalized], logits.device)
-    penalty = _per_row(logits, seqs, lambda sampling: sampling.repetition_penalty)[rows]
-    scores = logits[rows, ids]
-    logits[rows, ids] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    rows, cells = _seen(penalized, [_ids(seqs[row], 0) for row in penalized], logits)
+    penalty = _per_row(logits, seqs, lambda sampling: sampling.repetition_penalty).index_select(0, rows)
+    flat = logits.view(-1)  # along one dimension both ways are ten times as fast
+    scores = flat.index_select(0, cells)
+    flat.scatter_(0, cells, torch.where(scores > 0, scores / penalty, scores * penalty))
 
 
 def _penalize_counts(logits: Tensor, seqs: Rows[Row]) -> None:
@@ -123,8 +124,8 @@ def _penalize_counts(logits: Tensor, seqs: Rows[Row]) -> None:
     ]  # fmt: skip
     if not penalized:
         return
-    rows, ids = _seen(penalized, [_ids(seqs[row], seqs[row].answer_start) for row in penalized], logits.device)
-    cells, counts = torch.unique(rows * logits.shape[1] + ids, return_counts=True)
+    _, cells = _seen(penalized, [_ids(seqs[row], seqs[row].answer_start) for row in penalized], logits)
+    cells, counts = torch.unique(cells, return_counts=True)
     rows = cells // logits.shape[1]
     presence = _per_row(logits, seqs, lambda sampling: sampling.presence_penalty)[rows]
     frequency = _per_row(logits, seqs, lambda sampling: sampling.frequency_penalty)[rows]
@@ -169,10 +170,10 @@ def _ids(seq: Row, start: int) -> Tensor:
     return torch.frombuffer(seq.token_ids, dtype=torch.int64, offset=start * seq.token_ids.itemsize)
 
 
-def _seen(rows: list[int], ids: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pairs (row, token id) as two tensors."""
-    lengths = torch.tensor([len(row_ids) for row_ids in ids])
-    return sent(torch.tensor(rows).repeat_interleave(lengths), device), sent(torch.cat(ids), device)
+def _seen(rows: list[int], ids: list[Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token its row, and its place in all of `logits`."""
+    of_each = torch.tensor(rows).repeat_interleave(torch.tensor([len(row_ids) for row_ids in ids]))
+    return sent(of_each, logits.device), sent(of_each * logits.shape[1] + torch.cat(ids), logits.device)
 
 
 def _per_row(logits: Tensor, seqs: Rows[Row], read: Callable[[SamplingParams], float]) -> Tensor:

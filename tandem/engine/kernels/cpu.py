@@ -38,7 +38,7 @@ _KNOWN = frozenset(
 class CpuForward:
     """Runs `model`, whose weights it packs, over `kv_cache` in steps of at most `max_tokens` tokens.
 
-    `num_threads` is asked before each pass.
+    `num_threads` is asked before each pass; logits are computed with as many.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class CpuForward:
         taps: Taps | None = None,
     ) -> None:
         self._library, self._model, self._num_threads, self._taps = library, model, num_threads, taps or Taps()
+        self._threads = 1
         self._kv_cache = tuple(kv_cache)  # the structs below only point at it
         self._embed = PackedWeight(library, model.embed)
         self._head = self._embed if model.lm_head is model.embed else PackedWeight(library, model.lm_head)
@@ -113,7 +114,7 @@ class CpuForward:
         passed = Step(x=hidden.data_ptr(), normed=self._room_at[1])
         self._library.tandem_logits(
             ctypes.byref(self._struct), ctypes.byref(passed), _address(picked), len(rows), out.data_ptr(),
-            self._num_threads(),
+            self._threads,
         )  # fmt: skip
         return out
 
@@ -152,8 +153,9 @@ class CpuForward:
         self._run(passed, first, end)
 
     def _run(self, passed: Step, first: int, end: int) -> None:
+        self._threads = self._num_threads()
         status = self._library.tandem_layers(
-            ctypes.byref(self._struct), ctypes.byref(passed), first, end, self._num_threads()
+            ctypes.byref(self._struct), ctypes.byref(passed), first, end, self._threads
         )
         if status:
             raise MemoryError("no memory for the attention of a step")

@@ -16,7 +16,7 @@ _LOGITS_A_THREAD = 2**20  # half a millisecond: to wake another thread takes a t
 
 
 class CpuChoose:
-    """A `Choose` for logits on the CPU. `num_threads` is asked before each use."""
+    """A `Choose` for logits on the CPU. `num_threads` is asked where there is work for several."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: Callable[[], int]) -> None:
         self._library, self._num_threads = library, num_threads
@@ -25,7 +25,9 @@ class CpuChoose:
         logits = logits.contiguous()
         draws = b"".join([seq.draw for seq in seqs])
         indices, token_ids = array("q", [seq.num_output_tokens for seq in seqs]), array("q", bytes(8 * len(seqs)))
-        threads = min(self._num_threads(), 1 + logits.numel() // _LOGITS_A_THREAD)
+        threads = 1 + logits.numel() // _LOGITS_A_THREAD
+        if threads > 1:
+            threads = min(threads, self._num_threads())
         status = self._library.tandem_sample(
             logits.data_ptr(), None if masks is None else masks.ctypes.data, *logits.shape, draws,
             indices.buffer_info()[0], token_ids.buffer_info()[0], threads,
