@@ -20,18 +20,20 @@ class WorkRequest(_message.Message):
     def __init__(self, reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., aborts: _Optional[_Iterable[str]] = ..., num_passed_on: _Optional[int] = ...) -> None: ...
 
 class WorkResponse(_message.Message):
-    __slots__ = ("incarnation", "reserved", "prefilled", "outputs", "released")
+    __slots__ = ("incarnation", "reserved", "prefilled", "outputs", "released", "num_sent")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     reserved: _containers.RepeatedCompositeFieldContainer[Reserved]
     prefilled: _containers.RepeatedCompositeFieldContainer[Prefilled]
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
     released: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, incarnation: _Optional[str] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., released: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_sent: int
+    def __init__(self, incarnation: _Optional[str] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., released: _Optional[_Iterable[str]] = ..., num_sent: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
     __slots__ = ("sequence", "local_prefill", "prefill_incarnation")

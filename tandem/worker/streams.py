@@ -1,11 +1,12 @@
 """One outbox per gateway's stream: what a turn of the loop, or an engine step, made for it leaves in one message.
 
 answers, first tokens, ends, errors      at once
-other tokens                             at once where the gateway has passed on all that it was sent; else when it has,
-                                         or MOST_S after the last message
+other tokens                             at once where the gateway keeps up: fewer than MOST_AHEAD pieces of what it was
+                                         sent are not passed on yet; else when it does, or MOST_S after the last message
 
 Passing a piece on costs the gateway as much with three tokens as with one. So while its core has time no token waits,
-and when it is full the pieces grow until it keeps up.
+and when it is full the pieces grow until it keeps up. It reports what it has passed on where it is asked to: a report
+costs both sides as much as a piece.
 
 A gateway that is slow to read gets its messages merged, so an outbox never holds more than the tokens of its sequences.
 A sequence belongs to one stream for its whole life: a gateway that comes back opens another, and what ran on the broken
@@ -23,6 +24,8 @@ from tandem.v1 import worker_pb2
 from tandem.worker import conversion
 
 MOST_S = 0.05
+# Passed on within 2 ms.
+MOST_AHEAD = 32
 
 
 class Outbox:
@@ -36,7 +39,7 @@ class Outbox:
         self._ready: list[worker_pb2.SequenceOutput] = []
         self._held: dict[str, SequenceOutput] = {}
         self._loop = asyncio.get_running_loop()
-        self._num_sent = self._num_passed_on = 0  # messages with outputs
+        self._num_sent = self._num_asked_for = self._num_passed_on = 0  # outputs
         self._sent_at = self._loop.time()
         self._overdue = False
         self._timer: asyncio.Handle | None = None
@@ -51,7 +54,7 @@ class Outbox:
         if output.first_index == 0 or output.finished:
             self._send(output.request_id)
             self.changed.set()
-        elif self._all_passed_on:
+        elif self._keeps_up:
             self.changed.set()
         else:
             self._wait_until(self._sent_at + min(MOST_S, itl_target_s or MOST_S))
@@ -62,25 +65,27 @@ class Outbox:
         self._ready.append(conversion.failed(request_id, code, message))
         self.changed.set()
 
-    def passed_on(self, num_messages: int) -> None:
-        """The gateway has passed on so many of the messages with outputs."""
-        self._num_passed_on = min(max(num_messages, self._num_passed_on), self._num_sent)
-        if self._held and self._all_passed_on:
+    def passed_on(self, num_outputs: int) -> None:
+        """The gateway has passed on so many of all outputs."""
+        self._num_passed_on = min(max(num_outputs, self._num_passed_on), self._num_sent)
+        if self._held and self._keeps_up:
             self.changed.set()
 
     def take(self) -> worker_pb2.WorkResponse:
         self.changed.clear()
-        if self._held and (self._overdue or self._all_passed_on):
+        if self._held and (self._overdue or self._keeps_up):
             self.close()
             self._timer, self._overdue = None, False
             self._ready += map(conversion.output_to_proto, self._held.values())
             self._held.clear()
-        if self._ready:
-            self._num_sent += 1
-            self._sent_at = self._loop.time()
         message = worker_pb2.WorkResponse(
             reserved=self.reserved, prefilled=self.prefilled, outputs=self._ready, released=self.released
         )
+        if self._ready:
+            self._num_sent += len(self._ready)
+            self._sent_at = self._loop.time()
+            if self._num_sent - self._num_asked_for >= MOST_AHEAD / 2:
+                message.num_sent = self._num_asked_for = self._num_sent
         self.reserved, self.prefilled, self._ready, self.released = [], [], [], []
         return message
 
@@ -89,8 +94,8 @@ class Outbox:
             self._timer.cancel()
 
     @property
-    def _all_passed_on(self) -> bool:
-        return self._num_passed_on == self._num_sent
+    def _keeps_up(self) -> bool:
+        return self._num_sent - self._num_passed_on < MOST_AHEAD
 
     def _wait_until(self, at: float) -> None:
         if self._timer is None or at < self._timer_at:
@@ -144,11 +149,11 @@ class Streams:
             outbox.released.append(request_id)
             outbox.changed.set()
 
-    def passed_on(self, stream_id: str, num_messages: int) -> None:
-        """The stream's gateway has passed on so many of its messages with outputs."""
+    def passed_on(self, stream_id: str, num_outputs: int) -> None:
+        """The stream's gateway has passed on so many of all outputs."""
         outbox = self._outboxes.get(stream_id)
         if outbox is not None:
-            outbox.passed_on(num_messages)
+            outbox.passed_on(num_outputs)
 
     def fail(self, stream_id: str, request_id: str, code: str, message: str) -> None:
         """Report that a sequence has ended in an error."""

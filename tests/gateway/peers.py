@@ -83,6 +83,7 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
         self.generator = generator
         self.seen: list[worker_pb2.SequenceSpec] = []
         self.refuse: grpc.StatusCode | None = None
+        self.num_sent = self.num_passed_on = 0
         self._streams: dict[str, asyncio.Queue[worker_pb2.WorkResponse | None]] = {}
 
     async def Work(
@@ -101,6 +102,7 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _read(self, stream_id: str, requests: AsyncIterator[worker_pb2.WorkRequest]) -> None:
         async for request in requests:
+            self.num_passed_on = max(self.num_passed_on, request.num_passed_on)
             for reservation in request.reservations:
                 self.reserve(stream_id, reservation)
             for prefill in request.prefills:
@@ -210,7 +212,8 @@ class DecodePeer(WorkingPeer):
             self.held.pop(spec.request_id, None)
 
     def _send(self, sequence: Sequence, output: worker_pb2.SequenceOutput) -> None:
-        self._say(sequence.stream_id, worker_pb2.WorkResponse(outputs=[output]))
+        self.num_sent += 1
+        self._say(sequence.stream_id, worker_pb2.WorkResponse(outputs=[output], num_sent=self.num_sent))
 
     def _free(self, request_id: str) -> None:
         sequence = self.held.pop(request_id, None)

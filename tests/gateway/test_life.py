@@ -53,6 +53,11 @@ async def test_models(http: httpx.AsyncClient) -> None:
     assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [(MODEL, 256)]
 
 
+async def test_a_decode_worker_hears_what_was_passed_on(http: httpx.AsyncClient, peers: Peers) -> None:
+    await http.post("/v1/completions", json={**LONG, "max_tokens": 20})
+    await eventually(lambda: 0 < peers.decode.num_sent == peers.decode.num_passed_on)
+
+
 async def test_metrics(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
     body = {"model": MODEL, "prompt": [5, 6, 7], "seed": 0, "max_tokens": 100}
     tokens = (await http.post("/v1/completions", json={**body, "n": 2})).json()["usage"]["completion_tokens"]

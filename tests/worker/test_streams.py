@@ -11,7 +11,7 @@ from services.gateway.workers import Mailbox
 from tandem.engine import FinishReason, SampledToken, SequenceOutput
 from tandem.v1 import llm_pb2, worker_pb2
 from tandem.worker import Streams
-from tandem.worker.streams import MOST_S
+from tandem.worker.streams import MOST_AHEAD, MOST_S
 
 
 def output(
@@ -54,7 +54,7 @@ async def test_tokens_of_many_sequences_leave_a_few_steps_at_a_time_and_none_is_
         for name in MANY:
             streams.send("g", output(name, step, at=step))
         await asyncio.sleep(0.01)  # where nothing is held, the step leaves meanwhile
-    streams.passed_on("g", 1)
+    streams.passed_on("g", len(MANY))
     assert said(await anext(stream)) == [(name, 2, [2, 3]) for name in MANY]
     streams.close()
 
@@ -63,10 +63,45 @@ async def test_tokens_leave_at_once_where_the_gateway_has_time(monkeypatch: pyte
     monkeypatch.setattr("tandem.worker.streams.MOST_S", 60.0)
     streams, stream = await held_up()
     for step in range(2, 6):
-        streams.passed_on("g", step - 1)
+        streams.passed_on("g", (step - 1) * len(MANY))
         for name in MANY:
             streams.send("g", output(name, step, at=step))
-        assert said(await anext(stream)) == [(name, step, [step]) for name in MANY]
+        message = await anext(stream)
+        assert said(message) == [(name, step, [step]) for name in MANY]
+        assert message.num_sent == step * len(MANY)
+    streams.close()
+
+
+async def test_a_few_tokens_leave_at_once_and_are_seldom_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.worker.streams.MOST_S", 60.0)
+    streams = Streams("inc", lambda gateway: None)
+    stream = await opened(streams)
+    asked = []
+    for step in range(1, 3 * MOST_AHEAD):
+        streams.send("g", output("s", step, at=step))
+        message = await anext(stream)
+        assert said(message) == [("s", step, [step])]
+        if message.num_sent:
+            asked.append(message.num_sent)
+            streams.passed_on("g", message.num_sent)
+    assert asked == [MOST_AHEAD // 2 * n for n in range(1, 6)]
+    streams.close()
+
+
+async def test_a_gateway_that_does_not_pass_on_the_tokens_of_one_sequence_gets_them_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tandem.worker.streams.MOST_S", 60.0)
+    streams = Streams("inc", lambda gateway: None)
+    stream = await opened(streams)
+    for step in range(1, MOST_AHEAD + 1):
+        streams.send("g", output("s", step, at=step))
+        assert said(await anext(stream)) == [("s", step, [step])]
+    for step in (98, 99):
+        streams.send("g", output("s", step, at=step))
+        await asyncio.sleep(0.01)
+    streams.passed_on("g", MOST_AHEAD // 2)
+    assert said(await anext(stream)) == [("s", 98, [98, 99])]
     streams.close()
 
 

@@ -42,7 +42,6 @@ class WorkerStream:
         self._unsent: deque[worker_pb2.WorkRequest] = deque()
         self._unsent_bytes = 0  # of the last one
         self._to_send = asyncio.Event()
-        self._num_passed_on = 0  # messages with outputs, of the call that is open
         self._closed_because = ""
         self._stopped: GatewayError | None = None
 
@@ -182,7 +181,6 @@ class WorkerStream:
     async def _talk(self) -> str:
         """One call, until it breaks; returns why."""
         call = self._stub.Work()
-        self._num_passed_on = 0
         writing = asyncio.create_task(self._write(call))
         try:
             async for message in call:
@@ -231,14 +229,13 @@ class WorkerStream:
                 mailbox.put(output)
         for request_id in message.released:
             _answer(self._aborting.pop(request_id, None), None)
-        if message.outputs:
-            self._num_passed_on += 1
+        if message.num_sent:
             # In its turn: behind all the requests that now have tokens to pass on.
-            asyncio.get_running_loop().call_soon(self._tell_passed_on, self._num_passed_on)
+            asyncio.get_running_loop().call_soon(self._report_passed_on, message.num_sent)
 
-    def _tell_passed_on(self, num_messages: int) -> None:
-        if self.open.is_set() and num_messages == self._num_passed_on:
-            self._message(0).num_passed_on = num_messages
+    def _report_passed_on(self, num_outputs: int) -> None:
+        if self.open.is_set():
+            self._message(0).num_passed_on = num_outputs
 
 
 def _answer(reply: Reply | None, with_this: Any) -> None:
