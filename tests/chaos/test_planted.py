@@ -5,6 +5,7 @@ Where a bug shows under few kinds of faults, the schedules are those of a swarm 
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine import sequence
 from tandem.engine.null_runner import NullRunner
 from tandem.transfer.protocol.receiver import ReceiverProtocol
-from tandem.worker import Streams
+from tandem.worker import Streams, Worker
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import schedule_of
 from tests.simulation.redis import Store
@@ -195,6 +196,22 @@ def keep_the_loss_to_oneself(patch: Patch) -> None:
         note(self, route)
 
     patch.setattr(Attempt, "_note_route", without)
+
+
+@planted("R9", 20, "kill")
+def be_unready_with_a_peer(patch: Patch) -> None:
+    """Ready as long as a link stands."""
+
+    async def announce(self: Worker, server: Any) -> None:
+        await self._lease.held.wait()
+        while not self._leaving.is_set():
+            await server.set_serving(linked := await self._any_of(self._is_linked))
+            if linked:
+                self.ready.set()
+            await asyncio.sleep(0.1)
+        await asyncio.Event().wait()
+
+    patch.setattr(Worker, "_announce", announce)
 
 
 @planted("I3", 5)

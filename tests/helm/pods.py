@@ -112,7 +112,7 @@ class Pod:
         self.folder.mkdir()
         self._mount()
         for init in self.template["spec"].get("initContainers", ()):
-            done = self.run(self._words(init), 60, init)
+            done = self.run(self._words(init), 200, init)
             assert done.returncode == 0, done.stderr
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -125,7 +125,7 @@ class Pod:
         startup = self.container["startupProbe"]
         self._wait_for("startupProbe", startup["periodSeconds"] * startup["failureThreshold"])
         assert self.probe("livenessProbe")
-        self._wait_for("readinessProbe", 60)
+        self._wait_for("readinessProbe", 200)
 
     def probe(self, kind: str) -> bool:
         probe = self.container[kind]

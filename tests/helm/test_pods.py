@@ -44,7 +44,7 @@ def test_a_request_is_answered_by_the_rendered_pods(node: Node) -> None:
 def test_workers_are_known_by_the_names_and_addresses_of_their_pods(node: Node) -> None:
     doctor = next(o for o in node.objects if o["kind"] == "Pod")
     pod = node.start(doctor, "doctor")
-    assert pod.wait(60) == 0, pod.log
+    assert pod.wait(200) == 0, pod.log
     for worker in (pod_of(node, "prefill"), pod_of(node, "decode")):
         assert f"{worker.name} " in pod.log
         assert f"{worker.ip}:50061" in pod.log

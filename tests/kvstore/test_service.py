@@ -35,14 +35,14 @@ async def stub(registry: Registry) -> AsyncIterator[kvstore_pb2_grpc.KVStoreServ
 async def test_workers_are_listed_with_load_and_reservations(
     stub: kvstore_pb2_grpc.KVStoreServiceAsyncStub, registry: Registry
 ) -> None:
-    assert not (await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=5)).workers
+    assert not (await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=30)).workers
     await registry.register(worker_info("d0", Role.DECODE), worker_load(num_running=3, free_blocks=60), 30)
     load = worker_load(num_waiting=2, linked=("d0-first",))
     await registry.register(worker_info("p0", Role.PREFILL), load, 30)
     await registry.select_and_reserve(
         request_id="r", model="demo", prompt_tokens=40, max_new_tokens=8, prefill="require", ttl=30
     )
-    decode, prefill = (await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=5)).workers
+    decode, prefill = (await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=30)).workers
     assert decode == kvstore_pb2.Worker(
         worker_id="d0", role="decode", incarnation="d0-first", grpc_address="d0:1", transfer_address="d0:2",
         model="demo", kv_layout_hash="layout", num_blocks=64, free_blocks=60, num_running=3, reserved_blocks=3,
@@ -59,7 +59,7 @@ async def test_blocks_are_located_in_the_order_asked(
     await register_pool(registry)
     await registry.publish_blocks("d0", "d0-first", [A], [])
     await registry.publish_blocks("p0", "p0-first", [A], [])
-    response = await stub.LocateBlocks(kvstore_pb2.LocateBlocksRequest(block_hashes=[B, A]), timeout=5)
+    response = await stub.LocateBlocks(kvstore_pb2.LocateBlocksRequest(block_hashes=[B, A]), timeout=30)
     assert [(found.block_hash, list(found.worker_ids)) for found in response.locations] == [(B, []), (A, ["d0", "p0"])]
 
 
@@ -69,7 +69,7 @@ async def test_integrity_names_contradictions(registry: Registry) -> None:
     server = await rpc.serve([service], "127.0.0.1", 0)
     async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
         stub = process_pb2_grpc.IntegrityServiceStub(channel)
-        answer = await stub.CheckIntegrity(process_pb2.CheckIntegrityRequest(), timeout=5)
+        answer = await stub.CheckIntegrity(process_pb2.CheckIntegrityRequest(), timeout=30)
     await server.stop(0)
     assert not answer.violations
     assert answer.held["leases"] == len(await registry.workers())
@@ -86,7 +86,7 @@ async def test_bad_hashes_are_named(
     stub: kvstore_pb2_grpc.KVStoreServiceAsyncStub, hashes: list[bytes], message: str
 ) -> None:
     with pytest.raises(aio.AioRpcError) as raised:
-        await stub.LocateBlocks(kvstore_pb2.LocateBlocksRequest(block_hashes=hashes), timeout=5)
+        await stub.LocateBlocks(kvstore_pb2.LocateBlocksRequest(block_hashes=hashes), timeout=30)
     assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
@@ -95,8 +95,8 @@ async def test_without_redis_calls_are_unavailable_and_work_again_after(own_redi
     async for stub in stub_for(registry):
         own_redis.kill()
         with pytest.raises(aio.AioRpcError, match=f"Redis at 127.0.0.1:{own_redis.port}") as raised:
-            await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=5)
+            await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=30)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         with RedisServer.start(own_redis.port):
-            await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=5)
+            await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=30)
     await registry.close()

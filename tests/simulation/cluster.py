@@ -191,7 +191,18 @@ class Cluster:
             self.servers.setdefault(process, []).append(server)
             return server
 
-        return partial(rpc.serve, make_server=make_server)
+        async def serve(*arguments: Any, **options: Any) -> rpc.Server:
+            server = await rpc.serve(*arguments, **options, make_server=make_server)
+            set_serving = server.set_serving
+
+            async def noted(serving: bool) -> None:
+                self.world.log("readiness", process.name, serving)
+                await set_serving(serving)
+
+            server.set_serving = noted  # type: ignore[method-assign]
+            return server
+
+        return serve
 
     async def _worker(self, name: str, process: Process) -> None:
         settings, service = self._settings.worker(name), PrefillWorker if name[0] == "p" else DecodeWorker

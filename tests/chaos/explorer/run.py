@@ -109,6 +109,7 @@ class Run:
         ]
         await asyncio.gather(*tasks)
         self._judge()
+        self._judge_readiness()
         self.faults.heal()
         await self._recover()
         await asyncio.sleep(max(0.0, self.faults.noticed_at - self.world.now))
@@ -180,6 +181,13 @@ class Run:
         if bool(path.migrated) != ("; after " in path.reason):
             wrong.append(f"an answer that migrated says after which loss: {path}")
         return wrong
+
+    def _judge_readiness(self) -> None:
+        """No worker's fault changes another's."""
+        unready = {str(event[2]) for event in self.world.events if event[1] == "readiness" and not event[3]}
+        for name in sorted(unready & self.cluster.workers.keys()):
+            if not self._is_touched(name):
+                self._violation(f"R9: {name} is not ready, and nothing has happened to it")
 
     def _is_touched(self, name: str) -> bool:
         return self.faults.touched[name] > 0
