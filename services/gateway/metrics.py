@@ -7,11 +7,13 @@ fallback  a choice that did not take the path it should: no pair could take it, 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission
@@ -48,10 +50,10 @@ class Metrics:
         running = gauge("vllm:num_requests_running", "Choices that are being written.")
         running.set_function(lambda: self.num_running)
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT)
-        self.itl = histogram("vllm:inter_token_latency_seconds", "Between messages of one choice, per token.", ITL)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", E2E)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered choices.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens written.")
+        self.written = _Written(model)
+        registry.register(self.written)
         self.prefix_cache_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked for in prefix caches.")
         self.prefix_cache_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
         self.proposed_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed ahead.")
@@ -157,14 +159,14 @@ class Meter:
             return
         now = self._now()
         if self._num_tokens:
-            self._metrics.itl.observe((now - self._last) / num_tokens)
+            self._metrics.written.between((now - self._last) / num_tokens)
         else:
             self._metrics.ttft.observe(now - self._born)
             self._metrics.num_waiting -= 1
             self._metrics.num_running += 1
         self._num_tokens += num_tokens
         self._last = now
-        self._metrics.generation_tokens.inc(num_tokens)
+        self._metrics.written.num_tokens += num_tokens
 
     def success(self, reason: str, prompt_tokens: int) -> None:
         self._metrics.e2e.observe(self._now() - self._born)
@@ -176,6 +178,30 @@ class Meter:
             self._metrics.num_running -= 1
         else:
             self._metrics.num_waiting -= 1
+
+
+class _Written(Collector):
+    """Tokens and the times between them. Counted by one thread, without the locks of prometheus_client's own."""
+
+    def __init__(self, model: str) -> None:
+        self._labels = (model,)
+        self.num_tokens = 0
+        self._seconds = 0.0
+        self._counts = [0] * (len(ITL) + 1)
+
+    def between(self, seconds: float) -> None:
+        self._seconds += seconds
+        self._counts[bisect_left(ITL, seconds)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens written.", labels=LABELS)
+        tokens.add_metric(self._labels, self.num_tokens)
+        yield tokens
+        text = "Between messages of one choice, per token."
+        itl = HistogramMetricFamily("vllm:inter_token_latency_seconds", text, labels=LABELS)
+        buckets = zip((*map(str, ITL), "+Inf"), accumulate(self._counts), strict=True)
+        itl.add_metric(self._labels, list(buckets), self._seconds)
+        yield itl
 
 
 class _ReplicaCollector(Collector):

@@ -35,6 +35,21 @@ def test_a_way_that_was_not_wanted_counts(kind: llm_pb2.Path.Kind, label: str) -
     assert fallbacks(metrics.exposition().decode()) == expected
 
 
+def test_times_between_tokens_fall_into_the_buckets_that_they_reach() -> None:
+    metrics = Metrics(CollectorRegistry(), "m")
+    times = iter((0.0, 1.0, 1.0, 1.025, 61.025))
+    meter = metrics.choice(lambda: next(times))
+    for num_tokens in (1, 4, 1, 1):  # the first has none before it; four at once; 25 ms; a minute
+        meter.count(num_tokens)
+    said = dict(line.rsplit(" ", 1) for line in metrics.exposition().decode().splitlines() if "latency" in line)
+    name = "vllm:inter_token_latency_seconds"
+    reached = [said[f'{name}_bucket{{le="{bound}",model_name="m"}}'] for bound in ("0.001", "0.01", "0.025", "10.0")]
+    assert reached == ["1.0", "1.0", "2.0", "2.0"]
+    assert said[f'{name}_bucket{{le="+Inf",model_name="m"}}'] == said[f'{name}_count{{model_name="m"}}'] == "3.0"
+    assert float(said[f'{name}_sum{{model_name="m"}}']) == pytest.approx(60.025)
+    assert 'vllm:generation_tokens_total{model_name="m"} 7.0' in metrics.exposition().decode()
+
+
 @pytest.fixture
 async def auto(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway that chooses by cost."""

@@ -280,12 +280,12 @@ class Attempt:
             path.prefill_worker = route.prefill.info.worker_id
 
     def _note_progress(self, route: Route, mailbox: Mailbox, new: Tokens) -> None:
-        num_prior = self._sequence.num_prior_tokens
+        num_prior, outcome = self._sequence.num_prior_tokens, self._outcome
         if not num_prior:
-            self._outcome.num_cached_tokens = mailbox.num_cached_tokens
-        self._outcome.num_proposed_tokens = mailbox.num_proposed_tokens
-        self._outcome.num_accepted_tokens = mailbox.num_accepted_tokens
-        self._outcome.finish_reason = mailbox.finish_reason
+            outcome.num_cached_tokens = mailbox.num_cached_tokens
+        outcome.num_proposed_tokens = mailbox.num_proposed_tokens
+        outcome.num_accepted_tokens = mailbox.num_accepted_tokens
+        outcome.finish_reason = mailbox.finish_reason
         self._wrote(new)
         if mailbox.next_index - num_prior == len(new.ids) and not mailbox.finish_reason:  # whose end releases all
             self._cluster.in_background(self._cluster.router.release_prefill(route))

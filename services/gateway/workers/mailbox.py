@@ -57,11 +57,10 @@ class Mailbox:
         self._taker_error: Exception | None = None
 
     def put(self, output: worker_pb2.SequenceOutput) -> None:
-        failed = output.HasField("failure")
-        if not failed and self._takes(output):
+        if self._takes(output):
             return
         self._outputs.append(output)
-        if failed:
+        if output.HasField("failure"):
             self.reported |= self.error is None
             self.fail(from_failure(self._worker_id, output.failure.code, output.failure.message))
         else:
@@ -122,16 +121,18 @@ class Mailbox:
         Raises:
             Internal: tokens before them are missing.
         """
-        if output.first_index > self.next_index:
-            raise Internal(
-                f"worker {self._worker_id} sent token {output.first_index} of an answer before token {self.next_index}"
-            )
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self.num_proposed_tokens = max(self.num_proposed_tokens, output.num_proposed_tokens)
-        self.num_accepted_tokens = max(self.num_accepted_tokens, output.num_accepted_tokens)
+        # Each field is read once, and only where it may be set: reading one costs as much as all that is done with it.
+        first = output.first_index
+        if first > self.next_index:
+            raise Internal(f"worker {self._worker_id} sent token {first} of an answer before token {self.next_index}")
+        if num_cached := output.num_cached_tokens:
+            self.num_cached_tokens = max(self.num_cached_tokens, num_cached)
+        if num_proposed := output.num_proposed_tokens:
+            self.num_proposed_tokens = max(self.num_proposed_tokens, num_proposed)
+            self.num_accepted_tokens = max(self.num_accepted_tokens, output.num_accepted_tokens)
         self.finish_reason = output.finish_reason or self.finish_reason
-        seen = self.next_index - output.first_index
-        prompt = [] if seen else list(output.prompt_logprobs)
+        seen = self.next_index - first
+        prompt = [] if self.next_index else list(output.prompt_logprobs)
         new = Tokens(output.token_ids[seen:], output.logprobs[seen:], prompt)
         self.next_index += len(new.ids)
         return new
@@ -141,7 +142,7 @@ class Mailbox:
         taker, waiting = self._taker, self._waiting
         if taker is None or waiting is None or waiting.done():
             return False
-        if output.finish_reason or output.first_index != self.next_index:
+        if output.first_index != self.next_index or output.finish_reason or output.HasField("failure"):
             return False
         try:
             self._taker_stopped = not taker(self.accept(output))

@@ -221,10 +221,11 @@ class WorkerStream:
         for prefilled in message.prefilled:
             _answer(self._asked.pop(prefilled.output.request_id, None), prefilled)
         for output in message.outputs:
-            if output.HasField("failure"):
+            request_id = output.request_id
+            if request_id in self._asked and output.HasField("failure"):
                 failure = from_failure(self._worker.worker_id, output.failure.code, output.failure.message)
-                _answer(self._asked.pop(output.request_id, None), failure)
-            mailbox = self._mailboxes.get(output.request_id)
+                _answer(self._asked.pop(request_id), failure)
+            mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
                 mailbox.put(output)
         for request_id in message.released:
