@@ -36,7 +36,7 @@ CLIENT_PING_TIMEOUT_MS = 10_000
 
 
 def main() -> None:
-    # A prompt is tokenized where it is asked for, a long one on a thread of its own: no hop to a pool for each.
+    # A prompt is tokenized where it is asked for, long ones on a thread beside it: no hop to a pool for each.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     settings = load(GatewaySettings, program="python -m services.gateway")
     traces = telemetry.set_up(

@@ -1,16 +1,17 @@
-"""A long prompt delays no other: refused by its characters where it cannot fit, else tokenized on a thread."""
+"""A long prompt delays no other: refused by its characters where it cannot fit, else tokenized beside the loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
 from services.gateway.__main__ import make_gateway
-from services.gateway.text import Tokenizer
+from services.gateway.text import Batches, Tokenizer
+from services.gateway.text.batches import BATCH
 from tandem.local import RedisServer
 from tests.gateway.conftest import make_settings
 from tests.gateway.peers import MODEL
@@ -75,3 +76,47 @@ async def test_the_event_loop_goes_on_while_a_text_is_tokenized(tokenizer: Token
         turns += 1
     assert len(await encoding) > 50_000
     assert turns > 10
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+async def test_long_texts_at_once_are_each_told_their_own_tokens(
+    tokenizer: Tokenizer, add_special_tokens: bool
+) -> None:
+    texts = ["the quick brown fox " * count for count in (300, 301, 5000, 302, 10, 303)]
+    found = await asyncio.gather(*(tokenizer.encode(text, add_special_tokens) for text in texts))
+    assert [tokenizer.decode(ids) for ids in found] == texts
+
+
+class Recorder:
+    """Encodes each text as its length, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        lengths = [len(text) for text in texts]
+        self.asked.append(lengths)
+        return [[length] for length in lengths]
+
+
+async def test_what_comes_while_a_batch_is_read_is_the_next_batch() -> None:
+    encode = Recorder()
+    batches = Batches(encode)
+    half = BATCH // 2
+    texts = ["x" * length for length in (100, 200, half, 300, half, 400)]
+    tasks = [asyncio.create_task(batches.encode(text)) for text in texts]
+    await asyncio.sleep(0)
+    tasks[3].cancel()  # the loop has not seen the first batch's end yet
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [one for one in found if isinstance(one, list)] == [[100], [200], [half], [half], [400]]
+    assert encode.asked == [[100], [200, half], [half, 400]]
+    assert await batches.encode("y" * 500) == [500]
+    assert await batches.encode("y" * BATCH) == [BATCH]
+    assert encode.asked[3:] == [[500], [BATCH]]
+
+
+async def test_an_error_of_a_batch_is_its_requests_and_no_later_ones() -> None:
+    batches = Batches(lambda texts: [[1 // (len(text) - 7)] for text in texts])
+    with pytest.raises(ZeroDivisionError):
+        await batches.encode("x" * 7)
+    assert await batches.encode("x" * 8) == [1]

@@ -4,6 +4,7 @@ chat messages -> ChatTemplate -> text -> Tokenizer -> token ids
 token ids -> Detokenizer -> text -> StopStrings -> the client
 """
 
+from services.gateway.text.batches import Batches
 from services.gateway.text.chat_template import ROLES, ChatTemplate, TemplateOptions, TemplateRefused
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from services.gateway.text.stop import StopStrings
@@ -11,6 +12,7 @@ from services.gateway.text.tokenizer import Tokenizer
 
 __all__ = [
     "ROLES",
+    "Batches",
     "ByteDetokenizer",
     "ChatTemplate",
     "Detokenizer",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import tokenizers
 
+from services.gateway.text.batches import Batches
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from tandem.vocabulary import Vocabulary, load_tokenizer
 
-# Longer texts are tokenized on a thread: the event loop serves other requests meanwhile.
+# Longer texts are tokenized in batches on a thread: the event loop serves other requests meanwhile.
 LONG_TEXT = 4096
 
 
@@ -21,6 +21,9 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
         self.token_bytes = self._vocabulary.token_bytes
+        self._with_special, self._without_special = (
+            Batches(partial(self._encode, special)) for special in (True, False)
+        )
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -41,12 +44,12 @@ class Tokenizer:
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG_TEXT:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+            return self._encode(add_special_tokens, [text])[0]
+        return await (self._with_special if add_special_tokens else self._without_special).encode(text)
 
     def token_ids(self, mark: str) -> tuple[int, ...]:
         """Of a few characters."""
-        return tuple(self._encode(mark, False))
+        return tuple(self._encode(False, [mark])[0])
 
     def mark(self, text: str) -> str | int:
         """The special token that it is, if it is one: no other token says so then."""
@@ -69,6 +72,7 @@ class Tokenizer:
         """The tokens of a word at the beginning of a text and within one."""
         return [await self.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, add_special_tokens: bool, texts: Sequence[str]) -> list[list[int]]:
         # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]

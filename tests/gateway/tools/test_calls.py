@@ -40,7 +40,7 @@ def says(gateway: Gateway, peers: Peers, tokenizer: Tokenizer) -> Callable[[str]
 
     def say(text: str) -> list[worker_pb2.SequenceSpec]:
         seen: list[worker_pb2.SequenceSpec] = []
-        ids = tokenizer._encode(text, False)
+        ids = list(tokenizer.token_ids(text))
 
         def reply(spec: worker_pb2.SequenceSpec) -> list[int]:
             seen.append(spec)
@@ -68,7 +68,7 @@ async def test_a_call_whole_and_streamed(client: AsyncOpenAI, says: Any, tokeniz
     choice = whole.choices[0]
     assert whole.usage
     assert whole.usage.completion_tokens_details
-    least, most = (len(tokenizer._encode(text, False)) for text in ("Where?", "<think>\nWhere?\n</think>\n"))
+    least, most = (len(tokenizer.token_ids(text)) for text in ("Where?", "<think>\nWhere?\n</think>\n"))
     assert least <= (whole.usage.completion_tokens_details.reasoning_tokens or 0) <= most
     assert prompt_in(seen, tokenizer).startswith("[weather][time]<user>hi")
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
