@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from services.gateway import Gateway
+from services.gateway.generation import Answer
 from services.gateway.http.completions import read_completion
 from services.gateway.http.endpoint import GenerateEndpoint
 from services.gateway.text import Tokenizer
@@ -290,3 +292,14 @@ async def test_a_client_that_reads_slowly_misses_nothing(
     whole = (await http.post("/v1/completions", json=body)).json()["choices"][0]
     *parts, done = re.findall(r"data: (.*)\n\n", b"".join(sent).decode())
     assert (text_of([json.loads(part) for part in parts]), done) == (whole["text"], "[DONE]")
+
+
+async def test_an_answer_is_gone_with_its_request(http: httpx.AsyncClient) -> None:
+    """Its memory waits for no search for garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        await events(http, "/v1/completions", TEXTUAL)
+        await eventually(lambda: not any(isinstance(one, Answer) for one in gc.get_objects()))
+    finally:
+        gc.enable()

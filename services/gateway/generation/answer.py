@@ -185,6 +185,7 @@ class Answer:
                         break
             meter.success(REASONS.get(choice.finish_reason, "abort"), len(request.prompts[choice.index // request.n]))
         finally:
+            outcome.taker = None  # which knows the answer: together they would be garbage that only a search finds
             meter.close()
 
     def _tokens(self, index: int, span: Span) -> AsyncGenerator[Tokens, None]:
