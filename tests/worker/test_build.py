@@ -103,6 +103,31 @@ async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) ->
         await registry.close()
 
 
+async def test_a_stuck_transfer_ends_the_worker_with_its_reason(demo_model: Path) -> None:
+    with RedisServer.start() as redis:
+        registry = Registry.connect(redis.url, timeout=30.0)
+        settings = DecodeSettings(
+            model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16
+        )
+
+        async def gone() -> bool:
+            return not await registry.workers()
+
+        async def live() -> None:
+            async with running(settings, DecodeWorker) as worker:
+                while not worker.ready.is_set():
+                    await asyncio.sleep(0.01)
+                service = worker._service
+                assert isinstance(service, DecodeWorker)
+                sequences = service._sequences
+                sequences._loop.call_soon_threadsafe(sequences.stuck.set_result, "transfer t1 is still being written")
+                await eventually(gone, "its lease is released")
+
+        with pytest.raises(RuntimeError, match="transfer t1 is still being written"):
+            await live()
+        await registry.close()
+
+
 async def test_a_sequence_that_no_request_accounts_for_is_named(demo_model: Path) -> None:
     with RedisServer.start() as redis:
         settings = DecodeSettings(
