@@ -294,14 +294,14 @@ class Engine:
         return outputs
 
     def _advance(self, seq: Sequence, num_tokens: int, tokens: list[SampledToken]) -> SequenceOutput | None:
-        index, cached = seq.num_output_tokens, seq.num_cached_tokens or 0
-        reading, known = seq.is_reading, num_tokens - len(seq.proposed)
+        before, cached, known = len(seq.token_ids), seq.num_cached_tokens or 0, num_tokens - len(seq.proposed)
+        index, reading = before - seq.answer_start, before == seq.num_prompt_tokens
         self._num_computed += known
         if seq.error is not None:
             output = SequenceOutput(seq.request_id, index, [], None, cached, seq.error, finished=True)
         else:
             reason = self._append(seq, tokens)
-            new = seq.num_output_tokens - index
+            new = len(seq.token_ids) - before
             seq.num_computed_tokens += known + new - (new > 0)
             self._blocks.register(seq)
             if not tokens:

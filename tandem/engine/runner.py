@@ -128,10 +128,10 @@ class Runner:
         """Single tokens first, ones with contexts of about equal length side by side, and of them equal adapters."""
         if item.num_tokens > 1:
             return 1, *item.seq.key
-        return 0, *self._decode_order(item.seq, item.seq.num_computed_tokens)
+        return self._decode_order(item.seq, item.seq.num_computed_tokens)
 
-    def _decode_order(self, seq: Sequence, position: int) -> tuple[int, int]:
-        return (position // self._block_size).bit_length(), id(seq.adapter)
+    def _decode_order(self, seq: Sequence, position: int) -> tuple[int, int, int]:
+        return 0, (position // self._block_size).bit_length(), id(seq.adapter)
 
 
 @dataclass(frozen=True, slots=True)
