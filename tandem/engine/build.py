@@ -43,6 +43,9 @@ log = structlog.get_logger(__name__)
 # For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or
 # 600 G with AMX. Fewer rows would wait for the weights.
 CPU_MULTIPLICATIONS, AMX_MULTIPLICATIONS, CPU_ROWS = 25 * 10**9, 50 * 10**9, 32
+# Of a thread in a pass: a third of a millisecond. With less, threads wait for each other longer than they work where
+# another process wants their cores.
+LEAST_WORK = 2**23
 WORD = 8  # bytes, by which a device's blocks are copied
 
 
@@ -198,7 +201,9 @@ def _load(
         if misfit := CpuForward.misfit(model_config):
             log.warning("CPU kernels are off, torch computes everything", reason=misfit)
         elif (library := load_library()) is not None:
-            forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads, taps)
+            forward = CpuForward(
+                library, model, kv_cache, config.max_num_batched_tokens, cores.threads, taps, LEAST_WORK
+            )
             return Computing(forward, kv_cache, CpuChoose(library, cores.threads))
     attention = paged_attention_for(kv_cache[0], model_config.num_heads)
     plain = TorchForward(model, kv_cache, attention, taps)

@@ -234,6 +234,25 @@ def test_any_number_of_rows_gives_each_what_it_gets_alone(library: ctypes.CDLL, 
         assert torch.equal(made.logits(hidden, rows)[-1:], made.logits(hidden, [39]))
 
 
+def test_a_pass_of_little_work_wakes_no_other_thread(library: ctypes.CDLL, tmp_path: Path) -> None:
+    config = SHAPES[1].config(tmp_path)
+    model = Decoder(config, torch.bfloat16)
+    fill(model, 5)
+    cache = [torch.zeros(4, 2, 2, 16, 64, dtype=torch.bfloat16) for _ in model.layers]
+    asked: list[int] = []
+
+    def num_threads() -> int:
+        asked.append(2)
+        return 2
+
+    made = CpuForward(library, model, cache, 64, num_threads, least_work=2 * config.multiplications)
+    for rows, times in ((1, 0), (2, 1)):
+        asked.clear()
+        at = torch.arange(rows)
+        made(StepInput(at, at, at, [rows], array("q", [rows]), [[0]]))
+        assert len(asked) == times
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
     torch.manual_seed(3)

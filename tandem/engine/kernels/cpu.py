@@ -38,7 +38,8 @@ _KNOWN = frozenset(
 class CpuForward:
     """Runs `model`, whose weights it packs, over `kv_cache` in steps of at most `max_tokens` tokens.
 
-    `num_threads` is asked before each pass; logits are computed with as many.
+    `num_threads` is asked before each pass; logits are computed with as many. A pass takes no more of them than have
+    `least_work` multiplications each.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class CpuForward:
         max_tokens: int,
         num_threads: Callable[[], int] = torch.get_num_threads,
         taps: Taps | None = None,
+        least_work: int = 1,
     ) -> None:
         self._library, self._model, self._num_threads, self._taps = library, model, num_threads, taps or Taps()
-        self._threads = 1
+        self._threads, self._least_work = num_threads(), least_work
         self._kv_cache = tuple(kv_cache)  # the structs below only point at it
         self._embed = PackedWeight(library, model.embed)
         self._head = self._embed if model.lm_head is model.embed else PackedWeight(library, model.lm_head)
@@ -153,7 +155,8 @@ class CpuForward:
         self._run(passed, first, end)
 
     def _run(self, passed: Step, first: int, end: int) -> None:
-        self._threads = self._num_threads()
+        most = 1 + passed.rows * self._model.config.multiplications // self._least_work
+        self._threads = min(most, self._num_threads()) if most > 1 else 1
         status = self._library.tandem_layers(
             ctypes.byref(self._struct), ctypes.byref(passed), first, end, self._threads
         )
