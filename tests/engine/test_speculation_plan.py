@@ -60,6 +60,22 @@ def test_what_the_machine_took_is_not_blamed_on_a_step() -> None:
     assert cost.at(2) < 1.1
 
 
+@pytest.mark.parametrize("longer", [3.0, 30.0])
+def test_a_bad_moment_is_forgotten(longer: float) -> None:
+    """The first steps with proposals took so many times as long: proposals that are right come all the same."""
+    plan, seq, proposed = Plan(), sequence(), 0
+    plan.passed_plain(1, 1.0)
+    for i in range(3000):
+        if count := plan.counts([seq], [4], 1)[0]:
+            plan.proposed(1, count, 0.05)
+            plan.passed(1, count, count, (1.0 + 0.05 * count) * (longer if i < 300 else 1.0))
+            plan.verified(seq, count, count)
+            proposed += count
+        else:
+            plan.passed_plain(1, 1.0)
+    assert proposed > 2000
+
+
 def test_one_pause_while_proposing_does_not_end_it_for_long() -> None:
     plan = measured(8.0, 0.1)
     seq = told(plan, 1.0)

@@ -20,6 +20,7 @@ from tandem.engine.step_cost import StepCost
 MEMORY, LONG_MEMORY = 8.0, 64.0  # proposals that count, of one sequence and of all
 PROOF = 4  # proposals, before which a proposer that has to read sequences first reads no more than one
 TRIES = 0.01
+MOST_FOR_A_TRY = 0.5  # of a plain step: tries wait for as much time, and hold a step's at most
 HOPE = 0.6
 FORGET_PLAIN = 0.9  # there are few plain steps where proposals pay
 
@@ -121,8 +122,9 @@ class Plan:
         return best
 
     def _try_some(self, counts: list[int], most: Items[int], num_rows: int) -> list[int]:
-        line = self._ahead if self._ahead.known else self._plain
-        price = self._passes.at(1) + max(line.line()[1], line.at(num_rows + 1) - self._plain.at(num_rows))
+        line, plain_s = self._ahead if self._ahead.known else self._plain, self._plain.at(num_rows)
+        price = self._passes.at(1) + max(line.line()[1], line.at(num_rows + 1) - plain_s)
+        price = min(price, MOST_FOR_A_TRY * plain_s)  # what it took in a bad moment is not believed for ever
         for _ in counts:
             if self._tries_s < price:
                 break
