@@ -102,13 +102,17 @@ class SendingEnd:
 
     @property
     def poll_s(self) -> float:
-        outbox = self._protocol.outbox
-        unready = bool(self._to_gather) or (bool(outbox) and outbox[0].later is not None)
+        first = self._first()
+        unready = bool(self._to_gather) or (first is not None and first.later is not None)
         return POLL_SECONDS if unready or (self._side is not None and self._side.busy) else math.inf
 
     def pending(self) -> bool:
-        outbox = self._protocol.outbox
-        return (bool(outbox) and outbox[0].ready) or self._new_to_gather
+        first = self._first()
+        return (first is not None and first.ready) or self._new_to_gather
+
+    def _first(self) -> Message | None:
+        with self._changed:  # another thread may be taking it
+            return self._protocol.outbox[0] if self._protocol.outbox else None
 
     def resume(self) -> bool:
         """Gathers what waits for it, as far as there are slots."""
