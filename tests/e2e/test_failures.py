@@ -1,4 +1,8 @@
-"""`kill -9` of a worker, alone in its role: what is begun goes on after its restart or ends by its deadline."""
+"""`kill -9` of a worker, alone in its role: what is begun goes on after its restart or ends by its deadline.
+
+Null engines that take their time: an answer of 200 tokens 5 s and the prompts together 3 s, so that each signal comes
+in the middle of them.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,33 @@ import pytest
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
+CLUSTER = """
+models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
+workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB}}}}}}}}
+pools:
+- {{{{name: prefill, role: prefill, model: m, settings: {{{{null_prefill_tokens_per_s: 2000}}}}}}}}
+- {{{{name: decode, role: decode, model: m, settings: {{{{null_decode_step_s: 0.025}}}}}}}}
+gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: require}}}}}}}}
+redis: {{{{port: {{redis}}}}}}
+"""
+
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    with running_cluster(tmp_path_factory.mktemp("failures"), "--disaggregation=require") as cluster:
+def started(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[RunningCluster]:
+    with running_cluster(tmp_path_factory.mktemp("failures"), file=CLUSTER.format(model=demo_model)) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def cluster(started: RunningCluster) -> RunningCluster:
+    """Ready, whatever the test before did to it."""
+    eventually(started.ready, BOUND_S, "ready")
+    return started
 
 
 def request(max_tokens: int, prompt: str = "def ") -> llm_pb2.GenerateRequest:
     sampling = llm_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return llm_pb2.GenerateRequest(model="tandem-demo", prompt=prompt, sampling=sampling)
+    return llm_pb2.GenerateRequest(model="null", prompt=prompt, sampling=sampling)
 
 
 def succeeds(cluster: RunningCluster) -> bool:
@@ -53,7 +74,7 @@ def test_the_only_decode_worker_killed_in_mid_stream(cluster: RunningCluster) ->
 
 
 def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_event(cluster: RunningCluster) -> None:
-    body = {"model": "tandem-demo", "prompt": "def ", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    body = {"model": "null", "prompt": "def ", "max_tokens": 1900, "stream": True, "ignore_eos": True}
     (pid,) = cluster.pids("decode")
     events: list[str] = []
     for timeout_ms in ("1500", "6000"):  # the longer one where this machine stood still before the first token
@@ -85,6 +106,7 @@ def test_prefill_killed_while_prompts_are_read(cluster: RunningCluster) -> None:
         time.sleep(0.05)
         os.kill(pid, signal.SIGKILL)
         assert {call.code() for call in calls} == {grpc.StatusCode.OK}
+        assert any("; after " in call.result().path.reason for call in calls)
     eventually(cluster.ready, BOUND_S, "ready after the prefill worker's restart")
     assert succeeds(cluster)
 
@@ -93,11 +115,8 @@ def test_redis_gone_for_a_moment_fails_no_request(cluster: RunningCluster) -> No
     """The gateway serves from its last view; workers register again."""
     import psutil
 
-    (server,) = [
-        p
-        for p in psutil.Process(cluster.process.pid).children(recursive=True)
-        if "redis-server" in " ".join(p.cmdline())
-    ]
+    processes = psutil.Process(cluster.process.pid).children(recursive=True)
+    (server,) = [process for process in processes if process.name() == "redis-server"]
     server.suspend()
     try:
         assert succeeds(cluster)

@@ -188,7 +188,7 @@ class FakeCommunicator:
         self._socket: socket.socket | None = None
         self._error = ""
         self._aborted_at: float | None = None
-        self._asked = b""
+        self._ends = threading.Lock()  # one thread connects, another may destroy
         if rank == 0:
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.setblocking(False)
@@ -196,8 +196,10 @@ class FakeCommunicator:
             self._listener.listen(1)
 
     def connected(self) -> bool:
-        if self._socket or self._error:
-            return True
+        with self._ends:
+            return bool(self._socket or self._error) or self._connect()
+
+    def _connect(self) -> bool:
         with suppress(BlockingIOError, ConnectionRefusedError):
             if self._listener:
                 self._socket = self._listener.accept()[0]
@@ -266,11 +268,12 @@ class FakeCommunicator:
             self.destroy()
 
     def destroy(self) -> None:
-        for sock in (self._socket, self._listener):
-            if sock:
-                sock.close()
-        self._socket = self._listener = None
-        self._error = self._error or "the communicator was destroyed"
+        with self._ends:
+            for sock in (self._socket, self._listener):
+                if sock:
+                    sock.close()
+            self._socket = self._listener = None
+            self._error = self._error or "the communicator was destroyed"
 
     def rank_id(self) -> int:
         return self._rank

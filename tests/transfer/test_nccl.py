@@ -114,7 +114,7 @@ def test_an_error_that_cupy_has_no_name_for_ends_the_link(pair: Pair, fakes: lis
         raise KeyError(6)  # what its table of names does with ncclRemoteError
 
     fakes[0].communicators[-1].check_async_error = unknown  # type: ignore[method-assign]
-    assert until(lambda: not old.healthy)
+    assert until(lambda: old.error is not None)
     assert "NCCL: KeyError(6)" in str(old.error)
     pair.moves("t", [1, 2], [6, 7])
 

@@ -102,7 +102,7 @@ class Link:
 
     @property
     def error(self) -> TransferError | None:
-        """Why the link ended; None while it lives."""
+        """Why the link ended; None until its transfers have been failed with it, soon after it is no longer healthy."""
         return self._end.error
 
     @property
