@@ -1,7 +1,8 @@
 """Every process is restarted, one after the other, beneath clients that retry as usual: nobody sees anything of it.
 
-Two gateways behind a balancer that only knows TCP; answers are longer than the workers' drain. It takes a minute or
-more, so `make soak` runs it, and `make test` does not.
+Two gateways behind a balancer that only knows TCP; answers are longer than the workers' drain. What the cluster can
+answer is measured first, then requests come at 80 % of it, however long the answers to those before them take. It takes
+two minutes or more, so `make soak` runs it, and `make test` does not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.chaos.balancer import balanced
 from tests.e2e.cluster import START_BOUND_S, STOP_BOUND_S, eventually, runs
 
-CALLERS, TOKENS = 3, 40
+TOKENS = 40
+SEQUENCES = 8  # a decode worker's at once: full long before this machine is, or the clients
+LOAD = 0.8
 RETRY = json.dumps(
     {
         "methodConfig": [
@@ -43,7 +46,7 @@ RETRY = json.dumps(
 )  # fmt: skip
 CLUSTER = """
 models: [{{id: m, name: nothing, weights: {{path: {model}}}}}]
-workers: {{settings: {{engine: "null", null_speedup: 0.2, drain_s: 0.3, kv_memory: 8MiB}}}}
+workers: {{settings: {{engine: "null", null_speedup: 0.2, drain_s: 0.3, kv_memory: 8MiB, max_num_seqs: {sequences}}}}}
 pools:
 - {{name: p, role: prefill, model: m, replicas: 2}}
 - {{name: d, role: decode, model: m, replicas: 2}}
@@ -82,7 +85,7 @@ def consecutive_ports() -> tuple[int, int, int]:
 def fleet(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[Fleet]:
     folder, (http, grpc_port, redis) = tmp_path_factory.mktemp("rolling"), consecutive_ports()
     file = folder / "cluster.yaml"
-    file.write_text(CLUSTER.format(model=demo_model, http=http, grpc=grpc_port, redis=redis))
+    file.write_text(CLUSTER.format(model=demo_model, http=http, grpc=grpc_port, redis=redis, sequences=SEQUENCES))
     command = [sys.executable, "-m", "tandem", "up", f"--file={file}", f"--logs={folder / 'logs'}"]
     with (folder / "up.log").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -96,19 +99,51 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterato
 
 
 class Load:
-    """Callers that ask without end, each always the same. Whatever is no whole answer stands in `failed`."""
+    """Requests of nine kinds, each always the same. Whatever is no whole answer stands in `failed`."""
 
     def __init__(self, client: openai.AsyncOpenAI, channel: grpc.aio.Channel) -> None:
         self.answered = 0
         self.failed: list[str] = []
         self._client, self._stub = client, llm_pb2_grpc.LLMServiceStub(channel)
         self._first: dict[int, str] = {}
-        kinds = (self._whole, self._stream, self._grpc)
-        self._tasks = [asyncio.create_task(self._ask(i, kinds[i % 3])) for i in range(3 * CALLERS)]
-        self._ends = False
+        self._asked = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def under_way(self) -> int:
+        return len(self._tasks)
+
+    async def capacity(self, seconds: float) -> float:
+        """Answers a second where there are always more requests than the workers take."""
+        loop = asyncio.get_running_loop()
+
+        async def answers(end: float) -> int:
+            before = self.answered
+            while loop.time() < end:
+                while self.under_way < 4 * SEQUENCES:
+                    self.ask()
+                await asyncio.sleep(0.02)
+            return self.answered - before
+
+        await answers(loop.time() + seconds / 2)
+        return await answers(loop.time() + seconds) / seconds
+
+    async def arrive(self, per_second: float) -> None:
+        """Without end."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            self.ask()
+            due += 1 / per_second
+            await asyncio.sleep(due - loop.time())
+
+    def ask(self) -> None:
+        task = asyncio.create_task(self._ask(self._asked % 9))
+        self._asked += 1
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def end(self) -> None:
-        self._ends = True
         await asyncio.gather(*self._tasks)
 
     async def cancel(self) -> None:
@@ -116,17 +151,16 @@ class Load:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _ask(self, i: int, kind: object) -> None:
-        assert callable(kind)
-        while not self._ends:
-            try:
-                said = await kind(f"caller {i} says")
-            except (openai.OpenAIError, grpc.aio.AioRpcError, httpx.HTTPError) as error:
-                self.failed.append(f"caller {i}: {error!r}")
-                continue
-            self.answered += 1
-            if said != self._first.setdefault(i, said):
-                self.failed.append(f"caller {i}: {said!r} after {self._first[i]!r}")
+    async def _ask(self, i: int) -> None:
+        kind = (self._whole, self._stream, self._grpc)[i % 3]
+        try:
+            said = await kind(f"caller {i} says")
+        except (openai.OpenAIError, grpc.aio.AioRpcError, httpx.HTTPError) as error:
+            self.failed.append(f"caller {i}: {error!r}")
+            return
+        self.answered += 1
+        if said != self._first.setdefault(i, said):
+            self.failed.append(f"caller {i}: {said!r} after {self._first[i]!r}")
 
     async def _whole(self, prompt: str) -> str:
         answer = await self._client.completions.create(
@@ -175,13 +209,20 @@ async def restarted(fleet: Fleet, service: str) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_every_process_is_restarted_beneath_load(fleet: Fleet) -> None:
     async with load(fleet) as clients:
-        await answered(clients, 3 * CALLERS)
+        capacity = await clients.capacity(10)
+        await clients.end()
+        print(f"the cluster answers {capacity:.1f} requests/s; {LOAD * capacity:.1f} come")
+        arriving = asyncio.create_task(clients.arrive(LOAD * capacity))
         for service in ("gateway", "decode", "prefill", "gateway", "kvstore", "decode"):
             await restarted(fleet, service)
-            await answered(clients, 3 * CALLERS)
+            most = clients.under_way
+            await answered(clients, 4 * SEQUENCES)
+            print(f"{service}: {most} under way as it was back, {clients.answered} answered in all")
             assert clients.failed == []
+        assert not arriving.done()
+        arriving.cancel()
         await clients.end()
     assert clients.failed == []
