@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
@@ -19,6 +23,7 @@ from tandem.engine import Engine, Request, SamplingParams
 from tandem.local import RedisServer
 from tandem.registry import Registry
 from tandem.worker import EngineStuck, Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
+from tandem.worker.build import LINK_CHECK_S
 from tests.registry.cluster import eventually
 
 Build = Callable[[WorkerContext], WorkerService]
@@ -45,8 +50,11 @@ async def running(settings: WorkerSettings, build: Build) -> AsyncIterator[Worke
         async with asyncio.timeout(60):
             await asyncio.wait({made, ended}, return_when=asyncio.FIRST_COMPLETED)
         worker, loop = made.result()
-        yield worker
-        loop.call_soon_threadsafe(worker.stop)
+        try:
+            yield worker
+        finally:
+            with suppress(RuntimeError):  # it has ended
+                loop.call_soon_threadsafe(worker.stop)
     finally:
         async with asyncio.timeout(60):
             await ended
@@ -80,52 +88,74 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
 
 async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) -> None:
     """Its lease is released and its sequence handed over at once, though the engine answers nothing any more."""
-    with RedisServer.start() as redis:
-        registry = Registry.connect(redis.url, timeout=30.0)
-        settings = DecodeSettings(
-            model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16,
-            null_decode_step_s=4, null_prefill_tokens_per_s=1e6, max_step_s=0.3,
-        )  # fmt: skip
+    slow = {"null_decode_step_s": 4, "null_prefill_tokens_per_s": 1e6, "max_step_s": 0.3}
 
-        async def gone() -> bool:
-            return not await registry.workers()
+    async def stick(worker: Worker) -> None:
+        request = Request("stuck", [1, 2, 3], SamplingParams(max_tokens=4))
+        await asyncio.wrap_future(worker.context.ports.engine.submit(lambda engine: engine.add(request)))
 
-        async def live() -> None:
-            async with running(settings, DecodeWorker) as worker:
-                while not worker.ready.is_set():
-                    await asyncio.sleep(0.01)
-                request = Request("stuck", [1, 2, 3], SamplingParams(max_tokens=4))
-                await asyncio.wrap_future(worker.context.ports.engine.submit(lambda engine: engine.add(request)))
-                await eventually(gone, "its lease is released")
-
-        with pytest.raises(EngineStuck, match="max_step_s"):
-            await live()
-        await registry.close()
+    with pytest.raises(EngineStuck, match="max_step_s"):
+        await lease_released(demo_model, stick, **slow)
 
 
 async def test_a_stuck_transfer_ends_the_worker_with_its_reason(demo_model: Path) -> None:
+    async def stick(worker: Worker) -> None:
+        service = worker._service
+        assert isinstance(service, DecodeWorker)
+        sequences = service._sequences
+        sequences._loop.call_soon_threadsafe(sequences.stuck.set_result, "transfer t1 is still being written")
+
+    with pytest.raises(RuntimeError, match="transfer t1 is still being written"):
+        await lease_released(demo_model, stick)
+
+
+async def lease_released(demo_model: Path, stick: Callable[[Worker], Awaitable[None]], **settings: Any) -> None:
+    """Until a decode worker that was ready and is made to stick is out of the registry; raises what it ended with."""
     with RedisServer.start() as redis:
         registry = Registry.connect(redis.url, timeout=30.0)
-        settings = DecodeSettings(
-            model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16
+        chosen = DecodeSettings(
+            model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16, **settings
         )
 
         async def gone() -> bool:
             return not await registry.workers()
 
-        async def live() -> None:
-            async with running(settings, DecodeWorker) as worker:
+        try:
+            async with running(chosen, DecodeWorker) as worker:
                 while not worker.ready.is_set():
                     await asyncio.sleep(0.01)
-                service = worker._service
-                assert isinstance(service, DecodeWorker)
-                sequences = service._sequences
-                sequences._loop.call_soon_threadsafe(sequences.stuck.set_result, "transfer t1 is still being written")
+                await stick(worker)
                 await eventually(gone, "its lease is released")
+        finally:
+            await registry.close()
 
-        with pytest.raises(RuntimeError, match="transfer t1 is still being written"):
-            await live()
+
+async def test_where_links_are_asked_for_a_worker_is_healthy_once_a_block_has_moved_and_no_earlier(
+    demo_model: Path,
+) -> None:
+    with RedisServer.start() as redis:
+        registry = Registry.connect(redis.url, timeout=30.0)
+        chosen = {
+            "model_path": demo_model, "redis_url": redis.url, "engine": "null", "num_blocks": 16, "ready_when": "linked"
+        }  # fmt: skip
+
+        async def registered() -> bool:
+            return len(await registry.workers()) == 1
+
+        async with running(DecodeSettings(worker_id="d", **chosen), DecodeWorker) as decode:
+            await eventually(registered, "it has its lease")
+            await asyncio.sleep(3 * LINK_CHECK_S)
+            assert not await healthy(decode)
+            async with running(PrefillSettings(worker_id="p", **chosen), PrefillWorker) as prefill:
+                for worker in (decode, prefill):
+                    await eventually(partial(healthy, worker), "it is linked")
         await registry.close()
+
+
+async def healthy(worker: Worker) -> bool:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def test_a_sequence_that_no_request_accounts_for_is_named(demo_model: Path) -> None:
