@@ -58,15 +58,16 @@ class Deadlines:
 
     def _end(self) -> None:
         over = self._loop.time() / SLOT_S + ROUNDING
-        while self._order and self._order[0] <= over:
-            slot = heappop(self._order)
-            while entries := self._slots.get(slot):
-                entry = next(iter(entries))
-                self._remove(entry)
-                entry.call(*entry.arguments)
-        while self._order and self._order[0] not in self._slots:
-            heappop(self._order)
-        self._wait()
+        try:
+            while self._order and (self._order[0] <= over or self._order[0] not in self._slots):
+                if entries := self._slots.get(self._order[0]):
+                    entry = next(iter(entries))
+                    self._remove(entry)
+                    entry.call(*entry.arguments)
+                else:
+                    heappop(self._order)
+        finally:  # should a call raise, which the loop reports, the others' time comes all the same
+            self._wait()
 
 
 class Entry:

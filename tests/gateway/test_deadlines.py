@@ -29,6 +29,24 @@ async def test_what_an_earlier_one_of_its_slot_cancels_is_not_called() -> None:
     assert not deadlines
 
 
+async def test_a_call_that_raises_is_reported_and_holds_up_no_other() -> None:
+    loop, deadlines, called, reported = asyncio.get_running_loop(), Deadlines(), list[str](), list[object]()
+    loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    error, at = KeyError("a bug"), loop.time() + 0.01
+
+    def broken() -> None:
+        raise error
+
+    deadlines.add(at, broken)
+    deadlines.add(at, called.append, "of its slot")
+    deadlines.add(at + 2 * SLOT_S, called.append, "later")
+    async with asyncio.timeout(5.0):
+        while deadlines:
+            await asyncio.sleep(SLOT_S)
+    assert called == ["of its slot", "later"]
+    assert reported == [error]
+
+
 async def test_a_bound_ends_its_block() -> None:
     deadlines, now = Deadlines(), asyncio.get_running_loop().time()
     bound = deadlines.until(now + 0.03)
