@@ -96,11 +96,11 @@ class GatewaySettings(ClusterSettings):
     interactive_ttft_s: float | None = Field(30, gt=0)
     batch_ttft_s: float | None = Field(None, gt=0)
     realtime_itl_s: float | None = Field(
-        None,
+        0.1,
         gt=0,
         description="prompts read beside its answers leave no more time between tokens; none: no target",
     )
-    interactive_itl_s: float | None = Field(None, gt=0)
+    interactive_itl_s: float | None = Field(0.1, gt=0)
     batch_itl_s: float | None = Field(None, gt=0)
     tenant_weights: dict[str, PositiveFloat] = Field({}, description="share of tokens within a class; 1 if not named")
     max_queued: int = Field(

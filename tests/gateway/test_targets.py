@@ -27,7 +27,7 @@ def settings(settings: GatewaySettings) -> GatewaySettings:
 
 def test_headers_go_before_the_class(settings: GatewaySettings) -> None:
     assert targets_of({}, 1, settings) == Targets(None, 0.5)
-    assert targets_of({}, -1, settings) == Targets(2.0, None)
+    assert targets_of({}, -1, settings) == Targets(2.0, 0.1)
     assert targets_of({TTFT: "1500", TPOT: "40"}, 1, settings) == Targets(1.5, 0.04)
 
 
@@ -41,7 +41,7 @@ def test_what_is_no_target_is_named(settings: GatewaySettings, name: str, said: 
 async def test_workers_are_told_the_target_between_tokens(http: httpx.AsyncClient, peers: Peers) -> None:
     for body, headers in ((BODY, {}), (BODY, {TPOT: "40"}), ({**BODY, "service_tier": "flex"}, {})):
         assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
-    assert [spec.itl_target_ms for spec in peers.decode.seen] == [0, 40, 500]
+    assert [spec.itl_target_ms for spec in peers.decode.seen] == [100, 40, 500]
 
 
 async def test_a_bad_header_is_a_400(http: httpx.AsyncClient) -> None:

@@ -86,7 +86,8 @@ class Costs:
         self.wanted = wanted
         prefills = [worker for worker in workers if worker.info.role is Role.PREFILL]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
-        self.token_s, self.usual = leveled(prefills, lambda load: per(load.prefill_tokens_per_s), 1 / 8192)
+        _, read_at_decode = leveled(decodes, lambda load: per(load.prefill_tokens_per_s), 1 / 8192)
+        self.token_s, self.usual = leveled(prefills, lambda load: per(load.prefill_tokens_per_s), read_at_decode)
         self.moved_s, _ = leveled(prefills, lambda load: per(load.transfer_tokens_per_s), 1 / 32768)
         busy = sum(self.queue(p) > 0 for p in prefills) / max(len(prefills), 1)
         self.own_work = 16 if wanted.policy == "auto" else 1 + 15 * busy**2
@@ -120,15 +121,18 @@ class Costs:
         reading = self.queue(p) * token_s + tokens * one_more
         return reading + self.uncached(d) * self.moved_s[p.info.worker_id] + self.writing(d)
 
-    def alone(self, d: Worker, token_s: float) -> float:
+    def alone(self, d: Worker, usual: float) -> float:
         measured, uncached = d.load.prefill_tokens_per_s, max(self.uncached(d), 1)
-        token_s = 1 / measured if measured else token_s
-        pause, paused = (self.queue(d) + uncached) * token_s, 1 + d.load.num_running + d.load.num_waiting
+        token_s = 1 / measured if measured else usual
+        waiting, paused = self.queue(d) * token_s, 1 + d.load.num_running + d.load.num_waiting
         step_s, target_s = self.step_s[d.info.worker_id], self.wanted.itl_target_s
         room_s = 0.9 * target_s - step_s
-        if paused > 1 and room_s > 0:
-            return pause * target_s / room_s + 15 * uncached * token_s + self.writing(d)
-        return (self.queue(d) + 16 * uncached) * token_s + paused * pause**2 / step_s + self.writing(d)
+        if room_s > 0:
+            slower = target_s / room_s
+            waiting *= slower if paused > 1 else 1
+            return waiting + uncached * (of_one(token_s, usual) * slower + 15 * usual) + self.writing(d)
+        pause = waiting + uncached * token_s
+        return waiting + 16 * uncached * token_s + paused * pause**2 / step_s + self.writing(d)
 
     def best(self, workers: list[Worker]) -> float:
         """The cheapest allowed route's cost; infinite if there is none."""

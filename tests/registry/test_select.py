@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -407,12 +408,13 @@ FAST, SLOW = {"prefill_tokens_per_s": 10_000.0}, {"prefill_tokens_per_s": 250.0}
         ({"p0": 4}, FAST, FAST, "remote"),
         ({"p0": 4, "d0": 4}, FAST, {**FAST, "num_running": 7}, "local"),
         ({}, SLOW, {}, "remote"),
+        ({}, {"queued_tokens": 5000}, {"prefill_tokens_per_s": 100.0, "step_s": 1.0}, "local"),
     ],
     ids=[
         "a cold prompt that pauses", "a cold prompt shorter than a step", "sequences run at decode",
         "decode reads slowly", "prefill reads slowly",
         "a queue at prefill", "decode holds it", "decode holds it and is slow and busy", "prefill holds it",
-        "both hold it", "decode has measured nothing",
+        "both hold it", "decode has measured nothing", "prefill has measured nothing",
     ],
 )  # fmt: skip
 async def test_auto_takes_what_costs_less(
@@ -468,6 +470,15 @@ async def test_auto_reads_beside_decodes_within_their_target(
     await registry.register(worker_info("p0", Role.PREFILL, **large), behind, TTL)
     route = await select(registry, prefill="auto", prompt_tokens=500, itl_target_s=target_s)
     assert route.reason.startswith(path), route.reason
+
+
+async def test_a_burst_to_an_idle_pair_is_read_by_both(registry: Registry) -> None:
+    idle, large = worker_load(step_s=0.020, prefill_tokens_per_s=512.0), {"num_blocks": 2000, "max_model_len": 2048}
+    await registry.register(worker_info("d0", Role.DECODE, **large), idle, TTL)
+    await registry.register(worker_info("p0", Role.PREFILL, **large), replace(idle, linked=("d0-first",)), TTL)
+    burst = [await select(registry, prefill="auto", prompt_tokens=256, itl_target_s=0.1) for _ in range(16)]
+    assert burst[0].prefill is not None
+    assert 6 <= sum(route.prefill is None for route in burst) <= 8
 
 
 async def test_a_step_that_seemed_slow_does_not_outweigh_a_hit(registry: Registry) -> None:

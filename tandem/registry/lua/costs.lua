@@ -18,7 +18,7 @@ local NOISE = 0.25
 -- On a busy machine rates are noisier than that. What waits or runs at a worker counts by its own rate; one more request
 -- takes everywhere as long as usual, unless the rate is further off than this.
 local NOISE_OF_ONE = 0.5
--- Of a pool in which no worker has measured itself yet.
+-- Of a model of which no worker has measured itself yet.
 local NOMINAL_TOKEN_S = 1 / 8192
 -- Also the room that a second copy of the token takes from other prefixes.
 local NOMINAL_TRANSFER_S = 1 / 32768
@@ -73,15 +73,19 @@ local function hits_on(rows, request)
   return hits
 end
 
--- Sets a rate that is within noise of the measured rows' mean, or not measured yet, to that mean (`nominal` where none
--- is). Returns the mean and the least.
-local function level(rows, rate, nominal)
-  local sum, measured, least, values, last = 0, 0, huge, rows.values, (rows.count - 1) * WIDTH
-  for at = 0, last, WIDTH do
+-- Of the rows that have measured it; `nominal` where none has.
+local function mean_of(rows, rate, nominal)
+  local sum, measured, values = 0, 0, rows.values
+  for at = 0, (rows.count - 1) * WIDTH, WIDTH do
     if values[at + rate] > 0 then sum, measured = sum + values[at + rate], measured + 1 end
   end
-  local mean = measured > 0 and sum / measured or nominal
-  for at = 0, last, WIDTH do
+  return measured > 0 and sum / measured or nominal
+end
+
+-- Sets a rate that is within noise of the rows' mean, or not measured yet, to that mean. Returns the mean and the least.
+local function level(rows, rate, nominal)
+  local mean, least, values = mean_of(rows, rate, nominal), huge, rows.values
+  for at = 0, (rows.count - 1) * WIDTH, WIDTH do
     local own = values[at + rate]
     if own == 0 or math.abs(own - mean) <= NOISE * mean then values[at + rate] = mean end
     least = math.min(least, values[at + rate])
@@ -89,9 +93,10 @@ local function level(rows, rate, nominal)
   return mean, least
 end
 
--- Sets rows.usual: the mean of token_s, of decode workers that of step_s; rows.fastest: the least of transfer_s.
-local function survey_prefills(rows)
-  rows.usual = level(rows, TOKEN_S, NOMINAL_TOKEN_S)
+-- Sets rows.usual: the mean of token_s, of decode workers that of step_s; rows.fastest: the least of transfer_s. Prefill
+-- workers that have not measured themselves are taken to read as decode workers do, which may have: they have the model.
+local function survey_prefills(rows, decodes)
+  rows.usual = level(rows, TOKEN_S, mean_of(decodes, TOKEN_S, NOMINAL_TOKEN_S))
   local _, fastest = level(rows, TRANSFER_S, NOMINAL_TRANSFER_S)
   rows.fastest = rows.count > 0 and fastest or 0
 end
@@ -172,14 +177,18 @@ end
 -- that it is compared with. Reading pauses each sequence that runs there, and this one when it does: a pause counts by
 -- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
 -- With a target between tokens, and steps that leave room below it, the prompt is read in that room: nobody sees a pause,
--- and reading takes as much longer as the room is less than the target.
+-- and reading takes as much longer as the room is less than the target. What waits there is read so where sequences run;
+-- the prompt itself always counts so, for until its turn comes some will.
 local function reading_alone(rows, d, compared_token_s)
   local at, values = (d - 1) * WIDTH, rows.values
-  local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or compared_token_s or NOMINAL_TOKEN_S
+  local usual = compared_token_s or NOMINAL_TOKEN_S
+  local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or usual
   local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
   local target_s, room_s = rows.target_s, PLANNED * rows.target_s - values[at + STEP_S]
-  if values[at + SEQUENCES] > 0 and room_s > 0 then
-    return (queue + tokens) * token_s * target_s / room_s + (OWN_WORK - 1) * tokens * token_s
+  if room_s > 0 then
+    local slower = target_s / room_s
+    local waiting = queue * token_s * (values[at + SEQUENCES] > 0 and slower or 1)
+    return waiting + tokens * (of_one(token_s, usual) * slower + (OWN_WORK - 1) * usual)
   end
   local pause = (queue + tokens) * token_s
   return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * pause * pause / values[at + STEP_S]

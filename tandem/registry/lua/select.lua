@@ -226,7 +226,7 @@ local read = {}
 local function pools(model)
   if not read[model] then
     read[model] = {read_rows('prefill', model), read_rows('decode', model)}
-    survey_prefills(read[model][1])
+    survey_prefills(read[model][1], read[model][2])
     survey_decodes(read[model][2])
   end
   return unpack(read[model])
