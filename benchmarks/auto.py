@@ -1,9 +1,11 @@
-"""`python -m benchmarks.auto`: does `auto` do as well as the better of always-remote and always-local prefill?
+"""`python -m benchmarks.auto`: does `auto` do as well as the best of always-remote and always-local prefill, and of as
+many workers with one process for both?
 
 1 mix       requests of Mooncake's trace by the kind of conversation they belong to, lengths scaled, Poisson arrivals;
             or, bursty, ten at a time behind one of a few system prompts
 2 replay    the same requests at the same times through three gateways of one fleet of null engines, one after another,
-            for some rounds; each time with a cache salt of its own, so none finds what another has cached
+            for some rounds; each time with a cache salt of its own, so none finds what another has cached; then through
+            as many workers that each read and write by themselves
 3 compare   goodput: the share of all requests whose TTFT and every ITL met the SLO. Of each policy the round of median
             goodput counts, for a pause of the machine can cost one round 5 %; benchmarks/out/auto.json keeps all
 """
@@ -35,6 +37,7 @@ from tandem.engine import StepTime
 RESULTS = OUT / "auto.json"
 TTFT_S, ITL_S = 1.0, 0.100
 GATEWAYS = {"remote": ("tandem", "require"), "local": ("local", "prefer"), "auto": ("tandem", "auto")}
+ALONE = {"one process": ("tandem", "auto")}  # which has no prefill workers
 # Slow enough that the machine's own noise is small beside it: 4,096 prompt tokens a second, 30 ms a decode step.
 STEP_TIME = StepTime(prefill_tokens_per_s=4096, decode_step_s=0.030, decode_sequence_s=0.0003)
 SHORT_TOKENS = 128
@@ -62,10 +65,8 @@ def main() -> None:
     } | asdict(STEP_TIME)
     found = earlier(RESULTS, setting, "found")
     for name in options.fleets:
-        prefill, decode = FLEETS[name]
-        goal = {"interactive_itl_s": ITL_S}
-        fleet = Fleet(prefill, decode, gateways=tuple(GATEWAYS.values()), step_time=STEP_TIME, gateway_settings=goal)
-        found[name] = found.get(name, {}) | asyncio.run(_run(fleet, options.mixes, options.load, options.rounds))
+        of_each = asyncio.run(_measure(*FLEETS[name], options.mixes, options.load, options.rounds))
+        found[name] = found.get(name, {}) | of_each
         RESULTS.write_text(json.dumps({"setting": setting, "found": found}, indent=2))
     _print(options.load, found)
 
@@ -115,15 +116,27 @@ def _as_many(requests: Iterable[Request], capacity: float, seconds: float) -> li
     return chosen
 
 
-async def _run(fleet: Fleet, mixes: Sequence[str], load: float, rounds: int) -> dict[str, Any]:
+async def _measure(prefill: int, decode: int, mixes: Sequence[str], load: float, rounds: int) -> dict[str, Any]:
     trace = read_trace(1.0)
-    capacity = load * (fleet.prefill + fleet.decode) * fleet.step_time.prefill_tokens_per_s
+    capacity = load * (prefill + decode) * STEP_TIME.prefill_tokens_per_s
+    requests = {mix: mixed(trace, MIXES[mix], capacity) if MIXES[mix] else bursty(capacity) for mix in mixes}
+    warm_up = mixed(trace, MIXES["all"], capacity, 5.0)  # so that every worker has measured itself
+    parts = await _run(prefill, decode, GATEWAYS, warm_up, requests, rounds)
+    alone = await _run(0, prefill + decode, ALONE, warm_up, requests, rounds)
+    return {mix: alone[mix] | parts[mix] for mix in mixes}
+
+
+async def _run(
+    prefill: int, decode: int, policies: Mapping[str, tuple[str, str]], warm_up: Sequence[Request],
+    requests: Mapping[str, Sequence[Request]], rounds: int,
+) -> dict[str, Any]:  # fmt: skip
+    goal = {"interactive_itl_s": ITL_S}
+    fleet = Fleet(prefill, decode, gateways=tuple(policies.values()), step_time=STEP_TIME, gateway_settings=goal)
     async with running(fleet) as addresses:
-        gateways = dict(zip(GATEWAYS, (address.grpc for address in addresses), strict=True))
-        for name, address in gateways.items():  # so that every worker has measured itself
-            await replay(mixed(trace, MIXES["all"], capacity, 5.0), [address], MODEL, f"warm-up {name}")
-        requests = {mix: mixed(trace, MIXES[mix], capacity) if MIXES[mix] else bursty(capacity) for mix in mixes}
-        return {mix: await _compare(requests[mix], gateways, mix, rounds) for mix in mixes}
+        gateways = dict(zip(policies, (address.grpc for address in addresses), strict=True))
+        for name, address in gateways.items():
+            await replay(warm_up, [address], MODEL, f"warm-up {name}")
+        return {mix: await _compare(asked, gateways, mix, rounds) for mix, asked in requests.items()}
 
 
 async def _compare(requests: Sequence[Request], gateways: Mapping[str, str], mix: str, rounds: int) -> dict[str, Any]:
@@ -168,10 +181,11 @@ def _options() -> argparse.Namespace:
 
 
 def _print(load: float, found: Mapping[str, Any]) -> None:
-    console = Console(width=120)
+    console = Console(width=160)
     console.print(f"goodput: TTFT within {TTFT_S:g} s, every ITL within {1000 * ITL_S:g} ms")
     console.print(f"load: {load:g} of what all workers could read, at most {MOST_PER_S:g} requests a second")
-    table = Table("fleet, mix", "requests", *GATEWAYS, "auto / better", "read locally", "TTFT p99 ms", "ITL p99 ms")
+    columns = ("auto / best", "read locally", "TTFT p99 ms", "ITL p99 ms")
+    table = Table("fleet, mix", "requests", *ALONE, *GATEWAYS, *columns)
     for fleet, mixes in found.items():
         for mix, runs in mixes.items():
             table.add_row(f"{fleet} {mix}", *_row(runs))
@@ -180,11 +194,11 @@ def _print(load: float, found: Mapping[str, Any]) -> None:
 
 def _row(runs: Mapping[str, Any]) -> list[str]:
     def each(figure: str) -> str:
-        return ", ".join(f"{runs[name][figure]:.0f}" for name in GATEWAYS)
+        return ", ".join(f"{run[figure]:.0f}" for run in runs.values())
 
-    better = max(runs["remote"]["goodput"], runs["local"]["goodput"])
-    goodputs = [_goodput(runs[name]) for name in GATEWAYS]
-    ratio = runs["auto"]["goodput"] / better if better else 1.0
+    best = max(run["goodput"] for name, run in runs.items() if name != "auto")
+    goodputs = [_goodput(run) for run in runs.values()]
+    ratio = runs["auto"]["goodput"] / best if best else 1.0
     local = f"{100 * runs['auto']['local']:.0f} %"
     return [str(runs["auto"]["requests"]), *goodputs, f"{ratio:.3f}", local, each("ttft_p99_ms"), each("itl_p99_ms")]
 

@@ -122,16 +122,15 @@ def _gateways(fleet: Fleet, http: list[int], grpc: list[int], redis: int) -> lis
 
 
 async def _ready(fleet: Fleet, ports: list[int]) -> None:
-    pairs = fleet.prefill * fleet.decode
     async with asyncio.timeout(READY_BOUND_S), httpx.AsyncClient(timeout=2.0) as client:
         for port in ports:
-            while not await _linked(client, port, pairs):
+            while not await _linked(client, port, fleet):
                 await asyncio.sleep(0.2)
 
 
-async def _linked(client: httpx.AsyncClient, port: int, pairs: int) -> bool:
+async def _linked(client: httpx.AsyncClient, port: int, fleet: Fleet) -> bool:
     try:
         found = (await client.get(f"http://127.0.0.1:{port}/health/ready")).json()
     except httpx.TransportError:
         return False
-    return bool(found["linked_pairs"] >= pairs)
+    return bool(found["decode_workers"] >= fleet.decode and found["linked_pairs"] >= fleet.prefill * fleet.decode)

@@ -26,11 +26,17 @@ class Pace:
             reading = seconds - self._decode_s * (num_written > 0)
             self._token_s = _average(self._token_s, max(reading, 0.0) / num_read)
 
-    def chunk(self, target_s: float, unmeasured: int) -> int:
-        """With which a step takes no longer than `target_s`; `unmeasured` before it is known how long steps take."""
+    def chunk(self, target_s: float, unmeasured: int, expects: bool = False) -> int:
+        """With which a step takes no longer than `target_s`; `unmeasured` before it is known how long steps take.
+
+        `expects`: with which that holds of it and the next one together, which reads no more than LEAST_CHUNK. For a
+        sequence that joins has its first token already, and waits for the step under way before its own.
+        """
         if not self._decode_s or not self._token_s:
             return min(unmeasured, self._most)
         fits = (PLANNED * target_s - self._decode_s) / self._token_s
+        if expects:
+            fits -= self._decode_s / self._token_s + LEAST_CHUNK
         return int(min(max(fits, LEAST_CHUNK), self._most))
 
 

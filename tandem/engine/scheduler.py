@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from heapq import merge
 from typing import NamedTuple
 
-from tandem.engine.pace import Pace
+from tandem.engine.pace import LEAST_CHUNK, Pace
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.sequence_blocks import Need, SequenceBlocks
 
@@ -99,6 +99,7 @@ class Scheduler:
         self._max_prefill_beside_decode, self._pace = max_prefill_beside_decode, pace
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
         self._num_read_tokens = self.num_preempted = self.num_swapped = 0
+        self._has_joined = False  # since the last step
         self._queues = {
             status: SequenceQueue(_turn if status is Status.WAITING else lambda seq: seq.key) for status in Status
         }
@@ -126,6 +127,7 @@ class Scheduler:
         self.blocks.register(seq)
         self.blocks.register_tail(seq)
         self._move(seq, Status.RUNNING)
+        self._has_joined = True
 
     def remove(self, seq: Sequence) -> None:
         """The sequence leaves, whatever it was doing."""
@@ -137,10 +139,11 @@ class Scheduler:
         self.blocks.release_lent()
         batch = Batch(self.max_num_batched_tokens)
         self._outrank()
+        joined, self._has_joined = self._has_joined, False
         longer = self._schedule_decodes(batch)
         if longer or self.waiting:
             if batch.scheduled:
-                batch.budget = min(batch.budget, self._beside(batch.scheduled))
+                batch.budget = min(batch.budget, self._beside(batch.scheduled, joined))
             self._schedule_reading(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
         if self._grows_ahead:
             for item in batch.scheduled:
@@ -148,11 +151,13 @@ class Scheduler:
                     self.blocks.extend(item.seq, 1)
         return batch.scheduled
 
-    def _beside(self, decodes: list[Scheduled]) -> int:
-        """How much of prompts a step with these may read."""
+    def _beside(self, decodes: list[Scheduled], joined: bool) -> int:
+        """How much of prompts a step with these may read. `joined`: some have waited for the step before."""
         targets = [item.seq.itl_target_s for item in decodes if item.seq.itl_target_s]
         usual = self._max_prefill_beside_decode
-        return self._pace.chunk(min(targets), usual) if targets else usual
+        if not targets:
+            return usual
+        return LEAST_CHUNK if joined else self._pace.chunk(min(targets), usual, expects=len(self.reserved) > 0)
 
     def _schedule_decodes(self, batch: Batch) -> list[Sequence]:
         """Returns the running sequences with more than one token left."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine import Engine, EngineConfig, Request, StepTime
+from tandem.engine import Engine, EngineConfig, Request, SampledToken, StepTime
 from tests.engine.tiny import SIZES, greedy, prompt_of
 
 # A decode step takes 20 ms, a prompt token 1 ms.
@@ -79,6 +79,24 @@ def test_the_tightest_target_of_a_step_counts(folder: Path) -> None:
     trial = Trial(folder)
     trial.warm_up()
     assert max(beside(trial, 0.300, others_s=0.050)) <= 0.050
+
+
+def test_one_that_joins_waits_for_the_step_under_way_and_has_its_token_within_the_target(folder: Path) -> None:
+    trial = Trial(folder)
+    trial.warm_up()
+    trial.add("answer", 8, 500, 0.100)
+    trial.engine.step()
+    trial.add("prompt", PROMPT, 1)
+    for name in ("first", "second", "third"):
+        request = Request(name, prompt_of(16, len(name)), greedy(500), itl_target_s=0.100)
+        assert trial.engine.reserve(request) is not None
+        handed_off = trial.clock.now
+        trial.engine.step()
+        trial.engine.join(name, SampledToken(1))
+        written = {output.request_id for output in trial.engine.step()}
+        assert name in written
+        assert trial.clock.now - handed_off <= 0.100
+    assert trial.engine.stats().queued_tokens > 0, "there was something to read all the time"
 
 
 def test_where_decodes_alone_take_longer_prompts_still_come_on(folder: Path) -> None:

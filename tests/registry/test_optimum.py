@@ -126,9 +126,9 @@ class Costs:
         token_s = 1 / measured if measured else usual
         waiting, paused = self.queue(d) * token_s, 1 + d.load.num_running + d.load.num_waiting
         step_s, target_s = self.step_s[d.info.worker_id], self.wanted.itl_target_s
-        room_s = 0.9 * target_s - step_s
+        room_s = 0.9 * target_s - 2 * step_s
         if room_s > 0:
-            slower = target_s / room_s
+            slower = (step_s + room_s) / room_s
             waiting *= slower if paused > 1 else 1
             return waiting + uncached * (of_one(token_s, usual) * slower + 15 * usual) + self.writing(d)
         pause = waiting + uncached * token_s

@@ -176,20 +176,21 @@ end
 -- What d's own reading adds to its cost. One that has read nothing yet is taken to read as fast as the prefill worker
 -- that it is compared with. Reading pauses each sequence that runs there, and this one when it does: a pause counts by
 -- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
--- With a target between tokens, and steps that leave room below it, the prompt is read in that room: nobody sees a pause,
--- and reading takes as much longer as the room is less than the target. What waits there is read so where sequences run;
--- the prompt itself always counts so, for until its turn comes some will.
+-- With a target between tokens, and room below it for two steps, the engine reads in that room: nobody sees a pause, and
+-- reading takes longer by its share of a step. What waits there is read so where sequences run; the prompt itself always
+-- counts so, for until its turn comes some will.
 local function reading_alone(rows, d, compared_token_s)
   local at, values = (d - 1) * WIDTH, rows.values
   local usual = compared_token_s or NOMINAL_TOKEN_S
   local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or usual
   local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
-  local target_s, room_s = rows.target_s, PLANNED * rows.target_s - values[at + STEP_S]
+  local step_s = values[at + STEP_S]
+  local room_s = PLANNED * rows.target_s - 2 * step_s
   if room_s > 0 then
-    local slower = target_s / room_s
+    local slower = (step_s + room_s) / room_s
     local waiting = queue * token_s * (values[at + SEQUENCES] > 0 and slower or 1)
     return waiting + tokens * (of_one(token_s, usual) * slower + (OWN_WORK - 1) * usual)
   end
   local pause = (queue + tokens) * token_s
-  return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * pause * pause / values[at + STEP_S]
+  return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * pause * pause / step_s
 end
