@@ -90,6 +90,7 @@ class Costs:
         self.token_s, self.usual = leveled(prefills, lambda load: per(load.prefill_tokens_per_s), read_at_decode)
         self.moved_s, _ = leveled(prefills, lambda load: per(load.transfer_tokens_per_s), 1 / 32768)
         busy = sum(self.queue(p) > 0 for p in prefills) / max(len(prefills), 1)
+        self.behind = wanted.policy == "auto" and all(self.queue(p) > 0 for p in prefills)
         self.own_work = 16 if wanted.policy == "auto" else 1 + 15 * busy**2
         self.step_s, self.usual_step = leveled(decodes, lambda load: load.step_s, 1 / 64)
 
@@ -127,7 +128,7 @@ class Costs:
         waiting, paused = self.queue(d) * token_s, 1 + d.load.num_running + d.load.num_waiting
         step_s, target_s = self.step_s[d.info.worker_id], self.wanted.itl_target_s
         room_s = 0.9 * target_s - 2 * step_s
-        if room_s > 0:
+        if room_s > 0 and (paused > 1 or self.behind):
             slower = (step_s + room_s) / room_s
             waiting *= slower if paused > 1 else 1
             return waiting + uncached * (of_one(token_s, usual) * slower + 15 * usual) + self.writing(d)

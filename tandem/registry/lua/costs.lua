@@ -105,6 +105,7 @@ local function survey_decodes(rows)
   rows.usual = level(rows, STEP_S, NOMINAL_STEP_S)
 end
 
+-- Sets rows.behind: whether none of them stands idle.
 -- Sets rows.own_work: beside readers that stand idle nobody is delayed, and a burst behind one prefix is read sooner by
 -- several of them. Squared, for where few are busy there is hardly ever anyone behind. Under auto a decode worker may
 -- read as well, and there is always someone there who is delayed.
@@ -113,6 +114,7 @@ local function weigh_work(rows, request)
   for at = 0, (rows.count - 1) * WIDTH, WIDTH do
     if max(values[at + TOKENS], values[at + QUEUED]) > 0 then busy = busy + 1 end
   end
+  rows.behind = busy == rows.count
   rows.own_work = request.policy == 'auto' and OWN_WORK or 1 + (OWN_WORK - 1) * (busy / rows.count) ^ 2
 end
 
@@ -177,16 +179,16 @@ end
 -- that it is compared with. Reading pauses each sequence that runs there, and this one when it does: a pause counts by
 -- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
 -- With a target between tokens, and room below it for two steps, the engine reads in that room: nobody sees a pause, and
--- reading takes longer by its share of a step. What waits there is read so where sequences run; the prompt itself always
--- counts so, for until its turn comes some will.
-local function reading_alone(rows, d, compared_token_s)
+-- reading takes longer by its share of a step. Where nothing runs, what waits there is read faster, but until this prompt's
+-- turn comes something will run; and there it is read only where prefill workers are `behind`.
+local function reading_alone(rows, d, compared_token_s, behind)
   local at, values = (d - 1) * WIDTH, rows.values
   local usual = compared_token_s or NOMINAL_TOKEN_S
   local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or usual
   local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
   local step_s = values[at + STEP_S]
   local room_s = PLANNED * rows.target_s - 2 * step_s
-  if room_s > 0 then
+  if room_s > 0 and (values[at + SEQUENCES] > 0 or behind) then
     local slower = (step_s + room_s) / room_s
     local waiting = queue * token_s * (values[at + SEQUENCES] > 0 and slower or 1)
     return waiting + tokens * (of_one(token_s, usual) * slower + (OWN_WORK - 1) * usual)

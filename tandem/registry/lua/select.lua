@@ -150,11 +150,11 @@ local function why_no_pair(prefills, decodes, request)
   return 'no prefill worker has the KV layout of a decode worker of model ' .. request.model, 'kv_layout'
 end
 
-local function best_alone(decodes, slack, compared_token_s)
+local function best_alone(decodes, slack, compared_token_s, behind)
   local costs, least, best = {}, huge, nil
   for d = 1, decodes.count do
     local writing = decodes.cost[d]
-    costs[d] = writing < least + slack and writing + reading_alone(decodes, d, compared_token_s) or huge
+    costs[d] = writing < least + slack and writing + reading_alone(decodes, d, compared_token_s, behind) or huge
     least = math.min(least, costs[d])
   end
   for d = 1, decodes.count do
@@ -187,7 +187,7 @@ local function choose(prefills, decodes, request)
   end
   if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
   pair.cost = pair.cost + TWO_CALLS_S
-  local alone = best_alone(decodes, slack, pair.token_s)
+  local alone = best_alone(decodes, slack, pair.token_s, prefills.behind)
   if alone.cost < pair.cost then return alone, cheaper(alone, pair) end
   return pair, cheaper(pair, alone)
 end
