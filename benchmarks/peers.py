@@ -3,7 +3,7 @@
 1. install    where the peer lives in an environment of its own, once
 2. start      its processes, as a session of their own, writing to a log
 3. ready      when its health URL answers 200 and one request was answered
-4. stop       SIGINT, then SIGKILL for what is left of the session
+4. stop       SIGTERM, then SIGKILL for what is left of the session
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def started(command: list[str], log: Path, environment: Mapping[str, str]) -> It
     try:
         yield process
     finally:
-        _signal(process.pid, signal.SIGINT, whole=False)
+        _signal(process.pid, signal.SIGTERM, whole=False)
         try:
             process.wait(STOP_BOUND_S)
         except subprocess.TimeoutExpired:
