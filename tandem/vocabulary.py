@@ -21,11 +21,15 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         raise FileNotFoundError(f"{file}: no such file")
     data = read_bytes(file)
     try:
-        return tokenizers.Tokenizer.from_buffer(data)
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # some damage makes the library panic, which is no Exception
         raise ValueError(f"{file}: {error}") from None
+    # Left from training: a prompt is neither as long as others that are encoded with it, nor cut.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 class Vocabulary:

@@ -13,8 +13,10 @@ from services.gateway.__main__ import make_gateway
 from services.gateway.text import Batches, Tokenizer
 from services.gateway.text.batches import BATCH
 from tandem.local import RedisServer
+from tandem.vocabulary import load_tokenizer
 from tests.gateway.conftest import make_settings
 from tests.gateway.peers import MODEL
+from tests.gateway.tiny_model import byte_level_tokenizer
 
 CHARACTERS = 12_000_000  # half a minute to tokenize
 CONTEXT = 512  # of the tiny model
@@ -120,3 +122,33 @@ async def test_an_error_of_a_batch_is_its_requests_and_no_later_ones() -> None:
     with pytest.raises(ZeroDivisionError):
         await batches.encode("x" * 7)
     assert await batches.encode("x" * 8) == [1]
+
+
+class Panic(BaseException):
+    """As the library's, which is no Exception."""
+
+
+async def test_a_text_that_cannot_be_encoded_fails_no_other_of_its_batch() -> None:
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        if any(len(text) == 7 for text in texts):
+            raise Panic("index out of bounds")
+        return [[len(text)] for text in texts]
+
+    batches = Batches(encode)
+    tasks = [asyncio.create_task(batches.encode("x" * length)) for length in (5, 6, 7, 8)]
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [found[0], found[1], found[3]] == [[5], [6], [8]]
+    assert isinstance(found[2], RuntimeError)
+    assert "index out of bounds" in str(found[2])
+
+
+async def test_no_prompt_is_padded_to_anothers_length_or_cut(tmp_path: Path) -> None:
+    """A tokenizer that was saved after training may ask for it."""
+    made = byte_level_tokenizer()
+    made.enable_padding()
+    made.enable_truncation(100)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(load_tokenizer(tmp_path))
+    texts = ["the quick brown fox " * count for count in (300, 400, 500)]
+    found = await asyncio.gather(*(tokenizer.encode(text, True) for text in texts))
+    assert [tokenizer.decode(ids) for ids in found] == texts

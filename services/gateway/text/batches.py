@@ -16,7 +16,8 @@ from typing import TypeAlias
 
 BATCH = 2**16
 Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
-Waiting: TypeAlias = "tuple[str, asyncio.Future[list[int]]]"
+Outcome: TypeAlias = "list[int] | Exception"
+Waiting: TypeAlias = "tuple[str, asyncio.Future[Outcome]]"
 
 
 class Batches:
@@ -30,19 +31,19 @@ class Batches:
 
     async def encode(self, text: str) -> list[int]:
         if len(text) >= BATCH:
-            return (await asyncio.to_thread(self._encode, [text]))[0]
-        found: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+            return _result((await asyncio.to_thread(self._read, [text]))[0])
+        found: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((text, found))
         if not self._running:
             self._begin()
-        return await found
+        return _result(await found)
 
     def _begin(self) -> None:
         batch = self._next()
         self._running = bool(batch)
         if batch:
             texts = [text for text, _ in batch]
-            encoding = asyncio.get_running_loop().run_in_executor(None, self._encode, texts)
+            encoding = asyncio.get_running_loop().run_in_executor(None, self._read, texts)
             encoding.add_done_callback(partial(self._end, batch))
 
     def _next(self) -> list[Waiting]:
@@ -55,13 +56,23 @@ class Batches:
                 room -= len(text)
         return batch
 
-    def _end(self, batch: Sequence[Waiting], encoding: asyncio.Future[list[list[int]]]) -> None:
-        error = encoding.exception()
-        for i, (_, found) in enumerate(batch):
-            if found.done():
-                continue
-            if error is None:
-                found.set_result(encoding.result()[i])
-            else:
-                found.set_exception(error)
+    def _end(self, batch: Sequence[Waiting], encoding: asyncio.Future[list[Outcome]]) -> None:
+        for (_, found), outcome in zip(batch, encoding.result(), strict=True):
+            if not found.done():
+                found.set_result(outcome)
         self._begin()
+
+    def _read(self, texts: Sequence[str]) -> list[Outcome]:
+        """On the thread. A text that cannot be encoded fails by itself."""
+        try:
+            return list(self._encode(texts))
+        except BaseException as error:  # some input might make the library panic, which is no Exception
+            if len(texts) > 1:
+                return [self._read([text])[0] for text in texts]
+            return [error if isinstance(error, Exception) else RuntimeError(f"the tokenizer: {error}")]
+
+
+def _result(outcome: Outcome) -> list[int]:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
