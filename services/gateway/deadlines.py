@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from types import TracebackType
 from typing import Any
 
 SLOT_S = 0.02
 ROUNDING = 1e-6  # of a slot
+MOST_EMPTY = 64  # slots that are kept until their time, beside as many as there are others
 
 
 class Deadlines:
@@ -36,6 +37,9 @@ class Deadlines:
             return entry
         self._slots[slot] = {entry: None}
         heappush(self._order, slot)
+        if len(self._order) > MOST_EMPTY + 2 * len(self._slots):
+            self._order = list(self._slots)
+            heapify(self._order)
         if self._order[0] == slot:
             self._wait()
         return entry
@@ -85,10 +89,11 @@ class Entry:
 class Bound:
     """As asyncio.timeout_at, for use with `with`."""
 
-    __slots__ = ("_at", "_cancelling", "_deadlines", "_entry", "_task", "expired")
+    __slots__ = ("__weakref__", "_at", "_cancelling", "_deadlines", "_entry", "_task", "expired")
 
     def __init__(self, deadlines: Deadlines, at: float) -> None:
         self._deadlines, self._at = deadlines, at
+        self._entry: Entry | None = None
         self.expired = False
 
     def __enter__(self) -> Bound:
@@ -99,15 +104,17 @@ class Bound:
         return self
 
     def expire(self) -> None:
-        """Now. Only within the block."""
-        self._entry.cancel()
-        if not self.expired:
+        """Now, unless the block is over."""
+        if self._entry is not None and not self.expired:
+            self._entry.cancel()
             self.expired = True
             self._task.cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        assert self._entry is not None
         self._entry.cancel()
+        self._entry = None  # it refers to this: so the task is released now, and not by a search for garbage
         if self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error

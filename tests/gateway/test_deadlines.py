@@ -1,8 +1,10 @@
 import asyncio
+import gc
+import weakref
 
 import pytest
 
-from services.gateway.deadlines import SLOT_S, Deadlines
+from services.gateway.deadlines import SLOT_S, Bound, Deadlines
 
 
 async def test_each_is_called_once_in_order_and_never_early() -> None:
@@ -86,3 +88,36 @@ async def test_a_cancellation_from_outside_stays_one() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not deadlines
+
+
+async def test_what_was_cancelled_is_not_kept_until_its_time() -> None:
+    deadlines, now = Deadlines(), asyncio.get_running_loop().time()
+    kept = deadlines.add(now + 600, print)
+    for i in range(10_000):
+        deadlines.add(now + 600 + i / 10, print).cancel()
+    assert len(deadlines) == 1
+    assert len(deadlines._order) < 200
+    kept.cancel()
+
+
+async def test_a_bound_that_is_over_keeps_nothing_of_its_task() -> None:
+    deadlines, now = Deadlines(), asyncio.get_running_loop().time()
+
+    async def bounded() -> weakref.ref[Bound]:
+        with deadlines.until(now + 30) as bound:
+            await asyncio.sleep(0)
+            return weakref.ref(bound)
+
+    gc.disable()
+    try:
+        assert (await asyncio.create_task(bounded()))() is None
+    finally:
+        gc.enable()
+
+
+async def test_a_bound_may_be_ended_when_its_block_is_over() -> None:
+    with Deadlines().until(asyncio.get_running_loop().time() + 30) as bound:
+        pass
+    bound.expire()
+    await asyncio.sleep(0)
+    assert not bound.expired
