@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Scope
 
+from services.gateway.errors import TimedOut
 from services.gateway.http import HttpServer
+from services.gateway.http.exchange import Exchange
 from tandem.local import free_ports
 
 
@@ -29,3 +33,22 @@ async def test_it_answers_where_it_listens(host: str, url: str) -> None:
             assert (await client.get(f"http://{url}:{port}/")).status_code == 204
     finally:
         await server.stop()
+
+
+async def test_an_end_that_the_client_did_not_read_is_not_followed_by_another() -> None:
+    sent: list[bool] = []
+
+    async def send(message: Message) -> None:
+        if "more_body" in message:
+            sent.append(message["more_body"])
+        if sent:
+            await asyncio.sleep(60)  # the client reads nothing
+
+    scope: Scope = {"headers": [], "http_version": "1.1"}
+    exchange = Exchange(scope, asyncio.Future, send, lambda: "id", lambda: False)
+    await exchange.open({})
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await exchange.close()
+    await exchange.fail(TimedOut("the request's deadline passed"), {})
+    assert sent == [False]

@@ -43,7 +43,7 @@ class Exchange:
         self._send = send
         self._keeps_alive = scope["http_version"].startswith("1")
         self._leaving = leaving
-        self._streaming = False
+        self._streaming = self._closing = False
         self._last = False  # the connection is of no more use
         self._held = b""
         self._unwritten: _Begun | None = None
@@ -121,10 +121,14 @@ class Exchange:
         self._held += event
 
     async def close(self) -> None:
+        self._closing = True
         await self._write(self._held + DONE, more=False)
 
     async def fail(self, error: GatewayError, headers: Mapping[str, str]) -> None:
         """The typed end of a request. A client that does not read it within FAIL_WAIT_S goes without."""
+        if self._closing:
+            log.warning("a client did not read the end of its answer", request_id=self.request_id, error=error.message)
+            return
         try:
             async with asyncio.timeout(FAIL_WAIT_S):
                 await self.written()
