@@ -40,7 +40,7 @@ class EnginePort(ABC):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.stats = engine.stats()
+        self.stats = self._measured = engine.stats()
         self.rates = Rates()
         self._calls: list[Call] = []
 
@@ -136,7 +136,8 @@ class EnginePort(ABC):
 
     def _measure(self, seconds: float) -> bool:
         """Note what a step of so many seconds did; False if it brought nothing on."""
-        before, self.stats = self.stats, self.engine.stats()
+        before, self.stats = self._measured, self.engine.stats()
+        self._measured = self.stats
         read = self.stats.num_read_tokens - before.num_read_tokens
         written = self.stats.num_written_tokens - before.num_written_tokens
         if read or written:

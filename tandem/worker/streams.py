@@ -73,7 +73,7 @@ class Outbox:
 
     def take(self) -> worker_pb2.WorkResponse:
         self.changed.clear()
-        if self._held and (self._overdue or self._keeps_up):
+        if self._overdue or (self._held and self._keeps_up):
             self.close()
             self._timer, self._overdue = None, False
             self._ready += map(conversion.output_to_proto, self._held.values())

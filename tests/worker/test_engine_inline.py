@@ -92,3 +92,18 @@ async def test_calls_of_one_turn_reach_the_engine_together(demo_model: Path) -> 
     assert [str(value) for value in await asyncio.gather(*calls, return_exceptions=True)] == ["None", "wrong", "3"]
     assert len(submitted) == len(at) == 1
     port.close()
+
+
+async def test_what_is_done_beside_a_step_does_not_hide_it_from_the_rates(demo_model: Path) -> None:
+    ended, steps = asyncio.Event(), list[tuple[int, int]]()
+    port = InlineEngine(config(demo_model, STEPS))
+    port.rates.step = lambda read, written, seconds: steps.append((read, written))  # type: ignore[method-assign]
+    port.start(lambda outputs: ended.set() if outputs[-1].finished else None, lambda error: None)
+    await port.call(lambda engine: engine.add(sequence()))
+    async with asyncio.timeout(60):
+        while not ended.is_set():
+            port.beside_step(lambda engine: engine.has_work())
+            await asyncio.sleep(0.001)
+    assert sum(read for read, _ in steps) == 40
+    assert sum(written for _, written in steps) == 7  # the first was drawn as the prompt had been read
+    port.close()

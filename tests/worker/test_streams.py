@@ -218,3 +218,25 @@ async def test_a_call_cancelled_while_it_writes_has_ended_too() -> None:
     task.cancel()
     await asyncio.wait([task])
     assert ended == ["g"]
+
+
+async def test_a_wait_that_ended_with_nothing_held_leaves_the_next_tokens_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tandem.worker.streams.MOST_S", 0.01)
+    streams, stream = await held_up()
+    streams.send("g", output("s0", 2, at=2))
+    streams.send("g", output("s0", 3, at=3, end=FinishReason.LENGTH))
+    assert said(await anext(stream)) == [("s0", 2, [2, 3])]
+
+    async def next_tokens() -> list[tuple[str, int, list[int]]]:
+        while not (found := said(await anext(stream))):
+            pass
+        return found
+
+    reading = asyncio.create_task(next_tokens())
+    await asyncio.sleep(0.05)
+    streams.send("g", output("s1", 2, at=2))
+    async with asyncio.timeout(10):
+        assert await reading == [("s1", 2, [2])]
+    streams.close()
