@@ -213,3 +213,18 @@ def test_it_never_takes_longer_than_is_stated(step: str, streams: int) -> None:
 def test_what_pays_is_done(chance: float, gain: float) -> None:
     plain, ahead = (World(STEPS["line"], lambda _: chance).spent(method, 1, 200) for method in METHODS)
     assert plain / ahead > gain
+
+
+@pytest.mark.parametrize("slow", ["proposing", "verifying"])
+def test_a_pause_in_the_first_try_does_not_end_it_for_long(slow: str) -> None:
+    plan, seq, proposed = Plan(), sequence(), list[int]()
+    for i in range(400):
+        if count := plan.counts([seq], [4], 1)[0]:
+            pause = 0.0 if proposed else 1e4
+            plan.proposed(1, count, 0.05 + pause * (slow == "proposing"))
+            plan.passed(1, count, count, 1.0 + 0.05 * count + pause * (slow == "verifying"))
+            plan.verified(seq, count, count)
+            proposed.append(i)
+        else:
+            plan.passed_plain(1, 1.0)
+    assert len(proposed) > 100

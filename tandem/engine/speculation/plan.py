@@ -46,8 +46,11 @@ class Plan:
     def proposed(self, num_seqs: int, num_ahead: int, seconds: float) -> None:
         """Proposing up to `num_ahead` tokens for so many took so long."""
         passes = max(1, num_ahead)
-        self._account.spend(passes * self._passes.at_most(num_seqs, seconds / passes))
-        self._passes.add(num_seqs, seconds / passes)
+        if not self._passes.known:
+            seconds = self._plain.at_most(num_seqs, seconds)
+        pass_s = self._passes.at_most(num_seqs, seconds / passes)
+        self._account.spend(passes * pass_s)
+        self._passes.add(num_seqs, pass_s)
 
     def caught_up(self, seconds: float) -> None:
         """Proposing took so long because sequences were to be read first: later tries wait for as much time."""
@@ -62,11 +65,12 @@ class Plan:
     def passed(self, num_seqs: int, num_proposed: int, own: int, seconds: float) -> None:
         """A step of so many sequences and `num_proposed` tokens, of which `own` were this proposer's, took so long."""
         rows = num_seqs + num_proposed
+        usual = self._ahead if self._ahead.known else self._plain
+        seconds = usual.at_most(rows, seconds)
         self._ahead.add(rows, seconds)
         if self._plain.known:
             self._earn(num_seqs, 1)
-            longer = self._ahead.at_most(rows, seconds) - self._plain.at(num_seqs)
-            self._account.spend(longer * own / num_proposed)
+            self._account.spend((seconds - self._plain.at(num_seqs)) * own / num_proposed)
 
     def passed_reading(self, own: int) -> None:
         """A step that also read prompts had so many proposed tokens, which took what they take elsewhere."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import groupby
+from math import inf
 
 from tandem.engine.scheduler import Scheduled, Scheduler
 from tandem.engine.sequence import Sequence
@@ -28,7 +29,8 @@ class Speculator:
         self._jump_forward = jump_forward
         self._forced: set[str] = set()
         self._guessed, self._wanted = Counter[str](), set[str]()  # by method: proposed tokens; asked for
-        self._resting, self._since_plain = 0, PLAIN_EVERY
+        self._resting = 0
+        self._since_plain = inf  # no plain step has been seen
         self.num_proposed = self.num_accepted = 0
 
     @property
@@ -88,7 +90,9 @@ class Speculator:
             return False
         if self._proposers:
             self._wanted = {item.seq.speculative.method for item in batch} & self._proposers.keys()
-        return bool(self._wanted) and self._since_plain < PLAIN_EVERY
+        # While prompts are read no step can be plain.
+        seen = PLAIN_EVERY if all(map(_decodes, batch)) else inf
+        return bool(self._wanted) and self._since_plain < seen
 
     def _force(self, seq: Sequence, room: int) -> int:
         """What its grammar leaves no choice about is proposed at once; returns how much that is."""
