@@ -194,15 +194,16 @@ class Run:
 
     def _is_excused(self, request: Request, reply: Reply, took: float, timeout_s: float) -> bool:
         """Whether a request may have failed like this, given what has happened."""
-        touched = self.faults.touched
+        touched, tight = self.faults.touched, self.schedule.shape.num_blocks < AMPLE_BLOCKS
+        # Where blocks are few, also for those that somebody holds who reads slowly.
+        slow = any(one.read_pause_s > 0 for one in self.schedule.requests) if tight else request.read_pause_s > 0
+        held_up = slow or sum(touched.values()) > 0
         if reply.code is StatusCode.DEADLINE_EXCEEDED:
-            tight = self.schedule.shape.num_blocks < AMPLE_BLOCKS
-            # Where blocks are few, also for those that somebody holds who reads slowly.
-            slow = any(one.read_pause_s > 0 for one in self.schedule.requests) if tight else request.read_pause_s > 0
             ample_s = 2 * AMPLE_S if tight else AMPLE_S
-            return took >= timeout_s - 0.01 and (timeout_s < ample_s or slow or sum(touched.values()) > 0)
-        if reply.code is StatusCode.RESOURCE_EXHAUSTED:  # at once, by a forecast: it would end too late
-            return timeout_s < AMPLE_S and not reply.token_ids and took < timeout_s
+            return took >= timeout_s - 0.01 and (timeout_s < ample_s or held_up)
+        if reply.code is StatusCode.RESOURCE_EXHAUSTED:  # by a forecast at once, or once its class waits no longer
+            in_time = timeout_s < AMPLE_S and took < timeout_s
+            return not reply.token_ids and (in_time or (held_up and took > AMPLE_S))
         return reply.code is StatusCode.UNAVAILABLE and self._may_be_unavailable(request, reply)
 
     def _may_be_unavailable(self, request: Request, reply: Reply) -> bool:
