@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,6 +31,22 @@ from tandem.engine.step_time import StepTime
 from tandem.engine.types import EngineConfig, SampledToken
 
 Digests = NDArray[np.uint64]
+Cells = tuple[NDArray[np.int64], slice, NDArray[np.int64]]
+NO_DIGESTS: Digests = np.empty(0, np.uint64)
+
+
+class Slots(NamedTuple):
+    """Where the KV of a sequence's tokens lies, those of the step under way last: blocks and offsets (tokens,)."""
+
+    blocks: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    def until(self, end: int) -> Cells:
+        """An index into a layer's cells."""
+        return self.blocks[:end], slice(None), self.offsets[:end]
+
+    def since(self, start: int) -> Cells:
+        return self.blocks[start:], slice(None), self.offsets[start:]
 
 
 def null_layout(config: EngineConfig) -> KVLayout:
@@ -50,50 +68,65 @@ class NullRunner:
         self._step_time, self._kv_cache, self._vocab_size, self._sleep = step_time, kv_cache, vocab_size, sleep
         self._block_size = kv_cache[0].shape[3]
         self._cells = [_cells(kv) for kv in kv_cache]
+        self._expected: WeakKeyDictionary[Sequence, Digests] = WeakKeyDictionary()
 
     def execute(self, batch: list[Scheduled]) -> dict[str, list[SampledToken]]:
         """Spend the time that computing `batch` takes; returns and sets errors as the model's runner does."""
         if not batch:
             return {}
-        for item in batch:
-            self._attend(item.seq)
-        batch = [item for item in batch if item.seq.error is None]
-        for seq, num_tokens, _ in batch:
+        slots = [self._slots(item) for item in batch]
+        for item, at in zip(batch, slots, strict=True):
+            self._attend(item.seq, at)
+        whole = [(item, at) for item, at in zip(batch, slots, strict=True) if item.seq.error is None]
+        for (seq, num_tokens, _), _ in whole:
             end = min(seq.num_computed_tokens + num_tokens, seq.num_prompt_logprobs)
             seq.prompt_logprobs += map(_certain, seq.token_ids[len(seq.prompt_logprobs) + 1 : end + 1])
-        self._run_layers(batch, [self._next_digests(item) for item in batch])
-        return {item.seq.request_id: self._sample(item.seq) for item in batch if item.samples}
+        self._run_layers(whole)
+        return {item.seq.request_id: self._sample(item.seq) for item, _ in whole if item.samples}
 
-    def _run_layers(self, batch: list[Scheduled], digests: list[Digests]) -> None:
-        completed = [blocks for item in batch if (blocks := completed_blocks(item, self._block_size))]
-        share = self._step_time.seconds(item.num_tokens for item in batch) / len(self._cells)
+    def _run_layers(self, whole: list[tuple[Scheduled, Slots]]) -> None:
+        completed = [blocks for item, _ in whole if (blocks := completed_blocks(item, self._block_size))]
+        new = [(self._next_digests(item), at.since(item.seq.num_computed_tokens)) for item, at in whole]
+        share = self._step_time.seconds(item.num_tokens for item, _ in whole) / len(self._cells)
         for layer, kv in enumerate(self._kv_cache):
             self._sleep(share)
-            for item, new in zip(batch, digests, strict=True):
-                at = self._slots(item.seq, item.seq.num_computed_tokens, len(new))
-                self._cells[layer][at] = _as_kv(new, layer)
+            for digests, at in new:
+                self._cells[layer][at] = _as_kv(digests, layer)
             for blocks in completed:
                 blocks.push_layer(layer, kv)
         for blocks in completed:
             blocks.done()
 
-    def _attend(self, seq: Sequence) -> None:
+    def _attend(self, seq: Sequence, slots: Slots) -> None:
         length = seq.num_computed_tokens
         if length == 0:
             return
-        expected, at = np.cumsum(_mix(seq, 0, length)), self._slots(seq, 0, length)
+        expected, at = self._expected_of(seq, length), slots.until(length)
         for layer, cells in enumerate(self._cells):
-            wrong = (cells[at] != _as_kv(expected, layer)).any(axis=1)
-            if wrong.any():
-                position = int(wrong.argmax())
+            right = cells[at] == _as_kv(expected, layer)
+            if not right.all():
+                position = int(right.all(axis=1).argmin())
                 seq.error = f"KV is damaged: position {position} of layer {layer} is not what the tokens say"
                 return
+
+    def _expected_of(self, seq: Sequence, length: int) -> Digests:
+        """What the first `length` tokens say; known tokens never change, so their digests are kept."""
+        known = self._expected.get(seq, NO_DIGESTS)
+        if len(known) < length:
+            more = np.cumsum(_mix(seq, len(known), length))
+            known = self._expected[seq] = np.concatenate((known, more + known[-1] if len(known) else more))
+        return known[:length]
 
     def _next_digests(self, item: Scheduled) -> Digests:
         """Those of the tokens that this step computes, on from the KV of the one before them."""
         seq, start = item.seq, item.seq.num_computed_tokens
         digests = np.cumsum(_mix(seq, start, start + item.num_tokens))
-        return digests + self._cells[0][self._slots(seq, start - 1, 1)][:, 0] if start else digests
+        return digests + self._digest(seq, start - 1) if start else digests
+
+    def _digest(self, seq: Sequence, position: int) -> np.uint64:
+        block, offset = divmod(position, self._block_size)
+        digest: np.uint64 = self._cells[0][seq.block_table[block], 0, offset]
+        return digest
 
     def _sample(self, seq: Sequence) -> list[SampledToken]:
         rows: list[Row] = [seq, *(Ahead(seq, count) for count in range(1, len(seq.proposed) + 1))]
@@ -101,9 +134,9 @@ class NullRunner:
 
     def _draw(self, seq: Sequence, row: Row) -> SampledToken:
         sampling, last = row.sampling, row.answer_start + row.num_output_tokens - 1
-        digest = self._cells[0][self._slots(seq, last, 1)][0, 0]
         seed = sampling.seed % 2**64 if sampling.temperature > 0 else 0
-        key = digest.tobytes() + seed.to_bytes(8, "little") + row.num_output_tokens.to_bytes(8, "little")
+        numbers = int(self._digest(seq, last)), seed, row.num_output_tokens
+        key = b"".join(number.to_bytes(8, "little") for number in numbers)
         first = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
         drawn = ((first + i) % self._vocab_size for i in range(self._vocab_size))
         token_id = next((t for t in drawn if t not in sampling.stop_token_ids), first % self._vocab_size)
@@ -111,12 +144,9 @@ class NullRunner:
             return SampledToken(token_id)
         return _certain(token_id)._replace(top=((token_id, 0.0),)[: sampling.logprobs])
 
-    def _slots(self, seq: Sequence, start: int, count: int) -> tuple[NDArray[np.int64], slice, NDArray[np.int64]]:
-        """Where the KV of `count` tokens from `start` on lies: an index into a layer's cells."""
-        first = start // self._block_size
-        blocks = np.array(seq.block_table[first : -(-(start + count) // self._block_size)])
-        positions = np.arange(start, start + count)
-        return blocks[positions // self._block_size - first], slice(None), positions % self._block_size
+    def _slots(self, item: Scheduled) -> Slots:
+        positions = np.arange(item.seq.num_computed_tokens + item.num_tokens)
+        return Slots(np.array(item.seq.block_table)[positions // self._block_size], positions % self._block_size)
 
 
 def _certain(token_id: int) -> SampledToken:
