@@ -187,7 +187,7 @@ class Registry:
         if prompt_tokens < 1 or max_new_tokens < 0:
             raise ValueError(f"prompt_tokens and max_new_tokens must not be {prompt_tokens} and {max_new_tokens}")
         reservation = f"{request_id}/{self._connection.client_id}/{next(self._numbers)}"
-        excluded = json.dumps(list(exclude)) if exclude else "[]"
+        excluded = json.dumps(sorted(exclude)) if exclude else "[]"
         arguments = (
             reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl), excluded, prefix.revision,
             prefix.block_size, prefix.marks, prefix.held, "-" if adapted is None else " ".join(adapted),

@@ -69,7 +69,7 @@ class BlockPublisher:
         self._stored -= stored
         self._removed -= removed
         try:
-            await self._registry.publish_blocks(*self._owner, list(stored), list(removed))
+            await self._registry.publish_blocks(*self._owner, sorted(stored), sorted(removed))
         except RegistryUnavailable:
             self._stored |= stored & self._held
             self._removed |= removed - self._held

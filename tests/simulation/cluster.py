@@ -45,6 +45,8 @@ LOOKING_TIMEOUT_S = 2.0
 READY_S = 30.0
 SWAP_BYTES = 6 * 4 * 32  # a few blocks of the null engine
 MODEL = "demo"
+# Prompts whose tokens a reference remembers.
+MAX_KNOWN = 256
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,8 @@ class Reference:
     def tokens(self, prompt: Prompt) -> list[int]:
         key = prompt.token_ids, prompt.temperature > 0 and prompt.seed
         if len(self._known.get(key, ())) < prompt.max_tokens:
+            if len(self._known) == MAX_KNOWN:
+                self._known.clear()
             self._known[key] = self._write(prompt)
         return self._known[key][: prompt.max_tokens]
 

@@ -47,6 +47,10 @@ function redis.call(command, ...)
     return 1
   elseif command == 'SET' and select('#', ...) == 4 then
     return real.call('SET', (...), (select(2, ...)))
+  elseif command == 'SSCAN' then  -- a set is listed in an order that each redis-server draws anew
+    local found = real.call('SSCAN', ...)
+    table.sort(found[2])
+    return found
   elseif command == 'PUBLISH' then
     wrote = bit.bor(wrote, 2)
     return 0
@@ -82,6 +86,9 @@ class Store:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._shas: dict[str, str] = {}
         self._numbers = count(1)
+        # A large hash would be listed in an order that each redis-server draws anew.
+        for limit in ("hash-max-ziplist-value", "hash-max-ziplist-entries"):
+            self.ask("CONFIG", "SET", limit, 1 << 16)
         for name, script in load_scripts().items():
             text = WRAPPED.replace("SCRIPT", script.text)
             self._shas[name] = sha1(text.encode()).hexdigest()

@@ -22,8 +22,9 @@ class Faults:
         self.fired: Counter[str] = Counter()
         # Names of processes that were touched by a fault, and kinds of faults that touch no process.
         self.touched: Counter[str] = Counter()
-        # By then every connection that has gone dead so far is known to be.
+        # By then every connection that has gone dead so far is known to be, and what was held up has arrived.
         self.noticed_at = 0.0
+        self._held_until = 0.0
         # So much later Redis may have renewed the lease of a gateway that had died.
         self.slowest_s = 0.0
         self._cluster = cluster
@@ -48,7 +49,8 @@ class Faults:
         """From now on nothing is wrong, but what was done stays done."""
         self._healed = True
         cluster = self._cluster
-        self.noticed_at = min(self.noticed_at, cluster.world.now + NOTICE_S[1])  # of what would have lasted longer
+        noticed_at = min(self.noticed_at, cluster.world.now + NOTICE_S[1])  # of what would have lasted longer
+        self.noticed_at = max(noticed_at, self._held_until)
         self._spoiling.clear()
         cluster.network.mend_all()
         for process in cluster.world.processes:
@@ -142,6 +144,7 @@ class Faults:
         connections = self._between(fault)
         for connection in connections:
             connection.hold(fault.seconds)
+            self._held_until = max(self._held_until, self._cluster.world.now + fault.seconds)
         return bool(connections)
 
     # --- KV messages ---
