@@ -300,6 +300,6 @@ async def test_an_answer_is_gone_with_its_request(http: httpx.AsyncClient) -> No
     gc.disable()
     try:
         await events(http, "/v1/completions", TEXTUAL)
-        await eventually(lambda: not any(isinstance(one, Answer) for one in gc.get_objects()))
+        await eventually(lambda: not any(type(one) is Answer for one in gc.get_objects()))
     finally:
         gc.enable()
