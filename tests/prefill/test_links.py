@@ -151,6 +151,18 @@ async def test_a_silent_worker_holds_up_no_other(pool: Pool, monkeypatch: pytest
             await within(HEAL_S, lambda: len(pool.keeper.linked()) == number)  # noqa: B023
 
 
+async def test_a_worker_that_does_not_answer_is_gone_and_no_deadline_has_passed(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a request would end with it, where it should go on elsewhere."""
+    monkeypatch.setattr("services.prefill.links.OPEN_TIMEOUT_S", 0.3)
+    with nobody() as silent:
+        for address in (f"127.0.0.1:{silent.getsockname()[1]}", "192.0.2.1:9"):  # the latter is routed nowhere
+            with pytest.raises(TransferError) as failed:
+                await pool.keeper.link_to(Endpoint("decode-0", "d-0", LAYOUT), address)
+            assert failed.value.code == "UNAVAILABLE"
+
+
 async def test_a_worker_that_leaves_is_unlinked(pool: Pool) -> None:
     for name in ("0", "1"):
         await pool.register(f"decode-{name}", f"d-{name}", pool.receiver(f"decode-{name}", f"d-{name}").address)

@@ -20,9 +20,10 @@ class Endpoint:
 class TransferError(Exception):
     """A link or a transfer failed.
 
-    code: a gRPC status name. UNAVAILABLE: the peer or the link is gone. DEADLINE_EXCEEDED: time ran out. DATA_LOSS:
-    bytes were damaged or missing. FAILED_PRECONDITION: the two sides disagree. ABORTED: one side gave up.
-    UNAUTHENTICATED: the peer is a stranger. RESOURCE_EXHAUSTED: the receiver has all the links it will have.
+    code: a gRPC status name. UNAVAILABLE: the peer or the link is gone, or never answered. DEADLINE_EXCEEDED: the
+    transfer's own time ran out. DATA_LOSS: bytes were damaged or missing. FAILED_PRECONDITION: the two sides disagree.
+    ABORTED: one side gave up. UNAUTHENTICATED: the peer is a stranger. RESOURCE_EXHAUSTED: the receiver has all the
+    links it will have.
     """
 
     def __init__(self, code: str, message: str) -> None:

@@ -146,6 +146,6 @@ def _dialled(network: Network, address: str, timeout_s: float) -> Stream:
     try:
         return network.dial(address, timeout_s)
     except TimeoutError:
-        raise TransferError("DEADLINE_EXCEEDED", f"no connection to {address} in {timeout_s} s") from None
+        raise TransferError("UNAVAILABLE", f"no connection to {address} in {timeout_s} s") from None
     except OSError as error:
         raise TransferError("UNAVAILABLE", f"cannot connect to {address}: {error}") from None

@@ -145,7 +145,7 @@ class SendingEnd:
         now = self._driver.now()
         with self._turn() as protocol:
             if not self.opened.done() and now >= self._open_by:
-                raise TransferError("DEADLINE_EXCEEDED", f"no answer from {protocol.remote}")
+                raise TransferError("UNAVAILABLE", f"no answer from {protocol.remote}")
             for probe in [probe for probe in self._probes if now >= probe.deadline]:
                 self._end_probe(probe, TransferError("DEADLINE_EXCEEDED", f"probe: no answer from {protocol.remote}"))
             if self._side:

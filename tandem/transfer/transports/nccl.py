@@ -132,7 +132,7 @@ class Communicator:
         """Raises TransferError once NCCL has failed, or something has taken too long."""
         now = self._transport.now()
         if self._comm is None and now >= self._ready_by:
-            self._fail("DEADLINE_EXCEEDED", f"not ready in {INIT_SECONDS} s")
+            self._fail("UNAVAILABLE", f"not ready in {INIT_SECONDS} s")
         elif self._comm:
             self._guarded(self._comm.check_async_error)
             first = self.pending[0] if self.pending else None
