@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import Any
 
 SLOT_S = 0.02
+# So long after its request's deadline a client that does not read is done with.
+STALLED_S = 0.5
 ROUNDING = 1e-6  # of a slot
 MOST_EMPTY = 64  # slots that are kept until their time, beside as many as there are others
 

@@ -14,6 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from opentelemetry import context as otel_context
 
+from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest
 from services.gateway.generation import TOO_MANY, Answer, Generation, check_salt, held_to, read_sampling, truncated
 from services.gateway.llm import LLM
@@ -50,9 +51,16 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
     async def Generate(self, request: llm_pb2.GenerateRequest, context: Context) -> AsyncIterator[Any]:
         answer = await self._answer(request, context)
-        async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
-            async for delta in deltas:
-                yield response_of(answer, delta)
+        call = asyncio.current_task()
+        assert call is not None
+        # While a message cannot be written, nothing here runs that would see the deadline pass.
+        stalled = self._llm.deadlines.add(answer.request.deadline + STALLED_S, call.cancel)
+        try:
+            async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
+                async for delta in deltas:
+                    yield response_of(answer, delta)
+        finally:
+            stalled.cancel()
 
     async def GenerateUnary(
         self, request: llm_pb2.GenerateUnaryRequest, context: Context

@@ -17,7 +17,7 @@ from services.gateway import Gateway
 from services.gateway.text import Tokenizer
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.gateway.conftest import TEXT, eventually
+from tests.gateway.conftest import TEXT, eventually, with_settings
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_failures import everything_free
 
@@ -173,3 +173,20 @@ async def test_health_follows_readiness(channel: aio.Channel, peers: Peers) -> N
         return not await serving()
 
     await eventually(not_serving)
+
+
+@with_settings(timeout_s=3.0)
+async def test_a_client_that_does_not_read(gateway: Gateway, peers: Peers) -> None:
+    """Where it names no deadline of its own, at which gRPC would end the call: the gateway's does."""
+    peers.decode.step_s = 0
+    asked = request(sampling=Sampling(seed=0, max_tokens=200, ignore_eos=True), n=8)
+    small = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+    async with aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}", options=small) as channel:
+        stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
+        call = stub.Generate(asked)
+        await call.read()
+        (answer,) = gateway.llm.running
+        await eventually(lambda: not gateway.llm.running)
+        await everything_free(peers, gateway)
+        assert asyncio.get_running_loop().time() > answer.request.deadline  # it was not all written
+        call.cancel()

@@ -20,6 +20,7 @@ from typing import Any
 import structlog
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, unexpected
 from services.gateway.generation import (
     CLIENT_LEFT,
@@ -39,8 +40,6 @@ from services.gateway.priority import priority_of
 from services.gateway.targets import NO_TARGETS, targets_of
 
 log = structlog.get_logger(__name__)
-# A client that does not read may not keep its request alive.
-STALLED_S = 0.5
 
 
 class Endpoint(ABC):
