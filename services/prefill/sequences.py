@@ -104,6 +104,8 @@ class Sequences:
         push = self._begin(link, ticket, timeout_s, span)
         self._pushing.add(ticket.transfer_id)
         try:
+            # The decode worker knows by now that it begins: to read an adapter may take longer than it waits for that.
+            await self._engine.prepare(request, timeout_s)
             output = await self._compute(request, ticket, push)
         except BaseException as error:
             push.abort(f"prefill ended: {type(error).__name__}")

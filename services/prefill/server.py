@@ -95,7 +95,6 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         )
         timeout_s = entry.sequence.timeout_ms / 1000
         sequence = conversion.request_of(entry.sequence)
-        await self._engine.prepare(sequence, timeout_s)
         done = await self._sequences.prefill(sequence, ticket, timeout_s)
         answer = worker_pb2.Prefilled(
             output=conversion.output_to_proto(done.output),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.prefill.sequences import Prefilled, Sequences, Ticket
+from tandem.adapters import AdapterRef
 from tandem.engine import EngineConfig, Request, SamplingParams, StepTime
 from tandem.transfer import Endpoint, Link, Receiver, Sender, TransferError
 from tandem.worker import InlineEngine, SequenceFailed
@@ -35,9 +36,9 @@ class Prefill:
             on_abort=lambda code, reason: self.ends.append(f"{transfer_id}: {code}"),
         )  # fmt: skip
 
-    async def run(self, name: str, timeout_s: float = 60.0) -> Prefilled:
+    async def run(self, name: str, timeout_s: float = 60.0, lora: AdapterRef | None = None) -> Prefilled:
         ticket = Ticket(f"t-{name}", self.receiver.local, self.receiver.address, 0, PROMPT // BLOCK)
-        request = Request(name, [len(name)] * PROMPT, SamplingParams(max_tokens=8, temperature=0))
+        request = Request(name, [len(name)] * PROMPT, SamplingParams(max_tokens=8, temperature=0), lora=lora)
         return await self.sequences.prefill(request, ticket, timeout_s)
 
     async def reads(self) -> None:
@@ -85,6 +86,30 @@ async def test_the_whole_prompt_lands_with_its_first_token(prefill: Prefill) -> 
     assert len(done.output.tokens) == 1
     assert done.transfer_bytes == PROMPT * 32
     await prefill.released(f"t-a: first, {PROMPT * 32}")
+
+
+async def test_the_decode_worker_hears_of_it_before_an_adapter_is_read(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits 2 s for the beginning, and a large adapter may take longer."""
+    prefill.expect("t-a")
+    landing = prefill.receiver._landings.table.live["t-a"]
+
+    async def prepare(request: Request, timeout_s: float) -> None:
+        async with asyncio.timeout(60):
+            while landing.link is None:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(prefill.engine, "prepare", prepare)
+    await prefill.run("a")
+    await prefill.released(f"t-a: first, {PROMPT * 32}")
+
+
+async def test_an_adapter_that_is_not_there_ends_the_transfer(prefill: Prefill) -> None:
+    prefill.expect("t-a")
+    with pytest.raises(SequenceFailed, match="lora"):
+        await prefill.run("a", lora=AdapterRef("mine", "nowhere", "1"))
+    await prefill.released("t-a: ABORTED")
 
 
 async def test_a_caller_that_leaves_during_the_transfer_ends_it_on_both_sides(prefill: Prefill) -> None:
