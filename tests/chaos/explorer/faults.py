@@ -13,6 +13,8 @@ from tests.simulation.world import Process
 
 # Faults that a connection's ends learn of late.
 SILENT = {"cut", "half-open", "pause", "kv-drop"}
+# Every lease is renewed at least once in this time.
+RENEWED_S = 2.0
 
 
 class Faults:
@@ -22,9 +24,12 @@ class Faults:
         self.fired: Counter[str] = Counter()
         # Names of processes that were touched by a fault, and kinds of faults that touch no process.
         self.touched: Counter[str] = Counter()
-        # By then every connection that has gone dead so far is known to be, and what was held up has arrived.
+        # Processes that a fault struck by themselves, and when first.
+        self.struck: dict[str, float] = {}
+        # By then every connection that has gone dead so far is known to be, what was held up has arrived, and leases
+        # were renewed by a clock that has jumped.
         self.noticed_at = 0.0
-        self._held_until = 0.0
+        self._over_at = 0.0
         # So much later Redis may have renewed the lease of a gateway that had died.
         self.slowest_s = 0.0
         self._cluster = cluster
@@ -49,8 +54,10 @@ class Faults:
         """From now on nothing is wrong, but what was done stays done."""
         self._healed = True
         cluster = self._cluster
+        if cluster.redis.clock_offset_s < 0:  # it jumps once more, forward
+            self._over_at = max(self._over_at, cluster.world.now + RENEWED_S)
         noticed_at = min(self.noticed_at, cluster.world.now + NOTICE_S[1])  # of what would have lasted longer
-        self.noticed_at = max(noticed_at, self._held_until)
+        self.noticed_at = max(noticed_at, self._over_at)
         self._spoiling.clear()
         cluster.network.mend_all()
         for process in cluster.world.processes:
@@ -71,6 +78,8 @@ class Faults:
         if act(fault):
             self.fired[fault.kind] += 1
             self.touched.update(fault.targets or (fault.kind,))
+            if len(fault.targets) == 1:
+                self.struck.setdefault(fault.targets[0], self._cluster.world.now)
             if fault.kind in SILENT:
                 self._silent(fault.seconds)
             self._cluster.world.log("fault", fault.kind, *fault.targets, fault.seconds)
@@ -144,7 +153,7 @@ class Faults:
         connections = self._between(fault)
         for connection in connections:
             connection.hold(fault.seconds)
-            self._held_until = max(self._held_until, self._cluster.world.now + fault.seconds)
+            self._over_at = max(self._over_at, self._cluster.world.now + fault.seconds)
         return bool(connections)
 
     # --- KV messages ---
@@ -203,4 +212,5 @@ class Faults:
 
     def _redis_clock(self, fault: Fault) -> bool:
         self._cluster.redis.clock_offset_s += self._random.choice((-1.0, 1.0)) * fault.seconds
+        self._over_at = max(self._over_at, self._cluster.world.now + RENEWED_S)
         return True

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,6 +37,8 @@ RECOVER_S = 10.0
 LIMIT_S = 90.0
 # Deadlines this far away are met by a cluster that nothing happens to.
 AMPLE_S = 4.0
+# A silent peer is noticed in this time.
+NOTICED_S = 2.0
 # So often a request goes on elsewhere.
 MIGRATIONS = 8
 
@@ -200,16 +203,22 @@ class Run:
         held_up = slow or sum(touched.values()) > 0
         if reply.code is StatusCode.DEADLINE_EXCEEDED:
             ample_s = 2 * AMPLE_S if tight else AMPLE_S
-            return took >= timeout_s - 0.01 and (timeout_s < ample_s or held_up)
+            return took >= timeout_s - 0.01 and (timeout_s < ample_s + self._hindered_s() or slow)
         if reply.code is StatusCode.RESOURCE_EXHAUSTED:  # by a forecast at once, or once its class waits no longer
             in_time = timeout_s < AMPLE_S and took < timeout_s
             return not reply.token_ids and (in_time or (held_up and took > AMPLE_S))
         return reply.code is StatusCode.UNAVAILABLE and self._may_be_unavailable(request, reply)
 
+    def _hindered_s(self) -> float:
+        """How much later all may have come for what happened: each fault's own time, and until it was noticed."""
+        if any(kind.startswith("kv-") for kind in self.faults.touched):
+            return inf  # a lost end of a transfer is noticed at the request's deadline
+        return sum(fault.seconds + NOTICED_S for fault in self.schedule.faults) if self.faults.touched else 0.0
+
     def _may_be_unavailable(self, request: Request, reply: Reply) -> bool:
         """Its gateway died or stood still, it was lost too often, or nobody was there when it came."""
         touched, shape = self.faults.touched, self.schedule.shape
-        gateway = any(fault.targets == (request.gateway,) for fault in self.schedule.faults)
+        gateway = self.faults.struck.get(request.gateway, inf) <= reply.ended_at
         decodes = sum(touched[name] > 0 for name in names(shape) if name[0] == "d") == shape.decodes
         prefills = sum(touched[name] > 0 for name in names(shape) if name[0] == "p") == shape.prefills
         # Once Redis' clock has jumped over leases, nobody is in the registry until the next heartbeats.
