@@ -17,6 +17,7 @@ import pytest
 from tandem import rpc
 from tandem.transfer.protocol.liveness import Liveness
 from tandem.v1 import llm_pb2, llm_pb2_grpc, worker_pb2_grpc
+from tests.stalls import running_time
 
 DETECT_S = 2.0
 BOUND_S = 30.0  # by far longer than it takes; the server's only call lasts longer than that
@@ -89,8 +90,10 @@ async def test_a_stopped_server_is_noticed_by_its_client() -> None:
         first = await asyncio.wait_for(anext(aiter(stream)), BOUND_S)
         assert first.incarnation == "only"
         os.kill(server.pid, signal.SIGSTOP)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await asyncio.wait_for(anext(aiter(stream)), BOUND_S)
+        with running_time() as clock:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await asyncio.wait_for(anext(aiter(stream)), BOUND_S)
+            assert clock.ran_s < DETECT_S
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         await channel.close(None)
 

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from tandem.transfer import TransferError
+from tests.stalls import running_time
 from tests.transfer.pair import SOON, Meet, until
 from tests.transfer.peer import Role, receive, send_one_layer, warm
 
 START = 60.0
+NOTICED_S = 2.0
 context = multiprocessing.get_context("forkserver")
 
 
@@ -74,7 +76,9 @@ def test_the_loss_of_a_sender_aborts_its_transfers(meet: Meet, transport: str, b
     outcome = pair.expect("t", [1, 2], seconds=START)
     with worker(send_one_layer, transport, pair.receiver.address) as (pid, _):
         strike(pid, blow)
-        assert outcome.get()[:2] == ("abort", "UNAVAILABLE")
+        with running_time() as clock:
+            assert outcome.get()[:2] == ("abort", "UNAVAILABLE")
+            assert clock.ran_s < NOTICED_S
     pair.moves("next", [1, 2], [6, 7])
 
 
@@ -88,6 +92,8 @@ def test_the_loss_of_a_receiver_fails_the_commit(meet: Meet, transport: str, blo
         push = link.begin("t", first_block=0, num_blocks=2, num_layers=3, timeout_s=START)
         push.push(0, 0, [4, 5], pair.source[0])
         strike(pid, blow)
-        with pytest.raises(TransferError, match="UNAVAILABLE"):
-            pair.finish(push, [4, 5], [1, 2])
+        with running_time() as clock:
+            with pytest.raises(TransferError, match="UNAVAILABLE"):
+                pair.finish(push, [4, 5], [1, 2])
+            assert clock.ran_s < NOTICED_S
         assert not link.healthy
