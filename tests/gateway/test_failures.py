@@ -96,6 +96,23 @@ async def test_a_client_that_leaves_while_its_prompt_is_read(
     assert peers.prefill.cancelled == [peers.prefill.seen[0].request_id]
 
 
+async def test_a_request_is_over_once_both_workers_say_so(
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say, withheld = peers.prefill._say, list[Any]()
+    monkeypatch.setattr(peers.prefill, "_say", lambda *message: withheld.append(message))
+    peers.prefill.hold.clear()
+    request = asyncio.create_task(post(http, SHORT))
+    await eventually(lambda: bool(peers.prefill.running))
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await eventually(lambda: bool(withheld) and not peers.decode.held)
+    assert await peers.reserved() > 0
+    for message in withheld:
+        say(*message)
+    await everything_free(peers, gateway)
+
+
 async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers) -> None:
     """So many turns of the event loop after it began, or after its workers were chosen."""
     chosen = gateway.llm.pipeline._cluster.router._offline._own

@@ -4,7 +4,7 @@
     reserve   D's stream open, blocks held; a ticket, or D reads          Reservation
     prefill   P's reply carries the first token                           Prefill
     decode    the other tokens come by D's stream
-    close     D aborts unless it has ended the sequence itself; the reservation is released
+    close     P and D abort what they have not ended themselves; the reservation is released
 
 Whatever ends it, `close` frees everything; it runs apart from the request, so a second cancellation cannot stop it.
 """
@@ -94,6 +94,7 @@ class Attempt:
         self._mailbox: Mailbox | None = None
         self._reserving = False
         self._ended_by_decode = False
+        self._aborts: dict[asyncio.Future[Any], str] = {}  # the workers' ids
         self._timer: Entry | None = None
         self.span: Span | None = None  # the one that is open
 
@@ -141,9 +142,10 @@ class Attempt:
         if self._timer:
             self._timer.cancel()
         mailbox, route = self._mailbox, self._route
-        if mailbox is not None and self._reserving and not self._ended_by_decode:
-            await self._end_on_decode(mailbox, self._connections[0])
         if mailbox is not None:
+            if self._reserving and not self._ended_by_decode and not await self._ends_by_itself(mailbox):
+                self._abort(self._connections[0], mailbox)
+            await self._aborted(mailbox)
             self._connections[0].stream.detach(mailbox)
         for connection in self._connections:
             connection.running -= 1
@@ -215,7 +217,7 @@ class Attempt:
                 raise WorkerLost(prefill.info.worker_id, error.message) from None
             finally:
                 if not reply.done():
-                    prefill.stream.abort(mailbox.request_id)
+                    self._abort(prefill, mailbox)
             self._outcome.path.transfer_bytes += response.transfer_bytes
             self._outcome.path.transport = response.transport
             self._outcome.path.refused_transports.update(response.refused_transports)
@@ -225,16 +227,21 @@ class Attempt:
         self._note_progress(self._route, mailbox, tokens)
         return tokens
 
-    async def _end_on_decode(self, mailbox: Mailbox, decode: WorkerConnection) -> None:
+    def _abort(self, connection: WorkerConnection, mailbox: Mailbox) -> None:
+        self._aborts[connection.stream.abort(mailbox.request_id)] = connection.info.worker_id
+
+    async def _aborted(self, mailbox: Mailbox) -> None:
+        """Until each worker says that it holds nothing any more."""
+        if not self._aborts:
+            return
+        _, late = await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
+        for reply in late:
+            log.warning("sequence not aborted", request_id=mailbox.request_id, worker=self._aborts[reply])
+
+    async def _ends_by_itself(self, mailbox: Mailbox) -> bool:
         if mailbox.finish_reason:
             await self._linger(mailbox)
-            if mailbox.ended:
-                return
-        try:
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await decode.stream.abort(mailbox.request_id)
-        except TimeoutError:
-            log.warning("sequence not aborted", request_id=mailbox.request_id, worker=decode.info.worker_id)
+        return bool(mailbox.finish_reason) and mailbox.ended
 
     async def _linger(self, mailbox: Mailbox) -> None:
         with suppress(TimeoutError):
