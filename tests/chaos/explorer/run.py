@@ -211,21 +211,23 @@ class Run:
 
     def _hindered_s(self) -> float:
         """How much later all may have come for what happened: each fault's own time, and until it was noticed."""
-        if any(kind.startswith("kv-") for kind in self.faults.touched):
+        if self._had_nobody() or any(kind.startswith("kv-") for kind in self.faults.touched):
             return inf  # a lost end of a transfer is noticed at the request's deadline
         return sum(fault.seconds + NOTICED_S for fault in self.schedule.faults) if self.faults.touched else 0.0
 
     def _may_be_unavailable(self, request: Request, reply: Reply) -> bool:
         """Its gateway died or stood still, it was lost too often, or nobody was there when it came."""
-        touched, shape = self.faults.touched, self.schedule.shape
         gateway = self.faults.struck.get(request.gateway, inf) <= reply.ended_at
+        often = sum(self.faults.touched.values()) > MIGRATIONS
+        return gateway or often or (self._had_nobody() and not reply.token_ids)
+
+    def _had_nobody(self) -> bool:
+        """Whether there may have been a time without any worker of a role that is needed."""
+        touched, shape = self.faults.touched, self.schedule.shape
         decodes = sum(touched[name] > 0 for name in names(shape) if name[0] == "d") == shape.decodes
         prefills = sum(touched[name] > 0 for name in names(shape) if name[0] == "p") == shape.prefills
         # Once Redis' clock has jumped over leases, nobody is in the registry until the next heartbeats.
-        registry = touched["redis-clock"] > 0
-        often = sum(touched.values()) > MIGRATIONS
-        nobody = decodes or registry or (prefills and shape.disaggregation == "require")
-        return gateway or often or (nobody and not reply.token_ids)
+        return decodes or touched["redis-clock"] > 0 or (prefills and shape.disaggregation == "require")
 
     # --- afterwards ---
 
