@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -94,6 +95,25 @@ async def test_a_client_that_leaves_while_its_prompt_is_read(
     await asyncio.gather(request, return_exceptions=True)
     await everything_free(peers, gateway)
     assert peers.prefill.cancelled == [peers.prefill.seen[0].request_id]
+
+
+async def test_a_stream_that_cannot_be_written_is_opened_anew(
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway
+) -> None:
+    """Else what is asked would never leave, on a stream that looks open."""
+    stream = next(c for c in gateway.llm.pool.connections if c.info.role is Role.DECODE).stream
+
+    class Broken(deque[Any]):
+        def popleft(self) -> Any:
+            stream._unsent = deque()
+            raise RuntimeError("a bug")
+
+    stream._unsent = Broken([worker_pb2.WorkRequest()])
+    stream._to_send.set()
+    await eventually(lambda: not stream.open.is_set())
+    await eventually(stream.open.is_set)
+    assert (await post(http, SHORT)).status_code == 200
+    await everything_free(peers, gateway)
 
 
 async def test_a_request_is_over_once_both_workers_say_so(

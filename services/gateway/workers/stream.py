@@ -182,6 +182,7 @@ class WorkerStream:
         """One call, until it breaks; returns why."""
         call = self._stub.Work()
         writing = asyncio.create_task(self._write(call))
+        writing.add_done_callback(lambda done: done.cancelled() or (done.exception() and call.cancel()))
         try:
             async for message in call:
                 if message.incarnation:
@@ -191,6 +192,10 @@ class WorkerStream:
                     return self._closed_because
         except aio.AioRpcError as error:
             return f"its stream broke: {error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            if writing.done() and not writing.cancelled() and (failed := writing.exception()):
+                return f"its stream could not be written: {failed!r}"
+            raise
         finally:
             writing.cancel()
             call.cancel()
