@@ -204,9 +204,8 @@ class Run:
         if reply.code is StatusCode.DEADLINE_EXCEEDED:
             ample_s = 2 * AMPLE_S if tight else AMPLE_S
             return took >= timeout_s - 0.01 and (timeout_s < ample_s + self._hindered_s() or slow)
-        if reply.code is StatusCode.RESOURCE_EXHAUSTED:  # by a forecast at once, or once its class waits no longer
-            in_time = timeout_s < AMPLE_S and took < timeout_s
-            return not reply.token_ids and (in_time or (held_up and took > AMPLE_S))
+        if reply.code is StatusCode.RESOURCE_EXHAUSTED:  # by a forecast, made from what a fault may have slowed
+            return not reply.token_ids and ((timeout_s < AMPLE_S and took < timeout_s) or held_up)
         return reply.code is StatusCode.UNAVAILABLE and self._may_be_unavailable(request, reply)
 
     def _hindered_s(self) -> float:
