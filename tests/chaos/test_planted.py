@@ -133,7 +133,7 @@ def emit_twice(patch: Patch) -> None:
 
 @planted("I3", 60)
 def no_abort_on_disconnect(patch: Patch) -> None:
-    patch.setattr(Attempt, "_end_on_decode", _nothing)
+    patch.setattr(Attempt, "_abort", lambda self, connection, mailbox: None)
 
 
 @planted("DEADLINE_EXCEEDED", 60)
