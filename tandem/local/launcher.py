@@ -1,6 +1,7 @@
 """Starting a cluster's services and keeping them running; here as processes of this machine.
 
-start ──> running ──(ends by itself)──> started again under the same name, or ServiceFailed with its last words
+start ──> running ──(ends by itself)──> before all were ready once: ServiceFailed with its last words
+             │                          later: started again under the same name, the more often the later
              └────> stop: SIGTERM, last started first; SIGKILL for what has not ended in time
 """
 
@@ -20,8 +21,9 @@ from typing import Any, Protocol, TypeVar
 from tandem.local.child import dying_with_parent
 
 STOP_WAIT_S = 10.0
+# What ends so soon after its start waits before it is started again: twice as long each time.
 MIN_LIFE_S = 5.0
-MAX_QUICK_DEATHS = 3
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 LAST_LINES = 15
 # Settings that may hold a password: in the environment, for every user of a machine can read command lines.
 SECRETS = frozenset({"redis_url", "redis_password"})
@@ -30,7 +32,7 @@ T = TypeVar("T")
 
 
 class ServiceFailed(Exception):
-    """A service ended and is not started again; the message holds its last words."""
+    """A service ended before all were ready; the message holds its last words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Launcher(Protocol):
         """Wait, until cancelled, for services that end; with `restart` they are started again.
 
         Raises:
-            ServiceFailed: one ended and is not to be restarted, or keeps ending.
+            ServiceFailed: one ended and is not to be restarted.
         """
 
     def loading(self) -> Mapping[str, tuple[int, int]]:
@@ -104,10 +106,11 @@ class LocalLauncher:
             process = await self._ended.get()
             status = await process.ending()
             ended = f"{process.service.name} ended with status {status}"
-            if not restart or process.quick_deaths >= MAX_QUICK_DEATHS:
+            if not restart:
                 raise ServiceFailed(f"{ended}; its last words:\n" + "\n".join(process.last_lines))
-            self._report(f"{ended}; starting it again")
-            await process.start()
+            pause_s = process.pause_s
+            self._report(f"{ended}; starting it again" + (f" in {pause_s:g} s" if pause_s else ""))
+            process.start_again(pause_s)
 
     def loading(self) -> Mapping[str, tuple[int, int]]:
         return {process.service.name: process.loading for stage in self._stages for process in stage}
@@ -141,14 +144,36 @@ class _Process:
     def __init__(self, service: Service, log_path: Path, ended: Callable[[_Process], None]) -> None:
         self.service = service
         self.loading = (0, 0)
-        self.quick_deaths = 0
+        self._quick_deaths = 0
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._log_path = log_path
         self._ended = ended
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_bytes(b"")
 
+    @property
+    def pause_s(self) -> float:
+        """Before it is started again: none for what had lived, or ends so soon for the first time."""
+        return min(FIRST_PAUSE_S * 2 ** (self._quick_deaths - 2), MAX_PAUSE_S) if self._quick_deaths > 1 else 0.0
+
     async def start(self) -> None:
+        await self._spawn()
+        self._live(self._follow(self._child))
+
+    def start_again(self, pause_s: float) -> None:
+        """`life` begins with the pause, which ends with it."""
+        self._live(self._after(pause_s))
+
+    def _live(self, life: Coroutine[Any, Any, int]) -> None:
+        self.life = asyncio.create_task(life, name=self.service.name)
+        self.life.add_done_callback(lambda _: self._ended(self))
+
+    async def _after(self, pause_s: float) -> int:
+        await asyncio.sleep(pause_s)
+        await self._spawn()
+        return await self._follow(self._child)
+
+    async def _spawn(self) -> None:
         self._started_at = asyncio.get_running_loop().time()
         self._child = await asyncio.create_subprocess_exec(
             *dying_with_parent(sys.executable, "-m", self.service.module, *_options(self.service)),
@@ -156,19 +181,19 @@ class _Process:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True, limit=2**20,
         )  # fmt: skip
-        self.life = asyncio.create_task(self._follow(self._child), name=self.service.name)
-        self.life.add_done_callback(lambda _: self._ended(self))
 
     async def ending(self) -> int:
         """After its end: the exit status. Children that it left behind are killed."""
         self._kill_group()
         age = asyncio.get_running_loop().time() - self._started_at
-        self.quick_deaths = self.quick_deaths + 1 if age < MIN_LIFE_S else 0
+        self._quick_deaths = self._quick_deaths + 1 if age < MIN_LIFE_S else 0
         return await self.life
 
     def terminate(self) -> None:
         if self._child.returncode is None:
             self._child.terminate()
+        elif not self.life.done():
+            self.life.cancel()  # it waits to be started again
 
     async def kill(self) -> None:
         self._kill_group()

@@ -14,18 +14,42 @@ ENDS = Service("ends", "tests.local.restless", {"kv_memory": 5})
 STAYS = Service("stays", "tests.local.restless", {"stay": True})
 
 
-async def test_what_keeps_ending_is_given_up_with_its_last_words(
+async def test_what_keeps_ending_is_started_later_each_time_and_ends_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_KV_MEMORY", "6")
+    monkeypatch.setattr(launcher, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(launcher, "MAX_PAUSE_S", 0.02)
+    reports: list[str] = []
+    local = LocalLauncher(tmp_path, reports.append)
+    before = set(psutil.Process().children())
+    await local.start([STAYS, ENDS])
+    watching = asyncio.create_task(local.watch(restart=True))
+    async with asyncio.timeout(60):
+        while len(reports) < 5:
+            await asyncio.sleep(0.01)
+    again = "ends ended with status 3; starting it again"
+    assert reports[:5] == [again, f"{again} in 0.01 s", *3 * [f"{again} in 0.02 s"]]
+    assert not watching.done()
+    watching.cancel()
+    assert "stays" in local.loading()
+    monkeypatch.setattr(launcher, "STOP_WAIT_S", 0.2)
+    await local.stop()
+    assert set(psutil.Process().children()) == before
+    assert set((tmp_path / "ends.log").read_text().splitlines()) == {"['--kv-memory=5'] []"}
+
+
+async def test_what_waits_to_be_started_again_does_not_hold_up_the_end(tmp_path: Path) -> None:
     reports: list[str] = []
     local = LocalLauncher(tmp_path, reports.append)
     await local.start([ENDS])
-    with pytest.raises(ServiceFailed, match=r"ends ended with status 3; its last words:\n\['--kv-memory=5'\] \[\]"):
-        await asyncio.wait_for(local.watch(restart=True), 60)
-    await local.stop()
-    assert reports == ["ends ended with status 3; starting it again"] * (launcher.MAX_QUICK_DEATHS - 1)
-    assert len((tmp_path / "ends.log").read_text().splitlines()) == launcher.MAX_QUICK_DEATHS
+    watching = asyncio.create_task(local.watch(restart=True))
+    async with asyncio.timeout(60):
+        while not any("in " in report.partition("again")[2] for report in reports):
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    async with asyncio.timeout(launcher.STOP_WAIT_S / 2):
+        await local.stop()
 
 
 async def test_before_all_is_ready_an_end_is_the_end(tmp_path: Path) -> None:
