@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import httpx
@@ -12,8 +13,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from tests.gateway.conftest import eventually
+from services.gateway import Gateway
+from tests.gateway.conftest import eventually, with_settings
 from tests.gateway.peers import MODEL, Peers
+from tests.gateway.test_failures import received
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -89,3 +92,29 @@ async def test_a_stop_string_is_no_failure(spans: InMemorySpanExporter, http: ht
     await http.post("/v1/completions", json={**BODY, "stop": "quick", "max_tokens": 50}, headers=HEADERS)
     await eventually(lambda: len(ours(spans)) == 6)
     assert {span.status.status_code for span in ours(spans).values()} == {StatusCode.UNSET}
+
+
+@with_settings(migration_wait_s=30.0)
+async def test_a_migration_is_a_span_linked_to_the_one_that_was_lost(
+    spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers, gateway: Gateway
+) -> None:
+    """I5, R20: what was lost is marked as failed, and what goes on is part of the same tree."""
+    peers.decode.step_s = 0.01
+    body = {**BODY, "max_tokens": 100, "ignore_eos": True}
+    request = asyncio.create_task(http.post("/v1/completions", json=body, headers=HEADERS))
+    await eventually(lambda: received(gateway) > 5)
+    peers.decode.break_streams()
+    assert (await request).headers["x-tandem-migrated"] == "1"
+    await eventually(lambda: f"text_completion {MODEL}" in ours(spans))
+    migration, root = ours(spans)["migration"], ours(spans)[f"text_completion {MODEL}"]
+    decodes = [span for span in spans.get_finished_spans() if span.name == "decode"]
+    lost, goes_on = sorted(decodes, key=lambda span: span.start_time or 0)
+    assert [link.context for link in migration.links] == [lost.context]
+    assert lost.status.status_code is StatusCode.ERROR
+    assert {span.parent and span.parent.span_id for span in (migration, lost, goes_on)} == {root.context.span_id}
+    assert (lost.end_time or 0) <= (migration.start_time or 0) <= (migration.end_time or 0) <= (root.end_time or 0)
+    told = migration.attributes or {}
+    assert told["tandem.migration.from"] == "d"
+    assert told["tandem.migration.reason"]
+    assert told["tandem.migration.written_tokens"] == peers.decode.seen[-1].num_prior_tokens > 5
+    assert root.status.status_code is StatusCode.UNSET
