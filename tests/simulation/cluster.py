@@ -43,6 +43,7 @@ from tests.simulation.world import Process, World
 GRPC_PORT, TRANSFER_PORT = 9000, 9100
 LOOKING_TIMEOUT_S = 2.0
 READY_S = 30.0
+DRAIN_S = 5.0
 SWAP_BYTES = 6 * 4 * 32  # a few blocks of the null engine
 MODEL = "demo"
 # Prompts whose tokens a reference remembers.
@@ -100,11 +101,19 @@ class Reply:
     path: llm_pb2.Path | None = None
     cached_tokens: int = 0
     began_at: float = 0.0
+    first_at: float = 0.0  # when tokens first came
     ended_at: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_at - self.began_at
 
 
 class Cluster:
-    def __init__(self, world: World, store: Store, model: ServedModel, settings: ClusterSettings) -> None:
+    def __init__(
+        self, world: World, store: Store, model: ServedModel, settings: ClusterSettings, *, started: bool = True
+    ) -> None:
+        """`started`: or else Redis alone runs, and who needs the others starts them."""
         self.world = world
         self.shape = settings.shape
         self.network = Network(world)
@@ -121,12 +130,10 @@ class Cluster:
         self._settings = settings
         self._model = model
         self._ids = Random(world.random.getrandbits(64))
-        for i in range(self.shape.gateways):
-            self.start(f"g{i}")
-        for i in range(self.shape.prefills):
-            self.start(f"p{i}")
-        for i in range(self.shape.decodes):
-            self.start(f"d{i}")
+        if started:
+            for role, count in (("g", self.shape.gateways), ("p", self.shape.prefills), ("d", self.shape.decodes)):
+                for i in range(count):
+                    self.start(f"{role}{i}")
 
     def start(self, name: str) -> Process:
         """A new process of this name, where no other of it lives."""
@@ -160,6 +167,8 @@ class Cluster:
         stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
         try:
             async for message in stub.Generate(prompt.to_proto(), timeout=prompt.timeout_s):
+                if message.token_ids and not reply.token_ids:
+                    reply.first_at = self.world.now
                 reply.token_ids += message.token_ids
                 reply.finish_reason = message.finish_reason
                 if message.HasField("path"):
@@ -267,7 +276,7 @@ class ClusterSettings:
         if name not in self._made:
             own = self._gateway(name) if kind is GatewaySettings else self._worker(name)
             self._made[name] = kind(
-                model_path=self._model_path, model_name=MODEL, host=name, grpc_port=GRPC_PORT, drain_s=5.0, **own
+                model_path=self._model_path, model_name=MODEL, host=name, grpc_port=GRPC_PORT, drain_s=DRAIN_S, **own
             )
         return self._made[name]
 
