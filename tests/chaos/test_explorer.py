@@ -25,7 +25,7 @@ NUM_SCHEDULES, JOBS = 2000, 2
 ELSEWHERE_S = 120.0
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_no_schedule_breaks_the_contract(demo_model: Path) -> None:
     report = explore(demo_model, range(NUM_SCHEDULES), jobs=JOBS)
     print(summary(report))
