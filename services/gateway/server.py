@@ -225,7 +225,8 @@ class Gateway:
             self._run(door.run())
         self._run(self._tell_health())
         host = settings.reachable_host(self._ports.hostname)
-        addresses = (rpc.address(host, port) for port in (settings.http_port, self._grpc.port))
+        own = settings.own_http_port or settings.http_port
+        addresses = (rpc.address(host, port) for port in (settings.http_port, self._grpc.port, own))
         address = GatewayAddress(self._model.name, *addresses)
         self._ports.registry.announce(address, lambda: self.admission.demand)
         log.info("serving", model=self.llm.model.name, http=settings.http_port, grpc=self._grpc.port)

@@ -70,7 +70,7 @@ async def examine(settings: DoctorSettings) -> list[Finding]:
     findings = await _registry(settings) if settings.redis_url else []
     if settings.gateway_url:
         findings.append(await _http(settings))
-        findings += [await _gateway_integrity(settings)] if settings.integrity else []
+        findings += [await _gateway_integrity("gateway", settings.gateway_url, settings)] if settings.integrity else []
     if settings.grpc_address:
         findings.append(await _grpc(settings))
     return findings
@@ -85,6 +85,7 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
         registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
         try:
             workers = [w for w in await registry.workers() if settings.model in ("", w.info.model)]
+            gateways = [g for g in await registry.gateways() if settings.model in ("", g.model)]
             held = await registry.check_integrity()
         finally:
             await registry.close()
@@ -103,6 +104,10 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
         findings.append(Finding("pairs", False, "no prefill and decode worker serve the same weights"))
     checks += [_pair(p, d, settings) for p, d in meant]
     checks += [_worker_integrity(w, settings) for w in workers if settings.integrity]
+    if settings.integrity:
+        own = {gateway.own_http or gateway.http for gateway in gateways}
+        others = sorted(address for address in own if f"http://{address}" != settings.gateway_url)
+        checks += [_gateway_integrity(f"gateway {address}", f"http://{address}", settings) for address in others]
     return [*findings, *await asyncio.gather(*checks)]
 
 
@@ -139,14 +144,14 @@ async def _worker_integrity(worker: Worker, settings: DoctorSettings) -> Finding
     return _whole(worker.info.worker_id, IntegrityReport(dict(answer.held), tuple(answer.violations)))
 
 
-async def _gateway_integrity(settings: DoctorSettings) -> Finding:
-    url = f"{settings.gateway_url}/debug/integrity"
+async def _gateway_integrity(who: str, address: str, settings: DoctorSettings) -> Finding:
+    url = f"{address}/debug/integrity"
     try:
         async with httpx.AsyncClient(timeout=settings.timeout_s) as client:
             answer = (await client.get(url)).raise_for_status().json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        return _whole("gateway", _unchecked(f"{url}: {error or type(error).__name__}"))
-    return _whole("gateway", IntegrityReport(answer["held"], tuple(answer["violations"])))
+        return _whole(who, _unchecked(f"{url}: {error or type(error).__name__}"))
+    return _whole(who, IntegrityReport(answer["held"], tuple(answer["violations"])))
 
 
 def _unchecked(why: str) -> IntegrityReport:

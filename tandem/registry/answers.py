@@ -27,6 +27,7 @@ class GatewayAddress:
     model: str
     http: str
     grpc: str
+    own_http: str = ""  # of this process alone, where others share `http`
 
 
 # What a gateway has to do: of each class and tenant, the part of the cluster that it would fill.

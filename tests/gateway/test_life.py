@@ -19,6 +19,8 @@ from grpc import ChannelConnectivity
 
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
+from tandem.commands.doctor import DoctorSettings, examine
+from tandem.local import free_ports
 from tests.gateway.conftest import TEXT, eventually
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_failures import received
@@ -222,6 +224,28 @@ async def test_what_a_killed_gateway_had_reserved_is_released(
 
     await eventually(released)
     assert await peers.registry.gateways() == []
+
+
+async def test_the_doctor_asks_every_gateway_also_where_they_share_ports(
+    settings: GatewaySettings, peers: Peers
+) -> None:
+    grpc, *own = free_ports(3)
+    shared = settings.model_copy(update={"grpc_port": grpc})
+    one, other = (make_gateway(shared.model_copy(update={"own_http_port": port})) for port in own)
+    async with one, other:
+        await eventually(lambda: other.llm.readiness()[0])
+
+        async def announced() -> bool:
+            return len(await peers.registry.gateways()) == 2
+
+        await eventually(announced)
+        other.llm.pool.connections[0].stream.attach("lost")
+        asked = DoctorSettings(
+            redis_url=settings.redis_url, namespace=settings.namespace, integrity=True, timeout_s=30.0
+        )
+        whole = {finding.what: finding.good for finding in await examine(asked)}
+    said = [whole[f"gateway 127.0.0.1:{port}, integrity"] for port in own]
+    assert said == [True, False]
 
 
 def test_a_model_that_is_not_there_is_one_line() -> None:
