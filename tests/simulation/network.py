@@ -156,7 +156,7 @@ class Connection:
 
     def reset(self, reason: str) -> None:
         for end in self.ends:
-            end.lose(reason, self.network.latency())
+            end.lose(reason, self.network.world.now + self.network.latency())
         self.forget()
 
     def blackhole(self, towards: Process | None = None) -> None:
@@ -211,7 +211,8 @@ class End:
         if not self.process.alive:
             return
         peer.arrives_at = max(peer.arrives_at, network.world.now + network.latency())
-        network.world.after(peer.arrives_at - network.world.now, peer.arrive, frame)
+        # By its moment, for how long it takes until then is rounded, and might order what arrives together anew.
+        network.world.at(peer.arrives_at, peer.arrive, frame)
 
     def close(self, reason: str = "closed by the other side") -> None:
         """This end is told nothing more; the other one once it has all that was sent."""
@@ -219,7 +220,7 @@ class End:
             return
         self.open = False
         if self.process.alive and not self.peer.deaf:
-            self.peer.lose(reason, max(0.0, self.peer.arrives_at - self.connection.network.world.now))
+            self.peer.lose(reason, max(self.peer.arrives_at, self.connection.network.world.now))
         self.connection.forget()
 
     def abort(self) -> None:
@@ -231,8 +232,8 @@ class End:
         if self.open and not self.deaf:
             self.process.deliver(self._receive, frame)
 
-    def lose(self, reason: str, after_s: float) -> None:
-        self.connection.network.world.after(after_s, self.process.deliver, self._lose, reason)
+    def lose(self, reason: str, moment: float) -> None:
+        self.connection.network.world.at(moment, self.process.deliver, self._lose, reason)
 
     def _receive(self, frame: Any) -> None:
         if self.open:

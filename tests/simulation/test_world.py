@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.simulation.network import End, Network
 from tests.simulation.world import Process, Stuck, World
 
 
@@ -108,3 +109,28 @@ def test_errors_that_nobody_handles_are_kept() -> None:
         world.run(process, asyncio.sleep(1))
         assert len(world.errors) == 1
         assert "ZeroDivisionError" in world.errors[0]
+
+
+def test_what_a_connection_holds_back_arrives_in_order() -> None:
+    """All at one moment, which each message reaches from a time of its own."""
+    with World(1) as world:
+        network, sender, receiver = Network(world), world.process("sender"), world.process("receiver")
+        received: list[int] = []
+        opened: list[End] = []
+
+        def accept(end: End) -> None:
+            end.received = received.append
+
+        async def send() -> None:
+            network.listen(receiver, "receiver:1", accept, pings=False)
+            network.connect(sender, "receiver:1", opened.append, print)
+            await asyncio.sleep(1)
+            network.connections[0].hold(2.012)
+            moment = 0.0
+            for number in range(500):
+                moment += world.random.random() / 500
+                world.after(moment, opened[0].send, number)
+            await asyncio.sleep(4)
+
+        world.run(sender, send())
+        assert received == list(range(500))

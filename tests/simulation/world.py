@@ -105,8 +105,12 @@ class World:
 
     def after(self, seconds: float, callback: Callable[..., object], *args: Any) -> Occurrence:
         """Something that happens outside of all processes, such as a message's arrival."""
+        return self.at(self.now + seconds, callback, *args)
+
+    def at(self, moment: float, callback: Callable[..., object], *args: Any) -> Occurrence:
+        """As `after`. Of equal moments the one that was named first comes first."""
         occurrence = Occurrence(callback, args)
-        self.add_timer(self.now + seconds, occurrence)
+        self.add_timer(moment, occurrence)
         return occurrence
 
     def add_timer(self, when: float, handle: asyncio.TimerHandle | Occurrence) -> None:
