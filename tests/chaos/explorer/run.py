@@ -116,6 +116,7 @@ class Run:
         self.faults.heal()
         await self._recover()
         await asyncio.sleep(max(0.0, self.faults.noticed_at - self.world.now))
+        await self._recover()  # also what stood still when it was told to end
         await self._probe()
         await self._settle(before)
 
