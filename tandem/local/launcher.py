@@ -24,6 +24,7 @@ STOP_WAIT_S = 10.0
 # What ends so soon after its start waits before it is started again: twice as long each time.
 MIN_LIFE_S = 5.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+MAX_DOUBLINGS = 16  # more would not fit a float after some hours
 LAST_LINES = 15
 # Settings that may hold a password: in the environment, for every user of a machine can read command lines.
 SECRETS = frozenset({"redis_url", "redis_password"})
@@ -154,7 +155,8 @@ class _Process:
     @property
     def pause_s(self) -> float:
         """Before it is started again: none for what had lived, or ends so soon for the first time."""
-        return min(FIRST_PAUSE_S * 2 ** (self._quick_deaths - 2), MAX_PAUSE_S) if self._quick_deaths > 1 else 0.0
+        doublings = min(self._quick_deaths - 2, MAX_DOUBLINGS)
+        return min(FIRST_PAUSE_S * 2.0**doublings, MAX_PAUSE_S) if self._quick_deaths > 1 else 0.0
 
     async def start(self) -> None:
         await self._spawn()

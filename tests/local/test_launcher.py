@@ -39,6 +39,12 @@ async def test_what_keeps_ending_is_started_later_each_time_and_ends_nothing_els
     assert set((tmp_path / "ends.log").read_text().splitlines()) == {"['--kv-memory=5'] []"}
 
 
+def test_it_keeps_being_started_again_after_hours(tmp_path: Path) -> None:
+    process = launcher._Process(ENDS, tmp_path / "ends.log", print)
+    process._quick_deaths = 5000
+    assert process.pause_s == launcher.MAX_PAUSE_S
+
+
 async def test_what_waits_to_be_started_again_does_not_hold_up_the_end(tmp_path: Path) -> None:
     reports: list[str] = []
     local = LocalLauncher(tmp_path, reports.append)

@@ -193,6 +193,9 @@ class WorkerStream:
         except aio.AioRpcError as error:
             return f"its stream broke: {error.code().name}: {error.details()}"
         except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                raise
             if writing.done() and not writing.cancelled() and (failed := writing.exception()):
                 return f"its stream could not be written: {failed!r}"
             raise
