@@ -15,6 +15,7 @@ from services.gateway.adapters import ServedAdapters
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_prompt
+from services.gateway.intake import Intake
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
@@ -40,6 +41,7 @@ class LLM:
     spans: Tracer
     seeds: random.Random
     deadlines: Deadlines
+    intake: Intake
     running: set[Answer] = field(default_factory=set)
     accepted: int = 0
     leaving: bool = False  # balancers should send nothing more; what comes is served

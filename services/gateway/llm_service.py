@@ -124,6 +124,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
     async def _answer(self, request: llm_pb2.GenerateRequest, context: Context) -> Answer:
         arrived = asyncio.get_running_loop().time()
         try:
+            await self._llm.intake.begin()
             generation, param = await self._read(request, context, arrived)
             return self._llm.answer(generation, param)
         except GatewayError as error:

@@ -28,6 +28,7 @@ from services.gateway.deadlines import Deadlines
 from services.gateway.errors import Unavailable
 from services.gateway.generation import BackgroundTasks, ClusterAccess, MigrationLimits, Pipeline, tracing
 from services.gateway.http import build_app
+from services.gateway.intake import Intake
 from services.gateway.integrity import check_gateway
 from services.gateway.llm import LLM
 from services.gateway.llm_service import LLMService
@@ -195,6 +196,7 @@ class Gateway:
             new_id=self._ports.new_id,
             seeds=self._ports.seeds,
             deadlines=deadlines,
+            intake=Intake(),
         )
         await self._serve()
 

@@ -104,6 +104,7 @@ class GenerateEndpoint(Endpoint):
         try:
             asked = _Asked(llm, exchange)
             with llm.deadlines.until(asked.deadline):
+                await llm.intake.begin()
                 body = await exchange.body(llm.settings.max_body_bytes, llm.settings.body_timeout_s, llm.deadlines)
                 found = await self._read(llm, body, asked.check_turn)
             answer = llm.answer(asked.generation(found), found.param)

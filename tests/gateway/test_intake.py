@@ -1,0 +1,49 @@
+import asyncio
+
+import pytest
+
+from services.gateway.intake import MOST, Intake
+
+TURNS = 5  # of a request, from its beginning to its end
+
+
+async def test_those_that_come_first_are_over_before_the_last_begin() -> None:
+    intake, over, over_before = Intake(), list[int](), list[int]()
+
+    async def request(number: int) -> None:
+        await intake.begin()
+        over_before.append(len(over))
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        over.append(number)
+
+    await asyncio.gather(*(request(number) for number in range(20 * MOST)))
+    assert over == sorted(over)
+    assert over_before[:MOST] == [0] * MOST
+    assert over_before[-1] >= (20 - TURNS - 3) * MOST
+
+
+async def test_a_few_do_not_wait() -> None:
+    intake = Intake()
+    for _ in range(3):
+        for _ in range(MOST):
+            with pytest.raises(StopIteration):
+                intake.begin().send(None)
+        await asyncio.sleep(0)
+    for _ in range(MOST):
+        with pytest.raises(StopIteration):
+            intake.begin().send(None)
+    one_more = intake.begin()
+    assert asyncio.isfuture(one_more.send(None))
+    one_more.close()
+
+
+async def test_what_is_cancelled_takes_nobodys_turn() -> None:
+    intake = Intake()
+    begun = [asyncio.create_task(intake.begin()) for _ in range(4 * MOST)]
+    await asyncio.sleep(0)
+    for task in begun[MOST : 2 * MOST]:
+        task.cancel()
+    async with asyncio.timeout(5.0):
+        await asyncio.wait(begun)
+    assert [task.cancelled() for task in begun] == [MOST <= number < 2 * MOST for number in range(4 * MOST)]
