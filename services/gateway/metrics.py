@@ -147,7 +147,7 @@ class Meter:
     """One choice, from waiting to running to its end. `close` it."""
 
     def __init__(self, metrics: Metrics, now: Callable[[], float]) -> None:
-        self._metrics = metrics
+        self._metrics, self._written = metrics, metrics.written
         self._now = now
         self._born = self._last = now()
         self._num_tokens = 0
@@ -159,14 +159,14 @@ class Meter:
             return
         now = self._now()
         if self._num_tokens:
-            self._metrics.written.between((now - self._last) / num_tokens)
+            self._written.between((now - self._last) / num_tokens)
         else:
             self._metrics.ttft.observe(now - self._born)
             self._metrics.num_waiting -= 1
             self._metrics.num_running += 1
         self._num_tokens += num_tokens
         self._last = now
-        self._metrics.written.num_tokens += num_tokens
+        self._written.num_tokens += num_tokens
 
     def success(self, reason: str, prompt_tokens: int) -> None:
         self._metrics.e2e.observe(self._now() - self._born)

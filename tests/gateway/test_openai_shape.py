@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 
 from services.gateway import Gateway
 from tests.gateway.peers import MODEL, Peers
-from tests.gateway.test_http import CHAT, TEXTUAL, events
+from tests.gateway.test_http import CHAT, TEXTUAL, events, text_of
 
 
 async def test_usage_is_null_until_the_last_chunk(http: httpx.AsyncClient) -> None:
@@ -19,6 +20,33 @@ async def test_usage_is_null_until_the_last_chunk(http: httpx.AsyncClient) -> No
         assert [part["usage"] for part in parts] == [None] * len(parts)
         assert last["usage"]["total_tokens"] > 0
         assert not any("usage" in part for part in await events(http, path, body))
+
+
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, {"service_tier": "flex"}], ids=str)
+async def test_an_event_says_the_same_whether_or_not_its_frame_was_kept(
+    http: httpx.AsyncClient, more: dict[str, Any]
+) -> None:
+    """Events with token ids are put together anew each time."""
+
+    def shape(part: Any) -> str:
+        rest = {name: value for name, value in part.items() if name not in ("id", "created", "choices")}
+        choices = [{**choice, "text": "", "token_ids": None, "prompt_token_ids": None} for choice in part["choices"]]
+        for choice in choices:
+            if "delta" in choice:
+                choice["delta"] = {**choice["delta"], "content": ""}
+        return json.dumps([rest, choices], sort_keys=True)
+
+    for path, body in (("/v1/completions", TEXTUAL), ("/v1/chat/completions", CHAT)):
+        asked = {**body, **more, "n": 2}
+        kept = await events(http, path, asked)
+        anew = await events(http, path, {**asked, "return_token_ids": True})
+        for choice in (0, 1):
+            own, others = (
+                [p for p in parts if p["choices"] and p["choices"][0]["index"] == choice] for parts in (kept, anew)
+            )
+            assert len(own) > 3
+            assert text_of(own, choice) == text_of(others, choice)
+            assert list(dict.fromkeys(map(shape, own))) == list(dict.fromkeys(map(shape, others)))
 
 
 async def test_logprobs_have_a_refusal(http: httpx.AsyncClient) -> None:

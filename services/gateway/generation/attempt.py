@@ -124,12 +124,15 @@ class Attempt:
             self.span = span
 
             def take(tokens: Tokens) -> bool:
-                self._note_progress(route, mailbox, tokens)
+                if mailbox.num_proposed_tokens:
+                    self._note_counts(mailbox)
+                self._wrote(tokens)
                 assert self._outcome.taker is not None
                 return self._outcome.taker(tokens)
 
             while not mailbox.finish_reason:
-                tokens = await mailbox.get(take if self._outcome.taker else None)
+                begun = mailbox.next_index > self._sequence.num_prior_tokens
+                tokens = await mailbox.get(take if begun and self._outcome.taker else None)
                 self._ended_by_decode = bool(mailbox.finish_reason)
                 self._note_progress(route, mailbox, tokens)
                 yield tokens
@@ -290,9 +293,13 @@ class Attempt:
         num_prior, outcome = self._sequence.num_prior_tokens, self._outcome
         if not num_prior:
             outcome.num_cached_tokens = mailbox.num_cached_tokens
-        outcome.num_proposed_tokens = mailbox.num_proposed_tokens
-        outcome.num_accepted_tokens = mailbox.num_accepted_tokens
         outcome.finish_reason = mailbox.finish_reason
+        self._note_counts(mailbox)
         self._wrote(new)
         if mailbox.next_index - num_prior == len(new.ids) and not mailbox.finish_reason:  # whose end releases all
             self._cluster.in_background(self._cluster.router.release_prefill(route))
+
+    def _note_counts(self, mailbox: Mailbox) -> None:
+        outcome = self._outcome
+        outcome.num_proposed_tokens = mailbox.num_proposed_tokens
+        outcome.num_accepted_tokens = mailbox.num_accepted_tokens

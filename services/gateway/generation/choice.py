@@ -9,7 +9,7 @@ the same message do not count.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.gateway.text import StopStrings, Tokenizer
 from services.gateway.tools import Call, CallPart, Reading, ReadingPlan
@@ -25,11 +25,19 @@ class Delta:
     choice: int
     text: str
     tokens: Tokens
-    offsets: list[int]  # where each token's text begins in the answer, in characters
+    offsets: Sequence[int]  # where each token's text begins in the answer, in characters; with logprobs
     finish_reason: llm_pb2.FinishReason
     reasoning: str = ""
-    calls: Sequence[Call] = field(default_factory=list)  # that are complete now
-    call_parts: Sequence[CallPart] = field(default_factory=list)
+    calls: Sequence[Call] = ()  # that are complete now
+    call_parts: Sequence[CallPart] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is text and nothing else."""
+        return not (
+            self.finish_reason or self.reasoning or self.call_parts
+            or self.tokens.logprobs or self.tokens.prompt_logprobs
+        )  # fmt: skip
 
     @property
     def says_something(self) -> bool:
@@ -51,6 +59,7 @@ class Choice:
         self._reader = plan.reader() if plan else None
         self._called = False
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        self._plain = not sampling.stop and plan is None  # all text is shown, as it comes
         self._show_stop = sampling.include_stop_str_in_output
         self._stop_ids = frozenset(stop_ids)
         self._length = 0
@@ -61,6 +70,11 @@ class Choice:
         if self._unseen:
             self.finish_reason = llm_pb2.FINISH_REASON_LENGTH
             return Delta(self.index, "", Tokens([], [], tokens.prompt_logprobs), [], self.finish_reason)
+        if self._plain and not finish_reason and not tokens.logprobs:
+            text = "".join(map(self._detokenizer.feed, tokens.ids))
+            self._length += len(text)
+            self.num_tokens += len(tokens.ids)
+            return Delta(self.index, text, tokens, (), finish_reason)
         shown, offsets = [], []
         last = len(tokens.ids) - 1 if finish_reason == llm_pb2.FINISH_REASON_STOP else -1
         for i, token_id in enumerate(tokens.ids):

@@ -74,9 +74,13 @@ class Pipeline:
         )  # fmt: skip
         migration = Migration(self._limits, name, self._cluster.spans, parent, self._metrics.migrations.inc)
         written: list[int] = []
+        going = False
 
         def wrote(new: Tokens) -> None:
-            migration.close()
+            nonlocal going
+            if not going:
+                migration.close()
+                going = True
             written.extend(new.ids)
             self._admission.wrote(work, len(new.ids))
 
@@ -85,6 +89,7 @@ class Pipeline:
             holder = await prompt.holder(deadline) if prompt else ""
             while True:
                 _continue_behind(sequence, written)
+                going = False
                 sequence.request_id = f"{name}-{self._nonce()}"
                 outcome.migrated = migration.number
                 attempt = Attempt(self._cluster, sequence, deadline, parent, outcome, wrote, holder)

@@ -86,9 +86,9 @@ class CompletionFormat(Format):
 
     def _logprobs(self, delta: Delta, echo: Echo | None, begin: int) -> dict[str, Any] | None:
         """`begin`: where the answer begins in the text. `echo` comes before it, if given."""
-        logprobs = list(delta.tokens.logprobs)
-        if not self._with_logprobs or not (logprobs or echo):
+        if not self._with_logprobs or not (delta.tokens.logprobs or echo):
             return None
+        logprobs = delta.tokens.logprobs
         offsets = [begin + offset for offset in delta.offsets[: len(logprobs)]]
         if echo is not None:
             logprobs = delta.tokens.prompt_logprobs + logprobs

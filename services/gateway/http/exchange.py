@@ -46,6 +46,7 @@ class Exchange:
         self._streaming = self._closing = False
         self._last = False  # the connection is of no more use
         self._held = b""
+        self._event: Message = {"type": "http.response.body", "more_body": True}  # one for all: it is read at once
         self._unwritten: _Begun | None = None
         self.started = False
 
@@ -102,7 +103,8 @@ class Exchange:
 
     def event_at_once(self, event: bytes) -> bool:
         """As `event`, without waiting. False: the client is slow to read, and `written` must come before the next."""
-        steps = self._send({"type": "http.response.body", "body": event, "more_body": True}).__await__()
+        self._event["body"] = event
+        steps = self._send(self._event).__await__()
         try:
             waits_for = next(steps)
         except StopIteration:

@@ -7,7 +7,7 @@ stream          the same envelope around each delta; a last one with usage where
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import orjson
@@ -22,6 +22,8 @@ from services.gateway.workers import Tokens
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
 
+# Stands in an event for its text, and nowhere else.
+MARK = "\0the text\0"
 # What a response calls the service tier that was asked for by another name.
 TIERS_SERVED = {"auto": "default"}
 # Refuses, before its prompt is tokenized, a request whose answer of at most so many tokens would come too late.
@@ -89,6 +91,9 @@ class Envelope:
         self.with_token_ids = bool(found.body.return_token_ids)
         self._continuous = self.with_usage and bool(options and options.continuous_usage_stats)
         self._begun: set[int] = set()
+        # Of each choice that has begun what stands around the text in an event that says nothing else, once known.
+        self._plain: dict[int, tuple[bytes, bytes] | None] = {}
+        self._repeats = not (self._continuous or self.with_token_ids)
         self._num_ended = 0
         self._with_prompt_logprobs = found.with_prompt_logprobs
         request = answer.request
@@ -100,7 +105,17 @@ class Envelope:
 
     def chunk(self, delta: Delta) -> bytes:
         """One event of a stream."""
-        beside = self._prompt_logprobs(delta, in_choice=False)
+        if not delta.is_plain or not self._repeats or delta.choice not in self._plain:
+            event = self._chunk(delta)
+            self._plain.setdefault(delta.choice, None)  # the first of a choice says more than the others
+            return event
+        if (around := self._plain[delta.choice]) is None:
+            begin, end = self._chunk(replace(delta, text=MARK)).split(orjson.dumps(MARK))
+            around = self._plain[delta.choice] = begin, end
+        return around[0] + orjson.dumps(delta.text) + around[1]
+
+    def _chunk(self, delta: Delta) -> bytes:
+        beside = self._prompt_logprobs(delta, in_choice=False) if self._with_prompt_logprobs else {}
         if self.with_usage:
             beside["usage"] = usage(self._answer) if self._continuous else None
         return self._event([self._numbered(delta, self._form.delta(delta))], beside)
@@ -142,7 +157,8 @@ class Envelope:
 
     def _numbered(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
         numbered = {"index": delta.choice, **said, "finish_reason": REASONS.get(delta.finish_reason)}
-        numbered |= self._prompt_logprobs(delta, in_choice=True)
+        if self._with_prompt_logprobs:
+            numbered |= self._prompt_logprobs(delta, in_choice=True)
         if self.with_token_ids:
             numbered["token_ids"] = delta.tokens.ids
             if delta.choice not in self._begun:

@@ -30,12 +30,21 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For tokenizers in which every token stands for certain bytes."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, token_bytes: Callable[[int], bytes], texts: dict[int, str]) -> None:
+        """`texts`: of tokens that are whole characters by themselves; all answers share it, and add to it."""
+        self._token_bytes, self._texts = token_bytes, texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unfinished = False
 
     def feed(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes(token_id))
+        if not self._unfinished and (known := self._texts.get(token_id)) is not None:
+            return known
+        began_whole = not self._unfinished
+        text = self._decoder.decode(self._token_bytes(token_id))
+        self._unfinished = bool(self._decoder.getstate()[0])
+        if began_whole and not self._unfinished:
+            self._texts[token_id] = text
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -21,6 +21,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
         self.token_bytes = self._vocabulary.token_bytes
+        self._texts: dict[frozenset[int], dict[int, str]] = {}  # by the tokens that are hidden
         self._with_special, self._without_special = (
             Batches(partial(self._encode, special)) for special in (True, False)
         )
@@ -65,7 +66,8 @@ class Tokenizer:
         if hidden and shown:
             hidden = hidden.difference(map(self._tokenizer.token_to_id, shown))
         if self._vocabulary.byte_level:
-            return ByteDetokenizer(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id))
+            texts = self._texts.setdefault(hidden, {})
+            return ByteDetokenizer(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id), texts)
         return WindowDetokenizer(lambda ids: self.decode([i for i in ids if i not in hidden], False))
 
     async def spellings(self, word: str) -> list[list[int]]:
