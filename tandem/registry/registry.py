@@ -164,6 +164,7 @@ class Registry:
         prefill: PrefillPolicy,
         prefix: PromptPrefix = NO_PREFIX,
         adapted: Collection[str] | None = None,
+        ttft_target_s: float = 0.0,
         itl_target_s: float = 0.0,
         ttl: float,
         exclude: Collection[str] = (),
@@ -174,7 +175,8 @@ class Registry:
         the one that decodes, until released or for `ttl` seconds. `exclude` names worker ids or incarnations.
         `require` takes only a pair, `prefer` falls back to a decode worker alone, `never` takes one alone, and `auto`
         takes what costs less by the rates that the workers have measured. With `itl_target_s`, the most between the
-        request's tokens, a prompt costs a decode worker that has room below that no pause of what runs there.
+        request's tokens, a prompt costs a decode worker that has room below that no pause of what runs there; with
+        `ttft_target_s`, what is left until its first token should come, it costs more to be later than that.
 
         Workers that hold the beginning of the prompt, by `prefix`, are preferred as far as load allows; from now on
         the chosen ones are expected to hold all of it, until they have reported their blocks. Of a request with a LoRA
@@ -191,7 +193,7 @@ class Registry:
         arguments = (
             reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl), excluded, prefix.revision,
             prefix.block_size, prefix.marks, prefix.held, "-" if adapted is None else " ".join(adapted),
-            round(1000 * itl_target_s),
+            round(1000 * ttft_target_s), round(1000 * itl_target_s),
         )  # fmt: skip
         try:
             status, why, *chosen = await self._batcher.call(("select", arguments))

@@ -167,7 +167,7 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
     """What a broken connection can do to a call: answer lost and sent again, or carried out after it was given up."""
     await register_pool(registry)
     wire = RedisConnection(redis_server.url, namespace, 2.0)
-    wanted = (MODEL, 40, 8, "require", 1000, "[]", "", 1, "", "", "-", 0)
+    wanted = (MODEL, 40, 8, "require", 1000, "[]", "", 1, "", "", "-", 0, 0)
     for _ in range(2):
         ((status, *_),) = await wire.call("select", "", 0, 0, "twice", *wanted)
         assert status == "ok"

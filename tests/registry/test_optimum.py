@@ -36,6 +36,7 @@ class Wanted:
     policy: PrefillPolicy
     hits: dict[str, int]  # worker id: blocks
     exclude: frozenset[str]
+    ttft_target_s: float = 0.0
     itl_target_s: float = 0.0
 
 
@@ -71,7 +72,7 @@ def requests(draw: st.DrawFn) -> Wanted:
         draw(st.integers(24 * BLOCK_SIZE, 500)), draw(st.integers(0, 40)),
         draw(st.sampled_from(["require", "prefer", "auto", "never"])),
         draw(st.dictionaries(names, st.integers(1, 24), max_size=6)), draw(st.frozensets(names, max_size=2)),
-        draw(st.sampled_from([0.0, 0.0, 0.030, 0.200])),
+        draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])), draw(st.sampled_from([0.0, 0.0, 0.030, 0.200])),
     )  # fmt: skip
 
 
@@ -115,11 +116,16 @@ class Costs:
         one_more = blocks / num_blocks * of_one(step_s, self.usual_step)
         return 64 * (full * step_s + one_more) + 8 * (used + blocks > num_blocks)
 
+    def late(self, first_s: float) -> float:
+        target_s = self.wanted.ttft_target_s
+        return 16 * max(first_s - 0.9 * target_s, 0) if target_s else 0
+
     def pair(self, p: Worker, d: Worker) -> float:
         tokens = max(self.uncached(p), 1)
         token_s = self.token_s[p.info.worker_id]
         one_more = of_one(token_s, self.usual) + (self.own_work - 1) * self.usual
-        reading = self.queue(p) * token_s + tokens * one_more
+        waiting = self.queue(p) * token_s
+        reading = waiting + tokens * one_more + self.late(waiting + tokens * token_s)
         return reading + self.uncached(d) * self.moved_s[p.info.worker_id] + self.writing(d)
 
     def alone(self, d: Worker, usual: float) -> float:
@@ -131,9 +137,11 @@ class Costs:
         if room_s > 0 and (paused > 1 or self.behind):
             slower = (step_s + room_s) / room_s
             waiting *= slower if paused > 1 else 1
-            return waiting + uncached * (of_one(token_s, usual) * slower + 15 * usual) + self.writing(d)
+            late = self.late(waiting + uncached * token_s * slower)
+            return waiting + uncached * (of_one(token_s, usual) * slower + 15 * usual) + late + self.writing(d)
         pause = waiting + uncached * token_s
-        return waiting + 16 * uncached * token_s + paused * pause**2 / step_s + self.writing(d)
+        late = self.late(pause)
+        return waiting + 16 * uncached * token_s + paused * pause**2 / step_s + late + self.writing(d)
 
     def best(self, workers: list[Worker]) -> float:
         """The cheapest allowed route's cost; infinite if there is none."""
@@ -188,7 +196,7 @@ async def ask(registry: Registry, wanted: Wanted, workers: list[Worker]) -> Rout
     return await registry.select_and_reserve(
         request_id="r", model=MODEL, prompt_tokens=wanted.prompt_tokens, max_new_tokens=wanted.new_tokens,
         prefill=wanted.policy, prefix=PromptPrefix(REVISION, BLOCK_SIZE, b"", PromptPrefix.of("", 1, (), held).held),
-        itl_target_s=wanted.itl_target_s, ttl=TTL, exclude=wanted.exclude,
+        ttft_target_s=wanted.ttft_target_s, itl_target_s=wanted.itl_target_s, ttl=TTL, exclude=wanted.exclude,
     )  # fmt: skip
 
 

@@ -472,6 +472,20 @@ async def test_auto_reads_beside_decodes_within_their_target(
     assert route.reason.startswith(path), route.reason
 
 
+@pytest.mark.parametrize(("target_s", "reader"), [(0.0, "p0"), (10.0, "p0"), (1.0, "p1")])
+async def test_what_would_be_late_goes_where_it_is_not(registry: Registry, target_s: float, reader: str) -> None:
+    """The one that has the prompt in its cache is a second behind; the other one is not, and is busy, too."""
+    large = {"num_blocks": 200, "max_model_len": 2048}
+    await registry.register(worker_info("d0", Role.DECODE, **large), worker_load(), TTL)
+    for name, queued in (("p0", 1000), ("p1", 100)):
+        reading = worker_load(linked=("d0-first",), queued_tokens=queued, prefill_tokens_per_s=1000.0)
+        await registry.register(worker_info(name, Role.PREFILL, **large), reading, TTL)
+    await registry.publish_blocks("p0", "p0-first", HASHES, [])
+    prefix = await known_prefix(registry, HASHES)
+    route = await select(registry, prompt_tokens=600, prefix=prefix, ttft_target_s=target_s)
+    assert names(route) == (reader, "d0")
+
+
 async def test_a_burst_to_an_idle_pair_is_read_by_both(registry: Registry) -> None:
     idle, large = worker_load(step_s=0.020, prefill_tokens_per_s=512.0), {"num_blocks": 2000, "max_model_len": 2048}
     await registry.register(worker_info("d0", Role.DECODE, **large), idle, TTL)

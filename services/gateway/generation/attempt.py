@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import structlog
@@ -33,6 +34,8 @@ log = structlog.get_logger(__name__)
 # After a last token from P, D is about to end the sequence by itself and keep its blocks as cache.
 LINGER_S = 1.0
 ABORT_TIMEOUT_S = 2.0
+# Of a target to the first token that has passed already.
+LEAST_LEFT_S = 0.001
 WORKER_LOST = "worker_lost"
 
 
@@ -76,15 +79,18 @@ class Attempt:
         outcome: Outcome,
         wrote: Callable[[Tokens], None],
         holder: str = "",
+        first_by: float = inf,
     ) -> None:
         """
         Args:
             wrote: called with new tokens before anyone has them.
             holder: the incarnation of a decode worker that has the prompt's KV.
+            first_by: when the first token should come.
         """
         self._cluster = cluster
         self._wrote = wrote
         self._holder = holder
+        self._first_by = first_by
         self._sequence = sequence
         self._deadline = deadline
         self._parent = parent
@@ -162,8 +168,7 @@ class Attempt:
         max_new_tokens = sequence.sampling.max_tokens - sequence.num_prior_tokens
         request = RouteRequest(
             sequence.request_id, sequence.token_ids, sequence.cache_salt, max_new_tokens, left + 1.0,
-            sequence.adapter.revision,
-            self._holder, sequence.itl_target_ms / 1000,
+            sequence.adapter.revision, self._holder, self._left_to_first(), sequence.itl_target_ms / 1000,
         )  # fmt: skip
         with tracing.child(cluster.spans, "route", self._parent) as span:
             try:
@@ -258,6 +263,11 @@ class Attempt:
         if left <= 0:
             raise TimedOut("the request's deadline passed")
         return left
+
+    def _left_to_first(self) -> float:
+        """Of the target; 0 without one."""
+        left = self._first_by - asyncio.get_running_loop().time()
+        return 0.0 if left == inf else max(left, LEAST_LEFT_S)
 
     def _asked(self, span: Span) -> worker_pb2.SequenceSpec:
         """What a worker is asked to do now, under this span."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from math import inf
 
 from opentelemetry.context import Context
 
@@ -74,6 +75,7 @@ class Pipeline:
         )  # fmt: skip
         migration = Migration(self._limits, name, self._cluster.spans, parent, self._metrics.migrations.inc)
         written: list[int] = []
+        first_by = inf if ttft_s is None else asyncio.get_running_loop().time() + ttft_s
         going = False
 
         def wrote(new: Tokens) -> None:
@@ -92,7 +94,9 @@ class Pipeline:
                 going = False
                 sequence.request_id = f"{name}-{self._nonce()}"
                 outcome.migrated = migration.number
-                attempt = Attempt(self._cluster, sequence, deadline, parent, outcome, wrote, holder)
+                attempt = Attempt(
+                    self._cluster, sequence, deadline, parent, outcome, wrote, holder, inf if written else first_by
+                )
                 try:
                     async with aclosing(attempt.tokens(migration.exclude)) as tokens:
                         async for new in tokens:

@@ -17,7 +17,7 @@ class RouteRequest:
     seconds: float  # how long a forgotten reservation may live
     adapter: str = ""  # its revision, where there is one
     holder: str = ""  # incarnation of the decode worker that has the prompt's KV, if one is known to
-
+    ttft_target_s: float = 0.0  # within which its first token should come, from now; 0: no target
     itl_target_s: float = 0.0  # the most between its tokens; 0: no target
 
     @property

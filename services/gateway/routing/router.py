@@ -116,6 +116,7 @@ class Router:
             prefill=policy,
             prefix=prefix,
             adapted=self._adapted(request.adapter) if request.adapter else None,
+            ttft_target_s=request.ttft_target_s,
             itl_target_s=request.itl_target_s,
             ttl=request.seconds,
             exclude=exclude,

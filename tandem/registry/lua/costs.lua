@@ -4,6 +4,7 @@
 --   move p -> d  what d lacks / p's rate of moving
 --   decode d     how full it is, in steps of its own length; what the request adds, in steps of about the usual one
 --   alone on d   queue + own reading on d, and how it pauses every sequence that runs there
+--   late         on whom the first token would come later than the request's target, by how much
 --
 -- Reserved and reported count the same work, one sooner and one also after Redis lost its memory: the larger counts.
 local NO_ROOM_NOW = 8
@@ -27,8 +28,10 @@ local NOMINAL_STEP_S = 1 / 64
 local NOISE_BLOCKS = 0.5
 -- Two workers to call instead of one.
 local TWO_CALLS_S = 0.002
--- Of a target between tokens, as the workers' engines do.
+-- Of a target, as the workers' engines do.
 local PLANNED = 0.9
+-- A second later than the target counts so many times.
+local LATE = 16
 -- To read an adapter into memory, where another one may have to go for it.
 local ADAPTER_S = 0.1
 local max, ceil, huge = math.max, math.ceil, math.huge
@@ -42,6 +45,11 @@ end
 -- What reading the request's adapter costs on row i.
 local function adapting(rows, request, i)
   return request.adapted and not request.adapted[rows.values[(i - 1) * WIDTH + GENERATION]] and ADAPTER_S or 0
+end
+
+-- What it costs that the first token comes after so many seconds.
+local function lateness(request, seconds)
+  return LATE * max(seconds - PLANNED * request.ttft_s, 0)
 end
 
 local function size_on(role, request)
@@ -140,8 +148,8 @@ local function weigh_prefills(rows, request)
     if prompt <= values[at + TAKES] and not excludes(request, rows, p) then
       local tokens = max(prompt - (hits[p] or 0) * block_size, 1)
       local queue, token_s = max(values[at + TOKENS], values[at + QUEUED]), values[at + TOKEN_S]
-      cost = queue * token_s + tokens * (of_one(token_s, rows.usual) + others_s)
-        + adapting(rows, request, p)
+      local waiting = queue * token_s + adapting(rows, request, p)
+      cost = waiting + tokens * (of_one(token_s, rows.usual) + others_s) + lateness(request, waiting + tokens * token_s)
       able = true
     end
     costs[p] = cost
@@ -171,7 +179,7 @@ local function weigh_decodes(rows, request, fastest)
     end
     costs[d], missing[d] = cost, lacking
   end
-  rows.cost, rows.hits, rows.missing, rows.least, rows.target_s = costs, hits, missing, least, request.target_s
+  rows.cost, rows.hits, rows.missing, rows.least = costs, hits, missing, least
   return least < huge
 end
 
@@ -181,18 +189,20 @@ end
 -- With a target between tokens, and room below it for two steps, the engine reads in that room: nobody sees a pause, and
 -- reading takes longer by its share of a step. Where nothing runs, what waits there is read faster, but until this prompt's
 -- turn comes something will run; and there it is read only where prefill workers are `behind`.
-local function reading_alone(rows, d, compared_token_s, behind)
+local function reading_alone(rows, d, request, compared_token_s, behind)
   local at, values = (d - 1) * WIDTH, rows.values
   local usual = compared_token_s or NOMINAL_TOKEN_S
   local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or usual
   local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
   local step_s = values[at + STEP_S]
-  local room_s = PLANNED * rows.target_s - 2 * step_s
+  local room_s = PLANNED * request.itl_s - 2 * step_s
   if room_s > 0 and (values[at + SEQUENCES] > 0 or behind) then
     local slower = (step_s + room_s) / room_s
     local waiting = queue * token_s * (values[at + SEQUENCES] > 0 and slower or 1)
     return waiting + tokens * (of_one(token_s, usual) * slower + (OWN_WORK - 1) * usual)
+      + lateness(request, waiting + tokens * token_s * slower)
   end
   local pause = (queue + tokens) * token_s
   return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * pause * pause / step_s
+    + lateness(request, pause)
 end

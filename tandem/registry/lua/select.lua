@@ -20,11 +20,12 @@
 --   (release.lua); then for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' |
 --   'never', ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks
 --   (expected.lua), hits: 'blocks:generation,generation,… blocks:generation,…', and where it has an adapter the
---   generations that hold that: 'generation generation …', else '-'; and its target between tokens (ms), 0 if none
+--   generations that hold that: 'generation generation …', else '-'; and its targets, to the first token and between
+--   tokens (ms), 0 if none
 -- Returns for each release how many parts were released; then for each request: {'ok', why, Fallback or '', decode
 -- worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none', reason}
 -- or {'too large', reason}.
-local ARGUMENTS = 13
+local ARGUMENTS = 14
 
 local function names_in(json)
   if json == '[]' then return nil end
@@ -48,13 +49,18 @@ local function generations_in(text)
   return found
 end
 
+local function seconds_in(milliseconds)
+  return milliseconds ~= '0' and tonumber(milliseconds) / 1000 or nil
+end
+
 local function parse(start)
   return {
     reservation = ARGV[start], model = ARGV[start + 1], prompt_tokens = tonumber(ARGV[start + 2]),
     new_tokens = tonumber(ARGV[start + 3]), policy = ARGV[start + 4], ttl = tonumber(ARGV[start + 5]),
     excluded = names_in(ARGV[start + 6]), kind = kind_of(ARGV[start + 7], ARGV[start + 8]),
     block_size = tonumber(ARGV[start + 8]), marks = ARGV[start + 9], hits = hits_in(ARGV[start + 10]),
-    adapted = generations_in(ARGV[start + 11]), target_s = tonumber(ARGV[start + 12]) / 1000,
+    adapted = generations_in(ARGV[start + 11]), ttft_s = seconds_in(ARGV[start + 12]) or huge,
+    itl_s = seconds_in(ARGV[start + 13]) or 0,
   }
 end
 
@@ -150,11 +156,11 @@ local function why_no_pair(prefills, decodes, request)
   return 'no prefill worker has the KV layout of a decode worker of model ' .. request.model, 'kv_layout'
 end
 
-local function best_alone(decodes, slack, compared_token_s, behind)
+local function best_alone(decodes, request, slack, compared_token_s, behind)
   local costs, least, best = {}, huge, nil
   for d = 1, decodes.count do
     local writing = decodes.cost[d]
-    costs[d] = writing < least + slack and writing + reading_alone(decodes, d, compared_token_s, behind) or huge
+    costs[d] = writing < least + slack and writing + reading_alone(decodes, d, request, compared_token_s, behind) or huge
     least = math.min(least, costs[d])
   end
   for d = 1, decodes.count do
@@ -176,18 +182,18 @@ local function choose(prefills, decodes, request)
   if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
   if not weigh_decodes(decodes, request, prefills.fastest) then return nil, why_none(decodes, 'decode', request) end
   local slack = tolerance(prefills, request, OWN_WORK)
-  if request.policy == 'never' then return best_alone(decodes, slack), 'asked for' end
+  if request.policy == 'never' then return best_alone(decodes, request, slack), 'asked for' end
   local can_read = weigh_prefills(prefills, request)
   local pair = can_read and best_pair(prefills, decodes, tolerance(prefills, request, prefills.own_work))
   if not pair then
     local why, fallback
     if can_read then why, fallback = why_no_pair(prefills, decodes, request)
     else why, fallback = why_none(prefills, 'prefill', request) end
-    return request.policy ~= 'require' and best_alone(decodes, slack), why, fallback
+    return request.policy ~= 'require' and best_alone(decodes, request, slack), why, fallback
   end
   if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
   pair.cost = pair.cost + TWO_CALLS_S
-  local alone = best_alone(decodes, slack, pair.token_s, prefills.behind)
+  local alone = best_alone(decodes, request, slack, pair.token_s, prefills.behind)
   if alone.cost < pair.cost then return alone, cheaper(alone, pair) end
   return pair, cheaper(pair, alone)
 end
