@@ -36,7 +36,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.priority import PriorityClass
 from services.gateway.routing import Router
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.workers import WorkerPool
 from tandem import rpc
 from tandem.drain import DrainService
@@ -210,7 +210,8 @@ class Gateway:
         queue = FairQueue(Weights(weights, settings.tenant_weights))
         self.admission = Admission(queue, settings.max_queued)
         metrics.watch(self.admission)
-        bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens
+        decodes_read = settings.disaggregation is Disaggregation.AUTO
+        bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens, decodes_read
         others = self._ports.registry.other_demands
         self._run(self.admission.run(view, lambda: capacity_of(pool.workers, *bounds), others))
 

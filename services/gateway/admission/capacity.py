@@ -49,18 +49,21 @@ class Capacity:
         return max(work.cost / tokens, 1 / self.sequences, reading)
 
 
-def capacity_of(workers: Sequence[Worker], prefill_queue_tokens: int, max_tokens: int | None) -> Capacity | None:
+def capacity_of(
+    workers: Sequence[Worker], prefill_queue_tokens: int, max_tokens: int | None, decodes_read: bool
+) -> Capacity | None:
     """None without a decode worker: nothing is known then, and the router says best what is missing.
 
     Args:
         prefill_queue_tokens: how much may wait to be read by each worker that reads prompts.
         max_tokens: of the answer.
+        decodes_read: decode workers read prompts beside prefill workers, and not only where there are none.
     """
     live = [worker for worker in workers if not worker.load.draining]
     decodes = [worker.info for worker in live if worker.info.role is Role.DECODE]
     if not decodes:
         return None
-    readers = len(live) - len(decodes) or len(decodes)
+    readers = len(live) if decodes_read else len(live) - len(decodes) or len(decodes)
     return Capacity(
         tokens=sum(info.num_blocks * info.block_size for info in decodes),
         sequences=sum(worker.info.max_num_seqs for worker in live),
