@@ -128,7 +128,8 @@ class Costs:
         reading = waiting + tokens * one_more + self.late(waiting + tokens * token_s)
         return reading + self.uncached(d) * self.moved_s[p.info.worker_id] + self.writing(d)
 
-    def alone(self, d: Worker, usual: float) -> float:
+    def alone(self, d: Worker) -> float:
+        usual = self.usual
         measured, uncached = d.load.prefill_tokens_per_s, max(self.uncached(d), 1)
         token_s = 1 / measured if measured else usual
         waiting, paused = self.queue(d) * token_s, 1 + d.load.num_running + d.load.num_waiting
@@ -150,8 +151,7 @@ class Costs:
         decodes = [worker for worker in able if worker.info.role is Role.DECODE]
         pairs = [] if policy == "never" else list(linked_pairs(able, decodes))
         remote = min((self.pair(p, d) for p, d in pairs), default=math.inf)
-        token_s = next((self.token_s[p.info.worker_id] for p, d in pairs if self.pair(p, d) == remote), 1 / 8192)
-        local = min((self.alone(d, token_s) for d in decodes), default=math.inf)
+        local = min((self.alone(d) for d in decodes), default=math.inf)
         if policy == "auto" and pairs:
             return min(remote + 0.002, local)
         return remote if pairs or policy == "require" else local
@@ -162,10 +162,7 @@ class Costs:
         if route.prefill is not None:
             p = by_id[route.prefill.info.worker_id]
             return self.pair(p, d) + 0.002 * (self.wanted.policy == "auto")
-        able = [worker for worker in workers if self.able(worker)]
-        pairs = [] if self.wanted.policy == "never" else list(linked_pairs(able, able))
-        rates = [self.token_s[p.info.worker_id] for p, d in sorted(pairs, key=lambda pair: self.pair(*pair))]
-        return self.alone(d, rates[0] if rates else 1 / 8192)
+        return self.alone(d)
 
 
 def per(rate: float) -> float:

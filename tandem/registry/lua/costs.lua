@@ -183,15 +183,14 @@ local function weigh_decodes(rows, request, fastest)
   return least < huge
 end
 
--- What d's own reading adds to its cost. One that has read nothing yet is taken to read as fast as the prefill worker
--- that it is compared with. Reading pauses each sequence that runs there, and this one when it does: a pause counts by
+-- What d's own reading adds to its cost. One that has read nothing yet is taken to read as prefill workers usually do,
+-- in `usual` seconds a token. Reading pauses each sequence that runs there, and this one when it does: a pause counts by
 -- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
 -- With a target between tokens, and room below it for two steps, the engine reads in that room: nobody sees a pause, and
 -- reading takes longer by its share of a step. Where nothing runs, what waits there is read faster, but until this prompt's
 -- turn comes something will run; and there it is read only where prefill workers are `behind`.
-local function reading_alone(rows, d, request, compared_token_s, behind)
+local function reading_alone(rows, d, request, usual, behind)
   local at, values = (d - 1) * WIDTH, rows.values
-  local usual = compared_token_s or NOMINAL_TOKEN_S
   local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or usual
   local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
   local step_s = values[at + STEP_S]

@@ -101,7 +101,7 @@ local function decode_for(p, prefills, decodes, prove)
       least, longest, found = cost, others[there + CHOSEN], d
     end
   end
-  return found and {prefill = p, decode = found, cost = prefills.cost[p] + least, token_s = values[at + TOKEN_S]}
+  return found and {prefill = p, decode = found, cost = prefills.cost[p] + least}
 end
 
 -- Of prefill rows that read for the least, within `slack`, the one unchosen for longest; and the least that any reads for.
@@ -156,11 +156,11 @@ local function why_no_pair(prefills, decodes, request)
   return 'no prefill worker has the KV layout of a decode worker of model ' .. request.model, 'kv_layout'
 end
 
-local function best_alone(decodes, request, slack, compared_token_s, behind)
-  local costs, least, best = {}, huge, nil
+local function best_alone(prefills, decodes, request, behind)
+  local costs, least, best, slack = {}, huge, nil, tolerance(prefills, request, OWN_WORK)
   for d = 1, decodes.count do
     local writing = decodes.cost[d]
-    costs[d] = writing < least + slack and writing + reading_alone(decodes, d, request, compared_token_s, behind) or huge
+    costs[d] = writing < least + slack and writing + reading_alone(decodes, d, request, prefills.usual, behind) or huge
     least = math.min(least, costs[d])
   end
   for d = 1, decodes.count do
@@ -181,19 +181,18 @@ end
 local function choose(prefills, decodes, request)
   if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
   if not weigh_decodes(decodes, request, prefills.fastest) then return nil, why_none(decodes, 'decode', request) end
-  local slack = tolerance(prefills, request, OWN_WORK)
-  if request.policy == 'never' then return best_alone(decodes, request, slack), 'asked for' end
+  if request.policy == 'never' then return best_alone(prefills, decodes, request), 'asked for' end
   local can_read = weigh_prefills(prefills, request)
   local pair = can_read and best_pair(prefills, decodes, tolerance(prefills, request, prefills.own_work))
   if not pair then
     local why, fallback
     if can_read then why, fallback = why_no_pair(prefills, decodes, request)
     else why, fallback = why_none(prefills, 'prefill', request) end
-    return request.policy ~= 'require' and best_alone(decodes, request, slack), why, fallback
+    return request.policy ~= 'require' and best_alone(prefills, decodes, request), why, fallback
   end
   if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
   pair.cost = pair.cost + TWO_CALLS_S
-  local alone = best_alone(decodes, request, slack, pair.token_s, prefills.behind)
+  local alone = best_alone(prefills, decodes, request, prefills.behind)
   if alone.cost < pair.cost then return alone, cheaper(alone, pair) end
   return pair, cheaper(pair, alone)
 end
