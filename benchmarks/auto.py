@@ -130,7 +130,7 @@ async def _run(
     prefill: int, decode: int, policies: Mapping[str, tuple[str, str]], warm_up: Sequence[Request],
     requests: Mapping[str, Sequence[Request]], rounds: int,
 ) -> dict[str, Any]:  # fmt: skip
-    goal = {"interactive_itl_s": ITL_S}
+    goal = {"interactive_ttft_s": TTFT_S, "interactive_itl_s": ITL_S}
     fleet = Fleet(prefill, decode, gateways=tuple(policies.values()), step_time=STEP_TIME, gateway_settings=goal)
     async with running(fleet) as addresses:
         gateways = dict(zip(policies, (address.grpc for address in addresses), strict=True))
