@@ -6,6 +6,7 @@ many workers with one process for both?
 2 replay    the same requests at the same times through three gateways of one fleet of null engines, one after another,
             for some rounds; each time with a cache salt of its own, so none finds what another has cached; then through
             as many workers that each read and write by themselves
+            --simulated: in made-up time, one round, which the machine's other work cannot touch
 3 compare   goodput: the share of all requests whose TTFT and every ITL met the SLO. Of each policy the round of median
             goodput counts, for a pause of the machine can cost one round 5 %; benchmarks/out/auto.json keeps all
 """
@@ -32,6 +33,7 @@ from benchmarks.mooncake import Request, read_trace
 from benchmarks.perfect import SimulatedWorker
 from benchmarks.results import earlier, percentile
 from benchmarks.shapes import shaped
+from benchmarks.simulated import simulate
 from tandem.engine import StepTime
 
 RESULTS = OUT / "auto.json"
@@ -58,6 +60,7 @@ def main() -> None:
     options = _options()
     setting = {
         "rounds": options.rounds,
+        "simulated": options.simulated,
         "load": options.load,
         "seconds": SECONDS,
         "ttft_s": TTFT_S,
@@ -65,7 +68,8 @@ def main() -> None:
     } | asdict(STEP_TIME)
     found = earlier(RESULTS, setting, "found")
     for name in options.fleets:
-        of_each = asyncio.run(_measure(*FLEETS[name], options.mixes, options.load, options.rounds))
+        measure = _simulate if options.simulated else _measure
+        of_each = measure(*FLEETS[name], options.mixes, options.load, options.rounds)
         found[name] = found.get(name, {}) | of_each
         RESULTS.write_text(json.dumps({"setting": setting, "found": found}, indent=2))
     _print(options.load, found)
@@ -116,23 +120,40 @@ def _as_many(requests: Iterable[Request], capacity: float, seconds: float) -> li
     return chosen
 
 
-async def _measure(prefill: int, decode: int, mixes: Sequence[str], load: float, rounds: int) -> dict[str, Any]:
-    trace = read_trace(1.0)
-    capacity = load * (prefill + decode) * STEP_TIME.prefill_tokens_per_s
-    requests = {mix: mixed(trace, MIXES[mix], capacity) if MIXES[mix] else bursty(capacity) for mix in mixes}
-    warm_up = mixed(trace, MIXES["all"], capacity, 5.0)  # so that every worker has measured itself
-    parts = await _run(prefill, decode, GATEWAYS, warm_up, requests, rounds)
-    alone = await _run(0, prefill + decode, ALONE, warm_up, requests, rounds)
+def _measure(prefill: int, decode: int, mixes: Sequence[str], load: float, rounds: int) -> dict[str, Any]:
+    warm_up, requests = _requests(prefill + decode, mixes, load)
+    parts = asyncio.run(_run(prefill, decode, GATEWAYS, warm_up, requests, rounds))
+    alone = asyncio.run(_run(0, prefill + decode, ALONE, warm_up, requests, rounds))
     return {mix: alone[mix] | parts[mix] for mix in mixes}
+
+
+def _simulate(prefill: int, decode: int, mixes: Sequence[str], load: float, _: int) -> dict[str, Any]:
+    warm_up, requests = _requests(prefill + decode, mixes, load)
+    fleets = {name: _fleet(0, prefill + decode, [gateway]) for name, gateway in ALONE.items()}
+    fleets |= {name: _fleet(prefill, decode, [gateway]) for name, gateway in GATEWAYS.items()}
+    return {
+        mix: {name: middle([figures(simulate(fleet, warm_up, asked))]) for name, fleet in fleets.items()}
+        for mix, asked in requests.items()
+    }
+
+
+def _requests(workers: int, mixes: Sequence[str], load: float) -> tuple[list[Request], dict[str, list[Request]]]:
+    """Those that come before, so that every worker has measured itself; and of each mix."""
+    trace, capacity = read_trace(1.0), load * workers * STEP_TIME.prefill_tokens_per_s
+    of_each = {mix: mixed(trace, MIXES[mix], capacity) if MIXES[mix] else bursty(capacity) for mix in mixes}
+    return mixed(trace, MIXES["all"], capacity, 5.0), of_each
+
+
+def _fleet(prefill: int, decode: int, gateways: Iterable[tuple[str, str]]) -> Fleet:
+    goal = {"interactive_ttft_s": TTFT_S, "interactive_itl_s": ITL_S}
+    return Fleet(prefill, decode, gateways=tuple(gateways), step_time=STEP_TIME, gateway_settings=goal)
 
 
 async def _run(
     prefill: int, decode: int, policies: Mapping[str, tuple[str, str]], warm_up: Sequence[Request],
     requests: Mapping[str, Sequence[Request]], rounds: int,
 ) -> dict[str, Any]:  # fmt: skip
-    goal = {"interactive_ttft_s": TTFT_S, "interactive_itl_s": ITL_S}
-    fleet = Fleet(prefill, decode, gateways=tuple(policies.values()), step_time=STEP_TIME, gateway_settings=goal)
-    async with running(fleet) as addresses:
+    async with running(_fleet(prefill, decode, policies.values())) as addresses:
         gateways = dict(zip(policies, (address.grpc for address in addresses), strict=True))
         for name, address in gateways.items():
             await replay(warm_up, [address], MODEL, f"warm-up {name}")
@@ -176,6 +197,7 @@ def _options() -> argparse.Namespace:
     fleets = list(FLEETS)
     parser.add_argument("--fleets", type=lambda text: text.split(","), default=fleets, help=", ".join(fleets))
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of all policies, one after the other")
+    parser.add_argument("--simulated", action="store_true", help="in made-up time, one round")
     parser.add_argument("--load", type=float, default=LOAD, help="prompt tokens to read, of what all workers could")
     return parser.parse_args()
 

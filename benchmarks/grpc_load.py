@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -37,30 +37,40 @@ async def replay(requests: Sequence[Request], addresses: Sequence[str], model: s
     What was cached under another `salt` is not found.
     """
     channels = [aio.insecure_channel(address) for address in addresses]
-    stubs = cycle([llm_pb2_grpc.LLMServiceStub(channel) for channel in channels])
-    start, tasks = time.perf_counter(), list[asyncio.Task[Replayed]]()
+    stubs = [llm_pb2_grpc.LLMServiceStub(channel) for channel in channels]
     try:
-        for request in requests:
-            await asyncio.sleep(max(0.0, start + request.at - time.perf_counter()))
-            tasks.append(asyncio.create_task(_send(request, next(stubs), model, salt)))
-        return await asyncio.gather(*tasks)
+        return await replay_through(requests, stubs, model, salt)
     finally:
         for channel in channels:
             await channel.close(None)
 
 
-async def _send(request: Request, stub: llm_pb2_grpc.LLMServiceAsyncStub, model: str, salt: str) -> Replayed:
+async def replay_through(
+    requests: Sequence[Request], stubs: Sequence[llm_pb2_grpc.LLMServiceAsyncStub], model: str, salt: str,
+    now: Callable[[], float] = time.perf_counter,
+) -> list[Replayed]:  # fmt: skip
+    """As `replay`; `now` is the clock that the event loop sleeps by."""
+    start, turns, tasks = now(), cycle(stubs), list[asyncio.Task[Replayed]]()
+    for request in requests:
+        await asyncio.sleep(max(0.0, start + request.at - now()))
+        tasks.append(asyncio.create_task(_send(request, next(turns), model, salt, now)))
+    return await asyncio.gather(*tasks)
+
+
+async def _send(
+    request: Request, stub: llm_pb2_grpc.LLMServiceAsyncStub, model: str, salt: str, now: Callable[[], float]
+) -> Replayed:
     message = llm_pb2.GenerateRequest(
         model=model,
         token_ids=llm_pb2.TokenIds(ids=request.prompt()),
         sampling=llm_pb2.SamplingParams(max_tokens=request.max_tokens, temperature=0, ignore_eos=True),
         cache_salt=salt,
     )
-    sent, arrivals, response = time.perf_counter(), list[Arrival](), llm_pb2.GenerateResponse()
+    sent, arrivals, response = now(), list[Arrival](), llm_pb2.GenerateResponse()
     try:
         async for response in stub.Generate(message, timeout=TIMEOUT_S):
             if response.token_ids:
-                arrivals.append(Arrival(time.perf_counter(), len(response.token_ids)))
+                arrivals.append(Arrival(now(), len(response.token_ids)))
     except aio.AioRpcError as error:
         return Replayed(request, None, error=f"{error.code().name}: {error.details()}")
     answer = Answer(sent, tuple(arrivals), request.prompt_tokens)

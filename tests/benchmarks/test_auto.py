@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.auto import ITL_S, MOST_PER_S, TTFT_S, figures, kinds, middle, mixed
+from benchmarks.fleet import Fleet
 from benchmarks.grpc_load import Replayed
 from benchmarks.mooncake import BLOCK, Request
 from benchmarks.results import Answer, Arrival, earlier
+from benchmarks.simulated import simulate
 
 
 def conversation(second: int, blocks: int) -> Request:
@@ -68,3 +70,15 @@ def test_results_are_kept_for_the_same_setting_only(tmp_path: Path) -> None:
 def test_up_to_128_tokens_is_short(blocks: int) -> None:
     assert kinds([conversation(1, blocks)]) == ["short"]
     assert kinds([conversation(1, 9)]) == ["long"]
+
+
+@pytest.mark.parametrize(("policy", "remote"), [("tandem", True), ("local", False)])
+def test_a_simulated_fleet_answers_alike_each_time(policy: str, remote: bool) -> None:
+    fleet = Fleet(1, 1, gateways=((policy, "prefer"),))
+    requests = [Request(0.05 * i, 3 * BLOCK, 5, (i, i + 100, i + 200)) for i in range(20)]
+    one, other = simulate(fleet, [], requests), simulate(fleet, [], requests)
+    assert one == other
+    assert [(replayed.error, replayed.remote) for replayed in one] == [("", remote)] * len(requests)
+    assert [sum(arrival.tokens for arrival in replayed.answer.arrivals) for replayed in one if replayed.answer] == [
+        5
+    ] * 20

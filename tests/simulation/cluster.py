@@ -22,6 +22,7 @@ from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.gateway.__main__ import REGISTRY_WAIT_S, RESERVATIONS_LEASE_S
 from services.gateway.model import ServedModel
+from services.gateway.routing import Router
 from services.gateway.server import Gateway, Ports
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.prefill.server import PrefillWorker
@@ -240,7 +241,7 @@ class Cluster:
             seeds=Random(self._ids.getrandbits(64)),
             wall=lambda: EPOCH_S + self.world.now,
         )
-        gateway = Gateway(self._settings.gateway(name), self._model, ports)
+        gateway = Gateway(self._settings.gateway(name), self._model, ports, self._settings.make_router)
         async with gateway:
             self.gateways[name] = gateway
             await gateway.failed()
@@ -262,6 +263,7 @@ class ClusterSettings:
 
     def __init__(self, model_path: Any, shape: Shape) -> None:
         self.shape = shape
+        self.make_router: type[Router] = Router
         self._model_path = model_path
         self._made: dict[str, Any] = {}
 

@@ -1,0 +1,77 @@
+"""A fleet in made-up time: real gateways, workers and registry over a simulated network, in one process.
+
+A run of twenty seconds takes about seven, and two of them are equal: what a policy loses is its own, not the machine's.
+What Python itself takes is in no figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.fleet import Fleet, model_folder
+from benchmarks.grpc_load import TIMEOUT_S, Replayed, replay_through
+from benchmarks.mooncake import Request
+from benchmarks.routing import POLICIES
+from services.gateway.model import ServedModel
+from services.gateway.settings import Disaggregation
+from tandem.local import RedisServer
+from tandem.v1 import llm_pb2_grpc
+from tests.simulation.cluster import GRPC_PORT, MODEL, TRANSFER_PORT, Cluster, ClusterSettings, Shape
+from tests.simulation.grpc_client import Channel
+from tests.simulation.redis import Store
+from tests.simulation.world import World
+
+LIMIT_S = 900.0
+LOOK_S = 0.05
+
+
+class FleetSettings(ClusterSettings):
+    def __init__(self, fleet: Fleet) -> None:
+        policy, disaggregation = fleet.gateways[0]
+        shape = Shape(
+            prefills=fleet.prefill, decodes=fleet.decode, disaggregation=Disaggregation(disaggregation),
+            timeout_s=TIMEOUT_S,
+        )  # fmt: skip
+        super().__init__(model_folder(), shape)
+        self.make_router = POLICIES[policy]
+        self._fleet = fleet
+
+    def _gateway(self, name: str) -> dict[str, Any]:
+        return super()._gateway(name) | dict(self._fleet.gateway_settings)
+
+    def _worker(self, name: str) -> dict[str, Any]:
+        null = {f"null_{name}": value for name, value in asdict(self._fleet.step_time).items()}
+        num_blocks = self._fleet.prefill_blocks if name.startswith("p") else self._fleet.decode_blocks
+        return null | {
+            "worker_id": name, "transfer_port": TRANSFER_PORT, "transports": ("memory",), "engine": "null",
+            "num_blocks": num_blocks,
+        }  # fmt: skip
+
+
+def simulate(fleet: Fleet, warm_up: Sequence[Request], requests: Sequence[Request]) -> list[Replayed]:
+    """As `replay` through the fleet's one gateway; what the warm-up cached is not found again.
+
+    Raises:
+        RuntimeError: something in the fleet failed.
+    """
+    settings, model = FleetSettings(fleet), ServedModel.load(model_folder(), MODEL, 0)
+    with RedisServer.start() as server, Store(server.port) as store, World(0) as world:
+        cluster = Cluster(world, store, model, settings)
+        replayed = world.run(cluster.client, _replays(cluster, warm_up, requests), LIMIT_S)
+        if world.errors or cluster.exits:
+            raise RuntimeError(f"{world.errors} {cluster.exits}")
+        return replayed
+
+
+async def _replays(cluster: Cluster, warm_up: Sequence[Request], requests: Sequence[Request]) -> list[Replayed]:
+    await cluster.ready()
+    while cluster.gateways["g0"].llm.readiness()[1]["decode_workers"] < cluster.shape.decodes:
+        await asyncio.sleep(LOOK_S)
+    channel: Any = Channel(cluster.network, cluster.client, f"g0:{GRPC_PORT}")
+    stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
+    now = asyncio.get_running_loop().time
+    await replay_through(warm_up, [stub], MODEL, "warm-up", now)
+    return await replay_through(requests, [stub], MODEL, "", now)
