@@ -79,6 +79,4 @@ def test_a_simulated_fleet_answers_alike_each_time(policy: str, remote: bool) ->
     one, other = simulate(fleet, [], requests), simulate(fleet, [], requests)
     assert one == other
     assert [(replayed.error, replayed.remote) for replayed in one] == [("", remote)] * len(requests)
-    assert [sum(arrival.tokens for arrival in replayed.answer.arrivals) for replayed in one if replayed.answer] == [
-        5
-    ] * 20
+    assert {sum(arrival.tokens for arrival in replayed.answer.arrivals) for replayed in one if replayed.answer} == {5}

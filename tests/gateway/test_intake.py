@@ -1,8 +1,19 @@
-import asyncio
+"""Requests that come at once begin a few at a time, through both doors."""
 
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import httpx
 import pytest
 
+from services.gateway import Gateway
 from services.gateway.intake import MOST, Intake
+from tandem import rpc
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.gateway.peers import MODEL, Peers
 
 TURNS = 5  # of a request, from its beginning to its end
 
@@ -47,3 +58,23 @@ async def test_what_is_cancelled_takes_nobodys_turn() -> None:
     async with asyncio.timeout(5.0):
         await asyncio.wait(begun)
     assert [task.cancelled() for task in begun] == [MOST <= number < 2 * MOST for number in range(4 * MOST)]
+
+
+async def test_a_request_whose_turn_does_not_come_ends_by_its_deadline(
+    gateway: Gateway, http: httpx.AsyncClient, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(gateway.llm.intake, "begin", never)
+    answer = await http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "x"}, headers={"x-request-timeout-ms": "200"}
+    )
+    assert answer.status_code == 504
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
+        request = llm_pb2.GenerateUnaryRequest(generate=llm_pb2.GenerateRequest(model=MODEL, prompt="x"))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.GenerateUnary(request, timeout=0.2)
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert peers.decode.seen == []

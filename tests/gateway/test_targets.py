@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import grpc
@@ -10,10 +11,13 @@ import pytest
 
 from services.gateway import Gateway
 from services.gateway.errors import InvalidRequest
-from services.gateway.settings import GatewaySettings
+from services.gateway.routing import Router, RouteRequest
+from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.targets import Targets, targets_of
 from tandem import rpc
+from tandem.registry import Route
 from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.gateway.conftest import with_settings
 from tests.gateway.peers import MODEL, Peers
 
 BODY = {"model": MODEL, "prompt": "x", "seed": 0}
@@ -60,3 +64,28 @@ async def test_grpc_metadata_says_the_same(gateway: Gateway, peers: Peers) -> No
     assert peers.decode.seen[0].itl_target_ms == 70
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert TTFT in str(raised.value.details())
+
+
+async def test_routing_is_told_what_is_left_until_the_first_token(
+    gateway: Gateway, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, choose = list[float](), Router.choose
+
+    async def noting(self: Router, request: RouteRequest, exclude: Collection[str]) -> Route:
+        asked.append(request.ttft_target_s)
+        return await choose(self, request, exclude)
+
+    monkeypatch.setattr(Router, "choose", noting)
+    for body, headers in ((BODY, {TTFT: "60000"}), (BODY, {}), ({**BODY, "service_tier": "flex"}, {})):
+        assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    by_header, by_class, without = asked
+    assert 0 < by_header <= 60
+    assert 0 < by_class <= 30 < by_header
+    assert without == 0
+
+
+@with_settings(disaggregation=Disaggregation.AUTO)
+async def test_under_auto_admission_counts_decode_workers_among_readers(gateway: Gateway) -> None:
+    capacity = gateway.admission.admitted.capacity
+    assert capacity is not None
+    assert capacity.prompt_tokens == 2 * gateway.settings.prefill_queue_tokens
