@@ -8,7 +8,7 @@ delay       of a token, from its backend's writing it to its client's reading it
 held        2,000 streams at once, a token each second
 
 CPU is the front's own, so other load on the machine changes it little; the rates are what this machine's minute gave.
-Rounds go in turns over the fronts. `--cluster`: instead, what a request costs each process of a whole cluster.
+Rounds go in turns over the fronts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster_cost import cpu_s, measure_cluster, peak_mb
 from benchmarks.environments import Unavailable
 from benchmarks.frontends import FRONTS, Front, Pace, Running
 from benchmarks.results import percentile
@@ -45,13 +45,7 @@ def main() -> None:
     parser.add_argument("--fronts", default="tandem,sglang-router,dynamo", help="in turns")
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--cluster", action="store_true")
-    arguments, others = parser.parse_known_args()
-    if arguments.cluster:
-        measure_cluster(others)
-        return
-    if others:
-        parser.error(f"unknown: {' '.join(others)}")
+    arguments = parser.parse_args()
     names, loads = arguments.fronts.split(","), arguments.loads.split(",")
     found: dict[str, defaultdict[str, list[float]]] = {name: defaultdict(list) for name in names}
     for _ in range(arguments.rounds):
@@ -125,6 +119,18 @@ async def held(front: Front, running: Running, pace: Pace) -> Figures:
 
 
 MEASURES = {"requests": requests, "streams": streams, "delay": delay, "held": held}
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def peak_mb(process: psutil.Process) -> float:
+    """The most that was resident since it started."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    kib = next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]
+    return int(kib) * 1024 / 1e6
 
 
 def pin(process: psutil.Process) -> None:
