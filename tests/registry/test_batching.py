@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from tandem.registry import RegistryUnavailable
 from tandem.registry.batching import CALLS_AT_ONCE, CallBatcher
+from tests.simulation.world import World
 
 MOST = 4
 
@@ -39,7 +41,65 @@ async def test_every_call_is_answered_and_no_line_carries_too_many() -> None:
     await batcher.close()
 
 
-async def test_an_error_is_told_to_all_that_wait_and_ends_nothing_else() -> None:
+async def test_a_call_that_fails_is_no_error_of_those_that_wait_for_the_next() -> None:
+    failed = list[int]()
+
+    async def fail_first(numbers: Sequence[int]) -> Sequence[int]:
+        await asyncio.sleep(0)
+        if not failed:
+            failed.extend(numbers)
+            raise RegistryUnavailable("gone for a moment")
+        return numbers
+
+    batcher = CallBatcher[int](fail_first, MOST)
+    async with asyncio.timeout(30):
+        answers = await asyncio.gather(*(batcher.call(number) for number in range(30)), return_exceptions=True)
+    assert len(failed) == MOST
+    for number, answer in enumerate(answers):
+        assert isinstance(answer, RegistryUnavailable) if number in failed else answer == number
+    await batcher.close()
+
+
+async def test_a_wrong_argument_is_its_own_callers_error() -> None:
+    async def refuse_odd(numbers: Sequence[int]) -> Sequence[int]:
+        await asyncio.sleep(0)
+        if odd := [number for number in numbers if number % 2]:
+            raise ValueError(f"odd: {odd[0]}")
+        return numbers
+
+    batcher = CallBatcher[int](refuse_odd, MOST)
+    async with asyncio.timeout(30):
+        answers = await asyncio.gather(*(batcher.call(number) for number in range(30)), return_exceptions=True)
+    for number, answer in enumerate(answers):
+        assert str(answer) == f"odd: {number}" if number % 2 else answer == number
+    await batcher.close()
+
+
+def test_silence_is_met_twice_at_most() -> None:
+    async def wait_in_vain(numbers: Sequence[int]) -> Sequence[int]:
+        await asyncio.sleep(2.0)
+        raise RegistryUnavailable("no answer in 2.0 s")
+
+    async def main() -> None:
+        batcher = CallBatcher[int](wait_in_vain, MOST)
+        loop, waited = asyncio.get_running_loop(), list[float]()
+
+        async def caller(number: int) -> None:
+            await asyncio.sleep(0.02 * number)
+            start = loop.time()
+            with pytest.raises(RegistryUnavailable):
+                await batcher.call(number)
+            waited.append(loop.time() - start)
+
+        await asyncio.gather(*(caller(number) for number in range(200)))
+        assert max(waited) < 4.0
+        await batcher.close()
+
+    with World(1) as world:
+        world.run(world.process("gateway"), main())
+
+
+async def test_an_error_is_told_to_all_and_ends_nothing_else() -> None:
     broken = True
 
     async def fail_once(numbers: Sequence[int]) -> Sequence[int]:
