@@ -107,12 +107,12 @@ class Sequences:
             # The decode worker knows by now that it begins: to read an adapter may take longer than it waits for that.
             await self._engine.prepare(request, timeout_s)
             output = await self._compute(request, ticket, push)
+            push.commit(self._payload(output))
         except BaseException as error:
             push.abort(f"prefill ended: {type(error).__name__}")
             raise
         finally:
             self._pushing.discard(ticket.transfer_id)
-        push.commit(self._payload(output))
         computing = push.first_push_at or self._now()
         span.set_attributes({"prefill.cached_tokens": output.num_cached_tokens, "prefill.queue_s": computing - start})
         return Prefilled(output, push.bytes_pushed, link.transport, link.refused)

@@ -12,7 +12,7 @@ import torch
 
 from services.prefill.sequences import Prefilled, Sequences, Ticket
 from tandem.adapters import AdapterRef
-from tandem.engine import EngineConfig, Request, SamplingParams, StepTime
+from tandem.engine import EngineConfig, Request, SamplingParams, SequenceOutput, StepTime
 from tandem.transfer import Endpoint, Link, Receiver, Sender, TransferError
 from tandem.worker import InlineEngine, SequenceFailed
 
@@ -28,6 +28,7 @@ class Prefill:
     receiver: Receiver
     ends: list[str] = field(default_factory=list)
     reachable: bool = True
+    payload: bytes | None = b"first"
 
     def expect(self, transfer_id: str) -> None:
         self.receiver.expect(
@@ -71,7 +72,13 @@ async def prefill(demo_model: Path) -> AsyncIterator[Prefill]:
         return await asyncio.wrap_future(sender.open_link(remote, address, timeout_s=60))
 
     loop = asyncio.get_running_loop()
-    sequences = Sequences(engine, link_to, payload=lambda output: b"first", now=loop.time, worker_id="prefill-0")
+
+    def payload(output: SequenceOutput) -> bytes:
+        if made.payload is None:
+            raise ValueError("this token is in no message")
+        return made.payload
+
+    sequences = Sequences(engine, link_to, payload=payload, now=loop.time, worker_id="prefill-0")
     made = Prefill(engine, sequences, receiver)
     engine.start(sequences.on_outputs, lambda error: None)
     yield made
@@ -103,6 +110,14 @@ async def test_the_decode_worker_hears_of_it_before_an_adapter_is_read(
     monkeypatch.setattr(prefill.engine, "prepare", prepare)
     await prefill.run("a")
     await prefill.released(f"t-a: first, {PROMPT * 32}")
+
+
+async def test_a_commit_that_cannot_be_made_releases_the_landing_at_once(prefill: Prefill) -> None:
+    prefill.expect("t-a")
+    prefill.payload = None
+    with pytest.raises(ValueError, match="in no message"):
+        await prefill.run("a")
+    await prefill.released("t-a: ABORTED")
 
 
 async def test_an_adapter_that_is_not_there_ends_the_transfer(prefill: Prefill) -> None:
