@@ -241,13 +241,18 @@ def _header_value(value: str) -> str:
 
 
 async def merge(runs: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """Pieces of all runs as they come. One failure ends all, and is raised."""
-    queue: asyncio.Queue[Delta | None] = asyncio.Queue()
+    """Pieces of all runs as they come. One failure ends all, and is raised.
+
+    A reader that does not come back stops the runs: as many pieces as there are runs wait for it, and one in each run.
+    """
+    queue: asyncio.Queue[Delta | None] = asyncio.Queue()  # bounded by `room`; ends come without
+    room = asyncio.Semaphore(len(runs))
 
     async def pump(run: AsyncGenerator[Delta, None]) -> None:
         try:
             async with aclosing(run):
                 async for delta in run:
+                    await room.acquire()
                     queue.put_nowait(delta)
         finally:
             queue.put_nowait(None)
@@ -256,6 +261,7 @@ async def merge(runs: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[D
     try:
         for _ in tasks:
             while (delta := await queue.get()) is not None:
+                room.release()
                 yield delta
             for task in tasks:
                 if task.done():
