@@ -162,6 +162,8 @@ class Sequences:
         try:
             result = await task
         except ValueError as error:
+            if held.ended is not None:  # in the same turn
+                raise held.ended from None
             self._leave(request_id, None, str(error))
             raise SequenceFailed("INVALID_ARGUMENT", str(error)) from None
         except BaseException:

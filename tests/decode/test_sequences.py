@@ -177,6 +177,22 @@ async def test_a_gateway_that_is_back_at_once_keeps_nothing_of_its_broken_stream
     await decode.released()
 
 
+async def test_a_prompt_that_is_refused_in_the_turn_in_which_its_stream_ends_is_one_failure(decode: Decode) -> None:
+    """Whichever of the turns in between the stream ends in."""
+    failures = set[str]()
+    for turns in range(20):
+        await decode.connect(stream := f"g{turns}")
+        refused = asyncio.create_task(decode.reserve("huge", prompt=(BLOCKS + 1) * BLOCK, stream=stream))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        decode.sequences.stream_ended(stream)
+        with pytest.raises(SequenceFailed) as failed:
+            await refused
+        failures.add(failed.value.code)
+        await decode.released()
+    assert failures == {"UNAVAILABLE", "INVALID_ARGUMENT"}
+
+
 async def test_aborted_while_it_waits_for_blocks(decode: Decode) -> None:
     await decode.reserve("a")
     waiting = asyncio.create_task(decode.reserve("b"))
