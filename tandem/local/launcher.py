@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tandem.local.child import dying_with_parent
+from tandem.child_process import dying_with_parent
 
 STOP_WAIT_S = 10.0
 # What ends so soon after its start waits before it is started again: twice as long each time.

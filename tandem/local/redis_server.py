@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import IO
 from urllib.parse import quote
 
-from tandem.local.child import dying_with_parent
+from tandem.child_process import dying_with_parent
 from tandem.local.ports import free_ports
 
 

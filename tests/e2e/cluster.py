@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tandem.child_process import dying_with_parent
 from tandem.local import free_ports
-from tandem.local.child import dying_with_parent
 
 # By far longer than it takes on any machine.
 START_BOUND_S = 200.0
