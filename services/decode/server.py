@@ -10,6 +10,7 @@ from services.decode.sequences import Sequences
 from tandem import rpc
 from tandem.engine import SampledToken, SequenceOutput
 from tandem.integrity import IntegrityReport
+from tandem.liveness import Vitals
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import worker_pb2
@@ -28,7 +29,7 @@ class DecodeWorker:
         self._receiver = Receiver(
             self._endpoint, engine.kv_cache, host=settings.host, port=settings.transfer_port,
             transports=settings.transports, network=context.ports.network, driver=context.ports.driver,
-            nonce=context.ports.new_nonce, secret=context.ports.secret,
+            nonce=context.ports.new_nonce, secret=context.ports.secret, vitals=Vitals(context.starvation),
         )  # fmt: skip
         port = self._receiver.address.rpartition(":")[2]
         self.transfer_address = rpc.address(settings.reachable_host(context.ports.hostname), int(port))

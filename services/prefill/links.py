@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import structlog
 
+from tandem.liveness import MOST_S
 from tandem.registry import ClusterView, Role, Worker, WorkerInfo
 from tandem.transfer import Endpoint, Link, Sender
 
@@ -34,6 +35,8 @@ class LinkKeeper:
         self._opening: dict[str, asyncio.Task[Link]] = {}
         self._refused: dict[str, str] = {}
         self._published: tuple[str, ...] = ()
+        # Whether there is no other worker of this role, or of the other one, to pair with: nobody could take over.
+        self.is_sole = self.has_sole_peer = False
 
     def linked(self) -> tuple[str, ...]:
         """Incarnations of the decode workers with a healthy link."""
@@ -43,7 +46,8 @@ class LinkKeeper:
         return self._peers.get(worker_id)
 
     async def keep(self, every_s: float = 0.25, grace_s: float = 3.0) -> None:
-        """Follow the view until cancelled. Who is absent from it for `grace_s` is unlinked even if it answers."""
+        """Follow the view until cancelled. Who is absent from it for `grace_s` is unlinked even if it answers; for
+        MOST_S where all are absent."""
         while True:
             self._follow(self._view.workers, grace_s)
             self._publish()
@@ -93,6 +97,9 @@ class LinkKeeper:
 
     def _follow(self, workers: list[Worker], grace_s: float) -> None:
         live = {w.info.worker_id: w.info for w in workers if w.info.role is Role.DECODE}
+        roles = [worker.info.role for worker in workers if worker.info.layout_hash == self._layout_hash]
+        self.is_sole, self.has_sole_peer = (roles.count(role) <= 1 for role in (Role.PREFILL, Role.DECODE))
+        grace_s = MOST_S if not live else grace_s
         gone = [info for name, info in self._peers.items() if name not in live]
         spared = {info.worker_id: info for info in gone if self._is_spared(info, grace_s)}
         known = spared | live

@@ -14,6 +14,7 @@ from services.prefill.sequences import Sequences, Ticket
 from tandem import rpc
 from tandem.engine import Engine, SequenceOutput
 from tandem.integrity import IntegrityReport
+from tandem.liveness import Vitals
 from tandem.registry import ClusterView, Role
 from tandem.transfer import Endpoint, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
@@ -34,6 +35,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             local, transports=context.settings.transports, network=context.ports.network,
             driver=context.ports.driver, nonce=context.ports.new_nonce, arena_bytes=_arena_bytes(context.engine),
             secret=context.ports.secret,
+            vitals=Vitals(
+                context.starvation, lambda: self._links.is_sole, lambda: self._links.has_sole_peer
+            ),
         )  # fmt: skip
         self._secret, self._block_size = context.ports.secret, context.engine.layout.block_size
         self._engine = context.ports.engine

@@ -24,6 +24,7 @@ from tandem.integrity_service import IntegrityService
 from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
 from tandem.registry import Worker as Registered
 from tandem.security import NO_SECRET, ClusterSecret
+from tandem.starvation import Starvation, no_pressure
 from tandem.transfer import Driver, Network
 from tandem.worker.adapters import AdapterService
 from tandem.worker.block_publisher import BlockPublisher
@@ -62,6 +63,7 @@ class Ports:
     new_id: Callable[[], str]
     hostname: str
     secret: ClusterSecret = NO_SECRET
+    pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class WorkerContext:
     incarnation: str
     ports: Ports
     renew_lease: Callable[[], None]
+    starvation: Callable[[], float] = lambda: 0.0
 
     @property
     def engine(self) -> Engine:
@@ -118,7 +121,10 @@ class Worker:
     ) -> None:
         self.ready = asyncio.Event()  # registered and healthy
         self.address = ""  # of its gRPC service, as peers reach it
-        self.context = WorkerContext(settings, worker_id, ports.new_id(), ports, lambda: self._lease.renew_now())
+        self._starvation = Starvation(ports.pressure)
+        self.context = WorkerContext(
+            settings, worker_id, ports.new_id(), ports, lambda: self._lease.renew_now(), self._starvation.now
+        )
         self._ports = ports
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
@@ -190,7 +196,7 @@ class Worker:
         self._ports.engine.start(self._service.on_outputs, self._fail)
         life = (
             self._lease.hold(), self._announce(server), self._publish(publisher), self._watch_engine(),
-            *self._service.tasks(),
+            self._starvation.run(), *self._service.tasks(),
         )  # fmt: skip
         tasks = [asyncio.create_task(task) for task in life]
         for task in tasks:

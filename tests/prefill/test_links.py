@@ -14,10 +14,10 @@ import structlog
 import torch
 
 from services.prefill.links import LinkKeeper
+from tandem.liveness import Liveness
 from tandem.local import RedisServer
 from tandem.registry import ClusterView, Registry, Role, WorkerInfo, WorkerLoad
 from tandem.transfer import Endpoint, Receiver, Sender, TransferError
-from tandem.transfer.protocol.liveness import Liveness
 
 LAYOUT = "layout-a"
 HEAL_S = 60.0  # by far longer than it takes
@@ -190,5 +190,7 @@ async def test_a_lease_that_runs_out_costs_no_transfer_on_a_link_that_works(
     await pool.register("decode-0", "d-1", receiver.address, ttl=1.0)
     assert await pool.keeper.link_to(Endpoint("decode-0", "d-1", LAYOUT), receiver.address) is link
     assert pool.changes == [("d-1",)]
+    other = pool.receiver("decode-1", "d-2")
+    await pool.register("decode-1", "d-2", other.address)  # or else nobody could take its place
     await within(HEAL_S, lambda: not link.healthy)
-    await pool.linked()  # said once the link has been closed, on another thread
+    await pool.linked("d-2")  # said once the link has been closed, on another thread

@@ -227,7 +227,7 @@ class World:
     def _at_sender(self, data: bytes) -> None:
         if not self.lost:
             self.sender.liveness.heard_at = self.now
-            self.sender.receive(parsed(data))
+            self.sender.receive(parsed(data), self.now)
 
     def _write(self, write: Write) -> None:
         assert self.receiver.start(write)
@@ -257,10 +257,9 @@ class World:
             wire.append(message.header() + body)
             side = self.sender if wire is self.there else self.receiver
             if side is self.sender:
-                self.sender.sent(self.now)
                 self._release([message] if message.offset == INLINE else [])
             else:
-                self.receiver.sent([message], self.now)
+                self.receiver.sent([message])
 
     def _collect_slots(self) -> None:
         self._release(message for message in self.receiver.read if message.offset != INLINE)

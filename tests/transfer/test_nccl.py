@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tandem.liveness import Liveness
 from tandem.transfer import Endpoint, Link, Receiver, Sender, TransferError
-from tandem.transfer.protocol.liveness import Liveness
 from tandem.transfer.transports import TRANSPORTS, nccl
 from tandem.transfer.transports.nccl import NcclTransport
 from tests.transfer import fake_nccl

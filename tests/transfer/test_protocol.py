@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.liveness import LIMIT_S, Vitals
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.receiver import Write
-from tandem.transfer.protocol.wire import HEADER_BYTES, Kind, Message, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, Kind, Message, control, parse_header, pulse_of
 from tandem.transfer.runtime.shared_landings import SharedLandings
 from tests.transfer.simulation import ARENA_SLOTS, DEADLINE, NUM_BLOCKS, Chances, World
 
@@ -113,11 +114,27 @@ def test_an_owner_hears_of_the_end_only_after_the_write_in_progress() -> None:
 
 def test_a_silent_peer_is_given_up_by_both_sides() -> None:
     world = World(0, Chances(), shm=False)
-    world.sender.tick(1.0)
-    world.receiver.tick(1.0)
     for side in (world.sender, world.receiver):
+        for look in range(3, 15):
+            side.tick(look / 10)
         with pytest.raises(TransferError, match="UNAVAILABLE"):
-            side.tick(1.9)
+            side.tick(1.6)
+
+
+def test_a_ping_says_how_starved_its_sender_is_and_whether_it_can_be_replaced() -> None:
+    world = World(0, Chances(), shm=False)
+    starved = pulse_of(Vitals(lambda: 3.0, is_sole=lambda: True))
+    world.receiver.receive(control(Kind.PING, starved, nonce=nonce_of(world)), 0.0)
+    assert world.receiver.liveness.sole
+    world.receiver.receive(control(Kind.PING, pulse_of(Vitals(lambda: 3.0)), nonce=nonce_of(world)), 0.0)
+    assert world.receiver.liveness.limit_s == 4 * LIMIT_S
+    world.receiver.receive(control(Kind.PING, nonce=nonce_of(world)), 0.0)  # of a peer of the version before
+    with pytest.raises(TransferError, match="DATA_LOSS"):
+        world.receiver.receive(control(Kind.PING, b'{"starvation": -1}', nonce=nonce_of(world)), 0.0)
+
+
+def nonce_of(world: World) -> int:
+    return world.receiver._nonce
 
 
 @given(

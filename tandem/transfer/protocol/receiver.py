@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.liveness import QUIET, Liveness, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
-from tandem.transfer.protocol.liveness import Liveness
 from tandem.transfer.protocol.wire import (
     Begin,
     Failure,
@@ -37,6 +37,8 @@ from tandem.transfer.protocol.wire import (
     link_nonce,
     parse,
     proven,
+    pulse_of,
+    take_pulse,
 )
 
 if TYPE_CHECKING:
@@ -64,11 +66,12 @@ class ReceiverProtocol:
     def __init__(
         self, local: Endpoint, landings: Landings, *, num_layers: int, block_bytes: int, max_frame_bytes: int,
         nonce: int, accept: Callable[[Hello], tuple[ReceiveSide | None, dict[str, str]]], now: float,
-        secret: ClusterSecret = NO_SECRET,
+        secret: ClusterSecret = NO_SECRET, vitals: Vitals = QUIET,
     ) -> None:  # fmt: skip
         self.local, self.landings, self.num_layers = local, landings, num_layers
         self.block_bytes, self.max_frame_bytes = block_bytes, max_frame_bytes
-        self.liveness = Liveness(now, now)
+        self.liveness = Liveness(now, vitals.starvation)
+        self._vitals = vitals
         self.outbox: deque[Message] = deque()
         self.ended: deque[Landing] = deque()
         self.read: list[Message] = []
@@ -163,8 +166,7 @@ class ReceiverProtocol:
             self.side = None
         self.outbox.clear()
 
-    def sent(self, messages: Sequence[Message], now: float) -> None:
-        self.liveness.sent_at = now
+    def sent(self, messages: Sequence[Message]) -> None:
         if messages[-1].kind is Kind.REFUSE:
             raise TransferError("FAILED_PRECONDITION", "the link was refused")
 
@@ -176,10 +178,9 @@ class ReceiverProtocol:
     def tick(self, now: float) -> None:
         """Raises TransferError once the peer has been silent, or has not said HELLO, for too long."""
         if self.liveness.lost(now) or (not self.side and now - self._opened_at > HANDSHAKE_SECONDS):
-            raise TransferError("UNAVAILABLE", f"nothing heard from {self.peer} for {self.liveness.limit} s")
+            raise TransferError("UNAVAILABLE", f"nothing heard from {self.peer} for {self.liveness.limit_s:.1f} s")
         if self.side and self.liveness.ping_due(now):
-            self.liveness.sent_at = now
-            self._send(Kind.PING)
+            self._send(Kind.PING, body=pulse_of(self._vitals))
 
     def _greet(self, message: Message) -> None:
         if message.kind is not Kind.HELLO or checksum(message.body) != message.payload_sum:
@@ -220,6 +221,7 @@ class ReceiverProtocol:
         landing = self._bound.get(message.handle)
         match message.kind:
             case Kind.PING:
+                take_pulse(message, self.liveness, now)
                 self._send(Kind.PONG)
             case Kind.BEGIN:
                 self._begin(message)

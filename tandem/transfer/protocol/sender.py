@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from tandem.liveness import QUIET, Liveness, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
-from tandem.transfer.protocol.liveness import Liveness
 from tandem.transfer.protocol.wire import (
     INLINE,
     Begin,
@@ -36,6 +36,8 @@ from tandem.transfer.protocol.wire import (
     link_nonce,
     parse,
     proven,
+    pulse_of,
+    take_pulse,
 )
 
 # A push lives no longer than this behind its deadline.
@@ -97,9 +99,11 @@ class SenderProtocol:
         offers: dict[str, dict[str, Any]],
         now: float,
         secret: ClusterSecret = NO_SECRET,
+        vitals: Vitals = QUIET,
     ) -> None:
         self.local, self.remote = local, remote
-        self.liveness = Liveness(now, now)
+        self.liveness = Liveness(now, vitals.starvation)
+        self._vitals = vitals
         self.hello = proven(Hello(sender=local, receiver=remote, nonce=nonce, offers=offers), secret)
         self._secret = secret
         self.outbox: deque[Message] = deque([control(Kind.HELLO, self.hello.packed())])
@@ -191,9 +195,6 @@ class SenderProtocol:
         for outgoing in list(self._live.values()):
             self._end(outgoing, error)
 
-    def sent(self, now: float) -> None:
-        self.liveness.sent_at = now
-
     def returned(self, slot: int) -> None:
         """This slot has been read, or never will be; no error where it was not lent."""
         if slot in self._lent:
@@ -202,11 +203,11 @@ class SenderProtocol:
 
     def tick(self, now: float) -> None:
         """Raises TransferError(UNAVAILABLE) once the peer has been silent for too long."""
+        self.liveness.sole = self._vitals.has_sole_peer()
         if self.liveness.lost(now):
-            raise TransferError("UNAVAILABLE", f"nothing heard from {self.remote} for {self.liveness.limit} s")
+            raise TransferError("UNAVAILABLE", f"nothing heard from {self.remote} for {self.liveness.limit_s:.1f} s")
         if self.welcome and self.liveness.ping_due(now):
-            self.liveness.sent_at = now
-            self.outbox.appendleft(control(Kind.PING, nonce=self._nonce))
+            self.outbox.appendleft(control(Kind.PING, pulse_of(self._vitals), nonce=self._nonce))
         self.expire(now)
 
     def expire(self, now: float) -> None:
@@ -214,14 +215,14 @@ class SenderProtocol:
         for outgoing in [o for o in self._live.values() if now >= o.deadline]:
             self.abort(outgoing, TransferError("DEADLINE_EXCEEDED", f"{outgoing.transfer_id}: deadline passed"))
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: Message, now: float) -> None:
         """Takes one message of the peer. Raises TransferError where the link cannot go on."""
         if checksum(message.body) != message.payload_sum:
             raise TransferError("DATA_LOSS", f"a damaged {message.kind.name} message")
         if self.welcome is None:
             self._answered(message)
         elif message.nonce == self._nonce:  # a message of another incarnation says nothing about this link
-            self._control(message)
+            self._control(message, now)
 
     def _answered(self, message: Message) -> None:
         if message.kind is Kind.REFUSE:
@@ -236,10 +237,11 @@ class SenderProtocol:
         self._nonce = link_nonce(self.local, self.remote, self.hello.nonce, welcome.nonce)
         self.welcome = welcome
 
-    def _control(self, message: Message) -> None:
+    def _control(self, message: Message, now: float) -> None:
         outgoing = self._live.get(message.handle)
         match message.kind:
             case Kind.PING:
+                take_pulse(message, self.liveness, now)
                 self.outbox.appendleft(control(Kind.PONG, nonce=self._nonce))
             case Kind.PROBE_ACK if message.handle in self._probes:
                 seen = int.from_bytes(message.body, "little")

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xxhash import xxh3_64_intdigest
 
+from tandem.liveness import Liveness, Vitals
 from tandem.security import ClusterSecret
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 
@@ -168,6 +169,13 @@ class Begin(Body):
     num_layers: int
 
 
+class Pulse(Body):
+    """Body of PING. starvation: of its sender. is_sole: nobody could take its sender's place."""
+
+    starvation: float = Field(ge=0)
+    is_sole: bool = False
+
+
 class Failure(Body):
     """Body of REFUSE, ABORT and NACK."""
 
@@ -176,6 +184,18 @@ class Failure(Body):
 
     def error(self) -> TransferError:
         return TransferError(self.code, self.message)
+
+
+def pulse_of(vitals: Vitals) -> bytes:
+    return Pulse(starvation=vitals.starvation(), is_sole=vitals.is_sole()).packed()
+
+
+def take_pulse(ping: Message, liveness: Liveness, now: float) -> None:
+    """Of a PING; one of a peer that does not send any yet has no body."""
+    if ping.body:
+        pulse = parse(Pulse, ping.body)
+        liveness.heard(pulse.starvation, now)
+        liveness.sole = pulse.is_sole
 
 
 B = TypeVar("B", bound=Body)

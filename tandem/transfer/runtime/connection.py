@@ -18,8 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
+from tandem.liveness import Liveness
 from tandem.transfer.protocol.endpoint import TransferError
-from tandem.transfer.protocol.liveness import Liveness
 from tandem.transfer.protocol.wire import Message
 from tandem.transfer.runtime.driver import Driver, Running
 from tandem.transfer.runtime.reader import Reader

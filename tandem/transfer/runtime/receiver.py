@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from tandem.integrity import IntegrityReport
+from tandem.liveness import QUIET, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
@@ -49,7 +50,7 @@ class Receiver:
         self, local: Endpoint, kv_cache: Sequence[torch.Tensor], *, host: str, port: int = 0,
         transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None, driver: Driver | None = None,
         nonce: Callable[[], int] = new_nonce, max_frame_bytes: int = 4 << 20, max_links: int = 256,
-        secret: ClusterSecret = NO_SECRET,
+        secret: ClusterSecret = NO_SECRET, vitals: Vitals = QUIET,
     ) -> None:  # fmt: skip
         self.local = local
         network = network or SocketNetwork()
@@ -57,7 +58,7 @@ class Receiver:
         self._cache = KVCache(kv_cache)
         self._driver: Driver = driver or Threads()
         self._nonce, self._max_frame_bytes, self._max_links = nonce, max_frame_bytes, max_links
-        self._secret = secret
+        self._secret, self._vitals = secret, vitals
         self._landings = SharedLandings()
         self._connections: dict[Connection, ReceivingEnd] = {}  # the oldest first
         self._closing = False
@@ -156,6 +157,7 @@ class Receiver:
         end = ReceivingEnd(
             self.local, self._landings, self._cache, transports=self._transports, nonce=self._nonce(),
             max_frame_bytes=self._max_frame_bytes, now=self._driver.now, secret=self._secret,
+            vitals=self._vitals,
         )  # fmt: skip
         connection = Connection(lambda: stream, end, self._driver, f"kv-link-{self.local.worker_id}")
         self._connections[connection] = end

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from tandem.liveness import QUIET, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
@@ -23,6 +24,7 @@ class ReceivingEnd:
     def __init__(
         self, local: Endpoint, landings: SharedLandings, cache: KVCache, *, transports: Sequence[Transport],
         max_frame_bytes: int, nonce: int, now: Callable[[], float], secret: ClusterSecret = NO_SECRET,
+        vitals: Vitals = QUIET,
     ) -> None:  # fmt: skip
         self._landings, self._cache, self._now = landings, cache, now
         self._transports = {transport.name: transport for transport in transports}
@@ -30,6 +32,7 @@ class ReceivingEnd:
         self._protocol = ReceiverProtocol(
             local, landings.table, num_layers=cache.num_layers, block_bytes=cache.block_bytes,
             max_frame_bytes=self.max_frame_bytes, nonce=nonce, accept=self._accept, now=now(), secret=secret,
+            vitals=vitals,
         )  # fmt: skip
         self.liveness = self._protocol.liveness
         self._waiting: Write | None = None
@@ -51,7 +54,7 @@ class ReceivingEnd:
             return burst(self._protocol.outbox)
 
     def sent(self, messages: list[Message]) -> None:
-        self._protocol.sent(messages, self._now())
+        self._protocol.sent(messages)
 
     @property
     def poll_s(self) -> float:

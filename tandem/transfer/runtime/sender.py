@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from tandem.integrity import IntegrityReport
+from tandem.liveness import QUIET, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.sender import SenderProtocol
@@ -42,13 +43,14 @@ class Sender:
         self, local: Endpoint, *, transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None,
         driver: Driver | None = None, nonce: Callable[[], int] = new_nonce, arena_bytes: int = 8 << 20,
         frame_bytes: int = 1 << 20, secret: ClusterSecret = NO_SECRET,
+        vitals: Vitals = QUIET,
     ) -> None:  # fmt: skip
         self.local = local
         self._network: Network = network or SocketNetwork()
         self._transports = make_transports(transports, self._network)
         self._driver: Driver = driver or Threads()
         self._nonce, self._arena_bytes, self._frame_bytes = nonce, arena_bytes, frame_bytes
-        self._secret = secret
+        self._secret, self._vitals = secret, vitals
         self._lock = threading.Lock()
         self._links: dict[tuple[str, str], Link] = {}
         self._closed = False
@@ -111,7 +113,7 @@ class Sender:
         sides, unusable = self._sides()
         protocol = SenderProtocol(
             self.local, remote, nonce=self._nonce(), offers={name: side.offer for name, side in sides.items()},
-            now=self._driver.now(), secret=self._secret,
+            now=self._driver.now(), secret=self._secret, vitals=self._vitals,
         )  # fmt: skip
         end = SendingEnd(protocol, sides, frame_bytes=self._frame_bytes, driver=self._driver, timeout_s=timeout_s)
         dial = partial(_dialled, self._network, address, timeout_s)

@@ -129,7 +129,6 @@ class SendingEnd:
 
     def sent(self, messages: list[Message]) -> None:
         with self._changed:
-            self._protocol.sent(self._driver.now())
             if self._side:
                 self._side.sent(messages)
                 self._free()
@@ -137,7 +136,7 @@ class SendingEnd:
 
     def receive(self, message: Message) -> None:
         with self._turn() as protocol:
-            protocol.receive(message)
+            protocol.receive(message, self._driver.now())
             if protocol.welcome and self._slots is None:
                 self._open(protocol.welcome)
 

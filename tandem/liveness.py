@@ -1,0 +1,76 @@
+"""Is the peer alive? Slow is not dead: how long silence may last grows with what both sides say of their starvation.
+
+    every INTERVAL_S    each side sends a ping, whatever else it sends, and says how starved it is (starvation.py)
+    silence             time since anything was heard, in which this side itself was awake
+    the peer is lost    after LIMIT_S x (1 + own + peer's starvation) of silence, at most MOST_S; after MOST_S where
+                        nobody could take its place, for then giving it up early would only make work run twice
+
+As in Lifeguard (arXiv 1707.00788), a process that was not run itself blames nobody for it. No clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+
+INTERVAL_S = 0.3
+LIMIT_S = 1.5
+MOST_S = 20.0
+# Whoever looks less often than this was not run: only so much of the pause counts as silence.
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """How a process is, and how much depends on it and on its peers."""
+
+    starvation: Callable[[], float] = lambda: 0.0
+    is_sole: Callable[[], bool] = lambda: False  # nobody else does what this process does
+    has_sole_peer: Callable[[], bool] = lambda: False
+
+
+QUIET = Vitals()
+
+
+class Liveness:
+    """What is known of one peer. Whoever hears from it sets `heard_at`; `ping_due` and `lost` are asked in turns."""
+
+    def __init__(self, now: float, starvation: Callable[[], float] = lambda: 0.0) -> None:
+        self.heard_at = now
+        self.sole = False  # nobody could take the peer's place
+        self._starvation = starvation
+        self._peer = 0.0
+        self._pinged_at = self._looked_at = now
+        self._silent_s = 0.0
+
+    def heard(self, starvation: float, now: float) -> None:
+        """The peer has sent a ping."""
+        self.heard_at = now
+        self._peer = min(max(starvation, 0.0), MOST_S) if isfinite(starvation) else MOST_S
+
+    @property
+    def limit_s(self) -> float:
+        return MOST_S if self.sole else min(LIMIT_S * (1 + self._starvation() + self._peer), MOST_S)
+
+    def due_s(self, now: float) -> float:
+        """Seconds until it should be asked again, never more than INTERVAL_S."""
+        return max(0.0, min(self._pinged_at + INTERVAL_S - now, self.limit_s - self._silent_s))
+
+    def ping_due(self, now: float) -> bool:
+        """Whether to send one now; if so, it counts as sent."""
+        if now < self._pinged_at + INTERVAL_S:
+            return False
+        self._pinged_at = now
+        return True
+
+    def silent_s(self, now: float) -> float:
+        """How long the peer has said nothing while this side was awake."""
+        if self.heard_at >= self._looked_at:
+            self._silent_s = 0.0
+        self._silent_s += min(now - max(self._looked_at, self.heard_at), LOOK_S)
+        self._looked_at = now
+        return self._silent_s
+
+    def lost(self, now: float) -> bool:
+        return self.silent_s(now) >= self.limit_s
