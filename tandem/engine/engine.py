@@ -17,9 +17,11 @@ from itertools import chain
 
 import torch
 
+from tandem.crash_page import COMPUTING, NOBODY, SUSPECT, CrashPage
 from tandem.engine.answer_lengths import AnswerLengths
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.build import build, max_prefill_beside_decode
+from tandem.engine.guided import NamedGuide
 from tandem.engine.layout import KVLayout
 from tandem.engine.pace import Pace
 from tandem.engine.scheduler import Scheduled, Scheduler
@@ -53,7 +55,7 @@ class Engine:
     `layout` names the KV bytes, `kv_cache[layer]` holds them, `model_config` describes the model. Raises ValueError
     naming what in the config or the checkpoint is wrong. `on_progress` is called while weights load; `sleep` is how a
     null engine spends its steps' time, and `now` how any engine measures them. `grammars` and `adapters`, None where it
-    takes none, may be used by any thread.
+    takes none, may be used by any thread. `crash_page` says at any time what it is at.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Engine:
         config: EngineConfig,
         *,
         on_progress: Progress | None = None,
+        crash_page: CrashPage | None = None,
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,6 +73,7 @@ class Engine:
         parts = build(config, self._cores, on_progress, sleep)
         self.model_config, self.layout, self.kv_cache, self._runner = parts[:4]
         self.adapters = parts.adapters
+        self.crash_page = crash_page or CrashPage()
         self.grammars = Grammars(config.model_path, self.model_config.vocab_size)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._swap = SwapSpace(self.kv_cache, _num_swap_blocks(config, parts.layout, self._pool.num_blocks), now)
@@ -174,6 +178,7 @@ class Engine:
         nothing but the batch's own sequences and blocks is read or written."""
         self._cores.work()
         batch = self._scheduler.schedule()
+        self._note(batch)
         self._swap.copy(self._blocks.take_copies())
         counts = [item.num_tokens for item in batch]
         num_written = counts.count(1)
@@ -187,6 +192,7 @@ class Engine:
         self._speculator.passed(batch, taken)
         self._swap.passed(sum(item.num_tokens for item in batch), taken)
         outputs = self._update(batch, tokens)
+        self.crash_page.stepped()
         self._rest_when_idle()
         return outputs
 
@@ -217,6 +223,11 @@ class Engine:
             likely_tokens=self._lengths.likely_left,
         )
 
+    @property
+    def num_suspects(self) -> int:
+        """How many sequences may compute only alone; from any thread."""
+        return len(self._scheduler.suspects)
+
     def request_ids(self) -> list[str]:
         """Of every sequence in the engine."""
         return list(self._live)
@@ -241,9 +252,10 @@ class Engine:
         self._check(request, total, speculative)
         self._num_arrived += 1
         seq = new_sequence(request, self._num_arrived, self.layout, speculative)
-        seq.itl_target_s = request.itl_target_s
         if request.sampling.grammar:
-            seq.guide = self.grammars.start(request.sampling.grammar)
+            with self.crash_page.compiling(seq.choice_id):
+                guide = self.grammars.start(request.sampling.grammar)
+            seq.guide = NamedGuide(guide, seq, self.crash_page)
         return seq
 
     def _check(self, request: Request, total: int, speculative: Speculative) -> None:
@@ -291,7 +303,32 @@ class Engine:
             output = self._advance(seq, num_tokens, tokens.get(seq.request_id, []))
             if output is not None:
                 outputs.append(output)
+        if self._scheduler.suspects:
+            self._acquit([item.seq for item in batch])
         return outputs
+
+    def _note(self, batch: list[Scheduled]) -> None:
+        """On the crash page: who computes from now on, and that a step begins."""
+        page, suspects = self.crash_page, self._scheduler.suspects
+        for seq in self._scheduler.take_moved():
+            page.leave(seq.slot)
+            runs = seq.status is Status.RUNNING and self._live.get(seq.request_id) is seq
+            kind = SUSPECT if seq in suspects else COMPUTING
+            seq.slot = page.enter(seq.choice_id, seq.num_output_tokens, kind) if runs else NOBODY
+        if not batch:
+            return
+        if batch[0].seq in suspects:
+            page.stepping_alone(batch[0].seq.slot, batch[0].seq.num_output_tokens)
+        else:
+            page.stepping()
+
+    def _acquit(self, computed: list[Sequence]) -> None:
+        """Suspects among these that are past the place where another engine has died."""
+        for seq in computed:
+            if seq in self._scheduler.suspects and seq.num_output_tokens >= seq.alone_until:
+                del self._scheduler.suspects[seq]
+                seq.alone_until = 0
+                self.crash_page.acquit(seq.slot, seq.num_output_tokens)
 
     def _advance(self, seq: Sequence, num_tokens: int, tokens: list[SampledToken]) -> SequenceOutput | None:
         before, cached, known = len(seq.token_ids), seq.num_cached_tokens or 0, num_tokens - len(seq.proposed)
@@ -304,6 +341,8 @@ class Engine:
             new = len(seq.token_ids) - before
             seq.num_computed_tokens += known + new - (new > 0)
             self._blocks.register(seq)
+            if new != 1:
+                self.crash_page.moved(seq.slot, seq.num_output_tokens)
             if not tokens:
                 return None
             if reading:
@@ -336,6 +375,8 @@ class Engine:
         if not seq.is_reading and not seq.prefill_only:
             self._lengths.ended(seq.num_output_tokens)
         self._scheduler.remove(seq)
+        self.crash_page.leave(seq.slot)
+        seq.slot = NOBODY
         del self._live[seq.request_id]
 
 

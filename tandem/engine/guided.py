@@ -10,8 +10,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.crash_page import CrashPage
 from tandem.engine.device import sent
-from tandem.engine.sequence import Row
+from tandem.engine.sequence import Row, Sequence
+from tandem.grammar import Guide
+
+
+class NamedGuide(Guide):
+    """The guide of a sequence, which the crash page names alone while its grammar is followed."""
+
+    def __init__(self, guide: Guide, seq: Sequence, page: CrashPage) -> None:
+        self._guide, self._seq, self._page = guide, seq, page
+
+    def follow(self, tokens: Rows[int]) -> str:
+        self._page.masking(self._seq.slot)
+        wrong = self._guide.follow(tokens)
+        self._page.masked()
+        return wrong
+
+    def forced(self) -> list[int]:
+        self._page.masking(self._seq.slot)
+        tokens = self._guide.forced()
+        self._page.masked()
+        return tokens
+
+    def fill(self, pointer: int, size: int, aheads: Rows[Rows[int]]) -> None:
+        self._page.masking(self._seq.slot)
+        self._guide.fill(pointer, size, aheads)
+        self._page.masked()
+
 
 # (rows, a word for 32 tokens each)
 Masks = NDArray[np.int32]

@@ -17,6 +17,8 @@ A reservation holds blocks for the prompt and what is likely to follow, and outr
 grows as any other does. While it waits for its prompt it is not preempted, but that ends by itself, and what is behind
 everything in order has then all blocks there are: nobody waits for ever. New reservations do not pass a preempted
 sequence that comes before them, and both leave a block for each running one, or would be preempted at once.
+
+A suspect, of which another engine may have died, is alone in its steps; every other step is for all others.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field
 from heapq import merge
 from typing import NamedTuple
 
+from tandem.crash_page import NOBODY
 from tandem.engine.pace import LEAST_CHUNK, Pace
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.sequence_blocks import Need, SequenceBlocks
@@ -100,6 +103,9 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
         self._num_read_tokens = self.num_preempted = self.num_swapped = 0
         self._has_joined = False  # since the last step
+        self.suspects: dict[Sequence, None] = {}  # in order of arrival
+        self._alone: Sequence | None = None  # in the step that was scheduled last
+        self._moved: list[Sequence] = []
         self._queues = {
             status: SequenceQueue(_turn if status is Status.WAITING else lambda seq: seq.key) for status in Status
         }
@@ -132,13 +138,39 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """The sequence leaves, whatever it was doing."""
         self._queues[seq.status].remove(seq)
+        self.suspects.pop(seq, None)
         self.blocks.release(seq)
         self.blocks.release_swapped(seq)
 
     def schedule(self) -> list[Scheduled]:
         self.blocks.release_lent()
-        batch = Batch(self.max_num_batched_tokens)
         self._outrank()
+        if not self.suspects:
+            self._alone = None
+            return self._schedule()
+        for turn in self._turns():
+            self._alone = turn
+            if batch := self._schedule():
+                return batch
+        return []
+
+    def take_moved(self) -> list[Sequence]:
+        """Those that have begun to run, or to wait, since the last call; some may have left since."""
+        moved, self._moved = self._moved, []
+        return moved
+
+    def _turns(self) -> list[Sequence | None]:
+        """A suspect that is to be alone, and None for everybody else: first the one that did not have the last step."""
+        suspect = next((seq for seq in self.suspects if seq.status is not Status.RESERVED), None)
+        if suspect is None:
+            return [None]
+        return [suspect, None] if self._alone is None else [None, suspect]
+
+    def _takes_part(self, seq: Sequence) -> bool:
+        return seq is self._alone if self._alone is not None else seq not in self.suspects
+
+    def _schedule(self) -> list[Scheduled]:
+        batch = Batch(self.max_num_batched_tokens)
         joined, self._has_joined = self._has_joined, False
         longer = self._schedule_decodes(batch)
         if longer or self.waiting:
@@ -162,7 +194,7 @@ class Scheduler:
     def _schedule_decodes(self, batch: Batch) -> list[Sequence]:
         """Returns the running sequences with more than one token left."""
         longer = []
-        for seq in tuple(self.running):
+        for seq in tuple(filter(self._takes_part, self.running) if self.suspects else self.running):
             # Preempted ones come later in the order than the one that needed their blocks, so none is in the batch.
             if seq.status is not Status.RUNNING:
                 continue
@@ -215,7 +247,9 @@ class Scheduler:
         for seq in merge(begun, tuple(self.waiting), key=_turn):
             if not batch.budget:
                 break
-            if seq.status is Status.RUNNING:
+            if self.suspects and not self._takes_part(seq):
+                has_room = has_room and (seq.status is Status.RUNNING or self._has_room(seq, self._need(seq)))
+            elif seq.status is Status.RUNNING:
                 batch.add(seq)
             elif has_room and not (self.blocks.may_share(seq) and self.blocks.first_missing(seq) in reading):
                 has_room = self._admit(seq)
@@ -252,6 +286,10 @@ class Scheduler:
 
     def _enter(self, seq: Sequence, status: Status) -> None:
         seq.status = status
+        if status is Status.RUNNING or seq.slot != NOBODY:
+            self._moved.append(seq)
+        if seq.alone_until:
+            self.suspects[seq] = None
         if seq.was_preempted:
             seq.turn = -1
         elif seq.turn is None and status is Status.WAITING:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.block_hash import next_hash, root_hash
+from tandem.crash_page import NOBODY
 from tandem.engine.layout import KVLayout
 from tandem.engine.lora import Adapter
 from tandem.engine.types import FinishReason, KVSink, Request, SampledToken
@@ -40,6 +41,8 @@ class Sequence:
 
     The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
     `turn`: when its prompt is read, among those of its priority.
+    `slot` is its place in the crash page while it runs. A suspect computes alone until it has `alone_until` output
+    tokens.
     `num_reserved_blocks`: kept although fewer may do for now. `swapped_blocks` hold its KV while it is preempted.
     `proposed` are the tokens that a step tries ahead; `chance` is how often such were right of late, and the draft
     model has KV for `num_drafted_tokens` of `token_ids`. Of `num_prompt_logprobs` to be reported `prompt_logprobs` are
@@ -57,6 +60,9 @@ class Sequence:
     num_pushed_blocks: int = 0
     prefill_only: bool = False
     itl_target_s: float = 0.0
+    choice_id: str = ""
+    alone_until: int = 0
+    slot: int = NOBODY
     status: Status = Status.WAITING
     turn: int | None = None
     num_reserved_blocks: int = 0
@@ -257,4 +263,7 @@ def new_sequence(request: Request, arrival: int, layout: KVLayout, speculative: 
         hashes=BlockHashes(root, layout.block_size),
         speculative=speculative,
         adapter=request.adapter,
+        itl_target_s=request.itl_target_s,
+        choice_id=request.choice_id or request.request_id,
+        alone_until=request.alone_until,
     )

@@ -38,6 +38,9 @@ class Request:
     on behind them as that engine would have gone on. `sampling` is of the whole answer. `speculative` None takes the
     engine's own. With a `lora`, `adapter` has its weights, as `Engine.adapters` gave them. Other prompts are read in
     chunks that leave no more than `itl_target_s` between its tokens, where that is not 0 and can be kept.
+
+    `choice_id` names it in the crash page, whatever engine it runs on; by default its request id. A suspect, of which
+    an engine may have died, computes alone until there are `alone_until` tokens of its answer.
     """
 
     request_id: str
@@ -50,6 +53,8 @@ class Request:
     lora: AdapterRef | None = None
     adapter: Adapter | None = None
     itl_target_s: float = 0.0
+    choice_id: str = ""
+    alone_until: int = 0
 
 
 class SampledToken(NamedTuple):
