@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-gpu chaos soak guard lint protos bench plot docs chart-lint clean
+.PHONY: help run test fast check test-gpu chaos soak guard lint protos bench plot docs chart-lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,8 +17,28 @@ help: ## this list
 run: $(VENV)/run.stamp ## serve the demo model: Redis, gateway, a prefill and a decode worker, on CPU
 	@$(BIN)/tandem up --sample "import " $(ARGS)
 
-test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## all tests, on real parts: three files at a time, for many of them wait
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
+# Three files at a time, for many of them wait.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+# One room's tests alone: make test ROOM=transfer
+ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
+
+test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## the tests, on real parts; one room's: ROOM=transfer
+	@$(PYTEST) -m "not long" $(ROOM_TESTS) $(ARGS)
+
+fast: $(VENV)/dev.stamp ## what needs no process and no weights, in a minute
+	@$(BIN)/python -m pytest -q -p tests.fast -m fast $$(grep -rlE 'mark\.fast' tests --include='test_*.py') $(ARGS)
+
+# What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`, and 10,000
+# random schedules of NCCL links.
+GUARD := tests/transfer/test_schedules.py tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
+  tests/registry/test_resp_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
+  $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py) \
+  tests/e2e/test_secured.py
+AT_LENGTH := TANDEM_SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile=guard --timeout=1800 $(GUARD)
+
+check: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## what takes long: 2,000 schedules of faults, images, pods, Ray, hostile input
+	@$(PYTEST) -m long $(ARGS)
+	@$(AT_LENGTH)
 
 test-gpu: $(VENV)/dev.stamp ## what needs a CUDA device, which it names where there is none; then what that device gives, as JSON
 	@$(BIN)/python -m pytest -q -rs tests/gpu $(ARGS)
@@ -31,15 +51,8 @@ soak: $(VENV)/dev.stamp ## a rolling restart; then MINUTES of traffic on real pr
 	@$(BIN)/python -m pytest -n0 tests/chaos/rolling_restart.py
 	@$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(ARGS)
 
-# What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`, and 10,000
-# random schedules of NCCL links.
-GUARD := tests/transfer/test_schedules.py tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
-  tests/registry/test_resp_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
-  $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py) \
-  tests/e2e/test_secured.py
-
 guard: $(VENV)/dev.stamp ## the door: hostile input, strangers, limits, fuzz at length; then overload, measured
-	@TANDEM_SCHEDULES=10000 $(BIN)/python -m pytest --hypothesis-profile=guard --timeout=1800 $(GUARD) $(ARGS)
+	@$(AT_LENGTH) $(ARGS)
 	@$(BIN)/python -m benchmarks.overload
 
 lint: $(VENV)/dev.stamp ## ruff, mypy, buf (style and breaking changes)

@@ -15,6 +15,8 @@ from tandem.commands.drain import DrainSettings, drain
 from tandem.drain import DrainService, is_local
 from tandem.local import free_ports
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("peer", "local"),

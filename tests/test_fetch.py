@@ -10,6 +10,8 @@ import pytest
 
 from tandem.commands.fetch import FetchSettings, fetch, main
 
+pytestmark = pytest.mark.fast
+
 CONTENT = {"config.json": b"{}", "model.safetensors": b"\0" * 1000, "nested/tokenizer.json": b"[]"}
 DIGESTS = {name: sha256(content).hexdigest() for name, content in CONTENT.items()}
 

@@ -11,6 +11,8 @@ import pytest
 from tandem.sampling import NAMES, InvalidParameter, SamplingParams, given_in
 from tandem.v1 import llm_pb2
 
+pytestmark = pytest.mark.fast
+
 # Every field with a value that is not its default, exact in float32.
 FULL = SamplingParams(
     max_tokens=7, min_tokens=2, temperature=0.5, top_k=3, top_p=0.75, min_p=0.125, repetition_penalty=1.5,

@@ -5,6 +5,8 @@ from pydantic import Field
 
 from tandem.settings import Settings, load
 
+pytestmark = pytest.mark.fast
+
 
 class Demo(Settings):
     grpc_port: int = Field(1, ge=0, description="port")

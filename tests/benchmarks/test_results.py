@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from benchmarks.results import Answer, Arrival, Figure, Metric, decode_rate, goodput, percentile, throughput, wall
 
+pytestmark = pytest.mark.fast
+
 
 def answer(sent: float, *times: float, tokens: float = 1) -> Answer:
     return Answer(sent, tuple(Arrival(at, tokens) for at in times), prompt_tokens=4)

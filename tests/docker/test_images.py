@@ -66,6 +66,7 @@ def live(port: int) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_starts_from_its_image_alone(service: str, replay: Replay, tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_a_service_starts_from_its_image_alone(service: str, replay: Replay, tmp
         assert len(list(stage.root.glob("app/cache/tandem/kernels/*.so"))) == 3
 
 
+@pytest.mark.long
 def test_an_image_with_torch_in_the_gateway_is_refused(replay: Replay) -> None:
     stage = replay.build("gateway")
     fake = stage.root / "app" / "torch.py"

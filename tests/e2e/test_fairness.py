@@ -12,6 +12,8 @@ from openai import AsyncOpenAI
 
 from tests.e2e.cluster import RunningCluster, running_cluster
 
+pytestmark = pytest.mark.long
+
 FLOOD = 30
 
 

@@ -13,6 +13,8 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, running_cluster
 from tests.e2e.test_exact import BLOCK, generate, oracle, prompt_of
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -311,6 +311,7 @@ def test_an_operation_that_the_kernels_do_not_know_is_left_to_torch(tmp_path: Pa
     assert "multiples of 32" in CpuForward.misfit(replace(config, intermediate_size=40))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiler", native.compilers(), ids=lambda command: Path(command[0]).name)
 def test_the_source_compiles_without_a_warning(
     compiler: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -365,6 +366,7 @@ def sanitizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path]
     return run
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_sanitizers_find_nothing(
     sanitizers: Callable[[str, Path], subprocess.CompletedProcess[str]], tmp_path: Path
@@ -373,6 +375,7 @@ def test_sanitizers_find_nothing(
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_sanitizers_would_find_something(
     sanitizers: Callable[[str, Path], subprocess.CompletedProcess[str]], tmp_path: Path

@@ -13,6 +13,8 @@ from services.gateway.errors import GatewayError, Overloaded, TimedOut, Unavaila
 from services.gateway.priority import PriorityClass
 from tandem.registry import Role, Worker, WorkerInfo, WorkerLoad
 
+pytestmark = pytest.mark.fast
+
 REALTIME, INTERACTIVE, BATCH = PriorityClass
 FOREVER = 2.0**31
 

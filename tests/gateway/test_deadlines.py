@@ -6,6 +6,8 @@ import pytest
 
 from services.gateway.deadlines import SLOT_S, Bound, Deadlines
 
+pytestmark = pytest.mark.fast
+
 
 async def test_each_is_called_once_in_order_and_never_early() -> None:
     loop, deadlines = asyncio.get_running_loop(), Deadlines()

@@ -13,6 +13,8 @@ from tokenizers import decoders, models
 from services.gateway.text import ByteDetokenizer, Tokenizer, WindowDetokenizer
 from tests.gateway.tiny_model import EOS, byte_level_tokenizer
 
+pytestmark = pytest.mark.fast
+
 HF = byte_level_tokenizer()
 BYTE_LEVEL = Tokenizer(HF)
 TEXTS = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("狐🦊👩‍👩‍👧é\u200d\ufffd")), max_size=60)

@@ -15,6 +15,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from services.gateway.admission import FairQueue, Weights, Work
 from services.gateway.priority import PriorityClass
 
+pytestmark = pytest.mark.fast
+
 REALTIME, INTERACTIVE, BATCH = PriorityClass
 WEIGHTS = {REALTIME: 8.0, INTERACTIVE: 4.0, BATCH: 1.0}
 TENANTS = {"a": 1.0, "b": 3.0, "c": 0.5}

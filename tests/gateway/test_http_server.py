@@ -14,6 +14,8 @@ from services.gateway.http import HttpServer
 from services.gateway.http.exchange import Exchange
 from tandem.local import free_ports
 
+pytestmark = pytest.mark.fast
+
 
 async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
     if scope["type"] == "http":

@@ -15,6 +15,8 @@ from benchmarks.json_schema_suite import takes
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation.structured import Structure, grammar_of
 
+pytestmark = pytest.mark.fast
+
 TREE = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "leaves": {"type": "array", "items": {"$ref": "#"}}},

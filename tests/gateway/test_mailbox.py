@@ -10,6 +10,8 @@ from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.workers import Mailbox, Tokens
 from tandem.v1 import llm_pb2, worker_pb2
 
+pytestmark = pytest.mark.fast
+
 
 def output(index: int, *tokens: int, end: bool = False) -> worker_pb2.SequenceOutput:
     reason = llm_pb2.FINISH_REASON_LENGTH if end else llm_pb2.FINISH_REASON_UNSPECIFIED

@@ -13,6 +13,8 @@ from services.gateway.errors import GatewayError, Overloaded
 from services.gateway.priority import PriorityClass
 from tests.simulation.world import World
 
+pytestmark = pytest.mark.fast
+
 INTERACTIVE = PriorityClass.INTERACTIVE
 WEIGHTS = {PriorityClass.REALTIME: 8.0, INTERACTIVE: 4.0, PriorityClass.BATCH: 1.0}
 SLOTS, READ_S, STEP_S, TOKENS = 32, 0.1, 0.02, 32

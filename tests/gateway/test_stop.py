@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from services.gateway.text import StopStrings
 
+pytestmark = pytest.mark.fast
+
 LETTERS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
 

@@ -14,6 +14,8 @@ from tandem.registry import Registry
 from tests.helm.chart import NAMESPACE, of_kind, render, rendered
 from tests.helm.pods import Node, Pod
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:

@@ -21,6 +21,8 @@ import pytest
 from tests.helm.chart import Object, Values, of_kind, render
 from tests.helm.pods import Node, Pod
 
+pytestmark = pytest.mark.long
+
 # How long a balancer may go on sending requests to a pod that is being stopped.
 LAG_S = 1.0
 CLIENTS = 4

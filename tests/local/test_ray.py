@@ -31,6 +31,8 @@ from tandem.local.ray import RayLauncher, State
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import eventually
 
+pytestmark = pytest.mark.long
+
 pytestmark = pytest.mark.timeout(300)
 NODE = {"object_store_memory": 80 * 2**20, "include_log_monitor": False}
 RESTART_S, COMMAND_S, HEADLESS_S, CRASH_S = 60.0, 150.0, 2.0, 5.0

@@ -11,6 +11,8 @@ from tandem.registry import RegistryUnavailable
 from tandem.registry.batching import CALLS_AT_ONCE, CallBatcher
 from tests.simulation.world import World
 
+pytestmark = pytest.mark.fast
+
 MOST = 4
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from tandem.registry.block_index import SHARDS, BlockIndex, names_of, slots_of
 
+pytestmark = pytest.mark.fast
+
 STEP = st.tuples(st.sampled_from(["open", "close", "add", "remove", "clear"]), st.integers(0, 10**6))
 
 

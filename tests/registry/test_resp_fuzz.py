@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.registry.address import RedisAddress
 from tandem.registry.resp import Line, ReplyError
 from tests.fuzzing import fuzzed
+
+pytestmark = pytest.mark.fast
 
 REPLIES = st.one_of(
     st.binary(max_size=60),

@@ -9,6 +9,8 @@ import pytest
 from tests.simulation.network import End, Network
 from tests.simulation.world import Process, Stuck, World
 
+pytestmark = pytest.mark.fast
+
 
 def test_time_jumps_to_the_next_timer() -> None:
     with World(1) as world:

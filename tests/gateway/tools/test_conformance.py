@@ -12,6 +12,8 @@ from canitoolcall.runner import family_for
 
 from services.gateway.tools import FORMATS, TAGS, AnswerReader, Call, Reading, Thinking
 
+pytestmark = pytest.mark.fast
+
 FAMILIES = ("qwen3-hermes", "qwen3-xml", "llama", "mistral")
 CASES = load_fixtures(None, families=list(FAMILIES))
 

@@ -12,6 +12,8 @@ import pytest
 from services.gateway.tools import FORMATS, Call, CallPart, CallReader
 from services.gateway.tools.forced import ForcedCalls, NamedCall
 
+pytestmark = pytest.mark.fast
+
 Said = Sequence[tuple[str, Mapping[str, Any]]]
 SCHEMAS = {
     "f": {"properties": {"text": {"type": "string"}, "n": {"type": "integer"}, "deep": {"type": "object"}}},
