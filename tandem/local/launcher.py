@@ -14,11 +14,13 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from tandem.child_process import dying_with_parent
+from tandem.log_output import LogOutput
 
 STOP_WAIT_S = 10.0
 # What ends so soon after its start waits before it is started again: twice as long each time.
@@ -26,6 +28,7 @@ MIN_LIFE_S = 5.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 MAX_DOUBLINGS = 16  # more would not fit a float after some hours
 LAST_LINES = 15
+MAX_LINE = 2**20
 # Settings that may hold a password: in the environment, for every user of a machine can read command lines.
 SECRETS = frozenset({"redis_url", "redis_password"})
 
@@ -110,7 +113,7 @@ class LocalLauncher:
             if not restart:
                 raise ServiceFailed(f"{ended}; its last words:\n" + "\n".join(process.last_lines))
             pause_s = process.pause_s
-            self._report(f"{ended}; starting it again" + (f" in {pause_s:g} s" if pause_s else ""))
+            self._say(f"{ended}; starting it again" + (f" in {pause_s:g} s" if pause_s else ""))
             process.start_again(pause_s)
 
     def loading(self) -> Mapping[str, tuple[int, int]]:
@@ -122,8 +125,12 @@ class LocalLauncher:
                 process.terminate()
             lives = [process.life for process in stage]
             if lives and (await asyncio.wait(lives, timeout=STOP_WAIT_S))[1]:
-                self._report("killing what did not stop in time")
+                self._say("killing what did not stop in time")
             await asyncio.gather(*(process.kill() for process in stage))
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):  # a terminal that is gone ends no cluster
+            self._report(text)
 
 
 async def until_set(stop: asyncio.Event, life: Coroutine[Any, Any, None]) -> None:
@@ -181,7 +188,7 @@ class _Process:
             *dying_with_parent(sys.executable, "-m", self.service.module, *_options(self.service)),
             env=_environment(self.service), stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True, limit=2**20,
+            start_new_session=True, limit=MAX_LINE,
         )  # fmt: skip
 
     async def ending(self) -> int:
@@ -211,18 +218,25 @@ class _Process:
     async def _follow(self, child: asyncio.subprocess.Process) -> int:
         """Copy its output to the log until it ends; its exit status."""
         assert child.stdout is not None
-        with self._log_path.open("ab") as log:
-            async for line in child.stdout:
-                log.write(line)
-                log.flush()
+        with self._log_path.open("ab", buffering=0) as file, closing(LogOutput(file.fileno())) as log:
+            while line := await _line_of(child.stdout):
+                log.write_bytes(line)
                 self._note(line.decode(errors="replace").rstrip())
         return await child.wait()
 
     def _note(self, line: str) -> None:
         self.last_lines.append(line)
         if '"loading"' in line:
-            event = json.loads(line)
-            self.loading = (event["done"], event["total"])
+            with suppress(ValueError, TypeError, KeyError, RecursionError):  # a library may print such a line, too
+                event = json.loads(line)
+                self.loading = (int(event["done"]), int(event["total"]))
+
+
+async def _line_of(output: asyncio.StreamReader) -> bytes:
+    try:
+        return await output.readline()
+    except ValueError:  # it has dropped the line
+        return f"a line longer than {MAX_LINE} bytes is left out\n".encode()
 
 
 def threads_environment(threads: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ import pytest
 from tandem.local import LocalLauncher, Service, ServiceFailed, launcher, unless_failed
 
 ENDS = Service("ends", "tests.local.restless", {"kv_memory": 5})
+CHATTERS = Service("chatters", "tests.local.restless", {"chatter": True})
 STAYS = Service("stays", "tests.local.restless", {"stay": True})
 
 
@@ -80,3 +81,25 @@ async def test_what_does_not_want_to_stop_is_killed(tmp_path: Path, monkeypatch:
     await local.stop()
     assert reports == ["killing what did not stop in time"]
     assert not started.is_running()
+
+
+async def test_a_log_that_takes_no_more_ends_nothing(tmp_path: Path) -> None:
+    """Nor does a terminal that is gone, a line without end, or one that only looks like ours."""
+    (tmp_path / "chatters.log").symlink_to("/dev/full")
+    reports: list[str] = []
+
+    def report(text: str) -> None:
+        reports.append(text)
+        raise BrokenPipeError
+
+    local = LocalLauncher(tmp_path, report)
+    await local.start([CHATTERS])
+    watching = asyncio.create_task(local.watch(restart=True))
+    async with asyncio.timeout(60):
+        while len(reports) < 2:
+            await asyncio.sleep(0.01)
+    assert not watching.done()
+    assert reports[0] == "chatters ended with status 3; starting it again"
+    assert local.loading() == {"chatters": (3, 4)}
+    watching.cancel()
+    await local.stop()

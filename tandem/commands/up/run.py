@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import shutil
 import signal
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, TextIO, cast
 
 import httpx
 from rich.console import Console
@@ -20,6 +22,7 @@ from tandem.commands.up.plan import Plan
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher, LocalLauncher, ServiceFailed, unless_failed, until_set
 from tandem.local.cluster import Cluster
+from tandem.log_output import LogOutput, descriptor_of
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 
 
@@ -29,7 +32,7 @@ async def up_here(settings: UpSettings, cluster: Cluster) -> None:
     redis_url = cluster.redis.url or f"redis://127.0.0.1:{cluster.redis.port}"
     workers = cluster.worker_services(redis_url, cores)
     plan = Plan(cluster, redis_url, cluster.kvstore_service(), workers, cluster.gateway_services(redis_url))
-    console = Console()
+    console = _console()
     launcher = LocalLauncher(settings.logs, lambda text: console.print(escape(text), style="yellow"))
     await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
 
@@ -38,7 +41,7 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster) -> None:
     from tandem.local.ray import RayLauncher, connect, kvstore_on_ray, service_address
 
     connect(settings.ray, settings.ray_namespace, cluster.ray.runtime_env)
-    console = Console()
+    console = _console()
     launcher = RayLauncher(lambda text: console.print(escape(text), style="yellow"), detached=settings.detach)
     kvstore = await launcher.kvstore() or kvstore_on_ray(cluster)
     redis_url = service_address(kvstore)
@@ -57,6 +60,13 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster) -> None:
         raise
     wanted = {service.name for service in (plan.kvstore, *plan.workers, *plan.gateways)}
     await launcher.stop(launcher.names - wanted)
+
+
+def _console() -> Console:
+    """One that a full disk, or a terminal that is gone or stopped, neither ends nor holds up."""
+    output = LogOutput(descriptor_of(sys.__stdout__))
+    atexit.register(output.close)
+    return Console(file=cast(TextIO, output))
 
 
 async def _until_stopped(life: Coroutine[Any, Any, None], launcher: Launcher, console: Console) -> None:
