@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.local.cluster import DEFAULT_NAMESPACE
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.settings import Settings, load
 
@@ -63,7 +64,9 @@ async def _gateways(launcher: RayLauncher) -> list[str]:
     kvstore = await launcher.kvstore()
     if kvstore is None:
         return ["no kvstore runs, so the registry is not known"]
-    registry = Registry.connect(service_address(kvstore), namespace=str(kvstore.settings.get("namespace", "tandem")))
+    registry = Registry.connect(
+        service_address(kvstore), namespace=str(kvstore.settings.get("namespace", DEFAULT_NAMESPACE))
+    )
     try:
         found = await registry.gateways()
     except RegistryUnavailable as error:

@@ -18,6 +18,7 @@ import os
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from socket import gethostname
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -28,6 +29,7 @@ from tandem.security import ClusterSettings
 from tandem.settings import Settings
 
 Name = Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+DEFAULT_NAMESPACE = "tandem"  # of every service
 RESERVED = ("gateway", "kvstore")
 UNITS: dict[str, Fraction | int] = {"": 1, "m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -83,9 +85,10 @@ class Pool(Replicas):
 
 
 class Redis(_Part):
-    """The server at `url`, or one that is started at `port`."""
+    """The server at `url`, or one that is started at `port`. `namespace`: if not given, one of this cluster's own."""
 
     url: str = ""
+    namespace: str = ""
     port: int = Field(default=6380, ge=1, le=65535)
 
 
@@ -141,6 +144,17 @@ class Cluster(_Part):
     def grpc_port(self) -> int:
         return int(self.gateway.settings.get("grpc_port", 50051))
 
+    @property
+    def namespace(self) -> str:
+        """On a Redis that others use, too: of this machine and the port that is this cluster's alone."""
+        if self.redis.namespace or not self.redis.url:
+            return self.redis.namespace or DEFAULT_NAMESPACE
+        host = str(self.gateway.settings.get("host", "127.0.0.1"))
+        return f"{DEFAULT_NAMESPACE}-{gethostname()}-{host}-{self.http_port}"
+
+    def in_namespace(self, namespace: str) -> Cluster:
+        return self.model_copy(update={"redis": self.redis.model_copy(update={"namespace": namespace})})
+
     def worker_services(self, redis_url: str, shared_cores: Path) -> list[Service]:
         """A worker without a cpu resource has its part of this machine's cores, and borrows through `shared_cores`."""
         num_workers = sum(pool.replicas for pool in self.pools)
@@ -175,7 +189,8 @@ class Cluster(_Part):
     def kvstore_service(self, **own_redis: object) -> Service:
         """`own_redis`: settings of the server that it starts, where none is given."""
         redis = {"redis_url": self.redis.url} if self.redis.url else {"redis_port": self.redis.port, **own_redis}
-        return Service("kvstore", "services.kvstore", {**redis, "grpc_port": 0, **self.security})
+        settings = {**redis, **self._own_namespace(), "grpc_port": 0, **self.security}
+        return Service("kvstore", "services.kvstore", settings)
 
     def expected(self, model: str) -> dict[str, int]:
         """What the gateway of a model, by its name, reports when all is ready."""
@@ -216,7 +231,11 @@ class Cluster(_Part):
 
     def _shared(self, model_id: str, redis_url: str) -> dict[str, object]:
         model = next(model for model in self.models if model.id == model_id)
-        return {"model_path": model.weights.settled, "model_name": model.name, "redis_url": redis_url, **self.security}
+        of_model = {"model_path": model.weights.settled, "model_name": model.name}
+        return {**of_model, "redis_url": redis_url, **self._own_namespace(), **self.security}
+
+    def _own_namespace(self) -> dict[str, object]:
+        return {} if self.namespace == DEFAULT_NAMESPACE else {"namespace": self.namespace}
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -9,6 +9,7 @@ from tandem.registry.errors import (
     RegistryUnavailable,
     RequestTooLarge,
     StaleIncarnation,
+    WorkerIdTaken,
 )
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
@@ -43,6 +44,7 @@ __all__ = [
     "Taken",
     "Usage",
     "Worker",
+    "WorkerIdTaken",
     "WorkerInfo",
     "WorkerLoad",
 ]

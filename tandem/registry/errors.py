@@ -20,6 +20,14 @@ class StaleIncarnation(RegistryError):
         self.incarnation = incarnation
 
 
+class WorkerIdTaken(RegistryError, ValueError):
+    """Another worker of this id holds a lease, which ends in `ends_in_s` unless it is renewed."""
+
+    def __init__(self, message: str, ends_in_s: float) -> None:
+        super().__init__(message)
+        self.ends_in_s = ends_in_s
+
+
 class IncompatibleLayout(RegistryError, ValueError):
     """No worker of the other role could pair with this one: its KV layout is none of theirs."""
 

@@ -26,7 +26,14 @@ from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, 
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, Connection, RedisConnection
-from tandem.registry.errors import IncompatibleLayout, NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
+from tandem.registry.errors import (
+    IncompatibleLayout,
+    NoWorkers,
+    RegistryUnavailable,
+    RequestTooLarge,
+    StaleIncarnation,
+    WorkerIdTaken,
+)
 from tandem.registry.late_releases import LateReleases
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
@@ -100,7 +107,10 @@ class Registry:
         return sorted(GatewayAddress(**json.loads(said)) for said in await self._connection.call("gateways"))
 
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
-        """Take the worker's lease for `ttl` seconds. Another incarnation of this worker loses everything at once.
+        """Take the worker's lease for `ttl` seconds.
+
+        Another incarnation at the same address of the same host must have ended, and loses everything at once. One
+        that listens elsewhere may be a worker of another cluster: its lease is not taken over while it lasts.
 
         A worker that could pair with none is refused: live workers of the other role serve its model and revision,
         and all of them have another KV layout. Other weights are another revision, so they are rolled out side by
@@ -108,6 +118,7 @@ class Registry:
         leave or drain): one that was refused gets in when it registers again within ten minutes.
 
         Raises:
+            WorkerIdTaken: by a worker elsewhere; names it.
             IncompatibleLayout: names both layouts.
             StaleIncarnation: a later registration has replaced this incarnation, or it has deregistered.
         """
@@ -320,6 +331,8 @@ class Registry:
         status, *other = await self._connection.call("lease", *owner, _ms(ttl), kind, *fields)
         if status == "stale":
             raise StaleIncarnation(info.worker_id, info.incarnation)
+        if status == "taken":
+            raise _taken(info, *other)
         if status == "incompatible":
             raise IncompatibleLayout(_incompatible(info, *other))
         return str(status)
@@ -365,6 +378,15 @@ class Registry:
         async with self._reading_infos:
             if wanted not in self._infos:
                 self._infos = {worker.generation: worker.info for worker in await self.workers()}
+
+
+def _taken(info: WorkerInfo, address: str, host: str, model: str, ends_in_ms: int) -> WorkerIdTaken:
+    return WorkerIdTaken(
+        f"worker_id: {info.worker_id} at {info.grpc_address} on host {info.host}, which serves model {info.model}, "
+        f"cannot register: a live worker of that id is at {address} on host {host} and serves model {model}. "
+        "Give this worker an id of its own, or its cluster a namespace of its own",
+        ends_in_ms / 1000,
+    )
 
 
 def _incompatible(info: WorkerInfo, worker_id: str, layout_hash: str, role: str) -> str:

@@ -1,7 +1,7 @@
 """A worker's lease in the registry: registered, renewed four times per TTL, released.
 
 Redis going away never ends a worker: it serves on and registers again when Redis is back. Being replaced by a newer
-incarnation does.
+incarnation does. So does another worker of the same id that lives; the lease of one that has died is waited for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from tandem.registry import Registry, RegistryUnavailable, WorkerInfo, WorkerLoad
+from tandem.registry import Registry, RegistryUnavailable, WorkerIdTaken, WorkerInfo, WorkerLoad
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +37,7 @@ class Lease:
         self._ttl = ttl
         self._on_forgotten = on_forgotten
         self._changed = asyncio.Event()
+        self._patient_until = 0.0
         self.held = asyncio.Event()
 
     async def hold(self) -> None:
@@ -44,19 +45,32 @@ class Lease:
 
         Raises:
             StaleIncarnation: another start of this worker took its place.
+            WorkerIdTaken: another worker of this id renews its lease.
             IncompatibleLayout: refused at its registration.
         """
         while True:
             try:
                 if not self.held.is_set():
-                    await self._registry.register(self._info, self._load(), self._ttl)
-                    self.held.set()
-                    log.info("registered", worker=self._info.worker_id, incarnation=self._info.incarnation)
+                    await self._register()
                 elif await self._registry.heartbeat(self._info, self._load(), self._ttl):
                     self._on_forgotten()
             except RegistryUnavailable as error:
                 log.warning("registry unavailable", error=str(error))
             await self._wait()
+
+    async def _register(self) -> None:
+        """A lease of another start, somewhere else, is not renewed for long if that one has died."""
+        now = asyncio.get_running_loop().time
+        try:
+            await self._registry.register(self._info, self._load(), self._ttl)
+        except WorkerIdTaken as taken:
+            self._patient_until = self._patient_until or now() + taken.ends_in_s + self._ttl
+            if now() > self._patient_until:
+                raise
+            log.warning("waits for a lease to end", ends_in_s=taken.ends_in_s, error=str(taken))
+            return
+        self.held.set()
+        log.info("registered", worker=self._info.worker_id, incarnation=self._info.incarnation)
 
     def renew_now(self) -> None:
         """The load has changed in a way that others wait for: renew without waiting for the next beat."""

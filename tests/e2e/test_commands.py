@@ -104,6 +104,23 @@ def test_a_worker_of_another_kv_layout_ends_with_the_reason(shm_cluster: Running
     assert shm_cluster.ready()
 
 
+def test_a_worker_whose_id_is_taken_ends_with_the_reason(shm_cluster: RunningCluster) -> None:
+    """Another cluster's, on the same Redis, in the same namespace; the one that has it serves on."""
+    options = [f"--redis-url={shm_cluster.redis_url}", "--worker-id=decode-0", "--grpc-port=0", "--engine=null"]
+    model = ["--model-path=models/demo/target", "--model-name=other", "--num-blocks=64"]
+    (decode,) = shm_cluster.pids("decode")
+    result = subprocess.run(
+        [sys.executable, "-m", "services.decode", *model, *options], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert "decode-0: worker_id: decode-0 at 127.0.0.1:" in result.stderr
+    assert "a live worker of that id is at 127.0.0.1:" in result.stderr
+    assert "serves model tandem-demo. Give this worker" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert shm_cluster.ready()
+    assert shm_cluster.pids("decode") == [decode]
+
+
 def test_doctor_without_a_cluster() -> None:
     addresses = ["--redis-url=redis://127.0.0.1:1", "--gateway-url=http://127.0.0.1:1", "--grpc-address=127.0.0.1:1"]
     result = tandem("doctor", *addresses, "--timeout-s=1")

@@ -123,3 +123,16 @@ def test_a_setting_that_no_worker_has_is_named() -> None:
     with pytest.raises(ValueError, match=r"pools\.decode\.settings\.kv_memmory: Extra inputs are not") as raised:
         check_settings([("pools.decode.settings", settings)], WorkerSettings)
     assert "pools.decode.settings.block_size: Input should be greater than or equal to 1" in str(raised.value)
+
+
+def test_a_cluster_on_a_given_redis_has_a_namespace_of_its_own(tmp_path: Path) -> None:
+    def of(redis: dict[str, str], **settings: object) -> set[object]:
+        made = Cluster.model_validate(cluster(redis=redis, gateway={"settings": settings}))
+        services = [*made.worker_services("redis://x", tmp_path), *made.gateway_services("redis://x")]
+        return {service.settings.get("namespace") for service in [*services, made.kvstore_service()]}
+
+    given = {"url": "redis://elsewhere"}
+    (first,), (again,), (second,) = of(given), of(given), of(given, http_port=8001)
+    assert first == again != second
+    assert of(given | {"namespace": "told"}) == {"told"}
+    assert of({}) == {None}

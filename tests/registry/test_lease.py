@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from redis.asyncio import Redis
 
-from tandem.registry import IncompatibleLayout, Registry, RegistryUnavailable, Role, StaleIncarnation
+from tandem.registry import (
+    IncompatibleLayout,
+    Registry,
+    RegistryUnavailable,
+    Role,
+    StaleIncarnation,
+    WorkerIdTaken,
+)
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -86,6 +95,21 @@ async def test_a_new_incarnation_replaces_the_old_at_once(registry: Registry) ->
     assert not await registry.release(reservation)
     (worker,) = await registry.workers()
     assert (worker.reserved_tokens, worker.reserved_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("elsewhere", [{"grpc_address": "d0:2"}, {"host": "there"}])
+async def test_a_live_worker_elsewhere_is_not_replaced(registry: Registry, elsewhere: dict[str, str]) -> None:
+    """Two clusters on one Redis, as they are when nobody has told them of each other."""
+    await registry.register(OLD, worker_load(), TTL)
+    other = worker_info("d0", Role.DECODE, "new", model="other", layout_hash="other", **elsewhere)
+    with pytest.raises(WorkerIdTaken, match=r"worker_id: d0 at .*model other.* d0:1 on host here.*model demo") as no:
+        await registry.register(other, worker_load(), TTL)
+    assert 0 < no.value.ends_in_s <= TTL
+    assert not await registry.heartbeat(OLD, worker_load(), 0.05)
+    await asyncio.sleep(0.06)
+    await registry.register(other, worker_load(), TTL)
+    (worker,) = await registry.workers()
+    assert worker.info == other
 
 
 async def test_the_replaced_incarnation_is_refused_everything(registry: Registry) -> None:

@@ -57,7 +57,7 @@ def status(settings: UpSettings, plan: Plan, seconds: float, capacities: Mapping
         own = [plan.url(gateway, "own_http_port") for gateway in at if "own_http_port" in gateway.settings]
         if own:
             table.add_row("metrics", ", ".join(f"http://{address}/metrics" for address in own))
-    table.add_row("Redis", str(RedisAddress.parse(plan.redis_url)))
+    table.add_row("Redis", f"{RedisAddress.parse(plan.redis_url)}, namespace {plan.cluster.namespace}")
     table.add_row("logs", "with Ray's" if settings.ray else str(settings.logs))
     return Panel(table, title=f"Tandem is ready after {seconds:.1f} s", title_align="left", expand=False)
 

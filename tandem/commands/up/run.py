@@ -21,7 +21,7 @@ from tandem.commands.up.display import capacities, lines_to_try, progress, statu
 from tandem.commands.up.plan import Plan
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher, LocalLauncher, ServiceFailed, unless_failed, until_set
-from tandem.local.cluster import Cluster
+from tandem.local.cluster import DEFAULT_NAMESPACE, Cluster
 from tandem.log_output import LogOutput, descriptor_of
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 
@@ -43,7 +43,10 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster) -> None:
     connect(settings.ray, settings.ray_namespace, cluster.ray.runtime_env)
     console = _console()
     launcher = RayLauncher(lambda text: console.print(escape(text), style="yellow"), detached=settings.detach)
-    kvstore = await launcher.kvstore() or kvstore_on_ray(cluster)
+    running = await launcher.kvstore()
+    if running:
+        cluster = cluster.in_namespace(str(running.settings.get("namespace", DEFAULT_NAMESPACE)))
+    kvstore = running or kvstore_on_ray(cluster)
     redis_url = service_address(kvstore)
     cores = Path(gettempdir()) / f"{settings.ray_namespace}-cores"  # of each node
     plan = Plan(

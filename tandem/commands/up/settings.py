@@ -40,6 +40,9 @@ class UpSettings(ClusterSettings):
     )  # fmt: skip
     redis_port: int = Field(6380, ge=1, le=65535, description="port of the redis-server started here")
     redis_url: str = Field("", description="use this Redis instead of starting one")
+    namespace: str = Field(
+        "", description="prefix of the registry's keys; if not given, one of this cluster's own on a given Redis"
+    )
     engine: Literal["model", "null"] = Field(
         "model", description="null: workers that compute nothing and take a stated time for it"
     )
@@ -118,7 +121,7 @@ class UpSettings(ClusterSettings):
                     "replicas": self.gateways,
                     "settings": self.model_dump(include=gateway, exclude_none=True) | self._own_ports(),
                 },
-                "redis": {"url": self.redis_url, "port": self.redis_port},
+                "redis": {"url": self.redis_url, "port": self.redis_port, "namespace": self.namespace},
                 "security": self.model_dump(include=set(ClusterSettings.model_fields), exclude_none=True),
             }
         )

@@ -1,7 +1,8 @@
 -- ARGV: worker id, incarnation, ttl (ms), 'register' or 'heartbeat', then field, value, … of the worker's hash
--- Returns {'new'}, {'renewed'}, {'stale'} or {'incompatible', another's id, its layout, its role}. Only a registration
--- replaces another incarnation, or is refused as incompatible; a heartbeat that finds no lease at all takes one, which is
--- how workers come back after Redis lost its memory.
+-- Returns {'new'}, {'renewed'}, {'stale'}, {'incompatible', another's id, its layout, its role}, or {'taken', address, host
+-- and model of who has the lease, how long (ms) it lasts}. Only a registration is refused, or replaces another incarnation:
+-- one that has listened at the same address of the same host, and so is gone. A heartbeat that finds no lease at all takes
+-- one, which is how workers come back after Redis lost its memory.
 local worker_id, incarnation, ttl, kind = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local worker = key('worker', worker_id)
 
@@ -29,7 +30,14 @@ local function incompatible_with()
 end
 
 local current = redis.call('HGET', worker, 'incarnation')
+local function taken_by()
+  local at = redis.call('HMGET', worker, 'grpc_address', 'host', 'model')
+  if at[1] == new.grpc_address and at[2] == new.host then return nil end
+  return {'taken', at[1], at[2], at[3], redis.call('ZSCORE', key('leases'), worker_id) - now}
+end
 if kind == 'register' and current ~= incarnation then
+  local taken = current and taken_by()
+  if taken then return taken end
   local other = incompatible_with()
   if other then return other end
 end

@@ -1,0 +1,45 @@
+"""A worker's lease, where another start of it has left one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tandem.registry import Registry, Role, WorkerIdTaken
+from tandem.worker.lease import Lease
+from tests.registry.cluster import worker_info, worker_load
+from tests.registry.conftest import connect, namespace, redis_server, registry
+
+__all__ = ["connect", "namespace", "redis_server", "registry"]
+
+TTL = 0.5
+BEFORE = worker_info("d0", Role.DECODE, "before")
+ELSEWHERE = worker_info("d0", Role.DECODE, "after", grpc_address="elsewhere:1")
+
+
+def lease_of(registry: Registry) -> Lease:
+    return Lease(registry, ELSEWHERE, worker_load, ttl=TTL, on_forgotten=lambda: None)
+
+
+async def test_the_lease_of_a_dead_start_is_waited_for(registry: Registry) -> None:
+    await registry.register(BEFORE, worker_load(), TTL)
+    lease = lease_of(registry)
+    holding = asyncio.create_task(lease.hold())
+    async with asyncio.timeout(10):
+        await lease.held.wait()
+    assert [worker.info for worker in await registry.workers()] == [ELSEWHERE]
+    assert not holding.done()
+    holding.cancel()
+
+
+async def test_a_lease_that_is_renewed_is_respected(registry: Registry) -> None:
+    await registry.register(BEFORE, worker_load(), TTL)
+    holding = asyncio.create_task(lease_of(registry).hold())
+    async with asyncio.timeout(20):
+        while not holding.done():
+            assert not await registry.heartbeat(BEFORE, worker_load(), 6 * TTL)
+            await asyncio.sleep(TTL / 5)
+    with pytest.raises(WorkerIdTaken, match="a live worker of that id is at d0:1"):
+        await holding
+    assert [worker.info for worker in await registry.workers()] == [BEFORE]
