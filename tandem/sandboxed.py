@@ -10,6 +10,7 @@ rlimit, stack by the size of the thread that the call runs on. This file imports
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -28,6 +29,7 @@ MiB = 2**20
 _CALL = struct.Struct("!QddQQ")
 REPLY = struct.Struct("!Q")
 RETURNED, RAISED, DIED = "returned", "raised", "died"
+_LIBC = ctypes.CDLL(None)
 _OWNER_IS_GONE = 86
 # Below the owner: who burns a whole core in a call still does not take it from those whose tokens pass there.
 _NICE = 5
@@ -82,9 +84,7 @@ def _forked(lane: socket.socket) -> int:
 def _die_with(parent: int) -> None:
     """Have the kernel end this process with its parent, and before others when memory is short."""
     if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        _LIBC.prctl(1, signal.SIGKILL)
         Path("/proc/self/oom_score_adj").write_text("1000")
     if os.getppid() != parent:
         os._exit(_OWNER_IS_GONE)
