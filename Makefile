@@ -34,7 +34,7 @@ GUARD := tests/transfer/test_schedules.py tests/test_model_files.py tests/test_s
   tests/registry/test_resp_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
   $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py) \
   tests/e2e/test_secured.py
-AT_LENGTH := TANDEM_SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile=guard --timeout=1800 $(GUARD)
+AT_LENGTH := SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile=guard --timeout=1800 $(GUARD)
 
 check: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## what takes long: 2,000 schedules of faults, images, pods, Ray, hostile input
 	@$(PYTEST) -m long $(ARGS)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 
 class Settings(BaseSettings):
@@ -35,6 +35,10 @@ def load(settings: type[S], arguments: Sequence[str] | None = None, program: str
             name = _origin(problem["loc"], given) if problem["loc"] else settings.__name__
             got = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
             print(f"{name}: {problem['msg']}{got}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except SettingsError as error:  # a list or a map of the environment that is no JSON
+        field = str(error).partition('"')[2].partition('"')[0]
+        print(f"{_origin((field,), given)}: {error.__cause__}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -41,13 +41,14 @@ class ServiceFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """`python -m module` with `settings` and no others: none of them comes from the environment."""
+    """`python -m module` with `settings`, and `environment` for what they leave open."""
 
     name: str
     module: str
     settings: Mapping[str, object]
     threads: int = 1
     resources: Mapping[str, float] = field(default_factory=dict)  # what a machine must have for it
+    environment: Mapping[str, str] = field(default_factory=dict)  # the only variables of settings that it sees
 
 
 class Launcher(Protocol):
@@ -261,7 +262,7 @@ def _option(name: str, value: object) -> str:
 
 
 def _environment(service: Service) -> dict[str, str]:
-    """This process's, with no settings but the secrets."""
+    """This process's, with no settings but the service's own and the secrets."""
     inherited = {name: value for name, value in os.environ.items() if not is_setting(name)}
     secrets = {f"TANDEM_{name}".upper(): str(service.settings[name]) for name in SECRETS & service.settings.keys()}
-    return inherited | threads_environment(service.threads) | secrets
+    return {**inherited, **threads_environment(service.threads), **service.environment, **secrets}

@@ -27,7 +27,7 @@ from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_clust
 
 WORD = {"type": "string", "minLength": 8, "maxLength": 8}
 WORDS = {"type": "array", "items": WORD, "minItems": 24, "maxItems": 24}  # 160 tokens or more
-MANY = int(os.environ.get("TANDEM_ANSWERS", "120"))
+MANY = int(os.environ.get("ANSWERS", "120"))
 NEW_TOKENS, DECODES = 40, 3
 Baseline = Callable[[RunningCluster], Awaitable[bool]]
 

@@ -2,7 +2,7 @@
 
 Faults: messages dropped or damaged on the stream, payloads damaged, a queue that stops, a link closed, a transfer
 cancelled or aborted, an initialisation that hangs. Rows are overwritten as soon as no push reads them any more.
-Whatever happens: what commits is right, and what ended otherwise is never written again. TANDEM_SCHEDULES sets how many
+Whatever happens: what commits is right, and what ended otherwise is never written again. SCHEDULES sets how many
 are tried.
 """
 
@@ -27,7 +27,7 @@ from tandem.transfer.transports.nccl import NcclTransport
 from tests.transfer import fake_nccl
 from tests.transfer.fake_nccl import FakeDevice, FakeNccl
 
-SCHEDULES = int(os.environ.get("TANDEM_SCHEDULES", "200"))
+SCHEDULES = int(os.environ.get("SCHEDULES", "200"))
 TURNS, TURN_S, END_S = 400, 0.002, 10.0
 LAYERS, BLOCKS = 2, 12
 SENDER, RECEIVER = Endpoint("p", "p-1", "layout"), Endpoint("d", "d-1", "layout")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from tandem.commands.up.checks import check
+from tandem.commands.up.environment import for_services
 from tandem.commands.up.run import up_here, up_on_ray
 from tandem.commands.up.settings import DEMO_MODEL, UpSettings
 from tandem.local import ServiceFailed
@@ -16,9 +18,11 @@ __all__ = ["DEMO_MODEL", "UpSettings", "main"]
 def main(arguments: list[str]) -> None:
     settings = load(UpSettings, _with_ray_address(arguments), "tandem up")
     try:
-        cluster = settings.cluster()
+        environment = for_services(os.environ)
+        cluster = settings.cluster(environment)
         check(settings, cluster)
-        asyncio.run(up_on_ray(settings, cluster) if settings.ray else up_here(settings, cluster))
+        run = up_on_ray if settings.ray else up_here
+        asyncio.run(run(settings, cluster, environment))
     except (ServiceFailed, ConnectionError, TimeoutError, ValueError) as error:
         raise SystemExit(f"tandem up: {error}") from None
 

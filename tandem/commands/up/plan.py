@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tandem.local import Service
 from tandem.local.cluster import Cluster
@@ -17,6 +19,15 @@ class Plan:
     kvstore: Service
     workers: list[Service]
     gateways: list[Service]
+
+    @classmethod
+    def of(
+        cls, cluster: Cluster, redis_url: str, kvstore: Service, shared_cores: Path, environment: Mapping[str, str]
+    ) -> Plan:
+        """`environment`: variables of settings that no service's own settings name."""
+        workers = [replace(one, environment=environment) for one in cluster.worker_services(redis_url, shared_cores)]
+        gateways = [replace(one, environment=environment) for one in cluster.gateway_services(redis_url)]
+        return cls(cluster, redis_url, replace(kvstore, environment=environment), workers, gateways)
 
     def url(self, gateway: Service, port: str = "http_port") -> str:
         host = str(gateway.settings.get("host", "127.0.0.1"))

@@ -7,7 +7,7 @@ import atexit
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, TextIO, cast
@@ -26,18 +26,17 @@ from tandem.log_output import LogOutput, descriptor_of
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 
 
-async def up_here(settings: UpSettings, cluster: Cluster) -> None:
+async def up_here(settings: UpSettings, cluster: Cluster, environment: Mapping[str, str]) -> None:
     cores = settings.logs / "cores"
     shutil.rmtree(cores, ignore_errors=True)
     redis_url = cluster.redis.url or f"redis://127.0.0.1:{cluster.redis.port}"
-    workers = cluster.worker_services(redis_url, cores)
-    plan = Plan(cluster, redis_url, cluster.kvstore_service(), workers, cluster.gateway_services(redis_url))
+    plan = Plan.of(cluster, redis_url, cluster.kvstore_service(), cores, environment)
     console = _console()
     launcher = LocalLauncher(settings.logs, lambda text: console.print(escape(text), style="yellow"))
     await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
 
 
-async def up_on_ray(settings: UpSettings, cluster: Cluster) -> None:
+async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping[str, str]) -> None:
     from tandem.local.ray import RayLauncher, connect, kvstore_on_ray, service_address
 
     connect(settings.ray, settings.ray_namespace, cluster.ray.runtime_env)
@@ -49,9 +48,7 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster) -> None:
     kvstore = running or kvstore_on_ray(cluster)
     redis_url = service_address(kvstore)
     cores = Path(gettempdir()) / f"{settings.ray_namespace}-cores"  # of each node
-    plan = Plan(
-        cluster, redis_url, kvstore, cluster.worker_services(redis_url, cores), cluster.gateway_services(redis_url)
-    )
+    plan = Plan.of(cluster, redis_url, kvstore, cores, environment)
     if not settings.detach:
         await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -94,8 +95,11 @@ class UpSettings(ClusterSettings):
     ready_timeout_s: float = Field(120.0, gt=0, description="how long the cluster may take to become ready")
     sample: str = Field("", description="a prompt to stream one answer for when ready")
 
-    def cluster(self) -> Cluster:
+    def cluster(self, environment: Mapping[str, str]) -> Cluster:
         """
+        Args:
+            environment: variables of services' settings, which go before what is chosen here.
+
         Raises:
             ValueError: the file, or an option beside it, is wrong.
         """
@@ -114,8 +118,8 @@ class UpSettings(ClusterSettings):
                 "models": [{"id": "model", "name": self.served_name, "weights": weights}],
                 "workers": {"settings": self._worker_settings()},
                 "pools": [
-                    self._pool("prefill", self.prefill, self.prefill_kv_memory),
-                    self._pool("decode", self.decode, self.decode_kv_memory),
+                    self._pool("prefill", self.prefill, self.prefill_kv_memory, environment),
+                    self._pool("decode", self.decode, self.decode_kv_memory, environment),
                 ],
                 "gateway": {
                     "replicas": self.gateways,
@@ -150,8 +154,12 @@ class UpSettings(ClusterSettings):
         }
         return self.model_dump(include=fields, exclude_none=True) | {"transports": self.transports.split(",")}
 
-    def _pool(self, role: str, replicas: int, memory: ByteSize | None) -> dict[str, object]:
-        settings: dict[str, object] = {"kv_memory": int(memory or KV_MEMORY[self.engine, role])}
+    def _pool(
+        self, role: str, replicas: int, memory: ByteSize | None, environment: Mapping[str, str]
+    ) -> dict[str, object]:
+        settings: dict[str, object] = {}
+        if memory or "TANDEM_KV_MEMORY" not in environment:
+            settings["kv_memory"] = int(memory or KV_MEMORY[self.engine, role])
         if role == "decode":
             speculative = {"speculative_method", "speculative_num_tokens", "speculative_model"}
             settings |= self.model_dump(include=speculative, exclude_none=True)

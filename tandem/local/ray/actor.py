@@ -60,7 +60,7 @@ class ServiceActor:
         """
         for name in filter(is_setting, list(os.environ)):
             del os.environ[name]
-        os.environ |= threads_environment(service.threads)
+        os.environ.update({**threads_environment(service.threads), **service.environment})
         self._service, self._error, self._stopping = service, "", False
         self._life: _Life = _WorkerLife(service) if service.module in ROLES else _ProcessLife(service)
         self._loop = uvloop.new_event_loop()
