@@ -1,1 +1,3 @@
 """Tandem: disaggregated prefill/decode LLM serving."""
+
+__version__ = "0.2.0"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
 from pkgutil import resolve_name
 
+from tandem import __version__
 from tandem.garbage import settled, starting
 
 USAGE = """usage: tandem <command> [options]
@@ -38,7 +38,7 @@ COMMANDS = {
 def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command == "--version":
-        print(f"tandem {version('tandem')}")
+        print(f"tandem {__version__}")
         return
     if command not in COMMANDS:
         print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)

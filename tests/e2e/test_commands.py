@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 
 import psutil
 import pytest
 
+from tandem import __version__
 from tandem.cli import COMMANDS, USAGE
 from tandem.commands.doctor import DoctorSettings
 from tandem.commands.generate import GenerateSettings
@@ -198,7 +198,7 @@ def test_unknown_command_shows_the_commands() -> None:
 
 
 def test_version_is_the_packages() -> None:
-    assert tandem("--version").stdout == f"tandem {version('tandem')}\n"
+    assert tandem("--version").stdout == f"tandem {__version__}\n"
 
 
 @pytest.mark.parametrize("settings", [UpSettings, GenerateSettings, DoctorSettings])

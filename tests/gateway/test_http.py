@@ -17,6 +17,7 @@ from services.gateway.generation import Answer
 from services.gateway.http.completions import read_completion
 from services.gateway.http.endpoint import GenerateEndpoint
 from services.gateway.text import Tokenizer
+from tandem import __version__
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
 from tests.gateway.conftest import TEXT, eventually
@@ -263,9 +264,22 @@ async def test_openapi_describes_what_generation_takes(http: httpx.AsyncClient) 
         assert fields <= described["properties"].keys()
     assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(found))) <= found["components"]["schemas"].keys()
     assert "/v1/models" in found["paths"]
+
+
+async def test_the_page_of_docs_needs_nothing_from_elsewhere(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/")).headers["location"] == "docs"
     page = await http.get("/docs")
     assert page.status_code == 200
-    assert "/openapi.json" in page.text
+    linked = re.findall(r"""(?:src|href|url)(?:=|: )["']([^"']+)""", page.text)
+    assert len(linked) == 4
+    for link in linked:
+        assert (await http.get(f"/{link.removeprefix('./')}")).status_code == 200, link
+    assert "http" not in page.text.replace("http-equiv", "")
+
+
+async def test_it_says_which_version_it_is(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/version")).json() == {"version": __version__}
+    assert (await http.get("/openapi.json")).json()["info"]["version"] == __version__
 
 
 async def test_a_client_that_reads_slowly_misses_nothing(

@@ -19,11 +19,13 @@ from services.gateway.http.completions import read_completion
 from services.gateway.http.endpoint import GenerateEndpoint, JsonEndpoint
 from services.gateway.http.exchange import request_id_of
 from services.gateway.http.openapi import DescribedApp
+from services.gateway.http.pages import add_pages
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.model import ServedModel
 from services.gateway.settings import GatewaySettings
+from tandem import __version__
 from tandem.integrity import Look, lasting
 
 log = structlog.get_logger(__name__)
@@ -36,7 +38,8 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
         integrity: what the gateway holds.
     """
     # A request's span is ours: FastAPI's own would stand beside it, a second root of the same trace.
-    app = DescribedApp(title="Tandem", redoc_url=None, telemetry={"tracing": False, "metrics": False})
+    plain = {"tracing": False, "metrics": False}
+    app = DescribedApp(title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain)
     cors = cors_of(llm.settings)
     for path, read in (("/v1/chat/completions", read_chat), ("/v1/completions", read_completion)):
         endpoint = GenerateEndpoint(llm, read, wall)
@@ -52,6 +55,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     if cors:
         app.add_middleware(CORSMiddleware, **cors)
     _add_integrity(app, integrity)
+    add_pages(app)
     return app
 
 
@@ -96,6 +100,11 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
         """200 where a request would be served; otherwise 503 and what is missing."""
         is_ready, found = llm.readiness()
         return JSONResponse(found, 200 if is_ready else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Which Tandem this is."""
+        return {"version": __version__}
 
     @app.get("/metrics")
     async def metrics() -> Response:
