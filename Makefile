@@ -5,7 +5,7 @@ VENV ?= .venv
 WHEEL_INDEX ?=
 BIN := $(VENV)/bin
 SCHEMAS := @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/gateway-api@2.0.0
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(if $(WHEEL_INDEX),--extra-index-url $(WHEEL_INDEX))
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(if $(WHEEL_INDEX),--extra-index-url $(WHEEL_INDEX))
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
@@ -81,7 +81,7 @@ clean: ## remove what the other commands made
 	@rm -rf $(VENV) .run build benchmarks/out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/python.stamp:
-	@echo "setting up $(VENV) (once)"
+	@echo "setting up $(VENV) (once): some 70 packages, PyTorch among them; a minute or more"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer: make PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@

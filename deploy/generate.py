@@ -60,8 +60,8 @@ def settings_page() -> str:
         "Each service reads its settings from defaults, then the environment (`TANDEM_KV_MEMORY=4GiB`), then the",
         "command line (`--kv-memory=4GiB`). Lists and maps are JSON in the environment. A bad value ends the process",
         "with status 2 and a line that names the variable or the option. In the Helm chart they are `settings` of a",
-        "workload, by name. `tandem up` hands variables that it has no option for to its services, and refuses those that",
-        "set nothing.",
+        "workload, by name. `tandem up` hands variables that it has no option for to its services, and refuses those",
+        "that set nothing.",
     ]
     for service, settings in SERVICES.items():
         lines += ["", f"## {service}", "", f"`python -m services.{service}`", ""]

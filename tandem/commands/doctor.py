@@ -14,17 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem import rpc
+from tandem.commands import UP_ADDRESSES
 from tandem.integrity import IntegrityReport
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
 from tandem.security import ClusterSettings
 from tandem.settings import load
 from tandem.v1 import llm_pb2, llm_pb2_grpc, prefill_pb2, prefill_pb2_grpc, process_pb2, process_pb2_grpc
-
-UP_ADDRESSES = {
-    "redis_url": "redis://127.0.0.1:6380",
-    "gateway_url": "http://127.0.0.1:8000",
-    "grpc_address": "127.0.0.1:50051",
-}
 
 
 class DoctorSettings(ClusterSettings):

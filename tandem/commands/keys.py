@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
 from tandem.api_keys import DEFAULT_TIER, Keys, read_keys, text_of, write_keys
+from tandem.commands import UP_ADDRESSES
 from tandem.registry import Registry, RegistryUnavailable
 
-FILE = Path(".run/keys.json")
+FILE = ".run/keys.json"
 
 
 def main(arguments: list[str]) -> None:
@@ -33,11 +35,17 @@ def _parser() -> argparse.ArgumentParser:
     revoke = actions.add_parser("revoke", help="end a key")
     revoke.add_argument("id", help="as `tandem keys list` shows it")
     usage = actions.add_parser("usage", help="what each tenant has used today (UTC)")
-    usage.add_argument("--redis-url", default="redis://127.0.0.1:6379", help="the registry (default: %(default)s)")
-    usage.add_argument("--namespace", default="tandem", help="prefix of its keys (default: %(default)s)")
+    _option(usage, "--redis-url", "REDIS_URL", UP_ADDRESSES["redis_url"], "the registry")
+    _option(usage, "--namespace", "NAMESPACE", "tandem", "prefix of its keys")
     for action in (add, listing, revoke, usage):
-        action.add_argument("--file", type=Path, default=FILE, help="the gateway's --api-keys (default: %(default)s)")
+        _option(action, "--file", "API_KEYS", FILE, "the gateway's --api-keys")
     return parser
+
+
+def _option(parser: argparse.ArgumentParser, name: str, variable: str, default: str, words: str) -> None:
+    """What `tandem up` would take from the same variable, and its own places where there is none."""
+    given = os.environ.get(f"TANDEM_{variable}", default)
+    parser.add_argument(name, default=given, type=Path if name == "--file" else str, help=f"{words} (default: {given})")
 
 
 def _add(said: argparse.Namespace) -> None:

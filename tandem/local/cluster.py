@@ -203,14 +203,19 @@ class Cluster(_Part):
         return {"decode_workers": of_role["decode"], "linked_pairs": pairs}
 
     def addresses(self) -> dict[str, tuple[str, int]]:
-        """What gateways and Redis will listen on here, by the setting that says so."""
+        """What gateways and Redis will listen on here, by the setting that says so.
+
+        Raises:
+            ValueError: two that do not share a port have the same.
+        """
         found = {"--redis-port": ("127.0.0.1", self.redis.port)} if not self.redis.url else {}
         for gateway in self.gateway_services(""):
             host, settings = str(gateway.settings.get("host", "127.0.0.1")), gateway.settings
             for name in ("http_port", "grpc_port", "own_http_port"):
-                key = f"--{name.replace('_', '-')}" + (f" of {gateway.name}" if gateway.name != "gateway" else "")
-                if settings.get(name) and (place := (host, int(str(settings[name])))) not in found.values():
-                    found[key] = place
+                option = f"--{name.replace('_', '-')}"
+                key = option + (f" of {gateway.name}" if gateway.name != "gateway" else "")
+                if settings.get(name):
+                    _add_address(found, option, key, (host, int(str(settings[name]))))
         return found
 
     def _check_brought(self, model: Model) -> None:
@@ -267,6 +272,15 @@ def check_settings(given: Sequence[tuple[str, Mapping[str, Any]]], settings: typ
             problems += [f"{name}.{line}" for line in _problems(error)]
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def _add_address(found: dict[str, tuple[str, int]], option: str, key: str, place: tuple[str, int]) -> None:
+    """Processes of one model may listen on the same port, by the same option."""
+    other = next((name for name, taken in found.items() if taken[1] == place[1]), "")
+    if other and other.partition(" of ")[0] != option:
+        raise ValueError(f"{key}: {place[1]} is {other}, too")
+    if not other:
+        found[key] = place
 
 
 def _problems(error: ValidationError) -> list[str]:

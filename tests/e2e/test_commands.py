@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,11 +11,13 @@ import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
+import httpx
 import psutil
 import pytest
 
 from tandem import __version__
 from tandem.cli import COMMANDS, USAGE
+from tandem.commands import UP_ADDRESSES
 from tandem.commands.doctor import DoctorSettings
 from tandem.commands.generate import GenerateSettings
 from tandem.commands.up import UpSettings
@@ -33,6 +36,19 @@ def test_generate_streams_an_answer(shm_cluster: RunningCluster) -> None:
     assert result.stdout.startswith("import ")
     assert len(result.stdout) > len("import \n")
     assert "prefill-0 -> decode-0" in result.stderr
+
+
+def test_the_lines_to_try_run_as_they_are_printed(shm_cluster: RunningCluster) -> None:
+    said = (shm_cluster.logs.parent / "up.log").read_text().partition("from another terminal:")[2]
+    commands = re.findall(r"^  (\S(?:.*\\\n)*.*)$", said, re.MULTILINE)
+    assert [Path(command.split()[0]).name for command in commands[:3]] == ["curl", "python", "tandem"]
+    for command in commands[:3]:
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip(), command
+        assert "error" not in done.stdout
+    page = httpx.get(commands[3].split()[0], timeout=60)
+    assert page.status_code == 200
 
 
 def test_the_example_runs(shm_cluster: RunningCluster) -> None:
@@ -162,6 +178,21 @@ def test_a_port_in_use_is_named_and_nothing_is_started(option: str, tmp_path: Pa
     assert f"{option}: cannot listen on 127.0.0.1:{ports[option]}: Address already in use" in result.stderr
     assert "ready" not in result.stdout
     assert not (tmp_path / "logs").exists()
+
+
+def test_ports_of_several_gateways_that_meet_others_are_named() -> None:
+    result = tandem("up", "--gateways=2", "--http-port=18000", "--grpc-port=18001")
+    assert result.returncode == 1
+    assert "--own-http-port of gateway-0: 18001 is --grpc-port of gateway-0, too" in result.stderr
+
+
+def test_keys_are_where_up_looks_for_them(tmp_path: Path) -> None:
+    keys, asked = tmp_path / "keys.json", [sys.executable, "-m", "tandem", "keys"]
+    environment = os.environ | {"TANDEM_API_KEYS": str(keys)}
+    subprocess.run([*asked, "add", "--tenant=acme"], env=environment, check=True, timeout=60, capture_output=True)
+    assert keys.exists()
+    found = subprocess.run([*asked, "usage", "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"(default: {UP_ADDRESSES['redis_url']})" in found
 
 
 def test_a_worker_that_cannot_start_ends_the_command_at_once(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
+from tests.stalls import running_time
 
 CLUSTER = """
 models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
@@ -79,7 +80,8 @@ def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_even
     events: list[str] = []
     for timeout_ms in ("1500", "6000"):  # the longer one where this machine stood still before the first token
         headers = {"x-request-timeout-ms": timeout_ms}
-        with httpx.stream("POST", f"{cluster.http}/v1/completions", json=body, timeout=60, headers=headers) as answer:
+        url = f"{cluster.http}/v1/completions"
+        with running_time() as clock, httpx.stream("POST", url, json=body, timeout=60, headers=headers) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     events.append(line)
@@ -88,6 +90,8 @@ def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_even
         if events:
             break
     assert '"error"' in events[-1]
+    assert '"timeout"' in events[-1]
+    assert clock.ran_s < int(timeout_ms) / 1000 + 1.0
     eventually(cluster.ready, BOUND_S, "ready after the decode worker's restart")
     assert succeeds(cluster)
     assert cluster.pids("decode") != [pid]

@@ -1,4 +1,4 @@
-"""`tandem up` keeps its services running, each with the settings that it was given, by options or by the environment."""
+"""`tandem up` keeps its services running, each with the settings it was given, by options or the environment."""
 
 from __future__ import annotations
 

@@ -79,6 +79,21 @@ def test_gateways_with_ports_of_their_own_share_those_of_their_model() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"grpc_port": 81, "own_http_port": 81}, "--own-http-port of gateway-0: 81 is --grpc-port of gateway-0, too"),
+        ({"grpc_port": 82, "own_http_port": 81}, "--own-http-port of gateway-1: 82 is --grpc-port of gateway-0, too"),
+        ({"http_port": 6380}, "--http-port of gateway-0: 6380 is --redis-port, too"),
+    ],
+)  # fmt: skip
+def test_ports_that_meet_are_named(settings: dict[str, int], words: str) -> None:
+    made = Cluster.model_validate(cluster(gateway={"replicas": 2, "settings": settings}))
+    with pytest.raises(ValueError, match="is --") as raised:
+        made.addresses()
+    assert str(raised.value) == words
+
+
+@pytest.mark.parametrize(
     ("parts", "words"),
     [
         ({"pools": [PREFILL | {"role": "both"}, DECODE]}, "pools.0.role: Input should be 'prefill' or 'decode'"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 from rich.console import Console
@@ -69,19 +73,30 @@ async def stream_sample(settings: UpSettings, plan: Plan, console: Console) -> N
     console.print()
 
 
+def command(name: str) -> str:
+    """What a shell runs as `name`, python or tandem, of this environment."""
+    here = Path(sys.executable).with_name(name)
+    on_path = shutil.which(name)
+    return name if on_path and Path(on_path).absolute() == here else os.path.relpath(here)
+
+
 def lines_to_try(settings: UpSettings, plan: Plan) -> str:
     gateway, closed = plan.gateways[0], plan.cluster.gateway.settings.get("api_keys")
     http, name = f"http://{plan.url(gateway)}/v1", gateway.settings["model_name"]
     key = ("-H 'authorization: Bearer tk-...' ", "tk-...", " --api-key tk-...") if closed else ("", "none", "")
-    end = f"tandem down --ray {settings.ray}     (stops everything)" if settings.detach else "Ctrl-C stops everything."
+    python, tandem = command("python"), command("tandem")
+    down = f"{tandem} down --ray {settings.ray}     # stops everything"
+    end = down if settings.detach else "Ctrl-C stops everything."
     return escape(f"""Try it from another terminal:
 
   curl {http}/completions -H 'content-type: application/json' {key[0]}\
-    -d '{{"model": "{name}", "prompt": "import ", "max_tokens": 32}}'
+-d '{{"model": "{name}", "prompt": "import ", "max_tokens": 32}}'
 
-  python -c "from openai import OpenAI; c = OpenAI(base_url='{http}', api_key='{key[1]}'); \\
+  {python} -c "from openai import OpenAI; c = OpenAI(base_url='{http}', api_key='{key[1]}'); \\
 print(c.completions.create(model='{name}', prompt='def ', max_tokens=32).choices[0].text)"
 
-  tandem generate "class " --address {plan.url(gateway, "grpc_port")}{key[2]}     (gRPC)
+  {tandem} generate "class " --address {plan.url(gateway, "grpc_port")}{key[2]}     # gRPC
+
+  {http.removesuffix("/v1")}/docs  describes every field of a request
 
 {end}""")
