@@ -19,6 +19,7 @@ LIMIT_S = 1.5
 MOST_S = 20.0
 # Whoever looks less often than this was not run: only so much of the pause counts as silence.
 LOOK_S = 0.5
+LEAST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Liveness:
     def __init__(self, now: float, starvation: Callable[[], float] = lambda: 0.0) -> None:
         self.heard_at = now
         self.sole = False  # nobody could take the peer's place
+        self.pings = False  # the peer has sent one
         self._starvation = starvation
         self._peer = 0.0
         self._pinged_at = self._looked_at = now
@@ -46,7 +48,7 @@ class Liveness:
 
     def heard(self, starvation: float, now: float) -> None:
         """The peer has sent a ping."""
-        self.heard_at = now
+        self.heard_at, self.pings = now, True
         self._peer = min(max(starvation, 0.0), MOST_S) if isfinite(starvation) else MOST_S
 
     @property
@@ -55,7 +57,8 @@ class Liveness:
 
     def due_s(self, now: float) -> float:
         """Seconds until it should be asked again, never more than INTERVAL_S."""
-        return max(0.0, min(self._pinged_at + INTERVAL_S - now, self.limit_s - self._silent_s))
+        left_s = self.limit_s - self._silent_s
+        return max(LEAST_S, min(self._pinged_at + INTERVAL_S - now, left_s if left_s > 0 else INTERVAL_S))
 
     def ping_due(self, now: float) -> bool:
         """Whether to send one now; if so, it counts as sent."""

@@ -1,8 +1,8 @@
 """How starved a process is: how many times longer than on an idle machine everything takes it, less one.
 
-0 on a quiet machine, about 8 where eight others want its core all the time. It is the greatest of
+0 on a quiet machine, about 8 for a busy thread where eight others want its core. It is the greatest of
 
-    how late the event loop's timers are, in timers of TICK_S
+    how late a timer of the event loop was, in half seconds
     how long its main thread waits for a core, beside the time that it has one or wants none     /proc/self/schedstat
     the part of the time in which anything on the machine waits for a core                       /proc/pressure/cpu
 
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tandem.liveness import MOST_S
 
-TICK_S = 0.1
+TICK_S = 0.25
+LATE_S = 0.5
 HALF_S = 3.0
 MOST = MOST_S  # more makes no difference to anyone
 SCHEDSTAT, PRESSURE = Path("/proc/self/schedstat"), Path("/proc/pressure/cpu")
@@ -42,7 +43,7 @@ class Starvation:
             await asyncio.sleep(TICK_S)
             took = loop.time() - began
             fallen = self._now * 0.5 ** (took / HALF_S)
-            self._now = min(max((took - TICK_S) / TICK_S, self._pressure(took), fallen), MOST)
+            self._now = min(max((took - TICK_S) / LATE_S, self._pressure(took), fallen), MOST)
 
 
 def no_pressure(seconds: float) -> float:

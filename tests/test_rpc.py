@@ -7,55 +7,86 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
 import pytest
 
-from tandem import rpc
-from tandem.liveness import INTERVAL_S, Liveness
-from tandem.v1 import llm_pb2, llm_pb2_grpc, worker_pb2_grpc
+from services.gateway.errors import GatewayError
+from services.gateway.workers import Judge, WorkerConnection
+from tandem import rpc, same_host
+from tandem.liveness import INTERVAL_S, MOST_S, Liveness
+from tandem.registry import Role, WorkerInfo
+from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.stalls import running_time
 
 DETECT_S = 2.0
 BOUND_S = 30.0  # by far longer than it takes; the server's only call lasts longer than that
 
-# A server whose only stream says one word and then nothing; it prints when that stream is cancelled under it.
+# A worker whose streams say nothing but that they live; it prints when one has ended under it.
 SERVER = """
-import asyncio, time
+import asyncio
 from tandem import rpc
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.same_host import this_process
+from tandem.worker import Streams, WorkService
 
-class Silent(worker_pb2_grpc.WorkerServiceServicer):
-    async def Work(self, requests, context):
-        yield worker_pb2.WorkResponse(incarnation="only")
-        try:
-            await asyncio.sleep(600)
-        finally:
-            print("lost", flush=True)
+async def nothing(*_): ...
 
 async def main():
-    add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
-    server = await rpc.serve([rpc.Servicer("tandem.v1.WorkerService", Silent(), add)], "127.0.0.1", 0)
-    print(server.port, flush=True)
+    streams = Streams("only", lambda stream_id: print("lost", flush=True))
+    service = WorkService(streams, lambda: "stream", nothing, nothing)
+    server = await rpc.serve([service.servicer], "127.0.0.1", 0)
+    print(server.port, this_process(), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
 """
 CLIENT = """
 import asyncio, sys
-from tandem import rpc
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tests.test_rpc import connected
 
 async def main():
-    channel = rpc.channel("127.0.0.1:" + sys.argv[1])
-    async for _ in worker_pb2_grpc.WorkerServiceStub(channel).Work():
-        print("open", flush=True)
+    connection = connected(sys.argv[1], "")
+    await connection.stream.open.wait()
+    print("open", flush=True)
+    await asyncio.sleep(600)
 
 asyncio.run(main())
 """
+
+
+def connected(
+    port: str, process: str, dead_here: Callable[[str], str] = lambda process: "", sole: bool = False
+) -> WorkerConnection:
+    info = WorkerInfo(
+        worker_id="w", role=Role.DECODE, incarnation="only", grpc_address=f"127.0.0.1:{port}", transfer_address="",
+        model="m", revision="r", layout_hash="l", block_size=4, num_blocks=8, max_num_seqs=4, max_model_len=64,
+        transports=(), host="here", process=process,
+    )  # fmt: skip
+    return WorkerConnection(info, rpc.channel, Judge(lambda: 0.0, lambda info: sole, dead_here))
+
+
+@asynccontextmanager
+async def opened(server: subprocess.Popen[str], **judged: Any) -> AsyncIterator[WorkerConnection]:
+    port, _, process = line(server).partition(" ")
+    connection = connected(port, process, **judged)
+    try:
+        await asyncio.wait_for(connection.stream.open.wait(), BOUND_S)
+        await asyncio.sleep(2 * INTERVAL_S)  # pings have gone both ways
+        yield connection
+    finally:
+        await connection.close("the test is over")
+
+
+async def lost(connection: WorkerConnection) -> GatewayError:
+    """What a request on it is told, once it is given up."""
+    mailbox = connection.stream.attach("r")
+    with pytest.raises(GatewayError) as told:
+        await asyncio.wait_for(mailbox.get(), BOUND_S)
+    return told.value
 
 
 @contextmanager
@@ -75,35 +106,51 @@ def line(child: subprocess.Popen[str]) -> str:
     return child.stdout.readline().strip()
 
 
-def test_silence_is_noticed_in_under_two_seconds() -> None:
-    """On gRPC's connections and on KV links, by what they are set to; how real ones do it is tested below."""
-    options = dict(rpc.KEEPALIVE)
-    assert options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"] < 1000 * DETECT_S
+def test_silence_is_noticed_in_under_two_seconds_and_by_grpc_only_in_the_end() -> None:
+    """By what they are set to; how real ones do it is tested below."""
     liveness = Liveness(0.0)
     assert any(liveness.lost(look * INTERVAL_S) for look in range(1, int(DETECT_S / INTERVAL_S)))
+    options = dict(rpc.KEEPALIVE)
+    assert options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"] == 1000 * MOST_S
     assert set(rpc.KEEPALIVE) <= {*rpc.SERVER_OPTIONS} & {*rpc.CHANNEL_OPTIONS}
 
 
-async def test_a_stopped_server_is_noticed_by_its_client() -> None:
+@pytest.mark.parametrize(("dead_here", "why"), [(same_host.dead_here, "it is stopped"), (lambda _: "", "it is silent")])
+async def test_a_stopped_worker_is_noticed_and_found_again(dead_here: Callable[[str], str], why: str) -> None:
     with python(SERVER) as server:
-        channel = rpc.channel(f"127.0.0.1:{line(server)}")
-        stream: Any = worker_pb2_grpc.WorkerServiceStub(channel).Work()  # type: ignore[call-arg]
-        first = await asyncio.wait_for(anext(aiter(stream)), BOUND_S)
-        assert first.incarnation == "only"
-        os.kill(server.pid, signal.SIGSTOP)
-        with running_time() as clock:
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await asyncio.wait_for(anext(aiter(stream)), BOUND_S)
-            assert clock.ran_s < DETECT_S
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        await channel.close(None)
+        async with opened(server, dead_here=dead_here) as connection:
+            os.kill(server.pid, signal.SIGSTOP)
+            with running_time() as clock:
+                assert why in (await lost(connection)).message
+                assert clock.ran_s < DETECT_S
+            assert not connection.connected
+            os.kill(server.pid, signal.SIGCONT)
+            await asyncio.wait_for(connection.stream.open.wait(), BOUND_S)
 
 
-def test_a_stopped_client_is_noticed_by_its_server() -> None:
-    with python(SERVER) as server, python(CLIENT, line(server)) as client:
+async def test_a_stopped_worker_that_nobody_could_replace_is_waited_for() -> None:
+    with python(SERVER) as server:
+        async with opened(server, dead_here=same_host.dead_here, sole=True) as connection:
+            mailbox = connection.stream.attach("r")
+            os.kill(server.pid, signal.SIGSTOP)
+            await asyncio.sleep(2 * DETECT_S)
+            os.kill(server.pid, signal.SIGCONT)
+            await asyncio.sleep(1.0)
+            assert connection.connected
+            assert mailbox.error is None
+            server.kill()
+            assert "its stream broke" in (await lost(connection)).message
+
+
+def test_a_stopped_gateway_is_noticed_by_its_worker() -> None:
+    with python(SERVER) as server, python(CLIENT, line(server).split()[0]) as client:
         assert line(client) == "open"
+        time.sleep(2 * INTERVAL_S)
         os.kill(client.pid, signal.SIGSTOP)
-        assert line(server) == "lost"
+        with running_time() as clock:
+            assert "a gateway is silent" in line(server)
+            assert line(server) == "lost"
+            assert clock.ran_s < DETECT_S + INTERVAL_S
 
 
 class Models(llm_pb2_grpc.LLMServiceServicer):

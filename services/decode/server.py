@@ -33,7 +33,9 @@ class DecodeWorker:
         )  # fmt: skip
         port = self._receiver.address.rpartition(":")[2]
         self.transfer_address = rpc.address(settings.reachable_host(context.ports.hostname), int(port))
-        self._streams = Streams(context.incarnation, lambda stream_id: self._sequences.stream_ended(stream_id))
+        self._streams = Streams(
+            context.incarnation, lambda stream_id: self._sequences.stream_ended(stream_id), context.starvation
+        )
         self._sequences = Sequences(
             context.ports.engine,
             self._receiver,

@@ -25,14 +25,14 @@ from services.gateway.settings import GatewaySettings
 from tandem import rpc, telemetry
 from tandem.loop_watch import ends_where_it_stands_still
 from tandem.registry import Registry
+from tandem.same_host import dead_here
 from tandem.settings import load
+from tandem.starvation import CpuPressure
 
 # A request waits no longer for a silent Redis before it is routed without it.
 REGISTRY_WAIT_S = 0.5
 # How long the reservations of a gateway that died stay.
 RESERVATIONS_LEASE_S = 2.0
-# Clients are not of the cluster: on a busy machine, or far away, one may stand still for seconds.
-CLIENT_PING_TIMEOUT_MS = 10_000
 
 
 def main() -> None:
@@ -90,7 +90,6 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         serve=partial(
             rpc.serve,
             max_receive_bytes=settings.max_message_bytes,
-            ping_timeout_ms=CLIENT_PING_TIMEOUT_MS,
             shared_port=settings.shares_ports,
         ),
         serve_http=partial(HttpServer, header_timeout_s=settings.header_timeout_s),
@@ -98,6 +97,8 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         seeds=random.SystemRandom(),
         wall=time.time,
         hostname=socket.gethostname(),
+        pressure=CpuPressure(),
+        dead_here=dead_here,
         access=Access(settings.api_keys, settings.share_prefixes),
     )
     return Gateway(settings, model, ports, make_router)

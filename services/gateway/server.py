@@ -37,11 +37,12 @@ from services.gateway.model import ServedModel
 from services.gateway.priority import PriorityClass
 from services.gateway.routing import Router
 from services.gateway.settings import Disaggregation, GatewaySettings
-from services.gateway.workers import WorkerPool
+from services.gateway.workers import Judging, WorkerPool
 from tandem import rpc
 from tandem.drain import DrainService
 from tandem.integrity import IntegrityReport
 from tandem.registry import BlockReplica, ClusterView, GatewayAddress, Registry, RegistryUnavailable
+from tandem.starvation import Starvation, no_pressure
 
 log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
@@ -83,6 +84,8 @@ class Ports:
     seeds: random.Random  # for requests that bring none
     wall: Callable[[], float]  # Unix seconds
     hostname: str = "localhost"  # of this machine
+    pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
+    dead_here: Callable[[str], str] = lambda process: ""  # what this host's kernel says of a worker's process
     access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))
 
 
@@ -159,7 +162,11 @@ class Gateway:
             log.warning("registry unavailable: no workers known yet", error=str(error))
         self._run(view.run())
         self._run(self._ports.access.run())
-        pool = WorkerPool(view, model.name, self._ports.connect)
+        starvation = Starvation(self._ports.pressure)
+        self._run(starvation.run())
+        decodes_read = settings.disaggregation is not Disaggregation.REQUIRE
+        judging = Judging(starvation.now, self._ports.dead_here, decodes_read)
+        pool = WorkerPool(view, model.name, self._ports.connect, judging)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
         metrics = Metrics(CollectorRegistry(), model.name)

@@ -51,7 +51,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             worker_id=context.worker_id,
         )
         # What a stream had begun is cancelled with it: nothing is left to end.
-        self._streams = Streams(context.incarnation, lambda stream_id: None)
+        self._streams = Streams(context.incarnation, lambda stream_id: None, context.starvation)
         work = WorkService(self._streams, context.ports.new_id, self._begin, self._sequences.abort)
         probe = rpc.Servicer("tandem.v1.PrefillService", self, prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
         self.servicers: Sequence[rpc.Servicer] = [work.servicer, probe]

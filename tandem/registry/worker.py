@@ -54,6 +54,7 @@ class WorkerInfo:
     max_model_len: int
     transports: tuple[str, ...]
     host: str
+    process: str = ""  # as tandem/same_host.py names it
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "incarnation", "grpc_address", "model", "revision", "layout_hash"):
@@ -160,4 +161,6 @@ def _write(value: object) -> str:
 
 
 def _read(kind: type[T], row: Mapping[str, str]) -> T:
-    return kind(**{field.name: READ[str(field.type)](row[field.name]) for field in fields(kind)})
+    """What a worker of an older version does not say is as if it were not known."""
+    known = (field for field in fields(kind) if field.name in row)
+    return kind(**{field.name: READ[str(field.type)](row[field.name]) for field in known})

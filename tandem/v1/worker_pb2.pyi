@@ -7,33 +7,43 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Pulse(_message.Message):
+    __slots__ = ("starvation",)
+    STARVATION_FIELD_NUMBER: _ClassVar[int]
+    starvation: float
+    def __init__(self, starvation: _Optional[float] = ...) -> None: ...
+
 class WorkRequest(_message.Message):
-    __slots__ = ("reservations", "prefills", "aborts", "num_passed_on")
+    __slots__ = ("reservations", "prefills", "aborts", "num_passed_on", "pulse")
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     PREFILLS_FIELD_NUMBER: _ClassVar[int]
     ABORTS_FIELD_NUMBER: _ClassVar[int]
     NUM_PASSED_ON_FIELD_NUMBER: _ClassVar[int]
+    PULSE_FIELD_NUMBER: _ClassVar[int]
     reservations: _containers.RepeatedCompositeFieldContainer[Reservation]
     prefills: _containers.RepeatedCompositeFieldContainer[Prefill]
     aborts: _containers.RepeatedScalarFieldContainer[str]
     num_passed_on: int
-    def __init__(self, reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., aborts: _Optional[_Iterable[str]] = ..., num_passed_on: _Optional[int] = ...) -> None: ...
+    pulse: Pulse
+    def __init__(self, reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ..., prefills: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., aborts: _Optional[_Iterable[str]] = ..., num_passed_on: _Optional[int] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ...) -> None: ...
 
 class WorkResponse(_message.Message):
-    __slots__ = ("incarnation", "reserved", "prefilled", "outputs", "released", "num_sent")
+    __slots__ = ("incarnation", "reserved", "prefilled", "outputs", "released", "num_sent", "pulse")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     NUM_SENT_FIELD_NUMBER: _ClassVar[int]
+    PULSE_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     reserved: _containers.RepeatedCompositeFieldContainer[Reserved]
     prefilled: _containers.RepeatedCompositeFieldContainer[Prefilled]
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
     released: _containers.RepeatedScalarFieldContainer[str]
     num_sent: int
-    def __init__(self, incarnation: _Optional[str] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., released: _Optional[_Iterable[str]] = ..., num_sent: _Optional[int] = ...) -> None: ...
+    pulse: Pulse
+    def __init__(self, incarnation: _Optional[str] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., released: _Optional[_Iterable[str]] = ..., num_sent: _Optional[int] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ...) -> None: ...
 
 class Reservation(_message.Message):
     __slots__ = ("sequence", "local_prefill", "prefill_incarnation")

@@ -63,6 +63,7 @@ class Ports:
     new_id: Callable[[], str]
     hostname: str
     secret: ClusterSecret = NO_SECRET
+    process: str = ""  # as others of this host know it
     pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
 
 
@@ -294,4 +295,5 @@ def _info(context: WorkerContext, service: WorkerService, grpc_port: int) -> Wor
         max_model_len=engine.model_config.max_model_len,
         transports=settings.transports,
         host=hostname,
+        process=context.ports.process,
     )

@@ -23,6 +23,7 @@ from tandem.garbage import settled
 from tandem.integrity import IntegrityReport, lasting
 from tandem.loop_watch import ends_where_it_stands_still
 from tandem.registry import Registry, Role
+from tandem.same_host import this_process
 from tandem.starvation import CpuPressure
 from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
@@ -61,6 +62,7 @@ def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
         new_id=lambda: uuid4().hex,
         hostname=socket.gethostname(),
         secret=settings.security.secret,
+        process=this_process(),
         pressure=CpuPressure(),
     )
 

@@ -36,6 +36,7 @@ class Outbox:
         self.reserved: list[worker_pb2.Reserved] = []
         self.prefilled: list[worker_pb2.Prefilled] = []
         self.released: list[str] = []
+        self.pulse: worker_pb2.Pulse | None = None
         self._ready: list[worker_pb2.SequenceOutput] = []
         self._held: dict[str, SequenceOutput] = {}
         self._loop = asyncio.get_running_loop()
@@ -79,14 +80,15 @@ class Outbox:
             self._ready += map(conversion.output_to_proto, self._held.values())
             self._held.clear()
         message = worker_pb2.WorkResponse(
-            reserved=self.reserved, prefilled=self.prefilled, outputs=self._ready, released=self.released
-        )
+            reserved=self.reserved, prefilled=self.prefilled, outputs=self._ready, released=self.released,
+            pulse=self.pulse,
+        )  # fmt: skip
         if self._ready:
             self._num_sent += len(self._ready)
             self._sent_at = self._loop.time()
             if self._num_sent - self._num_asked_for >= MOST_AHEAD / 2:
                 message.num_sent = self._num_asked_for = self._num_sent
-        self.reserved, self.prefilled, self._ready, self.released = [], [], [], []
+        self.reserved, self.prefilled, self._ready, self.released, self.pulse = [], [], [], [], None
         return message
 
     def close(self) -> None:
@@ -116,7 +118,10 @@ class Streams:
     `on_ended(stream_id)` is called once when one has ended, however it did.
     """
 
-    def __init__(self, incarnation: str, on_ended: Callable[[str], None]) -> None:
+    def __init__(
+        self, incarnation: str, on_ended: Callable[[str], None], starvation: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self.starvation = starvation
         self._incarnation = incarnation
         self._on_ended = on_ended
         self._outboxes: dict[str, Outbox] = {}
@@ -155,6 +160,12 @@ class Streams:
         if outbox is not None:
             outbox.passed_on(num_outputs)
 
+    def ping(self, stream_id: str) -> None:
+        outbox = self._outboxes.get(stream_id)
+        if outbox is not None:
+            outbox.pulse = self._pulse()
+            outbox.changed.set()
+
     def fail(self, stream_id: str, request_id: str, code: str, message: str) -> None:
         """Report that a sequence has ended in an error."""
         outbox = self._outboxes.get(stream_id)
@@ -167,7 +178,7 @@ class Streams:
         # Of a call that is cancelled while it writes, only its task's end is certain to be seen here.
         cast("asyncio.Task[Any]", asyncio.current_task()).add_done_callback(lambda done: self.end(stream_id))
         try:
-            yield worker_pb2.WorkResponse(incarnation=self._incarnation)
+            yield worker_pb2.WorkResponse(incarnation=self._incarnation, pulse=self._pulse())
             while True:
                 await outbox.changed.wait()
                 message = outbox.take()
@@ -176,6 +187,9 @@ class Streams:
                 yield message
         finally:
             self.end(stream_id)
+
+    def _pulse(self) -> worker_pb2.Pulse:
+        return worker_pb2.Pulse(starvation=self.starvation())
 
     def end(self, stream_id: str) -> None:
         outbox = self._outboxes.pop(stream_id, None)

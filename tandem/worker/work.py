@@ -2,6 +2,7 @@
 
 reservation, prefill ── begin ──> an answer, or why there is none ──> the outbox of the stream that it came by
 abort                ── what still begins is cancelled, the rest is released ──> `released`
+its gateway is silent ── the stream ends, see tandem/liveness.py
 the stream ends      ── all that still begins is cancelled; what it had begun ends by Streams' on_ended
 """
 
@@ -17,6 +18,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import propagate
 
 from tandem import rpc
+from tandem.liveness import Liveness
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tandem.worker.errors import SequenceFailed
 from tandem.worker.streams import Streams
@@ -46,17 +48,34 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
     async def Work(
         self, requests: AsyncIterator[worker_pb2.WorkRequest], context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WorkResponse]:
-        stream_id = self._new_id()
-        reading = asyncio.create_task(self._read(stream_id, requests))
+        stream_id, serving = self._new_id(), cast("asyncio.Task[Any]", asyncio.current_task())
+        liveness = Liveness(asyncio.get_running_loop().time(), self._streams.starvation)
+        reading = asyncio.create_task(self._read(stream_id, requests, liveness))
+        watching = asyncio.create_task(self._watch(stream_id, liveness, serving))
         # Of a call that is cancelled while it writes, only its task's end is certain to be seen here.
-        cast("asyncio.Task[Any]", asyncio.current_task()).add_done_callback(lambda done: reading.cancel())
+        serving.add_done_callback(lambda done: (reading.cancel(), watching.cancel()))
         async for response in self._streams.stream(stream_id):
             yield response
         await reading  # which says what is wrong with a request
 
-    async def _read(self, stream_id: str, requests: AsyncIterator[worker_pb2.WorkRequest]) -> None:
+    async def _watch(self, stream_id: str, liveness: Liveness, serving: asyncio.Task[Any]) -> None:
+        """Send pings, and end a call whose gateway sends none any more: perhaps while it writes, so from outside."""
+        now = asyncio.get_running_loop().time
+        while not (liveness.lost(now()) and liveness.pings):
+            if liveness.ping_due(now()):
+                self._streams.ping(stream_id)
+            await asyncio.sleep(liveness.due_s(now()))
+        log.warning("a gateway is silent", stream_id=stream_id, seconds=round(liveness.limit_s, 1))
+        self._streams.end(stream_id)
+        serving.cancel()
+
+    async def _read(self, stream_id: str, requests: AsyncIterator[worker_pb2.WorkRequest], liveness: Liveness) -> None:
+        now = asyncio.get_running_loop().time
         try:
             async for request in requests:
+                liveness.heard_at = now()
+                if request.HasField("pulse"):
+                    liveness.heard(request.pulse.starvation, now())
                 self._streams.passed_on(stream_id, request.num_passed_on)
                 for reservation in request.reservations:
                     self._start(stream_id, reservation)

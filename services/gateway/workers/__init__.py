@@ -2,7 +2,7 @@
 
 from services.gateway.workers.connection import WorkerConnection
 from services.gateway.workers.mailbox import Mailbox, Taker, Tokens
-from services.gateway.workers.pool import WorkerPool
-from services.gateway.workers.stream import Reply, WorkerStream
+from services.gateway.workers.pool import Judging, WorkerPool
+from services.gateway.workers.stream import Judge, Reply, WorkerStream
 
-__all__ = ["Mailbox", "Reply", "Taker", "Tokens", "WorkerConnection", "WorkerPool", "WorkerStream"]
+__all__ = ["Judge", "Judging", "Mailbox", "Reply", "Taker", "Tokens", "WorkerConnection", "WorkerPool", "WorkerStream"]

@@ -1,18 +1,18 @@
 """A channel to one incarnation of a worker, and the stream on it.
 
-A worker answers while its stream is open: a killed process shows at once, a frozen one by its missing keepalives, both
-sooner than by the lease in the registry.
+A worker answers while its stream is open: a killed process shows at once, a frozen one by its missing pings.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from grpc import aio
 
 from services.gateway.errors import WorkerLost, from_status
-from services.gateway.workers.stream import WorkerStream
+from services.gateway.workers.stream import Judge, WorkerStream
 from tandem.registry import WorkerInfo
 from tandem.v1 import worker_pb2_grpc
 
@@ -20,17 +20,28 @@ from tandem.v1 import worker_pb2_grpc
 class WorkerConnection:
     """Owned by the pool, which closes it. `running` counts the attempts that use it."""
 
-    def __init__(self, info: WorkerInfo, channel: aio.Channel, met: bool = False) -> None:
-        """`met`: the worker has answered on a connection before this one."""
+    def __init__(
+        self, info: WorkerInfo, connect: Callable[[str], aio.Channel], judge: Judge, met: bool = False
+    ) -> None:
+        """`met`: the worker has answered on a connection before this one.
+
+        Raises:
+            OSError: a certificate cannot be read.
+        """
         self.info = info
         self.running = 0
-        self.adapters: Any = worker_pb2_grpc.AdapterServiceStub(channel)
-        self.stream = WorkerStream(info, worker_pb2_grpc.WorkerServiceStub(channel))
-        self._channel = channel
+        self._connect = connect
+        self._channel = connect(info.grpc_address)
+        self._closing: set[asyncio.Task[None]] = set()
+        self.stream = WorkerStream(info, self._work, judge)
         self.met = met
         self._loop = asyncio.get_running_loop()
         self._seen_at = self._loop.time()
         self._task = asyncio.create_task(self.stream.run())
+
+    @property
+    def adapters(self) -> Any:
+        return worker_pb2_grpc.AdapterServiceStub(self._channel)
 
     @property
     def connected(self) -> bool:
@@ -79,5 +90,19 @@ class WorkerConnection:
     async def close(self, reason: str) -> None:
         self.stream.close(reason)
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(self._task, *self._closing, return_exceptions=True)
         await self._channel.close(None)
+
+    def _work(self, anew: bool) -> Any:
+        """gRPC would send another call down the same dead connection.
+
+        Raises:
+            OSError: as the constructor does.
+        """
+        if anew:
+            old, self._channel = self._channel, self._connect(self.info.grpc_address)
+            closing = asyncio.create_task(old.close(None))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        return stub.Work()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -20,7 +21,8 @@ from grpc import aio
 
 from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.workers.connection import WorkerConnection
-from tandem.registry import ClusterView, Worker, WorkerInfo
+from services.gateway.workers.stream import Judge
+from tandem.registry import ClusterView, Role, Worker, WorkerInfo
 
 log = structlog.get_logger(__name__)
 FOLLOW_S = 1.0
@@ -28,6 +30,18 @@ MAX_REPLACED = 1024
 # A worker that has not answered for so long is called on a new channel.
 RENEW_S = 2.0
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """Of workers that are silent. `decodes_read`: where no prefill worker is left, decode workers read prompts."""
+
+    starvation: Callable[[], float]  # of this gateway
+    dead_here: Callable[[str], str]
+    decodes_read: bool
+
+
+TRUSTING = Judging(lambda: 0.0, lambda process: "", decodes_read=True)
 
 
 class WorkerPool:
@@ -38,10 +52,13 @@ class WorkerPool:
         view: ClusterView,
         model: str,
         connect: Callable[[str], aio.Channel],
+        judging: Judging = TRUSTING,
     ) -> None:
         self._view = view
         self._model = model
         self._connect = connect
+        self._judging = judging
+        self._judge = Judge(judging.starvation, self.is_sole, judging.dead_here)
         self._connections: dict[str, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._stopped = False
@@ -82,6 +99,13 @@ class WorkerPool:
         """Those that answer now."""
         return [connection for connection in self._connections.values() if connection.connected]
 
+    def is_sole(self, info: WorkerInfo) -> bool:
+        """Whether no other worker that answers could do what this one does."""
+        out = {worker.info.incarnation for worker in self.workers if worker.load.draining} | {info.incarnation}
+        others = (one for one in self._connections.values() if one.info.incarnation not in out)
+        roles = {info.role, Role.DECODE} if self._judging.decodes_read else {info.role}
+        return not any(one.info.role in roles and one.stream.answers for one in others)
+
     def lost(self) -> set[str]:
         """Incarnations that have stopped answering: dead already, whatever their lease in the registry says."""
         return {connection.info.incarnation for connection in self._connections.values() if connection.lost}
@@ -119,10 +143,9 @@ class WorkerPool:
 
     def _make(self, info: WorkerInfo, met: bool = False) -> WorkerConnection:
         try:
-            channel = self._connect(info.grpc_address)
+            made = self._connections[info.worker_id] = WorkerConnection(info, self._connect, self._judge, met)
         except OSError as error:
             raise WorkerLost(info.worker_id, f"this gateway's certificate cannot be read: {error}") from None
-        made = self._connections[info.worker_id] = WorkerConnection(info, channel, met)
         return made
 
     def _renew(self, connection: WorkerConnection) -> None:

@@ -3,13 +3,16 @@
     connecting ── first message, right incarnation ──> open ── break ──> connecting, after a pause
 
 What a turn of the loop has gathered leaves as one message. A break fails every sequence and every question here at
-once, for the worker frees them too. Another incarnation at the same address ends the stream for good.
+once, for the worker frees them too; so does the silence of a worker that another could take the place of. Another
+incarnation at the same address ends the stream for good.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import structlog
@@ -17,6 +20,7 @@ from grpc import aio
 
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, WorkerLost, from_failure
 from services.gateway.workers.mailbox import Mailbox
+from tandem.liveness import Liveness
 from tandem.registry import WorkerInfo
 from tandem.rpc import MAX_REQUEST_BYTES
 from tandem.v1 import worker_pb2
@@ -24,18 +28,35 @@ from tandem.v1 import worker_pb2
 log = structlog.get_logger(__name__)
 RECONNECT_S = 0.1
 CONNECT_WAIT_S = 1.5
+# Who has said nothing for so long, where three pings should have come, may be dead.
+SUSPECT_S = 0.9
 # A message is sent when it has grown so large, whatever else waits: long prompts share no limit with others.
 FULL_BYTES = 2**20
 Reply: TypeAlias = "asyncio.Future[Any]"
 
 
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What decides when a silent worker is dead.
+
+    is_sole: whether no other could take its place. dead_here: what this host's kernel says of a process of its own.
+    """
+
+    starvation: Callable[[], float]
+    is_sole: Callable[[WorkerInfo], bool]
+    dead_here: Callable[[str], str]
+
+
 class WorkerStream:
     """`run` is a task of the connection that made this. A reply is what was asked for, or the GatewayError instead."""
 
-    def __init__(self, worker: WorkerInfo, stub: Any) -> None:
+    def __init__(self, worker: WorkerInfo, call: Callable[[bool], Any], judge: Judge) -> None:
+        """`call(anew)`: a Work call; on another channel than the last one's, where that has gone silent."""
         self.open = asyncio.Event()
         self._worker = worker
-        self._stub = stub
+        self._call, self._judge = call, judge
+        self._liveness = Liveness(asyncio.get_running_loop().time())
+        self._silent = ""  # why the last call was given up
         self._mailboxes: dict[str, Mailbox] = {}
         self._asked: dict[str, Reply] = {}
         self._aborting: dict[str, Reply] = {}
@@ -180,11 +201,17 @@ class WorkerStream:
 
     async def _talk(self) -> str:
         """One call, until it breaks; returns why."""
-        call = self._stub.Work()
+        try:
+            call = self._call(bool(self._silent))
+        except OSError as error:
+            return f"this gateway's certificate cannot be read: {error}"
+        self._silent, self._liveness = "", Liveness(asyncio.get_running_loop().time(), self._judge.starvation)
+        watching = asyncio.create_task(self._watch(call))
         writing = asyncio.create_task(self._write(call))
         writing.add_done_callback(lambda done: done.cancelled() or (done.exception() and call.cancel()))
         try:
             async for message in call:
+                self._heard(message)
                 if message.incarnation:
                     self._greet(message.incarnation)
                 self._deliver(message)
@@ -196,13 +223,36 @@ class WorkerStream:
             own = asyncio.current_task()
             if own is not None and own.cancelling():
                 raise
+            if self._silent:
+                return self._silent
             if writing.done() and not writing.cancelled() and (failed := writing.exception()):
                 return f"its stream could not be written: {failed!r}"
             raise
         finally:
+            watching.cancel()
             writing.cancel()
             call.cancel()
         return "its stream ended"
+
+    async def _watch(self, call: Any) -> None:
+        """Send pings, and end the call once its worker is to be taken for dead."""
+        now = asyncio.get_running_loop().time
+        while not (dead := self._dead(now())):
+            if self.open.is_set() and self._liveness.ping_due(now()):
+                self._message(0).pulse.starvation = self._judge.starvation()
+            await asyncio.sleep(self._liveness.due_s(now()))
+        self._silent = f"{dead}: nothing heard for {self._liveness.silent_s(now()):.1f} s"
+        call.cancel()
+
+    def _dead(self, now: float) -> str:
+        """Why the worker is to be taken for dead, if it is."""
+        liveness, is_open = self._liveness, self.open.is_set()
+        if liveness.silent_s(now) < SUSPECT_S or (is_open and not liveness.pings):
+            return ""
+        liveness.sole = is_open and self._judge.is_sole(self._worker)
+        if not liveness.sole and (dead := self._judge.dead_here(self._worker.process)):
+            return dead
+        return "it is silent" if liveness.lost(now) else ""
 
     async def _write(self, call: Any) -> None:
         """What was gathered since the last message is the next, up to FULL_BYTES and one entry more."""
@@ -216,6 +266,18 @@ class WorkerStream:
             return  # the reader gets the error
 
     # --- in ---
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is open, and its worker not silent."""
+        now = asyncio.get_running_loop().time()
+        return self.open.is_set() and now - self._liveness.heard_at < SUSPECT_S
+
+    def _heard(self, message: worker_pb2.WorkResponse) -> None:
+        now = asyncio.get_running_loop().time()
+        self._liveness.heard_at = now
+        if message.HasField("pulse"):
+            self._liveness.heard(message.pulse.starvation, now)
 
     def _greet(self, incarnation: str) -> None:
         if incarnation == self._worker.incarnation:
