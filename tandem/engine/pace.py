@@ -1,13 +1,22 @@
-"""How many prompt tokens a step may read beside decodes that have a target for the time between their tokens."""
+"""How many prompt tokens a step computes beside decodes that have a target for the time between their tokens.
+
+A target is in reach where decodes leave something of it: prompts get that. Out of reach it holds nobody back: prompts
+get as much of a step as decodes do, or as much as the oldest of them has waited, up to MOST_STEPS times as much as
+decodes. So little time goes to steps that compute little, and a prompt that has just come makes no long pause.
+"""
 
 from __future__ import annotations
 
-# Steps differ: of the target, so much is planned with.
+from collections.abc import Collection
+
+from tandem.engine.step_cost import SLOW
+
+# Steps differ: so much of the target is planned with. Prompts get the rest of it where decodes take nearly all.
 PLANNED = 0.9
-# Where decodes alone take all of the target, prompts still come on by so many tokens a step.
+# Prompts come on by so many tokens a step at least: fewer take about as long.
 LEAST_CHUNK = 16
-# Fewer prompt tokens say little about how long one takes.
-LEAST_READ = 16
+# Where the target is out of reach, prompts take no longer in a step than so many steps of the decodes beside them.
+MOST_STEPS = 10
 WEIGHT = 1 / 8
 
 
@@ -17,28 +26,52 @@ class Pace:
     def __init__(self, most: int) -> None:
         self._most = most
         self._decode_s = self._token_s = 0.0
+        self.stepped_s = 0.0  # by all steps: the clock for how long prompts wait
 
     def passed(self, num_read: int, num_written: int, seconds: float) -> None:
-        """A step has read so many prompt tokens and decoded so many sequences."""
+        """A step has computed so many prompt tokens and decoded so many sequences."""
+        self.stepped_s += seconds
+        decode_s, prompts_s = self._decode_s if num_written else 0.0, self._token_s * num_read
         if not num_read:
             self._decode_s = _average(self._decode_s, seconds)
-        elif num_read >= LEAST_READ and (self._decode_s or not num_written):
-            reading = seconds - self._decode_s * (num_written > 0)
-            self._token_s = _average(self._token_s, max(reading, 0.0) / num_read)
+        elif decode_s and prompts_s:
+            self._correct(decode_s, prompts_s, num_read, seconds)
+        elif num_read >= LEAST_CHUNK and (decode_s or not num_written):
+            self._token_s = _average(self._token_s, max(seconds - decode_s, 0.0) / num_read)
 
-    def chunk(self, target_s: float, unmeasured: int, expects: bool = False) -> int:
-        """With which a step takes no longer than `target_s`; `unmeasured` before it is known how long steps take.
+    def _correct(self, decode_s: float, prompts_s: float, num_read: int, seconds: float) -> None:
+        """What was not expected of a step of both is mostly put down to the larger part. So it is seen that decodes
+        have become slower also where there are prompts in every step."""
+        expected = decode_s + prompts_s
+        change = WEIGHT * (min(seconds, SLOW * expected) - expected) / (decode_s**2 + prompts_s**2)
+        self._decode_s += change * decode_s**2
+        self._token_s += change * prompts_s**2 / num_read
 
-        `expects`: with which that holds of it and the next one together, which reads no more than LEAST_CHUNK. For a
-        sequence that joins has its first token already, and waits for the step under way before its own.
+    def chunk(self, targets: Collection[float], usual: int, *, joins: bool, joined: bool, waited_s: float) -> int:
+        """Beside decodes with these targets; `usual` before it is known how long steps take, and at most where a target
+        is out of reach. `waited_s`: for how long the oldest prompt has waited.
+
+        A sequence that joins has its first token already, and waits for the step under way before its own. Where
+        one `joins`, this step and the next one together keep the target if they can: the next, to which it has then
+        `joined`, computes the least of prompts.
         """
         if not self._decode_s or not self._token_s:
-            return min(unmeasured, self._most)
-        fits = (PLANNED * target_s - self._decode_s) / self._token_s
-        if expects:
-            fits -= self._decode_s / self._token_s + LEAST_CHUNK
-        return int(min(max(fits, LEAST_CHUNK), self._most))
+            return min(usual, self._most)
+        return min(self._beside(target_s, usual, joins, joined, waited_s) for target_s in targets)
+
+    def _beside(self, target_s: float, usual: int, joins: bool, joined: bool, waited_s: float) -> int:
+        left_s = PLANNED * target_s - self._decode_s
+        if left_s < 0:
+            return self._chunk(min(max(self._decode_s, waited_s), MOST_STEPS * self._decode_s), usual)
+        least_s = max(LEAST_CHUNK * self._token_s, (1 - PLANNED) * target_s)
+        least_step_s = self._decode_s + least_s
+        if 2 * least_step_s <= target_s:
+            left_s = least_s if joined else left_s - least_step_s * joins
+        return self._chunk(max(left_s, least_s), self._most)
+
+    def _chunk(self, seconds: float, most: int) -> int:
+        return min(max(int(seconds / self._token_s), LEAST_CHUNK), most, self._most)
 
 
 def _average(known: float, new: float) -> float:
-    return known + WEIGHT * (new - known) if known else new
+    return known + WEIGHT * (min(new, SLOW * known) - known) if known else new

@@ -5,7 +5,8 @@
     2 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
                 preempted: it releases its blocks, and waits to compute everything again or to be copied back
     3 read      prompts get what remains of the budget, each in its turn; beside a decode, it is cut to
-                max_prefill_beside_decode, so that no decode waits for a long chunk
+                max_prefill_beside_decode, or to what the decodes' targets leave (pace.py), so that no decode waits for
+                a long chunk
     4 admit     a waiting sequence whose turn it is takes blocks for all its tokens and joins the running ones; one
                 whose prefix another is reading waits for it, then takes those blocks and copies the part-full last one
 
@@ -28,10 +29,11 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from heapq import merge
+from itertools import chain
 from typing import NamedTuple
 
 from tandem.crash_page import NOBODY
-from tandem.engine.pace import LEAST_CHUNK, Pace
+from tandem.engine.pace import Pace
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.sequence_blocks import Need, SequenceBlocks
 
@@ -175,7 +177,7 @@ class Scheduler:
         longer = self._schedule_decodes(batch)
         if longer or self.waiting:
             if batch.scheduled:
-                batch.budget = min(batch.budget, self._beside(batch.scheduled, joined))
+                batch.budget = min(batch.budget, self._beside(batch.scheduled, joined, longer))
             self._schedule_reading(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
         if self._grows_ahead:
             for item in batch.scheduled:
@@ -183,13 +185,14 @@ class Scheduler:
                     self.blocks.extend(item.seq, 1)
         return batch.scheduled
 
-    def _beside(self, decodes: list[Scheduled], joined: bool) -> int:
+    def _beside(self, decodes: list[Scheduled], joined: bool, begun: list[Sequence]) -> int:
         """How much of prompts a step with these may read. `joined`: some have waited for the step before."""
-        targets = [item.seq.itl_target_s for item in decodes if item.seq.itl_target_s]
+        targets = {item.seq.itl_target_s for item in decodes if item.seq.itl_target_s}
         usual = self._max_prefill_beside_decode
         if not targets:
             return usual
-        return LEAST_CHUNK if joined else self._pace.chunk(min(targets), usual, expects=len(self.reserved) > 0)
+        waited_s = self._pace.stepped_s - min(seq.waits_since for seq in chain(begun, self.waiting))
+        return self._pace.chunk(targets, usual, joins=len(self.reserved) > 0, joined=joined, waited_s=waited_s)
 
     def _schedule_decodes(self, batch: Batch) -> list[Sequence]:
         """Returns the running sequences with more than one token left."""
@@ -290,6 +293,8 @@ class Scheduler:
             self._moved.append(seq)
         if seq.alone_until:
             self.suspects[seq] = None
+        if status is Status.WAITING:
+            seq.waits_since = self._pace.stepped_s
         if seq.was_preempted:
             seq.turn = -1
         elif seq.turn is None and status is Status.WAITING:

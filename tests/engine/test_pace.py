@@ -23,9 +23,9 @@ class Clock:
 
 
 class Trial:
-    def __init__(self, folder: Path, **config: int) -> None:
+    def __init__(self, folder: Path, null: StepTime = TIME, **config: int) -> None:
         self.clock = Clock()
-        made = EngineConfig(folder, "m", null=TIME, num_blocks=400, block_size=4, max_model_len=1024, **config)
+        made = EngineConfig(folder, "m", null=null, num_blocks=400, block_size=4, max_model_len=1024, **config)
         self.engine = Engine(made, sleep=self.clock.sleep, now=lambda: self.clock.now)
 
     def add(self, name: str, length: int, answer: int, target_s: float = 0.0) -> None:
@@ -99,12 +99,41 @@ def test_one_that_joins_waits_for_the_step_under_way_and_has_its_token_within_th
     assert trial.engine.stats().queued_tokens > 0, "there was something to read all the time"
 
 
-def test_where_decodes_alone_take_longer_prompts_still_come_on(folder: Path) -> None:
+def test_where_decodes_alone_take_longer_prompts_get_as_long_as_they_have_waited(folder: Path) -> None:
     trial = Trial(folder)
     trial.warm_up()
     gaps = beside(trial, 0.010)
-    assert max(gaps) <= 0.020 + 0.017
-    assert len(gaps) <= PROMPT / 16 + 3
+    assert gaps[0] <= 2 * 0.020, "as long as decodes take"
+    assert all(gap <= 0.020 + sum(gaps[:step]) + 1e-9 for step, gap in enumerate(gaps) if step)
+    assert max(gaps) <= 11 * 0.020
+    assert sum(gaps) <= 1.4 * PROMPT / 1000
+
+
+def test_a_target_out_of_reach_makes_no_pause_longer_than_one_that_is_kept_beside_it(folder: Path) -> None:
+    trial = Trial(folder)
+    trial.warm_up()
+    gaps = beside(trial, 0.010, others_s=0.050)
+    assert max(gaps) <= 0.050
+    assert len(gaps) <= PROMPT / 25 * 1.4 + 3
+
+
+def test_where_one_joins_at_each_step_prompts_come_on_all_the_same(folder: Path) -> None:
+    """Two steps of 60 ms are more than 100 ms: one alone keeps the target."""
+    slow = StepTime(prefill_tokens_per_s=8000, decode_step_s=0.060, decode_sequence_s=0.0)
+    trial = Trial(folder, null=slow)
+    trial.warm_up()
+    trial.add("answer", 8, 500, 0.100)
+    trial.engine.step()
+    trial.add("prompt", PROMPT, 1)
+    steps = 0
+    while trial.engine.stats().queued_tokens:
+        request = Request(f"joins{steps}", prompt_of(16, steps), greedy(500), itl_target_s=0.100)
+        assert trial.engine.reserve(request) is not None
+        trial.engine.join(request.request_id, SampledToken(1))
+        before, steps = trial.clock.now, steps + 1
+        trial.engine.step()
+        assert trial.clock.now - before <= 0.100
+    assert steps <= PROMPT / (0.9 * 0.100 - 0.060) / 8000 * 1.4 + 2
 
 
 def test_without_a_target_and_before_anything_was_measured_the_setting_counts(folder: Path) -> None:
