@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 MAGIC = b"tandem-crash-1\0\0"
 HEADER_BYTES = 128
@@ -150,6 +151,11 @@ class CrashPage:
 
     def _place(self, slot: int) -> int:
         return HEADER_BYTES + slot * SLOT.size
+
+
+def page_path(folder: Path, namespace: str, worker_id: str) -> Path:
+    """Of each start of one worker."""
+    return folder / quote(f"{namespace} {worker_id}.page", safe=" ")
 
 
 def death_of(page: bytes, cause: str) -> Death | None:

@@ -13,6 +13,7 @@ from tandem.engine import FinishReason, SampledToken, SequenceOutput
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2
 from tandem.worker.streams import Streams
+from tandem.worker.suspects import SuspectTurns
 from tandem.worker.work import Entry, WorkService
 
 TTL_S = 2.0
@@ -56,7 +57,8 @@ async def null_worker(redis_url: str, model: str, letters: list[int], pace: Pace
     """Registered and serving. `letters`: the token ids it writes, in turn."""
     incarnation = uuid4().hex
     sequences = _Sequences(incarnation, letters, pace)
-    service = WorkService(sequences.streams, lambda: uuid4().hex, sequences.begin, sequences.abort)
+    suspects = SuspectTurns(lambda: 0)
+    service = WorkService(sequences.streams, lambda: uuid4().hex, sequences.begin, sequences.abort, suspects)
     server = await rpc.serve([service.servicer], "127.0.0.1", 0)
     info = WorkerInfo(
         worker_id="null", role=Role.DECODE, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",

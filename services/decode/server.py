@@ -14,7 +14,7 @@ from tandem.liveness import Vitals
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import worker_pb2
-from tandem.worker import Entry, SequenceFailed, Streams, WorkerContext, WorkService, conversion
+from tandem.worker import Entry, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
 
 RECEIVER_CHECK_S = 0.5
 
@@ -44,7 +44,8 @@ class DecodeWorker:
             new_id=context.ports.new_id,
             worker_id=context.worker_id,
         )
-        work = WorkService(self._streams, context.ports.new_id, self._begin, self._sequences.abort)
+        suspects = SuspectTurns(lambda: context.engine.num_suspects)
+        work = WorkService(self._streams, context.ports.new_id, self._begin, self._sequences.abort, suspects)
         self.servicers: Sequence[rpc.Servicer] = [work.servicer]
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:

@@ -18,7 +18,7 @@ from tandem.liveness import Vitals
 from tandem.registry import ClusterView, Role
 from tandem.transfer import Endpoint, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from tandem.worker import Entry, SequenceFailed, Streams, WorkerContext, WorkService, conversion
+from tandem.worker import Entry, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0
@@ -52,7 +52,8 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         )
         # What a stream had begun is cancelled with it: nothing is left to end.
         self._streams = Streams(context.incarnation, lambda stream_id: None, context.starvation)
-        work = WorkService(self._streams, context.ports.new_id, self._begin, self._sequences.abort)
+        suspects = SuspectTurns(lambda: context.engine.num_suspects)
+        work = WorkService(self._streams, context.ports.new_id, self._begin, self._sequences.abort, suspects)
         probe = rpc.Servicer("tandem.v1.PrefillService", self, prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
         self.servicers: Sequence[rpc.Servicer] = [work.servicer, probe]
 

@@ -155,17 +155,19 @@ class Cluster(_Part):
     def in_namespace(self, namespace: str) -> Cluster:
         return self.model_copy(update={"redis": self.redis.model_copy(update={"namespace": namespace})})
 
-    def worker_services(self, redis_url: str, shared_cores: Path) -> list[Service]:
-        """A worker without a cpu resource has its part of this machine's cores, and borrows through `shared_cores`."""
+    def worker_services(self, redis_url: str, folder: Path) -> list[Service]:
+        """A worker without a cpu resource has its part of this machine's cores, and borrows. They share `folder`, of
+        each machine."""
         num_workers = sum(pool.replicas for pool in self.pools)
         part = max(1, (os.cpu_count() or 1) // max(1, num_workers))
 
         def worker(pool: Pool, name: str) -> Service:
             resources = pool.resources.amounts()
-            cores: dict[str, object] = {"threads": part, "shared_cores": shared_cores}
+            cores: dict[str, object] = {"threads": part, "shared_cores": folder / "cores"}
             if "cpu" in resources:
                 cores = {"threads": max(1, int(resources["cpu"]))}
-            settings = self._shared(pool.model, redis_url) | cores | pool.settings | {"worker_id": name}
+            own = {"crash_dir": folder / "crashes"} | cores | pool.settings | {"worker_id": name}
+            settings = self._shared(pool.model, redis_url) | own
             return Service(name, f"services.{pool.role}", settings, int(str(settings["threads"])), resources)
 
         return [worker(pool, f"{pool.name}-{number}") for pool in self.pools for number in range(pool.replicas)]

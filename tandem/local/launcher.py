@@ -13,13 +13,14 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from tandem.child_process import dying_with_parent
+from tandem.local.oom import OomKills, how_it_died
 from tandem.log_output import LogOutput
 
 STOP_WAIT_S = 10.0
@@ -29,6 +30,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 MAX_DOUBLINGS = 16  # more would not fit a float after some hours
 LAST_LINES = 15
 MAX_LINE = 2**20
+LOOK_S = 1.0
 # Settings that may hold a password: in the environment, for every user of a machine can read command lines.
 SECRETS = frozenset({"redis_url", "redis_password"})
 
@@ -92,9 +94,17 @@ async def unless_failed(launcher: Launcher, awaited: Coroutine[Any, Any, T]) -> 
 class LocalLauncher:
     """Each service is a process of this machine that dies with this one; its output goes to `logs`/name.log."""
 
-    def __init__(self, logs: Path, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        report: Callable[[str], None],
+        on_death: Callable[[Mapping[str, object], str], Awaitable[object]] | None = None,
+    ) -> None:
+        """`on_death` is awaited with the settings of a service that ended, and of what, before its next start."""
         self._logs = logs
         self._report = report
+        self._on_death = on_death
+        self._oom_kills = OomKills.here()
         self._stages: list[list[_Process]] = []
         self._ended: asyncio.Queue[_Process] = asyncio.Queue()
 
@@ -108,14 +118,23 @@ class LocalLauncher:
 
     async def watch(self, *, restart: bool) -> None:
         while True:
-            process = await self._ended.get()
+            process = await self._next_ended()
             status = await process.ending()
+            if self._on_death:
+                await self._on_death(process.service.settings, how_it_died(status, self._oom_kills))
             ended = f"{process.service.name} ended with status {status}"
             if not restart:
                 raise ServiceFailed(f"{ended}; its last words:\n" + "\n".join(process.last_lines))
             pause_s = process.pause_s
             self._say(f"{ended}; starting it again" + (f" in {pause_s:g} s" if pause_s else ""))
             process.start_again(pause_s)
+
+    async def _next_ended(self) -> _Process:
+        while True:
+            self._oom_kills.look()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    return await self._ended.get()
 
     def loading(self) -> Mapping[str, tuple[int, int]]:
         return {process.service.name: process.loading for stage in self._stages for process in stage}

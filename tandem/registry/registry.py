@@ -21,6 +21,7 @@ from itertools import chain, count
 from typing import Any, Literal, TypeAlias
 
 from tandem.adapters import AdapterRef
+from tandem.crash_page import Death
 from tandem.integrity import IntegrityReport
 from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept
 from tandem.registry.batching import CallBatcher
@@ -160,6 +161,15 @@ class Registry:
 
     async def drop_adapter(self, name: str) -> Adapters:
         return Adapters.of(await self._connection.call("adapters", "drop", name))
+
+    async def report_death(self, death: Death) -> None:
+        """Of a worker's process. What was said of that incarnation before stays."""
+        await self._connection.call("death", death.incarnation, json.dumps([death.cause, dict(death.named)]))
+
+    async def death(self, incarnation: str) -> Death | None:
+        """None while nothing is known."""
+        said = await self._connection.call("death", incarnation)
+        return Death(incarnation, *json.loads(said)) if said else None
 
     def changes(self) -> AbstractAsyncContextManager[Changes]:
         """A subscription to workers coming, going, draining and linking."""

@@ -11,7 +11,7 @@ from importlib.resources import files
 
 NAMES = (
     "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "renew",
-    "sweep", "check", "take", "settle", "usage", "adapters", "gateways",
+    "sweep", "check", "take", "settle", "usage", "adapters", "gateways", "death",
 )  # fmt: skip
 # What scripts begin with: all of them; this one.
 COMMON = ("keys", "rows", "ledger")

@@ -91,7 +91,7 @@ class Prefilled(_message.Message):
     def __init__(self, output: _Optional[_Union[SequenceOutput, _Mapping]] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., refused_transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant", "speculative", "num_prior_tokens", "adapter", "trace_context", "itl_target_ms")
+    __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant", "speculative", "num_prior_tokens", "adapter", "trace_context", "itl_target_ms", "choice_id", "alone_until")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,8 @@ class SequenceSpec(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ITL_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_ID_FIELD_NUMBER: _ClassVar[int]
+    ALONE_UNTIL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _llm_pb2.SamplingParams
@@ -123,7 +125,9 @@ class SequenceSpec(_message.Message):
     adapter: Adapter
     trace_context: _containers.ScalarMap[str, str]
     itl_target_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., speculative: _Optional[_Union[_llm_pb2.Speculative, _Mapping]] = ..., num_prior_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., itl_target_ms: _Optional[int] = ...) -> None: ...
+    choice_id: str
+    alone_until: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., speculative: _Optional[_Union[_llm_pb2.Speculative, _Mapping]] = ..., num_prior_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., itl_target_ms: _Optional[int] = ..., choice_id: _Optional[str] = ..., alone_until: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "path", "revision")

@@ -1,6 +1,7 @@
 """What prefill and decode workers share: settings, the engine's port, the lease, building a worker, its process."""
 
 from tandem.worker.build import Ports, Server, Worker, WorkerContext, WorkerService
+from tandem.worker.crash import open_crash_page
 from tandem.worker.engine_inline import InlineEngine
 from tandem.worker.engine_port import EngineDied, EnginePort, EngineStuck
 from tandem.worker.engine_thread import EngineThread
@@ -8,6 +9,7 @@ from tandem.worker.errors import SequenceFailed
 from tandem.worker.process import process_ports, run_to_its_end, run_worker
 from tandem.worker.settings import WorkerSettings
 from tandem.worker.streams import Streams
+from tandem.worker.suspects import SuspectTurns
 from tandem.worker.work import Entry, WorkService
 
 __all__ = [
@@ -21,11 +23,13 @@ __all__ = [
     "SequenceFailed",
     "Server",
     "Streams",
+    "SuspectTurns",
     "WorkService",
     "Worker",
     "WorkerContext",
     "WorkerService",
     "WorkerSettings",
+    "open_crash_page",
     "process_ports",
     "run_to_its_end",
     "run_worker",

@@ -126,6 +126,7 @@ class Worker:
         self.context = WorkerContext(
             settings, worker_id, ports.new_id(), ports, lambda: self._lease.renew_now(), self._starvation.now
         )
+        ports.engine.engine.crash_page.begin(self.context.incarnation)
         self._ports = ports
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()

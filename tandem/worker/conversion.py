@@ -39,6 +39,8 @@ def request_of(spec: worker_pb2.SequenceSpec) -> Request:
         num_prior_tokens=spec.num_prior_tokens,
         lora=adapter_of(spec.adapter) if spec.HasField("adapter") else None,
         itl_target_s=spec.itl_target_ms / 1000,
+        choice_id=spec.choice_id,
+        alone_until=spec.alone_until,
     )
 
 

@@ -76,7 +76,7 @@ class EnginePort(ABC):
         try:
             async with asyncio.timeout(timeout_s):
                 if request.sampling.grammar:
-                    await asyncio.to_thread(self.engine.grammars.compile, request.sampling.grammar)
+                    await asyncio.to_thread(self._compile, request)
                 if request.lora is not None:
                     request.adapter = await asyncio.to_thread(self._adapters().get, request.lora)
         except ValueError as error:
@@ -86,6 +86,10 @@ class EnginePort(ABC):
         except TimeoutError:
             what = "its grammar was compiled or its adapter read"
             raise SequenceFailed("DEADLINE_EXCEEDED", f"the deadline passed while {what}") from None
+
+    def _compile(self, request: Request) -> None:
+        with self.engine.crash_page.compiling(request.choice_id or request.request_id):
+            self.engine.grammars.compile(request.sampling.grammar)
 
     async def read_adapter(self, name: str, path: str) -> AdapterRef:
         """

@@ -27,6 +27,7 @@ from tandem.same_host import this_process
 from tandem.starvation import CpuPressure
 from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
+from tandem.worker.crash import open_crash_page
 from tandem.worker.engine_port import EngineStuck
 from tandem.worker.engine_thread import EngineThread
 from tandem.worker.metrics import metrics_served
@@ -41,7 +42,8 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
     worker_id = settings.worker_id or f"{role}-{socket.gethostname()}-{settings.grpc_port or uuid4().hex[:6]}"
     traces = telemetry.set_up(f"tandem-{role}", worker_id, settings.log_level)
     try:
-        engine = Engine(settings.engine_config(), on_progress=_Progress(worker_id))
+        page = open_crash_page(settings, worker_id)
+        engine = Engine(settings.engine_config(), on_progress=_Progress(worker_id), crash_page=page)
         uvloop.run(_run(settings, worker_id, engine, build))
     except (OSError, ValueError, EngineStuck) as error:
         raise SystemExit(f"{worker_id}: {error}") from error

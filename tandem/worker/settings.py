@@ -87,6 +87,10 @@ class WorkerSettings(ClusterSettings):
     lora_memory: ByteSize = Field(ByteSize(2**30), description="memory for adapters; others are read again when used")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine (default: torch's choice)")
     shared_cores: Path | None = Field(None, description="folder where one machine's workers lend out idle cores")
+    crash_dir: Path = Field(
+        Path("/tmp/tandem-crashes"),
+        description="folder that outlives the process: there it says at any time whom it computes, for its next start",
+    )
     lease_ttl_s: float = Field(2.0, gt=0.2, description="a worker silent for so long is taken for dead")
     max_step_s: float = Field(
         30.0, gt=0, description="a worker ends when one engine step takes longer; its requests go on elsewhere"

@@ -22,6 +22,7 @@ from tandem.liveness import Liveness
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tandem.worker.errors import SequenceFailed
 from tandem.worker.streams import Streams
+from tandem.worker.suspects import SuspectTurns
 
 log = structlog.get_logger(__name__)
 Entry: TypeAlias = worker_pb2.Reservation | worker_pb2.Prefill
@@ -36,8 +37,9 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
         new_id: Callable[[], str],
         begin: Callable[[str, Entry], Awaitable[None]],
         abort: Callable[[str], Awaitable[None]],
+        suspects: SuspectTurns,
     ) -> None:
-        self._streams, self._new_id = streams, new_id
+        self._streams, self._new_id, self._suspects = streams, new_id, suspects
         self._begin, self._abort = begin, abort
         self._beginning: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._aborting: set[asyncio.Task[None]] = set()
@@ -108,7 +110,8 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
         if sequence.trace_context:
             otel_context.attach(propagate.extract(sequence.trace_context))
         try:
-            await self._begin(stream_id, entry)
+            async with self._suspects.turn(sequence):
+                await self._begin(stream_id, entry)
         except SequenceFailed as error:
             self._streams.fail(stream_id, sequence.request_id, error.code, str(error))
         except Exception as error:

@@ -33,7 +33,7 @@ def test_pools_become_services_with_all_their_settings(tmp_path: Path) -> None:
     assert [service.resources for service in services] == [{"cpu": 1.5}, {"cpu": 2}, {"cpu": 2}]
     assert services[2].settings == {
         "model_path": Path("models/demo/target").resolve(), "model_name": "tandem-demo", "redis_url": "redis://here",
-        "dtype": "float32", "threads": 3, "worker_id": "decode-1",
+        "dtype": "float32", "threads": 3, "worker_id": "decode-1", "crash_dir": tmp_path / "crashes",
     }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def test_a_model_that_ray_brings_is_named_within_what_it_brings(tmp_path: Path) 
 
 def test_workers_without_a_cpu_resource_share_the_machine(tmp_path: Path) -> None:
     services = Cluster.model_validate(cluster()).worker_services("redis://here", tmp_path)
-    assert [service.settings["shared_cores"] for service in services] == [tmp_path, tmp_path]
+    assert [service.settings["shared_cores"] for service in services] == [tmp_path / "cores"] * 2
     assert [service.threads for service in services] == [max(1, (os.cpu_count() or 1) // 2)] * 2
 
 

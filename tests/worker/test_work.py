@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.v1 import worker_pb2
-from tandem.worker import Entry, SequenceFailed, Streams, WorkService
+from tandem.worker import Entry, SequenceFailed, Streams, SuspectTurns, WorkService
 
 
 class Worker:
@@ -19,7 +19,7 @@ class Worker:
         self.requests: asyncio.Queue[worker_pb2.WorkRequest | None] = asyncio.Queue()
         self.streams = Streams("inc", lambda stream_id: self.events.append("stream ended"))
         self.events: list[str] = []
-        service = WorkService(self.streams, lambda: "stream", self._begin, self._abort)
+        service = WorkService(self.streams, lambda: "stream", self._begin, self._abort, SuspectTurns(lambda: 0))
         context: Any = None
         self._responses = service.Work(self._sent(), context)
         self.heard: list[worker_pb2.WorkResponse] = []

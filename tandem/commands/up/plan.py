@@ -22,10 +22,10 @@ class Plan:
 
     @classmethod
     def of(
-        cls, cluster: Cluster, redis_url: str, kvstore: Service, shared_cores: Path, environment: Mapping[str, str]
+        cls, cluster: Cluster, redis_url: str, kvstore: Service, folder: Path, environment: Mapping[str, str]
     ) -> Plan:
         """`environment`: variables of settings that no service's own settings name."""
-        workers = [replace(one, environment=environment) for one in cluster.worker_services(redis_url, shared_cores)]
+        workers = [replace(one, environment=environment) for one in cluster.worker_services(redis_url, folder)]
         gateways = [replace(one, environment=environment) for one in cluster.gateway_services(redis_url)]
         return cls(cluster, redis_url, replace(kvstore, environment=environment), workers, gateways)
 

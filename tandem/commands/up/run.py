@@ -22,17 +22,20 @@ from tandem.commands.up.plan import Plan
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher, LocalLauncher, ServiceFailed, unless_failed, until_set
 from tandem.local.cluster import DEFAULT_NAMESPACE, Cluster
+from tandem.local.deaths import report_death
 from tandem.log_output import LogOutput, descriptor_of
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 
 
 async def up_here(settings: UpSettings, cluster: Cluster, environment: Mapping[str, str]) -> None:
-    cores = settings.logs / "cores"
-    shutil.rmtree(cores, ignore_errors=True)
+    for left in ("cores", "crashes"):
+        shutil.rmtree(settings.logs / left, ignore_errors=True)
     redis_url = cluster.redis.url or f"redis://127.0.0.1:{cluster.redis.port}"
-    plan = Plan.of(cluster, redis_url, cluster.kvstore_service(), cores, environment)
+    plan = Plan.of(cluster, redis_url, cluster.kvstore_service(), settings.logs, environment)
     console = _console()
-    launcher = LocalLauncher(settings.logs, lambda text: console.print(escape(text), style="yellow"))
+    launcher = LocalLauncher(
+        settings.logs, lambda text: console.print(escape(text), style="yellow"), on_death=report_death
+    )
     await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
 
 
@@ -47,8 +50,8 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping
         cluster = cluster.in_namespace(str(running.settings.get("namespace", DEFAULT_NAMESPACE)))
     kvstore = running or kvstore_on_ray(cluster)
     redis_url = service_address(kvstore)
-    cores = Path(gettempdir()) / f"{settings.ray_namespace}-cores"  # of each node
-    plan = Plan.of(cluster, redis_url, kvstore, cores, environment)
+    shared = Path(gettempdir()) / f"tandem-{settings.ray_namespace}"  # of each node
+    plan = Plan.of(cluster, redis_url, kvstore, shared, environment)
     if not settings.detach:
         await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
         return

@@ -106,13 +106,15 @@ class _WorkerLife:
         starting()
         from tandem import telemetry
         from tandem.engine import Engine
+        from tandem.worker import open_crash_page
 
         self._name, role = service.name, service.module.rpartition(".")[2].title()
         settings_type = getattr(import_module(f"{service.module}.settings"), f"{role}Settings")
         self._build = getattr(import_module(f"{service.module}.server"), f"{role}Worker")
         self._settings = settings_type(**{"host": node_address(), **service.settings})
         telemetry.set_up(f"tandem-{role.lower()}", service.name, self._settings.log_level)
-        self._engine = Engine(self._settings.engine_config())
+        page = open_crash_page(self._settings, service.name)
+        self._engine = Engine(self._settings.engine_config(), crash_page=page)
 
     async def run(self) -> None:
         from tandem.worker import Worker, process_ports, run_to_its_end

@@ -18,6 +18,8 @@
 --   fenced:<id> <inc>      an incarnation that may not come back
 --   refused:<role> <layout>  a worker of this role and KV layout was refused: none could have paired with it
 --   bucket: inside: usage:    of a tenant (take.lua)
+--   death:<incarnation>    how a worker's process died, and who was computed then (JSON)
+--   deaths                 list: incarnations of those, the latest last
 --   adapters               hash: name of a LoRA adapter -> its folder and revision
 --   epoch                  when this Redis began to be filled; changes when it lost its memory
 --   generation             the latest one; each lease taken gets one of its own, higher than any before

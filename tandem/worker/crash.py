@@ -1,0 +1,54 @@
+"""A worker's crash page from start to start: what the last one has left is told, then a new one begins.
+
+Where a launcher has seen the last one end, it has told already. Elsewhere, as in a pod, the signal is known from what
+the interpreter's fault handler has written beside the page. A process that was killed has written nothing: then nobody
+is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import re
+from pathlib import Path
+
+import structlog
+
+from tandem.crash_page import CrashPage, page_path
+from tandem.local.deaths import report_death
+from tandem.worker.settings import WorkerSettings
+
+log = structlog.get_logger(__name__)
+CAUSES = {
+    "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
+    "Floating point exception": "SIGFPE", "Floating-point exception": "SIGFPE",
+}  # fmt: skip
+LAST_CHARACTERS = 4000
+
+
+def open_crash_page(settings: WorkerSettings, worker_id: str) -> CrashPage:
+    """At the start of a process, before anything else may take long; tells of the last one's death."""
+    path = page_path(settings.crash_dir, settings.namespace, worker_id)
+    faults = path.with_suffix(".fault")
+    said = faults.read_text(errors="replace") if faults.exists() else ""
+    if said:
+        log.error("the last start has crashed", said=said[-LAST_CHARACTERS:])
+    of = {"crash_dir": settings.crash_dir, "worker_id": worker_id}
+    asyncio.run(report_death({**of, "redis_url": settings.redis_url, "namespace": settings.namespace}, cause_in(said)))
+    return _new_page(path, faults)
+
+
+def cause_in(said: str) -> str:
+    """The signal that a fault handler's text is about; empty where there is none."""
+    found = re.findall(r"Fatal Python error: (.*)", said)
+    return CAUSES.get(found[-1].strip(), "") if found else ""
+
+
+def _new_page(path: Path, faults: Path) -> CrashPage:
+    try:
+        page = CrashPage.at(path)
+        faulthandler.enable(faults.open("w"))
+    except OSError as error:
+        log.warning("no crash page: a request that ends this worker will not be known", path=str(path), why=str(error))
+        return CrashPage()
+    return page

@@ -1,0 +1,52 @@
+"""Suspects on a worker: sequences of which another worker may have died. One at a time, whichever gateway sends them.
+
+its turn ──> begins ──> computes alone, in steps of its own ──> past the place of that death, or ended ──> the next one
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from tandem.v1 import worker_pb2
+from tandem.worker.errors import SequenceFailed
+
+CHECK_S = 0.005
+
+
+class SuspectTurns:
+    """In order of arrival."""
+
+    def __init__(self, num_suspects: Callable[[], int]) -> None:
+        """`num_suspects`: of those that have begun, and are not past that place yet."""
+        self._num_suspects = num_suspects
+        self._beginning = asyncio.Lock()
+
+    @asynccontextmanager
+    async def turn(self, sequence: worker_pb2.SequenceSpec) -> AsyncIterator[None]:
+        """Within it the sequence begins, with what is then left of its time; at once where it is no suspect.
+
+        Raises:
+            SequenceFailed: its deadline passed first.
+        """
+        if not sequence.alone_until:
+            yield
+            return
+        now = asyncio.get_running_loop().time
+        deadline = now() + sequence.timeout_ms / 1000
+        late = SequenceFailed("DEADLINE_EXCEEDED", "the request's deadline passed before its turn as a suspect")
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._beginning.acquire()
+        except TimeoutError:
+            raise late from None
+        try:
+            while self._num_suspects():
+                if now() >= deadline:
+                    raise late
+                await asyncio.sleep(CHECK_S)
+            sequence.timeout_ms = max(1, int((deadline - now()) * 1000))
+            yield
+        finally:
+            self._beginning.release()

@@ -1,0 +1,67 @@
+"""What a launcher tells of services that die: who was computed, and of what they died."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tandem.crash_page import Death
+from tandem.local import LocalLauncher, RedisServer, Service
+from tandem.local.deaths import report_death
+from tandem.local.oom import OomKills, how_it_died
+from tandem.registry import Registry
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+async def test_a_service_that_dies_is_told_of_before_it_is_started_again(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with RedisServer.start() as redis:
+        registry = Registry.connect(redis.url, timeout=30.0)
+        settings = {"crash_dir": tmp_path / "crashes", "worker_id": "d/0", "redis_url": redis.url, "dies": number.value}
+        told: list[Death | None] = []
+
+        async def on_death(settings: Mapping[str, object], cause: str) -> None:
+            assert cause == number.name
+            told.append(await report_death(settings, cause))
+
+        launcher = LocalLauncher(tmp_path, print, on_death)
+        await launcher.start([Service("dies", "tests.local.dying", settings)])
+        watching = asyncio.create_task(launcher.watch(restart=True))
+        async with asyncio.timeout(60):
+            while len(told) < 2:
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        await launcher.stop()
+        first, second = told[:2]
+        assert first is not None
+        assert second is not None
+        assert first.incarnation != second.incarnation
+        assert first.named == ({"a": 4, "b": 0} if number is signal.SIGSEGV else {})
+        assert await registry.death(first.incarnation) == first
+        await registry.close()
+
+
+async def test_what_has_no_page_is_no_error(tmp_path: Path) -> None:
+    settings = {"crash_dir": tmp_path, "worker_id": "d0", "redis_url": "redis://127.0.0.1:1"}
+    assert await report_death({}, "SIGSEGV") is None
+    assert await report_death(settings, "SIGSEGV") is None
+
+
+def test_a_kill_for_want_of_memory_is_told_from_an_operators(tmp_path: Path) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\noom 3\noom_kill 3\n")
+    kills = OomKills(events)
+    assert how_it_died(-9, kills) == "SIGKILL"
+    events.write_text("low 0\noom 4\noom_kill 4\n")
+    assert [how_it_died(-11, kills), how_it_died(-9, kills), how_it_died(-9, kills)] == ["SIGSEGV", "OOM", "SIGKILL"]
+    events.write_text("oom_kill 5\n")
+    kills.look()
+    kills.look()
+    assert how_it_died(-9, kills) == "SIGKILL", "that one has ended long ago"
+    events.unlink()
+    assert how_it_died(-9, kills) == "SIGKILL"
