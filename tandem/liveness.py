@@ -34,6 +34,11 @@ class Vitals:
 QUIET = Vitals()
 
 
+def stretched(seconds: float, starvation: float) -> float:
+    """How long others should wait for a sign of life of a process so starved, where they wait so long for others."""
+    return min(seconds * (1 + starvation), max(seconds, MOST_S))
+
+
 class Liveness:
     """What is known of one peer. Whoever hears from it sets `heard_at`; `ping_due` and `lost` are asked in turns."""
 

@@ -154,7 +154,9 @@ class Gateway:
     async def _start(self) -> None:
         settings, model, registry = self.settings, self._model, self._ports.registry
         self._stack.push_async_callback(registry.close)
-        self._run(registry.hold_client_lease())
+        starvation = Starvation(self._ports.pressure)
+        self._run(starvation.run())
+        self._run(registry.hold_client_lease(starvation.now))
         view = ClusterView(registry)
         try:
             await view.refresh()
@@ -162,8 +164,6 @@ class Gateway:
             log.warning("registry unavailable: no workers known yet", error=str(error))
         self._run(view.run())
         self._run(self._ports.access.run())
-        starvation = Starvation(self._ports.pressure)
-        self._run(starvation.run())
         decodes_read = settings.disaggregation is not Disaggregation.REQUIRE
         judging = Judging(starvation.now, self._ports.dead_here, decodes_read)
         pool = WorkerPool(view, model.name, self._ports.connect, judging)

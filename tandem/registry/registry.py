@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 from tandem.adapters import AdapterRef
 from tandem.crash_page import Death
 from tandem.integrity import IntegrityReport
+from tandem.liveness import stretched
 from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
@@ -60,7 +61,8 @@ class Registry:
     def __init__(self, connection: Connection, client_lease_s: float | None = None) -> None:
         """With `client_lease_s`, what this client reserves is released so many seconds after it has last called or
         `hold_client_lease` has last renewed; without, each reservation ends by its own `ttl` alone."""
-        self._client_ttl = 0 if client_lease_s is None else _ms(client_lease_s)
+        self._client_lease_s = client_lease_s
+        self._starvation: Callable[[], float] = lambda: 0.0
         self.block_feed = BlockFeed(connection)
         self._connection = connection
         self._announced: tuple[GatewayAddress, Callable[[], Demand]] | None = None
@@ -88,12 +90,17 @@ class Registry:
         """Return if Redis answers."""
         await self._connection.ping()
 
-    async def hold_client_lease(self) -> None:
-        """Renew this client's own lease until cancelled."""
+    async def hold_client_lease(self, starvation: Callable[[], float] = lambda: 0.0) -> None:
+        """Renew this client's own lease until cancelled; that of a starved client lasts longer."""
+        self._starvation = starvation
         while True:
             with suppress(RegistryUnavailable):
                 await self._renew(self._client_ttl)
-            await asyncio.sleep(self._client_ttl / 4000)
+            await asyncio.sleep((self._client_lease_s or 0.0) / 4)
+
+    @property
+    def _client_ttl(self) -> int:
+        return 0 if self._client_lease_s is None else _ms(stretched(self._client_lease_s, self._starvation()))
 
     def announce(self, gateway: GatewayAddress, demand: Callable[[], Demand]) -> None:
         """From the next renewal of its lease on, this client is that gateway, until the lease ends."""

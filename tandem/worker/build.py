@@ -193,8 +193,9 @@ class Worker:
         info = _info(context, self._service, server.port)
         self.address = info.grpc_address
         self._lease = Lease(
-            registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again
-        )
+            registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again,
+            starvation=self._starvation.now,
+        )  # fmt: skip
         self._ports.engine.start(self._service.on_outputs, self._fail)
         life = (
             self._lease.hold(), self._announce(server), self._publish(publisher), self._watch_engine(),

@@ -1,4 +1,4 @@
-"""A worker's lease in the registry: registered, renewed four times per TTL, released.
+"""A worker's lease in the registry: registered, renewed four times per TTL, released. A starved worker's lasts longer.
 
 Redis going away never ends a worker: it serves on and registers again when Redis is back. Being replaced by a newer
 incarnation does. So does another worker of the same id that lives; the lease of one that has died is waited for.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
+from tandem.liveness import stretched
 from tandem.registry import Registry, RegistryUnavailable, WorkerIdTaken, WorkerInfo, WorkerLoad
 
 log = structlog.get_logger(__name__)
@@ -30,11 +31,13 @@ class Lease:
         *,
         ttl: float,
         on_forgotten: Callable[[], None],
+        starvation: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._registry = registry
         self._info = info
         self._load = load
         self._ttl = ttl
+        self._starvation = starvation
         self._on_forgotten = on_forgotten
         self._changed = asyncio.Event()
         self._patient_until = 0.0
@@ -52,7 +55,7 @@ class Lease:
             try:
                 if not self.held.is_set():
                     await self._register()
-                elif await self._registry.heartbeat(self._info, self._load(), self._ttl):
+                elif await self._registry.heartbeat(self._info, self._load(), self._lasts_s):
                     self._on_forgotten()
             except RegistryUnavailable as error:
                 log.warning("registry unavailable", error=str(error))
@@ -62,7 +65,7 @@ class Lease:
         """A lease of another start, somewhere else, is not renewed for long if that one has died."""
         now = asyncio.get_running_loop().time
         try:
-            await self._registry.register(self._info, self._load(), self._ttl)
+            await self._registry.register(self._info, self._load(), self._lasts_s)
         except WorkerIdTaken as taken:
             self._patient_until = self._patient_until or now() + taken.ends_in_s + self._ttl
             if now() > self._patient_until:
@@ -71,6 +74,11 @@ class Lease:
             return
         self.held.set()
         log.info("registered", worker=self._info.worker_id, incarnation=self._info.incarnation)
+
+    @property
+    def _lasts_s(self) -> float:
+        """The beats of a starved worker come late."""
+        return stretched(self._ttl, self._starvation())
 
     def renew_now(self) -> None:
         """The load has changed in a way that others wait for: renew without waiting for the next beat."""

@@ -374,3 +374,18 @@ def test_the_books_balance_in_any_order(redis_server: RedisServer) -> None:
             max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+async def test_a_starved_client_keeps_what_it_has_reserved_longer(
+    registry: Registry, redis: Redis, redis_server: RedisServer, namespace: str
+) -> None:
+    await register_pool(registry)
+    starved = Registry.connect(redis_server.url, namespace=namespace, client_lease_s=0.5, timeout=30.0)
+    holding = asyncio.create_task(starved.hold_client_lease(lambda: 60.0))
+    await asyncio.sleep(0.1)
+    await reserve(starved)
+    holding.cancel()
+    await asyncio.sleep(1.5)
+    assert await totals(registry) == (40, 3)
+    await starved.close()
+    assert await totals(registry) == (0, 0)

@@ -43,3 +43,15 @@ async def test_a_lease_that_is_renewed_is_respected(registry: Registry) -> None:
     with pytest.raises(WorkerIdTaken, match="a live worker of that id is at d0:1"):
         await holding
     assert [worker.info for worker in await registry.workers()] == [BEFORE]
+
+
+async def test_the_lease_of_a_starved_worker_outlasts_beats_that_come_late(registry: Registry) -> None:
+    starved = Lease(
+        registry, ELSEWHERE, worker_load, ttl=TTL, on_forgotten=lambda: pytest.fail("lost"), starvation=lambda: 60.0
+    )
+    holding = asyncio.create_task(starved.hold())
+    async with asyncio.timeout(10):
+        await starved.held.wait()
+    holding.cancel()
+    await asyncio.sleep(4 * TTL)
+    assert [worker.info for worker in await registry.workers()] == [ELSEWHERE]
