@@ -93,7 +93,10 @@ class LogOutput:
         """True for a descriptor that is broken, too: writing says how."""
         polled = poll()
         polled.register(self._descriptor, POLLOUT)
-        return bool(polled.poll(wait_ms))
+        try:
+            return bool(polled.poll(wait_ms))
+        except OSError:  # a process that may have no descriptors
+            return True
 
     def _write_some(self) -> None:
         try:
