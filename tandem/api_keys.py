@@ -100,8 +100,16 @@ def read_keys(path: Path) -> Keys:
         OSError: it cannot be read.
         ValueError: what is wrong in it, in one line.
     """
+    return parse_keys(path.read_bytes(), path)
+
+
+def parse_keys(content: bytes, path: Path) -> Keys:
+    """
+    Raises:
+        ValueError: what is wrong in it, in one line.
+    """
     try:
-        return Keys.model_validate_json(path.read_bytes())
+        return Keys.model_validate_json(content)
     except ValidationError as error:
         raise ValueError(f"{path}: {'; '.join(_problems(error))}") from None
 

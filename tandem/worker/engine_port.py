@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from tandem.adapters import AdapterRef
 from tandem.engine import AdapterStore, AdapterStoreFull, Engine, Request, SequenceOutput
+from tandem.work_threads import WorkThreads
 from tandem.worker.errors import SequenceFailed
 from tandem.worker.rates import Rates
 
@@ -43,6 +44,7 @@ class EnginePort(ABC):
         self.stats = self._measured = engine.stats()
         self.rates = Rates()
         self._calls: list[Call] = []
+        self._reading = WorkThreads("adapters", 1)  # they are read one after the other
 
     @abstractmethod
     def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
@@ -78,7 +80,9 @@ class EnginePort(ABC):
                 if request.sampling.grammar:
                     await asyncio.to_thread(self._compile, request)
                 if request.lora is not None:
-                    request.adapter = await asyncio.to_thread(self._adapters().get, request.lora)
+                    adapters = self._adapters()
+                    cached = adapters.cached(request.lora.revision)
+                    request.adapter = cached or await self._reading.run(adapters.get, request.lora)
         except ValueError as error:
             raise SequenceFailed("INVALID_ARGUMENT", str(error)) from None
         except AdapterStoreFull as error:
@@ -97,7 +101,7 @@ class EnginePort(ABC):
             SequenceFailed
         """
         try:
-            return await asyncio.to_thread(self._adapters().read, name, path)
+            return await self._reading.run(self._adapters().read, name, path)
         except ValueError as error:
             raise SequenceFailed("INVALID_ARGUMENT", str(error)) from None
         except AdapterStoreFull as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from grpc import aio
 
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
+from services.gateway.access import Access
+from services.gateway.access.access import FOLLOW_S
+from services.gateway.errors import Unauthorized
 from tandem.adapters import AdapterRef
 from tandem.api_keys import read_keys
 from tandem.commands.keys import main as keys_command
@@ -157,8 +162,51 @@ async def test_a_file_that_turns_bad_changes_nothing(guarded: tuple[Gateway, htt
         ring.file.write_text(bad)
         with pytest.raises(ValueError, match=r"keys\.json"):
             read_keys(ring.file)
-        gateway.llm.access._follow(ring.file)
+        await gateway.llm.access._follow(ring.file)
         assert await known()
+
+
+async def test_a_revocation_counts_whatever_the_stamp_of_the_file_says(
+    guarded: tuple[Gateway, httpx.AsyncClient], ring: KeyRing
+) -> None:
+    """Two writes within a tick of the file system's clock, or a copy that keeps times, leave it as it was."""
+    _, http = guarded
+    key = ring.add("acme")
+
+    async def status(wanted: int) -> bool:
+        return (await complete(http, key)).status_code == wanted
+
+    await eventually(partial(status, 200))
+    before, content = os.stat(ring.file), ring.file.read_text()
+    digest = read_keys(ring.file).keys[0].sha256
+    ring.file.write_text(content.replace(digest, "0" * 64))
+    os.utime(ring.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert os.stat(ring.file).st_mtime_ns == before.st_mtime_ns
+    await eventually(partial(status, 401))
+
+
+async def test_a_revocation_counts_once_the_file_can_be_read_again(ring: KeyRing) -> None:
+    """A process may have no file descriptor left just then."""
+    ring.file.write_text("{}")
+    key = ring.add("acme")
+    access = Access(ring.file, share_prefixes=False)
+    following = asyncio.create_task(access.run())
+    ring.revoke(key)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        await asyncio.sleep(3 * FOLLOW_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert access.authenticate(key).tenant == "acme"
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                access.authenticate(key)
+            except Unauthorized:
+                break
+            await asyncio.sleep(0.05)
+    following.cancel()
 
 
 def test_the_file_holds_no_secret_and_is_its_owners(ring: KeyRing) -> None:
@@ -204,7 +252,7 @@ async def limited(
     async def make(**limits: float) -> dict[str, str]:
         key = ring.add("acme")
         tiered(ring, **limits)
-        guarded[0].llm.access._follow(ring.file)
+        await guarded[0].llm.access._follow(ring.file)
         return key
 
     return make

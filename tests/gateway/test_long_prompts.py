@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -115,6 +116,27 @@ async def test_what_comes_while_a_batch_is_read_is_the_next_batch() -> None:
     assert await batches.encode("y" * 500) == [500]
     assert await batches.encode("y" * BATCH) == [BATCH]
     assert encode.asked[3:] == [[500], [BATCH]]
+
+
+async def test_very_long_texts_take_no_thread_of_anything_else() -> None:
+    """Neither of shorter texts nor of other work, such as grammars."""
+    goes_on = threading.Event()
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        if len(texts[0]) >= BATCH:
+            goes_on.wait(60)
+        return [[len(text)] for text in texts]
+
+    batches = Batches(encode)
+    tasks = [asyncio.create_task(batches.encode("x" * BATCH)) for _ in range(100)]
+    try:
+        async with asyncio.timeout(20):
+            await asyncio.sleep(0)
+            assert await batches.encode("x" * 5000) == [5000]
+            assert await asyncio.to_thread(len, "x") == 1
+    finally:
+        goes_on.set()
+        assert await asyncio.gather(*tasks) == [[BATCH]] * 100
 
 
 async def test_an_error_of_a_batch_is_its_requests_and_no_later_ones() -> None:

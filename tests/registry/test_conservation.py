@@ -119,6 +119,23 @@ async def test_reservations_of_a_dead_client_end_with_its_lease(
     await registry.release(other)
 
 
+async def test_no_call_releases_all_that_a_busy_dead_client_had(
+    registry: Registry, redis: Redis, redis_server: RedisServer, namespace: str
+) -> None:
+    """It would keep every gateway waiting: portions of 256, by whoever calls."""
+    await register_pool(registry)
+    dead = Registry.connect(redis_server.url, namespace=namespace, client_lease_s=30.0, timeout=30.0)
+    await asyncio.gather(*(reserve(dead) for _ in range(1000)))
+    kept = await reserve(registry)
+    await end_client_leases(redis, namespace)
+    left = [(await totals(registry))[0] // 40 for _ in range(5)]
+    assert left == [745, 489, 233, 1, 1]
+    assert (await registry.check_integrity()).violations == ()
+    await registry.release(kept)
+    assert not [key async for key in redis.scan_iter(f"{{{namespace}}}:reserved:*")]
+    await dead.close()
+
+
 async def test_sweeping_finds_what_no_call_has_found(registry: Registry, redis: Redis, namespace: str) -> None:
     await register_pool(registry)
     await registry.publish_blocks("d0", "d0-first", [b"a" * 16, b"b" * 16], [])

@@ -4,13 +4,13 @@
     a key file      `Authorization: Bearer tk-…` on every request, HTTP or gRPC; the tenant is the key's, whatever the
                     request says, unless the key may name others; prefix caches are apart for each tenant
 
-The file is followed: a key added or revoked counts within FOLLOW_S. A file that turns bad changes nothing, loudly.
+The file is followed: a key added or revoked counts within FOLLOW_S. It is read each time, for a file's stamp does not
+tell of every change. A file that turns bad changes nothing, loudly.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ import structlog
 
 from services.gateway.errors import Forbidden, Unauthorized
 from services.gateway.priority import FAIRNESS_ID, tenant_of
-from tandem.api_keys import Keys, Tier, read_keys
+from tandem.api_keys import Keys, Tier, parse_keys
+from tandem.work_threads import WorkThreads
 
 log = structlog.get_logger(__name__)
 FOLLOW_S = 0.5
@@ -61,8 +62,10 @@ class Access:
         """
         self._path = path
         self._share_prefixes = share_prefixes
-        self._stamp = _stamp_of(path) if path else None
-        self._keys = read_keys(path) if path else Keys()
+        self._content = path.read_bytes() if path else b""
+        self._keys = parse_keys(self._content, path) if path else Keys()
+        self._problem = ""
+        self._thread = WorkThreads("api-keys", 1)
 
     def authenticate(self, headers: Mapping[str, str]) -> Client:
         """
@@ -104,24 +107,16 @@ class Access:
         while True:
             await asyncio.sleep(FOLLOW_S)
             if self._path:
-                self._follow(self._path)
+                await self._follow(self._path)
 
-    def _follow(self, path: Path) -> None:
-        stamp = _stamp_of(path)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
+    async def _follow(self, path: Path) -> None:
         try:
-            self._keys = read_keys(path)
-            log.info("API keys read", path=str(path), keys=len(self._keys.keys))
+            content = await self._thread.run(path.read_bytes)
+            if content != self._content:
+                self._keys, self._content = parse_keys(content, path), content
+                log.info("API keys read", path=str(path), keys=len(self._keys.keys))
+            self._problem = ""
         except (OSError, ValueError) as error:
-            log.error("API keys cannot be read: those known before stay valid", error=str(error))
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Changes whenever the file does; None where there is none."""
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+            if str(error) != self._problem:
+                self._problem = str(error)
+                log.error("API keys cannot be read: those known before stay valid", error=self._problem)

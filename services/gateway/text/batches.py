@@ -1,7 +1,7 @@
 """Long texts are tokenized beside the event loop, on one thread: what comes while a batch is read is the next batch.
 
     encode(text) ──> waiting ──> a batch of up to BATCH characters ──> the thread ──> token ids
-         └─────────> BATCH or more: a thread of its own, for others would wait for it
+         └─────────> BATCH or more: other threads, for others would wait for it
 
 More threads would take more of the core that the loop needs than it has left for tokens.
 """
@@ -14,7 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from tandem.work_threads import WorkThreads
+
 BATCH = 2**16
+LONG_AT_ONCE = 2
 Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
 Outcome: TypeAlias = "list[int] | Exception"
 Waiting: TypeAlias = "tuple[str, asyncio.Future[Outcome]]"
@@ -26,12 +29,14 @@ class Batches:
     def __init__(self, encode: Encode) -> None:
         """`encode` must let other threads run."""
         self._encode = encode
+        self._thread = WorkThreads("tokenize", 1)
+        self._threads = WorkThreads("tokenize-long", LONG_AT_ONCE)
         self._waiting: deque[Waiting] = deque()
         self._running = False
 
     async def encode(self, text: str) -> list[int]:
         if len(text) >= BATCH:
-            return _result((await asyncio.to_thread(self._read, [text]))[0])
+            return _result((await self._threads.run(self._read, [text]))[0])
         found: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((text, found))
         if not self._running:
@@ -43,7 +48,7 @@ class Batches:
         self._running = bool(batch)
         if batch:
             texts = [text for text, _ in batch]
-            encoding = asyncio.get_running_loop().run_in_executor(None, self._read, texts)
+            encoding = self._thread.run(self._read, texts)
             encoding.add_done_callback(partial(self._end, batch))
 
     def _next(self) -> list[Waiting]:

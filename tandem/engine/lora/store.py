@@ -24,7 +24,7 @@ class AdapterStoreFull(Exception):
 
 
 class AdapterStore:
-    """Of one model. Any thread may load; loads come one after the other.
+    """Of one model. Any thread may load; loads come one after the other, and nothing but a load waits for one.
 
     Folders lie below `directory`. Weights are like `place` in dtype and device, at most `budget` bytes.
     """
@@ -33,11 +33,21 @@ class AdapterStore:
         self._directory, self._budget, self._base, self._place = directory.resolve(), budget, base, place
         self._recent: OrderedDict[str, Adapter] = OrderedDict()
         self._alive: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
-        self._lock = Lock()
+        self._dropped = set[str]()  # while a load runs
+        self._lock, self._loading = Lock(), Lock()
 
     def held(self) -> Sequence[str]:
         """Revisions of the adapters in memory."""
-        return tuple(self._recent)
+        with self._lock:
+            return tuple(self._recent)
+
+    def cached(self, revision: str) -> Adapter | None:
+        """Where it is in memory; at once."""
+        with self._lock:
+            adapter = self._alive.get(revision)
+            if adapter is not None:
+                self._keep(adapter)
+            return adapter
 
     def read(self, name: str, path: str) -> AdapterRef:
         """Load the adapter in the folder `path`, as it is now, and call it `name`.
@@ -51,12 +61,7 @@ class AdapterStore:
 
     def get(self, ref: AdapterRef) -> Adapter:
         """As `read`; a folder that has changed since it was loaded by that name is refused."""
-        with self._lock:
-            adapter = self._alive.get(ref.revision)
-            if adapter is not None:
-                self._keep(adapter)
-                return adapter
-        adapter = self._load(self._folder(ref.path), ref.revision)
+        adapter = self.cached(ref.revision) or self._load(self._folder(ref.path), ref.revision)
         if adapter.revision != ref.revision:
             raise ValueError(f"model: adapter {ref.name!r} in {ref.path} has changed since it was loaded")
         return adapter
@@ -65,12 +70,16 @@ class AdapterStore:
         """It goes as soon as nobody uses it any more."""
         with self._lock:
             self._recent.pop(revision, None)
+            self._dropped.add(revision)
 
     def _load(self, folder: Path, revision: str) -> Adapter:
-        with self._lock:
-            adapter = self._alive.get(revision) or read_adapter(folder, self._base, self._place)
-            self._alive[adapter.revision] = adapter
-            self._keep(adapter)
+        with self._loading:
+            self._dropped.clear()
+            adapter = self.cached(revision) or read_adapter(folder, self._base, self._place)
+            with self._lock:
+                self._alive[adapter.revision] = adapter
+                if adapter.revision not in self._dropped:
+                    self._keep(adapter)
             return adapter
 
     def _keep(self, adapter: Adapter) -> None:

@@ -23,6 +23,9 @@ for _, reservation in ipairs(redis.call('ZRANGE', key('reservations'), 0, -1)) d
   local parts = redis.call('HLEN', key('reservation', reservation))
   num_parts = num_parts + parts
   if parts == 0 then complain('reservation', reservation, 'names no worker') end
+  if redis.call('SISMEMBER', all_of_client(reservation), reservation) == 0 then
+    complain('reservation', reservation, 'is not among those of its client')
+  end
 end
 if num_parts ~= num_held then complain(num_parts, 'parts are reserved and', num_held, 'are held') end
 return {redis.call('ZCARD', key('leases')), redis.call('ZCARD', key('reservations')), redis.call('ZCARD', key('clients')), wrong}

@@ -13,6 +13,7 @@
 --   gateways               hash: client -> of a gateway, its model and addresses (JSON)
 --   demands:<model>        hash: client -> what that gateway has to do (JSON)
 --   reservations           sorted set: reservation -> when it expires (ms)
+--   reserved:<client>      set: the client's reservations
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
 --   abandoned:<res>        it has been released, or was never made, while what asks for it may still be on its way
 --   fenced:<id> <inc>      an incarnation that may not come back

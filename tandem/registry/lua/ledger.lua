@@ -1,6 +1,7 @@
 -- The time, and the only code that takes things away.
 --
--- Every script first forgets what is past its time, so none ever sees a dead worker or counts an expired reservation.
+-- Every script first forgets what is past its time, so none ever sees a dead worker. Of reservations, a call that finds
+-- very many past theirs forgets a part, and the calls after it the rest.
 local FENCE_MS = 3600000
 local ABANDONED_MS = 120000
 local EXPIRE_BATCH = 256
@@ -16,9 +17,15 @@ local function tell_blocks(worker_id, generation, number, stored, removed)
     'number', number, 'medium', 'device', 'stored', stored, 'removed', removed)
 end
 
+-- Reservations are named <request>/<client>/<number>.
+local function all_of_client(reservation)
+  return key('reserved', reservation:match('([^/]*)/%d+$') or '')
+end
+
 local function forget_if_empty(reservation)
   if redis.call('EXISTS', key('reservation', reservation)) == 0 then
     redis.call('ZREM', key('reservations'), reservation)
+    redis.call('SREM', all_of_client(reservation), reservation)
   end
 end
 
@@ -76,19 +83,20 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Releases what a dead client had reserved: reservations are named <request>/<client>/<number>. Returns how many.
-local function drop_all_of(client)
-  local count = 0
-  for _, reservation in ipairs(redis.call('ZRANGE', key('reservations'), 0, -1)) do
-    if reservation:match('([^/]*)/%d+$') == client then
-      drop(reservation, 'tokens')
-      drop(reservation, 'blocks')
-      count = count + 1
-    end
+local function drop_whole(reservations)
+  for _, reservation in ipairs(reservations) do
+    drop(reservation, 'tokens')
+    drop(reservation, 'blocks')
   end
-  redis.call('ZREM', key('clients'), client)
+  return #reservations
+end
+
+-- Releases up to `most` reservations of a dead client; the next calls release the rest. Returns how many.
+local function drop_some_of(client, most)
   redis.call('HDEL', key('gateways'), client)
-  return count
+  local found = redis.call('SRANDMEMBER', key('reserved', client), most)
+  if #found < most then redis.call('ZREM', key('clients'), client) end
+  return drop_whole(found)
 end
 
 -- Returns the time (ms) and how many leases, reservations and block locations were past theirs.
@@ -98,16 +106,12 @@ local function expire_due()
   for _, worker_id in ipairs(dead) do
     blocks = blocks + retire(worker_id)
   end
-  local num_orphaned = 0
-  for _, client in ipairs(redis.call('ZRANGEBYSCORE', key('clients'), '-inf', now)) do
-    num_orphaned = num_orphaned + drop_all_of(client)
+  local room = EXPIRE_BATCH
+  for _, client in ipairs(redis.call('ZRANGEBYSCORE', key('clients'), '-inf', now, 'LIMIT', 0, EXPIRE_BATCH)) do
+    if room > 0 then room = room - drop_some_of(client, room) end
   end
-  local due = redis.call('ZRANGEBYSCORE', key('reservations'), '-inf', now, 'LIMIT', 0, EXPIRE_BATCH)
-  for _, reservation in ipairs(due) do
-    drop(reservation, 'tokens')
-    drop(reservation, 'blocks')
-  end
-  return now, #dead, #due + num_orphaned, blocks
+  room = room - drop_whole(redis.call('ZRANGEBYSCORE', key('reservations'), '-inf', now, 'LIMIT', 0, room))
+  return now, #dead, EXPIRE_BATCH - room, blocks
 end
 
 local function live_workers()

@@ -225,6 +225,7 @@ local function reserve(request, reader, decode)
   hold(request, 'blocks', decode, blocks_on(decode.rows.values, decode.at, request))
   redis.call('HSET', key('reservation', request.reservation), 'tokens', reader.id, 'blocks', decode.id)
   redis.call('ZADD', key('reservations'), now + request.ttl, request.reservation)
+  redis.call('SADD', all_of_client(request.reservation), request.reservation)
 end
 
 local read = {}
