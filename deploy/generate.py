@@ -1,6 +1,7 @@
 """`python -m deploy.generate`: what is written once and shown twice.
 
 settings classes ──> docs/settings.md; `settings` in values.schema.json        values.yaml ──> the table in docs/helm.md
+picture.py ──> docs/architecture.svg        tandem.__version__ ──> chart, images
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Any
 
 import yaml
 
+from deploy.picture import architecture
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
 from services.prefill.settings import PrefillSettings
+from tandem import __version__
 from tandem.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm"
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 SERVICES: dict[str, type[Settings]] = {
     "gateway": GatewaySettings, "prefill": PrefillSettings, "decode": DecodeSettings, "kvstore": KVStoreSettings,
 }  # fmt: skip
@@ -46,9 +50,20 @@ def documents() -> dict[Path, str]:
     schema = CHART / "values.schema.json"
     return {
         ROOT / "docs" / "settings.md": settings_page(),
-        guide: _between(guide.read_text(), values_table((CHART / "values.yaml").read_text())),
+        guide: with_version(_between(guide.read_text(), values_table((CHART / "values.yaml").read_text()))),
+        DOCKERFILE: with_version(DOCKERFILE.read_text()),
         schema: with_settings(json.loads(schema.read_text())),
+        ROOT / "docs" / "architecture.svg": architecture(),
+        CHART / "Chart.yaml": with_version((CHART / "Chart.yaml").read_text()),
     }
+
+
+VERSIONS = r"(^version: |^appVersion: |^ARG VERSION=|ghcr\.io/tandem-llm/[^\s:]+:)\d\S*"
+
+
+def with_version(text: str) -> str:
+    """The chart, images and their names have the package's version."""
+    return re.sub(VERSIONS, rf"\g<1>{__version__}", text, flags=re.MULTILINE)
 
 
 # --- settings ---
