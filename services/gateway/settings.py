@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from tandem.api_keys import check_exposed
+from tandem.gguf import ModelPath
 from tandem.security import ClusterSettings
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@,]+")
@@ -40,7 +41,9 @@ class ReasoningParser(StrEnum):
 
 
 class GatewaySettings(ClusterSettings):
-    model_path: Path = Field(description="Hugging Face folder: tokenizer.json, chat template, config.json")
+    model_path: ModelPath = Field(
+        description="Hugging Face folder: tokenizer.json, chat template, config.json; or a GGUF file"
+    )
     model_name: str = Field("", description="name that clients and workers use; the folder's name when empty")
     tool_parser: ToolParser = Field(
         ToolParser.AUTO, description="how the model writes calls of tools; auto: as its chat template shows"

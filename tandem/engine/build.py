@@ -6,6 +6,7 @@ config ── the model ──> layout, KV cache, Forward, Choose ──> Runner
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -194,20 +195,27 @@ def _load(
     cores: Cores, on_progress: Progress | None, taps: Taps | None = None,
 ) -> Computing:  # fmt: skip
     model = Decoder(model_config, torch_dtype(layout.dtype), config.device)
-    load_weights(model, path, on_progress)
-    if config.quantization != "none" and path == config.model_path:
+    makes_codes = config.quantization != "none" and path == config.model_path
+    library = _kernels(config, model_config, layout)
+    load_weights(model, path, on_progress, keep_codes=library is not None and not makes_codes)
+    if makes_codes:
         model.quantize(config.quantization)
-    if config.cpu_kernels and config.device == "cpu" and layout.dtype == "bfloat16":
-        if misfit := CpuForward.misfit(model_config):
-            log.warning("CPU kernels are off, torch computes everything", reason=misfit)
-        elif (library := load_library()) is not None:
-            forward = CpuForward(
-                library, model, kv_cache, config.max_num_batched_tokens, cores.threads, taps, LEAST_WORK
-            )
-            return Computing(forward, kv_cache, CpuChoose(library, cores.threads))
+    if library is not None:
+        forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads, taps, LEAST_WORK)
+        return Computing(forward, kv_cache, CpuChoose(library, cores.threads))
     attention = paged_attention_for(kv_cache[0], model_config.num_heads)
     plain = TorchForward(model, kv_cache, attention, taps)
     if config.cuda_graphs:
         graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, cuda_capture)
         return Computing(graphs, kv_cache, choose, graphs.prepare)
     return Computing(plain, kv_cache, choose)
+
+
+def _kernels(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> ctypes.CDLL | None:
+    """The compiled kernels, where they compute this model here."""
+    if not config.cpu_kernels or config.device != "cpu" or layout.dtype != "bfloat16":
+        return None
+    if misfit := CpuForward.misfit(model):
+        log.warning("CPU kernels are off, torch computes everything", reason=misfit)
+        return None
+    return load_library()

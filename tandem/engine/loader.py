@@ -1,6 +1,6 @@
 """Weights from a Hugging Face folder into a model's own storage.
 
-1 find     model.safetensors.index.json names the shards, or there is one model.safetensors
+1 find     model.safetensors.index.json names the shards, or there is one model.safetensors, or a model.gguf
 2 compare  the names and shapes in the shards with the ones the model needs: missing, extra or mis-shaped is an error
 3 copy     each tensor to where it belongs, from a mapping of its own, let go at once: nothing is held twice; layers
            that the checkpoint holds quantized stay so, in the engine's own form (checkpoint_formats.py)
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from tandem.engine.checkpoint_formats import CheckpointFormat
 from tandem.engine.fp8 import Fp8Weight, as_fp8
+from tandem.engine.gguf_weights import joined, open_gguf
 from tandem.engine.models import Decoder, Linear
 from tandem.engine.quantization import QuantizedWeight
 from tandem.engine.types import Progress
+from tandem.gguf import WEIGHTS_FILE
 from tandem.model_files import ModelFile, read_file
 
 _PAGE = 4096
@@ -34,13 +36,20 @@ class IndexFile(ModelFile):
     weight_map: dict[str, str]
 
 
-def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None) -> None:
-    """Fill `model` from the folder at `path`. ValueError says which tensor or file is wrong."""
+def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None, keep_codes: bool = False) -> None:
+    """Fill `model` from the folder at `path`. ValueError says which tensor or file is wrong.
+
+    `keep_codes`: what a GGUF file holds in 8 bits or fewer stays so; else it is opened, a tensor at a time.
+    """
     targets, sources = model.checkpoint_tensors(), find_weights(model, path)
-    plain = {name: shard for name, shard in sources.items() if name in targets and not _is_packed(model, name, sources)}
+    kept = _load_codes(model, path) if keep_codes and (path / WEIGHTS_FILE).exists() else set()
+    plain = {
+        name: shard for name, shard in sources.items()
+        if name in targets and name not in kept and not _is_packed(model, name, sources)
+    }  # fmt: skip
     total, done = sum(targets[name].nbytes for name in plain), 0
     for name, shard in plain.items():
-        with _open(shard) as file:
+        with _open(shard, model) as file:
             targets[name].copy_(file.get_tensor(name))
         done += targets[name].nbytes
         if on_progress is not None:
@@ -48,6 +57,24 @@ def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None
     if (form := model.config.quantized) is not None:
         for linear, names, sizes in model.fused():
             _load_packed(linear, names, sizes, form, sources)
+
+
+def _load_codes(model: Decoder, path: Path) -> set[str]:
+    """A GGUF file's quantized layers, embedding and head, as they are; returns the names of their weights."""
+    kept: set[str] = set()
+    with _open(path / WEIGHTS_FILE, model) as file:
+        for linear, layers, _ in model.fused():
+            names = [f"{layer}.weight" for layer in layers]
+            if all(map(file.is_quantized, names)):
+                linear.weight = joined([file.quantized(name) for name in names])
+                kept.update(names)
+        head = "model.embed_tokens.weight" if model.lm_head is model.embed else "lm_head.weight"
+        if file.is_quantized(head):
+            tied = model.lm_head is model.embed
+            model.lm_head = joined([file.quantized(head)])
+            model.embed = model.lm_head if tied else model.embed
+            kept.add(head)
+    return kept
 
 
 def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
@@ -64,7 +91,7 @@ def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
     targets = model.checkpoint_tensors()
     sources, shapes = {}, {}
     for shard in shard_paths(path):
-        with _open(shard) as file:
+        with _open(shard, model) as file:
             for name in file.keys():  # noqa: SIM118
                 if not _redundant(name, targets):
                     sources[name], shapes[name] = shard, list(file.get_slice(name).get_shape())
@@ -116,11 +143,7 @@ def _load_packed(
         return
     packed = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(packed) == len(parts) and all(_lies_as(part, packed[0]) for part in packed):
-        columns = zip(*((part.codes, part.scales, part.offsets) for part in packed), strict=True)
-        codes, scales, offsets = (torch.cat(column).to(linear.weight.device) for column in columns)
-        order = packed[0].order
-        order = order if order is None else order.to(codes.device)
-        linear.weight = QuantizedWeight(codes, scales, offsets, packed[0].bits, order)
+        linear.weight = joined(packed, linear.weight.device)
         return
     for part, target in zip(parts, torch.split(linear.weight, list(sizes)), strict=True):
         if part is not None:
@@ -144,7 +167,7 @@ def _tensors_of(layer: str, kinds: Iterable[str], sources: Mapping[str, Path]) -
 def shard_paths(path: Path) -> list[Path]:
     """The safetensors files of the folder at `path`, in a fixed order."""
     index = path / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    names = [WEIGHTS_FILE if (path / WEIGHTS_FILE).exists() else "model.safetensors"]
     if index.is_file():
         names = sorted(set(read_file(IndexFile, index).weight_map.values()))
     for name in names:
@@ -178,7 +201,11 @@ def _pages(shard: Path) -> Iterator[bytes]:
             yield file.read(_PAGE)
 
 
-def _open(shard: Path) -> Any:
+def _open(shard: Path, model: Decoder | None = None) -> Any:
+    """A shard's tensors by name. `model`: for which they are, as a GGUF file's depend on it."""
+    if shard.name == WEIGHTS_FILE and model is not None:
+        config = model.config
+        return open_gguf(shard, (config.num_heads, config.num_kv_heads), config.model_type in ("llama", "mistral"))
     try:
         return safe_open(shard, framework="pt")
     except SafetensorError as error:

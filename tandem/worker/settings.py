@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ByteSize, Field
 
 from tandem.engine import EngineConfig, StepTime
+from tandem.gguf import ModelPath
 from tandem.security import ClusterSettings
 from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 
@@ -15,7 +16,7 @@ from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 class WorkerSettings(ClusterSettings):
     """A Tandem worker."""
 
-    model_path: Path = Field(description="Hugging Face folder of the model")
+    model_path: ModelPath = Field(description="the model: a Hugging Face folder, or a GGUF file")
     model_name: str = Field("", description="name the model is served under (default: the folder's name)")
     redis_url: str = Field("redis://127.0.0.1:6379", description="the registry")
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
@@ -74,7 +75,7 @@ class WorkerSettings(ClusterSettings):
     speculative_num_tokens: int = Field(
         OFF.num_tokens, ge=0, le=MAX_NUM_TOKENS, description="most tokens proposed in a step"
     )
-    speculative_model: Path | None = Field(
+    speculative_model: ModelPath | None = Field(
         None, description="folder of a draft model with the same vocabulary, or of heads"
     )
     jump_forward: bool = Field(

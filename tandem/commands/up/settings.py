@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import ByteSize, Field
 
+from tandem.gguf import ModelPath
 from tandem.local.cluster import Cluster, read_cluster
 from tandem.security import ClusterSettings
 
@@ -23,7 +24,7 @@ KV_MEMORY = {
 class UpSettings(ClusterSettings):
     """Start a Tandem cluster on this machine: Redis, a gateway, prefill and decode workers, each a process."""
 
-    model_path: Path = Field(DEMO_MODEL, description="Hugging Face folder of the model")
+    model_path: ModelPath = Field(DEMO_MODEL, description="the model: a Hugging Face folder, or a GGUF file")
     model_name: str = Field("", description="name to serve it under; if not given, tandem-demo or the folder's name")
     prefill: int = Field(1, ge=0, description="number of prefill workers")
     decode: int = Field(1, ge=1, description="number of decode workers")
@@ -81,7 +82,7 @@ class UpSettings(ClusterSettings):
         "none", description="what proposes tokens ahead: what followed earlier in the text, a draft model, or heads"
     )
     speculative_num_tokens: int | None = Field(None, ge=0, description="most tokens proposed in a step")
-    speculative_model: Path | None = Field(
+    speculative_model: ModelPath | None = Field(
         None, description="folder of a draft model with the same vocabulary, or of heads"
     )
     lora_dir: Path | None = Field(None, description="folder that LoRA adapters (PEFT) are loaded from")
