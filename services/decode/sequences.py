@@ -1,21 +1,22 @@
 """The sequences of a decode worker. One of them:
 
-1 reserve   waits its turn for blocks, then the KV receiver expects its prompt      (`add`: the prompt is read here)
+1 enter     `add`: its prompt is prefilled here;   `reserve`: it waits its turn for blocks, then its KV is expected
 2 land      frames arrive, verified, into blocks that nobody reads yet
 3 join      the commit frame brings the first token; the sequence enters the running batch
 4 end       by a finish, an abort, a failed transfer, its deadline, or the loss of its stream
+5 release   the transfer is fenced, then the engine's blocks are released: a late frame could land in another sequence's
 
-One deadline, armed when the sequence enters, bounds all of it. Whatever the end, the transfer is fenced before the
-blocks are released, or a late frame could land in another sequence's.
+What the engine does with it comes as events, in order. One deadline, armed when the sequence enters, bounds all of it.
+A sequence ends once, in `_end`, or with its last token in `_wrote`; whatever comes later changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 from opentelemetry import trace
@@ -24,9 +25,8 @@ from opentelemetry.trace import Span, Status, StatusCode
 from services.decode.block_queue import BlockQueue
 from tandem.engine import Engine, FinishReason, Request, SampledToken, SequenceOutput
 from tandem.transfer import TransferError
-from tandem.worker import EnginePort, SequenceFailed, Streams
+from tandem.worker import Added, Ended, EngineDied, EnginePort, Event, SequenceFailed, Streams
 
-T = TypeVar("T")
 # A transfer that cannot be fenced keeps its blocks: the worker then ends, and is started again.
 FENCE_WAIT_S = 10.0
 HAND_OVER_S = 2.0
@@ -57,23 +57,28 @@ class Reservation:
 
 @dataclass(slots=True)
 class Held:
-    """A sequence this worker holds something for. `ended` once it no longer does: why."""
+    """A sequence this worker holds something for. `released` is there once it has ended, and resolves when nothing is
+    held any more."""
 
+    request_id: str
     stream_id: str
     deadline: float  # on the loop's clock
-    timer: asyncio.Handle
     span: Span
+    itl_target_s: float
+    sender: str
+    enters_as_suspect: bool
+    timer: asyncio.Handle | None = None
     transfer_id: str = ""
     num_tokens: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
-    entering: asyncio.Task[Any] | None = None
-    ended: SequenceFailed | None = field(default=None)
-    itl_target_s: float = 0.0
+    released: asyncio.Future[None] | None = None
 
 
 class Sequences:
-    """`first_token` reads a commit's payload. `stuck` is set, with the reason, when a transfer cannot be fenced."""
+    """`reserved(stream_id, request_id, reservation)` is called once one has entered: without a reservation where its
+    prompt is prefilled here. `first_token` parses a commit's payload. `stuck` is set, with the reason, when a transfer
+    cannot be fenced."""
 
     def __init__(
         self,
@@ -81,175 +86,208 @@ class Sequences:
         receiver: KVReceiver,
         streams: Streams,
         *,
+        reserved: Callable[[str, str, Reservation | None], None],
         first_token: Callable[[bytes], SampledToken],
         new_id: Callable[[], str],
         worker_id: str,
     ) -> None:
         self._engine, self._receiver, self._streams = engine, receiver, streams
-        self._first_token, self._new_id, self._worker_id = first_token, new_id, worker_id
+        self._reserved, self._first_token = reserved, first_token
+        self._new_id, self._worker_id = new_id, worker_id
         self._block_queue = BlockQueue(engine)
         self._held: dict[str, Held] = {}
-        self._releasing: dict[asyncio.Task[None], str] = {}
-        self._fencing: dict[asyncio.Task[None], str] = {}
+        self._fencing: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self.stuck: asyncio.Future[str] = self._loop.create_future()
 
     def __len__(self) -> int:
-        return len(self._held) + len(self._releasing)
+        return len(self._held)
 
     def request_ids(self) -> set[str]:
         """Those that are being released included."""
-        return self._held.keys() | set(self._releasing.values())
+        return set(self._held)
 
     def transfer_ids(self) -> set[str]:
         """Of those, once their prompt's KV is expected."""
-        return {held.transfer_id for held in self._held.values()} | set(self._fencing.values())
+        return {held.transfer_id for held in self._held.values()}
+
+    def num_entering_suspects(self) -> int:
+        """Of those that have not ended, how many suspects the engine does not have yet."""
+        return sum(held.enters_as_suspect for held in self._running())
 
     # --- in ---
 
-    async def add(self, request: Request, stream_id: str, timeout_s: float) -> None:
-        """The prompt is read here.
+    def add(self, request: Request, stream_id: str, timeout_s: float) -> None:
+        """The prompt is prefilled here.
 
         Raises:
-            SequenceFailed
+            SequenceFailed: it cannot enter; that the engine refuses it is reported on its stream.
         """
-        held = self._enter(request, stream_id, timeout_s)
-        await self._entered(request.request_id, held, self._engine.call(lambda engine: engine.add(request)))
 
-    async def reserve(self, request: Request, stream_id: str, timeout_s: float, sender: str) -> Reservation:
+        def add(engine: Engine) -> Sequence[Event]:
+            engine.add(request)
+            return [Added(request.request_id)]
+
+        self._enter(request, stream_id, timeout_s)
+        self._engine.submit_with_turn(request.request_id, add)
+
+    def reserve(self, request: Request, stream_id: str, timeout_s: float, sender: str) -> None:
         """Blocks for the prompt and a likely answer, where KV of the prefill incarnation `sender` may land.
 
         Raises:
-            SequenceFailed
+            SequenceFailed: as `add`.
         """
-        request_id = request.request_id
-        held = self._enter(request, stream_id, timeout_s)
-        cached, block_ids = await self._entered(request_id, held, self._block_queue.reserve(request))
-        held.span.set_attribute("decode.cached_tokens", cached)
-        held.transfer_id = self._new_id()
-        try:
-            self._receiver.expect(
-                held.transfer_id,
-                block_ids=block_ids,
-                first_block=cached // self._engine.engine.layout.block_size,
-                timeout_s=max(0.0, held.deadline - self._loop.time()),
-                on_commit=lambda payload, num_bytes: self._join(request_id, held, payload, num_bytes),
-                on_abort=lambda code, reason: self._call_soon(self._fail, request_id, code, f"KV transfer: {reason}"),
-                sender=sender,
-            )
-        except TransferError as error:
-            self._fail(request_id, error.code, error.message)
-            raise SequenceFailed(error.code, error.message) from None
-        return Reservation(held.transfer_id, cached, len(block_ids))
+        held = self._enter(request, stream_id, timeout_s, sender)
+        added = self._block_queue.enter(request)
+        if added is not None:
+            self._added(held, added)
 
-    def _enter(self, request: Request, stream_id: str, timeout_s: float) -> Held:
+    def _enter(self, request: Request, stream_id: str, timeout_s: float, sender: str = "") -> Held:
         request_id = request.request_id
         if not self._streams.is_open(stream_id):
             raise SequenceFailed("FAILED_PRECONDITION", "the gateway's stream has ended")
         if request_id in self._held:
             raise SequenceFailed("ALREADY_EXISTS", f"request_id: {request_id!r} is running here")
         span = tracer.start_span("decode", attributes={"tandem.worker": self._worker_id})
-        late = "the request's deadline passed in decode"
         deadline = self._loop.time() + timeout_s
-        timer = self._loop.call_at(deadline, self._fail, request_id, "DEADLINE_EXCEEDED", late)
-        held = self._held[request_id] = Held(stream_id, deadline, timer, span, itl_target_s=request.itl_target_s)
+        held = self._held[request_id] = Held(
+            request_id, stream_id, deadline, span, request.itl_target_s, sender, request.alone_until > 0
+        )
+        late = "the request's deadline passed in decode"
+        held.timer = self._loop.call_at(deadline, self._fail, held, "DEADLINE_EXCEEDED", late)
         return held
 
-    async def _entered(self, request_id: str, held: Held, entering: Coroutine[Any, Any, T]) -> T:
-        """What `entering` brings, unless the sequence ends first."""
-        task = asyncio.ensure_future(entering)
-        held.entering = task
-        try:
-            result = await task
-        except ValueError as error:
-            if held.ended is not None:  # in the same turn
-                raise held.ended from None
-            self._leave(request_id, None, str(error))
-            raise SequenceFailed("INVALID_ARGUMENT", str(error)) from None
-        except BaseException:
-            if held.ended is not None:
-                raise held.ended from None
-            await self.abort(request_id)
-            raise
-        finally:
-            held.entering = None
-        if held.ended is not None:
-            raise held.ended
-        return result
+    # --- what the engine does with it ---
 
-    # --- its tokens ---
-
-    def _join(self, request_id: str, held: Held, payload: bytes, num_bytes: int) -> None:
-        """The whole prompt has landed."""
-        token = self._first_token(payload)
-        if held.ended is None:
-            held.span.add_event("landed", {"kv.transfer.bytes": num_bytes})
-        self._engine.submit(lambda engine: self._joined(engine, request_id, token))
-
-    def _joined(self, engine: Engine, request_id: str, token: SampledToken) -> None:
-        """On the engine's thread."""
-        try:
-            engine.join(request_id, token)
-        except Exception as error:
-            self._call_soon(self._fail, request_id, "INTERNAL", f"its first token does not fit: {error}")
-
-    def on_outputs(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            held = self._held.get(output.request_id)
+    def on_events(self, events: Sequence[Event]) -> None:
+        for event in events:
+            held = self._held.get(event.request_id)
             if held is None:
                 continue
-            held.num_tokens += len(output.tokens)
-            held.num_proposed_tokens, held.num_accepted_tokens = output.num_proposed_tokens, output.num_accepted_tokens
-            self._streams.send(held.stream_id, output, held.itl_target_s)
-            if output.finished:
-                self._leave(output.request_id, output.finish_reason, output.error or "")
+            if isinstance(event, Ended):
+                self._engine_ended(held, event.error)
+            elif held.released is None:
+                self._wrote(held, event) if isinstance(event, SequenceOutput) else self._added(held, event)
         self._block_queue.look_again()
+
+    def _added(self, held: Held, added: Added) -> None:
+        held.enters_as_suspect = False
+        self._block_queue.leave(held.request_id)
+        if added.block_ids is None:
+            self._reserved(held.stream_id, held.request_id, None)
+            return
+        held.span.set_attribute("decode.cached_tokens", added.num_cached_tokens)
+        held.transfer_id = self._new_id()
+        try:
+            self._expect(held, added.num_cached_tokens, added.block_ids)
+        except TransferError as error:
+            self._fail(held, error.code, error.message)
+            return
+        reservation = Reservation(held.transfer_id, added.num_cached_tokens, len(added.block_ids))
+        self._reserved(held.stream_id, held.request_id, reservation)
+
+    def _expect(self, held: Held, num_cached_tokens: int, block_ids: Sequence[int]) -> None:
+        self._receiver.expect(
+            held.transfer_id,
+            block_ids=block_ids,
+            first_block=num_cached_tokens // self._engine.engine.layout.block_size,
+            timeout_s=max(0.0, held.deadline - self._loop.time()),
+            on_commit=lambda payload, num_bytes: self._join(held, payload, num_bytes),
+            on_abort=lambda code, reason: self._call_soon(self._fail, held, code, f"KV transfer: {reason}"),
+            sender=held.sender,
+        )
+
+    def _join(self, held: Held, payload: bytes, num_bytes: int) -> None:
+        """The whole prompt has landed."""
+        token = self._first_token(payload)
+        if held.released is None:
+            held.span.add_event("landed", {"kv.transfer.bytes": num_bytes})
+
+        def join(engine: Engine) -> Sequence[Event]:
+            try:
+                engine.join(held.request_id, token)
+            except ValueError as error:
+                raise SequenceFailed("INTERNAL", f"its first token does not fit: {error}") from None
+            return ()
+
+        self._engine.submit(held.request_id, join)
+
+    def _wrote(self, held: Held, output: SequenceOutput) -> None:
+        held.num_tokens += len(output.tokens)
+        held.num_proposed_tokens, held.num_accepted_tokens = output.num_proposed_tokens, output.num_accepted_tokens
+        self._streams.send(held.stream_id, output, held.itl_target_s)
+        if output.finished:
+            del self._held[held.request_id]
+            self._end_span(held, output.finish_reason, output.error or "")
+
+    def _engine_ended(self, held: Held, error: Exception | None) -> None:
+        """The engine has aborted it, or refused something of it."""
+        if held.released is None:
+            self._fail(held, *_failure(held.request_id, error))
+        elif not isinstance(error, ValueError | SequenceFailed):  # refused before the abort, which is to come
+            if error is not None:
+                log.error("a sequence could not be released", request_id=held.request_id, exc_info=error)
+            del self._held[held.request_id]
+            held.released.set_result(None)
 
     # --- its end ---
 
     async def abort(self, request_id: str) -> None:
         """End a sequence in any state; returns when all it held is released. Unknown ids are no error."""
-        if request_id in self._held:
-            freed = self._release(request_id, self._leave(request_id, FinishReason.ABORT, ""))
-            await asyncio.shield(freed)
+        held = self._held.get(request_id)
+        if held is not None:
+            await asyncio.shield(held.released or self._end(held, FinishReason.ABORT, ""))
 
     def stream_ended(self, stream_id: str) -> None:
         """Nobody reads these sequences' tokens any more."""
-        lost = [request_id for request_id, held in self._held.items() if held.stream_id == stream_id]
+        lost = [held for held in self._running() if held.stream_id == stream_id]
         if lost:
             log.warning("a gateway's stream ended", stream_id=stream_id, aborted=len(lost))
-        for request_id in lost:
-            self._fail(request_id, "UNAVAILABLE", "the gateway's stream broke")
+        for held in lost:
+            self._fail(held, "UNAVAILABLE", "the gateway's stream broke")
 
     async def hand_over(self) -> None:
         """End all that runs: its gateways have it go on elsewhere. Returns when it is released, within a bound."""
-        for request_id in list(self._held):
-            self._fail(request_id, "UNAVAILABLE", "the worker is stopping")
-        if self._releasing:
-            await asyncio.wait(self._releasing, timeout=HAND_OVER_S)  # longer only where the engine is stuck
+        for held in self._running():
+            self._fail(held, "UNAVAILABLE", "the worker is stopping")
+        releasing = [held.released for held in self._held.values() if held.released]
+        if releasing:
+            await asyncio.wait(releasing, timeout=HAND_OVER_S)  # longer only where the engine is stuck
 
     async def close(self) -> None:
         """End all that runs, without waiting for it."""
-        for request_id in list(self._held):
-            self._leave(request_id, None, "the worker is stopping")
-        for task in self._releasing:
+        for held in self._running():
+            self._end_span(held, None, "the worker is stopping")
+        self._held.clear()
+        for task in self._fencing:
             task.cancel()
-        await asyncio.gather(*self._releasing, return_exceptions=True)
+        await asyncio.gather(*self._fencing, return_exceptions=True)
 
-    def _fail(self, request_id: str, code: str, message: str) -> None:
-        """End a sequence with an error that its gateway hears of."""
-        held = self._held.get(request_id)
-        if held is None:
-            return
-        self._streams.fail(held.stream_id, request_id, code, message)
-        self._leave(request_id, None, message)
-        held.ended = SequenceFailed(code, message)
-        self._release(request_id, held)
+    def _running(self) -> list[Held]:
+        return [held for held in self._held.values() if held.released is None]
 
-    def _leave(self, request_id: str, reason: FinishReason | None, error: str) -> Held:
-        held = self._held.pop(request_id)
-        held.timer.cancel()
-        held.ended = SequenceFailed("ABORTED", error or "the sequence was aborted")
+    def _fail(self, held: Held, code: str, message: str) -> None:
+        """End a sequence, unless it has ended, with an error that its gateway hears of."""
+        if held.released is None and self._held.get(held.request_id) is held:
+            self._streams.fail(held.stream_id, held.request_id, code, message)
+            self._end(held, None, message)
+
+    def _end(self, held: Held, reason: FinishReason | None, error: str) -> asyncio.Future[None]:
+        """Before its last token. Returns what resolves when nothing is held any more."""
+        released = held.released = self._loop.create_future()
+        self._end_span(held, reason, error)
+        self._block_queue.leave(held.request_id)
+        if held.transfer_id:
+            task = asyncio.create_task(self._fence(held))
+            self._fencing.add(task)
+            task.add_done_callback(self._fenced)
+        else:
+            self._leave_engine(held)
+        return released
+
+    def _end_span(self, held: Held, reason: FinishReason | None, error: str) -> None:
+        if held.timer:
+            held.timer.cancel()
         held.span.set_attribute("decode.tokens", held.num_tokens)
         held.span.set_attribute("decode.proposed_tokens", held.num_proposed_tokens)
         held.span.set_attribute("decode.accepted_tokens", held.num_accepted_tokens)
@@ -258,30 +296,38 @@ class Sequences:
         if error:
             held.span.set_status(Status(StatusCode.ERROR, error))
         held.span.end()
-        return held
 
-    def _release(self, request_id: str, held: Held) -> asyncio.Task[None]:
-        if held.entering is not None:
-            held.entering.cancel()
-        task = asyncio.create_task(self._fence_and_abort(request_id, held.transfer_id))
-        self._releasing[task], self._fencing[task] = request_id, held.transfer_id
-        task.add_done_callback(self._released)
-        return task
+    async def _fence(self, held: Held) -> None:
+        fence = asyncio.wrap_future(self._receiver.cancel(held.transfer_id))
+        _, unfenced = await asyncio.wait([fence], timeout=FENCE_WAIT_S)
+        if unfenced and not self.stuck.done():
+            self.stuck.set_result(f"transfer {held.transfer_id} is still being written after {FENCE_WAIT_S} s")
+        await fence
+        self._leave_engine(held)
 
-    async def _fence_and_abort(self, request_id: str, transfer_id: str) -> None:
-        if transfer_id:
-            fence = asyncio.wrap_future(self._receiver.cancel(transfer_id))
-            _, unfenced = await asyncio.wait([fence], timeout=FENCE_WAIT_S)
-            if unfenced and not self.stuck.done():
-                self.stuck.set_result(f"transfer {transfer_id} is still being written after {FENCE_WAIT_S} s")
-            await fence
-        await self._engine.call(lambda engine: engine.abort(request_id))
+    def _fenced(self, task: asyncio.Task[None]) -> None:
+        self._fencing.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self.stuck.done():
+            self.stuck.set_result(f"a transfer cannot be fenced: {error}")
 
-    def _released(self, task: asyncio.Task[None]) -> None:
-        del self._releasing[task], self._fencing[task]
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a sequence could not be released", exc_info=task.exception())
-        self._block_queue.look_again()
+    def _leave_engine(self, held: Held) -> None:
+        def abort(engine: Engine) -> Sequence[Event]:
+            engine.abort(held.request_id)
+            return [Ended(held.request_id)]
+
+        self._engine.submit_with_turn(held.request_id, abort)
 
     def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+def _failure(request_id: str, error: Exception | None) -> tuple[str, str]:
+    """Code and message for what the engine has refused."""
+    if isinstance(error, SequenceFailed):
+        return error.code, str(error)
+    if isinstance(error, ValueError):
+        return "INVALID_ARGUMENT", str(error)
+    if isinstance(error, EngineDied):
+        return "UNAVAILABLE", str(error)
+    log.error("the engine failed for a sequence", request_id=request_id, exc_info=error)
+    return "INTERNAL", "internal error; the worker's log tells more"

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from services.decode.sequences import Sequences
+from services.decode.sequences import Reservation, Sequences
 from tandem import rpc
-from tandem.engine import SampledToken, SequenceOutput
+from tandem.engine import SampledToken
 from tandem.integrity import IntegrityReport
 from tandem.liveness import Vitals
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import worker_pb2
-from tandem.worker import Entry, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
+from tandem.worker import Entry, Event, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
 
 RECEIVER_CHECK_S = 0.5
 
@@ -40,11 +40,12 @@ class DecodeWorker:
             context.ports.engine,
             self._receiver,
             self._streams,
+            reserved=self._reserved,
             first_token=_first_token,
             new_id=context.ports.new_id,
             worker_id=context.worker_id,
         )
-        suspects = SuspectTurns(lambda: context.engine.num_suspects)
+        suspects = SuspectTurns(lambda: context.engine.num_suspects + self._sequences.num_entering_suspects())
         work = WorkService(self._streams, context.ports.new_id, self._begin, self._sequences.abort, suspects)
         self.servicers: Sequence[rpc.Servicer] = [work.servicer]
 
@@ -57,8 +58,8 @@ class DecodeWorker:
     def num_running(self) -> int:
         return len(self._sequences)
 
-    def on_outputs(self, outputs: list[SequenceOutput]) -> None:
-        self._sequences.on_outputs(outputs)
+    def on_events(self, events: Sequence[Event]) -> None:
+        self._sequences.on_events(events)
 
     def request_ids(self) -> set[str]:
         return self._sequences.request_ids()
@@ -83,24 +84,26 @@ class DecodeWorker:
     async def _begin(self, stream_id: str, entry: Entry) -> None:
         if not isinstance(entry, worker_pb2.Reservation):
             raise SequenceFailed("UNIMPLEMENTED", "prefills: this is a decode worker")
-        ticket = await self._reserve(stream_id, entry)
-        self._streams.reserved(stream_id, worker_pb2.Reserved(request_id=entry.sequence.request_id, ticket=ticket))
-
-    async def _reserve(self, stream_id: str, request: worker_pb2.Reservation) -> worker_pb2.LandingTicket | None:
-        sequence, timeout_s = conversion.request_of(request.sequence), request.sequence.timeout_ms / 1000
+        sequence, timeout_s = conversion.request_of(entry.sequence), entry.sequence.timeout_ms / 1000
         await self._context.ports.engine.prepare(sequence, timeout_s)
-        if request.local_prefill:
-            await self._sequences.add(sequence, stream_id, timeout_s)
-            return None
-        reserved = await self._sequences.reserve(sequence, stream_id, timeout_s, request.prefill_incarnation)
+        if entry.local_prefill:
+            self._sequences.add(sequence, stream_id, timeout_s)
+        else:
+            self._sequences.reserve(sequence, stream_id, timeout_s, entry.prefill_incarnation)
+
+    def _reserved(self, stream_id: str, request_id: str, reservation: Reservation | None) -> None:
+        ticket = self._ticket(reservation) if reservation else None
+        self._streams.reserved(stream_id, worker_pb2.Reserved(request_id=request_id, ticket=ticket))
+
+    def _ticket(self, reservation: Reservation) -> worker_pb2.LandingTicket:
         ticket = worker_pb2.LandingTicket(
-            transfer_id=reserved.transfer_id,
+            transfer_id=reservation.transfer_id,
             decode_worker=self._context.worker_id,
             decode_incarnation=self._context.incarnation,
             transfer_address=self.transfer_address,
             kv_layout_hash=self._endpoint.layout_hash,
-            num_cached_blocks=reserved.num_cached_tokens // self._context.settings.block_size,
-            num_prompt_blocks=reserved.num_prompt_blocks,
+            num_cached_blocks=reservation.num_cached_tokens // self._context.settings.block_size,
+            num_prompt_blocks=reservation.num_prompt_blocks,
         )
         conversion.sign(ticket, self._context.ports.secret)
         return ticket

@@ -11,16 +11,16 @@ Whatever ends it earlier aborts the push, which releases the landing, and takes 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from services.prefill.push import TracedPush
-from tandem.engine import Request, SequenceOutput
+from tandem.engine import Engine, Request, SequenceOutput
 from tandem.transfer import Endpoint, Link, TransferError
-from tandem.worker import EnginePort, SequenceFailed
+from tandem.worker import Added, Ended, EnginePort, Event, SequenceFailed
 
 tracer = trace.get_tracer("tandem.prefill")
 
@@ -92,11 +92,15 @@ class Sequences:
         """Return once a sequence whose `prefill` was cancelled holds nothing any more."""
         await self._engine.call(lambda engine: engine.abort(request_id))
 
-    def on_outputs(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            computed = self._computing.get(output.request_id)
-            if computed is not None and not computed.done():
-                computed.set_result(output)
+    def on_events(self, events: Sequence[Event]) -> None:
+        for event in events:
+            computed = self._computing.get(event.request_id)
+            if computed is None or computed.done():
+                continue
+            if isinstance(event, SequenceOutput):
+                computed.set_result(event)
+            elif isinstance(event, Ended) and event.error:
+                computed.set_exception(event.error)
 
     async def _prefill(self, request: Request, ticket: Ticket, timeout_s: float, span: Span) -> Prefilled:
         start = self._now()
@@ -133,15 +137,22 @@ class Sequences:
             raise SequenceFailed("ALREADY_EXISTS", f"request_id: {request_id!r} is being prefilled")
         computed: asyncio.Future[SequenceOutput] = asyncio.get_running_loop().create_future()
         self._computing[request_id] = computed
+
+        def add(engine: Engine) -> Sequence[Event]:
+            engine.add(request, sink=push, first_block=ticket.num_cached_blocks, prefill_only=True)
+            return [Added(request_id)]
+
+        def abort(engine: Engine) -> Sequence[Event]:
+            engine.abort(request_id)
+            return [Ended(request_id)]
+
         try:
-            await self._engine.call(
-                lambda engine: engine.add(request, sink=push, first_block=ticket.num_cached_blocks, prefill_only=True)
-            )
+            self._engine.submit_with_turn(request_id, add)
             output = await computed
         except ValueError as error:
             raise SequenceFailed("INVALID_ARGUMENT", str(error)) from None
         except BaseException:
-            self._engine.submit(lambda engine: engine.abort(request_id))
+            self._engine.submit_with_turn(request_id, abort)
             raise
         finally:
             del self._computing[request_id]

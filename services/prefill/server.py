@@ -12,13 +12,13 @@ from grpc import aio
 from services.prefill.links import LinkKeeper
 from services.prefill.sequences import Sequences, Ticket
 from tandem import rpc
-from tandem.engine import Engine, SequenceOutput
+from tandem.engine import Engine
 from tandem.integrity import IntegrityReport
 from tandem.liveness import Vitals
 from tandem.registry import ClusterView, Role
 from tandem.transfer import Endpoint, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from tandem.worker import Entry, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
+from tandem.worker import Entry, Event, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0
@@ -66,8 +66,8 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     def num_running(self) -> int:
         return len(self._sequences)
 
-    def on_outputs(self, outputs: list[SequenceOutput]) -> None:
-        self._sequences.on_outputs(outputs)
+    def on_events(self, events: Sequence[Event]) -> None:
+        self._sequences.on_events(events)
 
     def request_ids(self) -> set[str]:
         return self._sequences.request_ids()

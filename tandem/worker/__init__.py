@@ -3,7 +3,7 @@
 from tandem.worker.build import Ports, Server, Worker, WorkerContext, WorkerService
 from tandem.worker.crash import open_crash_page
 from tandem.worker.engine_inline import InlineEngine
-from tandem.worker.engine_port import EngineDied, EnginePort, EngineStuck
+from tandem.worker.engine_port import Added, Ended, EngineDied, EnginePort, EngineStuck, Event
 from tandem.worker.engine_thread import EngineThread
 from tandem.worker.errors import SequenceFailed
 from tandem.worker.process import process_ports, run_to_its_end, run_worker
@@ -13,11 +13,14 @@ from tandem.worker.suspects import SuspectTurns
 from tandem.worker.work import Entry, WorkService
 
 __all__ = [
+    "Added",
+    "Ended",
     "EngineDied",
     "EnginePort",
     "EngineStuck",
     "EngineThread",
     "Entry",
+    "Event",
     "InlineEngine",
     "Ports",
     "SequenceFailed",

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from tandem import rpc
-from tandem.engine import Engine, SequenceOutput
+from tandem.engine import Engine
 from tandem.integrity import IntegrityReport
 from tandem.integrity_service import IntegrityService
 from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
@@ -28,7 +28,7 @@ from tandem.starvation import Starvation, no_pressure
 from tandem.transfer import Driver, Network
 from tandem.worker.adapters import AdapterService
 from tandem.worker.block_publisher import BlockPublisher
-from tandem.worker.engine_port import EnginePort, EngineStuck
+from tandem.worker.engine_port import EnginePort, EngineStuck, Event
 from tandem.worker.integrity import check_worker
 from tandem.worker.lease import Lease
 from tandem.worker.settings import WorkerSettings
@@ -91,7 +91,8 @@ class WorkerService(Protocol):
     servicers: Sequence[rpc.Servicer]
     transfer_address: str
 
-    def on_outputs(self, outputs: list[SequenceOutput]) -> None: ...
+    def on_events(self, events: Sequence[Event]) -> None:
+        """What the engine did, in order."""
 
     def linked(self) -> tuple[str, ...]:
         """Incarnations of the peers that this worker has moved a block to."""
@@ -196,7 +197,7 @@ class Worker:
             registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again,
             starvation=self._starvation.now,
         )  # fmt: skip
-        self._ports.engine.start(self._service.on_outputs, self._fail)
+        self._ports.engine.start(self._service.on_events, self._fail)
         life = (
             self._lease.hold(), self._announce(server), self._publish(publisher), self._watch_engine(),
             self._starvation.run(), *self._service.tasks(),

@@ -1,6 +1,7 @@
 """An engine that steps on the event loop: a simulation's, where a step takes simulated time and no thread runs.
 
-A step is computed at its beginning; its outputs come, and what was submitted meanwhile runs, when its time is over.
+A step is computed at its beginning; its outputs come, and then what was submitted meanwhile runs, when its time is
+over.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tandem.engine import Engine, EngineConfig, SequenceOutput
-from tandem.worker.engine_port import EnginePort, OnDeath, OnOutputs, Submission
+from tandem.worker.engine_port import Command, EnginePort, Event, OnDeath, OnEvents
 
 T = TypeVar("T")
 LEAST_STEP_S = 0.002
@@ -24,7 +24,7 @@ class InlineEngine(EnginePort):
     def __init__(self, config: EngineConfig) -> None:
         self._slept_s = 0.0
         super().__init__(Engine(config, sleep=self._sleep, now=lambda: self._slept_s))
-        self._inbox: deque[Submission[Any]] = deque()
+        self._inbox: deque[Command] = deque()
         self._next: asyncio.Handle | None = None
         self._closed = False
         self._stepping_since: float | None = None
@@ -33,20 +33,10 @@ class InlineEngine(EnginePort):
     def busy_s(self) -> float:
         return 0.0 if self._stepping_since is None else self._loop.time() - self._stepping_since
 
-    def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+    def start(self, on_events: OnEvents, on_death: OnDeath) -> None:
         self._loop = asyncio.get_running_loop()
-        self._on_outputs, self._on_death = on_outputs, on_death
+        self._on_events, self._on_death = on_events, on_death
         self._next = self._loop.call_soon(self._turn)
-
-    def submit(self, fn: Callable[[Engine], T]) -> Future[T]:
-        submission = Submission(fn)
-        if self._closed:
-            submission.refuse()
-            return submission.future
-        self._inbox.append(submission)
-        if self._next is None:
-            self._next = self._loop.call_soon(self._turn)
-        return submission.future
 
     def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
         return None if self._closed else self._beside(fn)
@@ -55,13 +45,29 @@ class InlineEngine(EnginePort):
         self._closed = True
         if self._next is not None:
             self._next.cancel()
-        while self._inbox:
-            self._inbox.popleft().refuse()
+        self._refuse_inbox()
+
+    def _put(self, commands: list[Command]) -> None:
+        self._inbox += commands
+        if self._closed:
+            self._refuse_inbox()
+        elif self._next is None:
+            self._next = self._loop.call_soon(self._turn)
+
+    def _refuse_inbox(self) -> None:
+        refused, self._inbox = self._inbox, deque()
+        self._tell_soon([event for command in refused for event in command.refuse()])
+
+    def _tell_soon(self, events: list[Event]) -> None:
+        if events:
+            self._loop.call_soon(self._on_events, events)
 
     def _turn(self) -> None:
         self._next = None
+        events: list[Event] = []
         while self._inbox:
-            self._inbox.popleft().run(self.engine)
+            events += self._inbox.popleft().run(self.engine)
+        self._tell_soon(events)
         if self._closed or not self.engine.has_work():
             self._measure(0.0)
             return
@@ -80,7 +86,7 @@ class InlineEngine(EnginePort):
         self._stepping_since = None
         self._measure(seconds)
         if outputs:
-            self._on_outputs(outputs)
+            self._on_events(outputs)
         if not self._closed:
             self._turn()
 

@@ -1,19 +1,22 @@
-"""What coroutine code knows of an engine: it submits functions, and is called with outputs and with the engine's death.
+"""What coroutine code knows of an engine: it submits functions, and gets events, each sequence's in order.
 
-submit(fn) --between two steps--> fn(engine) --> future
-beside_step(fn) --at once, also while a step computes--> its outcome
-call(fn), call(fn), … ── what a turn of the loop brings ──> one submit ──> their results, in one callback
-engine.step() --> outputs --> on_outputs, on the event loop
+submit(fn) --between two steps--> fn(engine) --> events ─┐
+engine.step() ──────────────────> SequenceOutputs ───────┴──> on_events, on the event loop
           └─> tokens and seconds of the step --> rates
+beside_step(fn) --at once, also while a step computes--> its outcome
+call(fn) --between two steps--> its result, awaited: for what is of no sequence
+
+All that a sequence's owner hears comes by this one queue: no token overtakes the news that its sequence was added.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from tandem.adapters import AdapterRef
 from tandem.engine import AdapterStore, AdapterStoreFull, Engine, Request, SequenceOutput
@@ -22,10 +25,6 @@ from tandem.worker.errors import SequenceFailed
 from tandem.worker.rates import Rates
 
 T = TypeVar("T")
-OnOutputs = Callable[[list[SequenceOutput]], None]
-OnDeath = Callable[[BaseException], None]
-# What a function returned, or raised.
-Outcome: TypeAlias = tuple[Any, BaseException | None]
 
 
 class EngineDied(RuntimeError):
@@ -36,6 +35,37 @@ class EngineStuck(RuntimeError):
     """The engine does not come to the end of a step."""
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A sequence is in the engine. `block_ids` of a reservation: where its prompt is to lie, in order."""
+
+    request_id: str
+    num_cached_tokens: int = 0
+    block_ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A sequence was aborted; or what was submitted for it raised `error`, and it is in the engine as it was before."""
+
+    request_id: str
+    error: Exception | None = None
+
+
+# A SequenceOutput that is `finished` is the end of its sequence, too.
+Event: TypeAlias = Added | SequenceOutput | Ended
+OnEvents = Callable[[Sequence[Event]], None]
+OnDeath = Callable[[BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A function on its way to the engine. One of the two is called, and returns the events that come of it."""
+
+    run: Callable[[Engine], Sequence[Event]]
+    refuse: Callable[[], Sequence[Event]]
+
+
 class EnginePort(ABC):
     """An engine and what steps it. Only what never changes is read from `engine` directly: its layout, its cache."""
 
@@ -43,16 +73,12 @@ class EnginePort(ABC):
         self.engine = engine
         self.stats = self._measured = engine.stats()
         self.rates = Rates()
-        self._calls: list[Call] = []
+        self._of_this_turn: list[Command] = []
         self._reading = WorkThreads("adapters", 1)  # they are read one after the other
 
     @abstractmethod
-    def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+    def start(self, on_events: OnEvents, on_death: OnDeath) -> None:
         """Step from now on. Both are called on the loop that this is called on."""
-
-    @abstractmethod
-    def submit(self, fn: Callable[[Engine], T]) -> Future[T]:
-        """Have `fn` run before the engine's next step; from any thread. EngineDied if that does not come."""
 
     @abstractmethod
     def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
@@ -68,6 +94,47 @@ class EnginePort(ABC):
     @abstractmethod
     def close(self) -> None:
         """No more steps."""
+
+    @abstractmethod
+    def _put(self, commands: list[Command]) -> None:
+        """Have them run before the next step, or refused; from any thread."""
+
+    def submit(self, request_id: str, fn: Callable[[Engine], Sequence[Event]]) -> None:
+        """Have `fn` run before the engine's next step; from any thread. Its events come to `on_events`; or Ended, with
+        what it raised, or EngineDied."""
+        self._put([_command(request_id, fn)])
+
+    def submit_with_turn(self, request_id: str, fn: Callable[[Engine], Sequence[Event]]) -> None:
+        """`submit`, from the event loop: all that one turn of the loop brings runs between the same two steps. Each in
+        a step of its own would make a burst wait for as many steps as it has requests."""
+        if not self._of_this_turn:
+            asyncio.get_running_loop().call_soon(self._put_turn)
+        self._of_this_turn.append(_command(request_id, fn))
+
+    async def call(self, fn: Callable[[Engine], T]) -> T:
+        """What `fn` returns, run before the engine's next step. What it raises is raised here. Not run if the caller is
+        cancelled before its turn.
+
+        Raises:
+            EngineDied
+        """
+        answer: Future[T] = Future()
+
+        def run(engine: Engine) -> Sequence[Event]:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(fn(engine))
+                except Exception as error:
+                    answer.set_exception(error)
+            return ()
+
+        def refuse() -> Sequence[Event]:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(EngineDied("the engine has ended"))
+            return ()
+
+        self._put([Command(run, refuse)])
+        return await asyncio.wrap_future(answer)
 
     async def prepare(self, request: Request, timeout_s: float) -> None:
         """Compile the request's grammar and read its adapter, where they are not known yet, beside the engine's steps.
@@ -116,26 +183,9 @@ class EnginePort(ABC):
             raise ValueError("lora_dir: the workers take no adapters: start them with --lora-dir")
         return self.engine.adapters
 
-    async def call(self, fn: Callable[[Engine], T]) -> T:
-        """`submit`, awaited. What `fn` raises is raised here. Not run if the caller is cancelled before its turn."""
-        loop = asyncio.get_running_loop()
-        call = Call(fn, loop.create_future())
-        if not self._calls:
-            loop.call_soon(self._submit_calls, loop)
-        self._calls.append(call)
-        result: T = await call.result
-        return result
-
-    def _submit_calls(self, loop: asyncio.AbstractEventLoop) -> None:
-        calls, self._calls = self._calls, []
-
-        def ran(done: Future[list[Outcome]]) -> None:
-            error = done.exception()
-            outcomes: list[Outcome] = [(None, error)] * len(calls) if error else done.result()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, calls, outcomes)
-
-        self.submit(lambda engine: [call.run(engine) for call in calls]).add_done_callback(ran)
+    def _put_turn(self) -> None:
+        commands, self._of_this_turn = self._of_this_turn, []
+        self._put(commands)
 
     def _beside(self, fn: Callable[[Engine], T]) -> T:
         result = fn(self.engine)
@@ -153,46 +203,11 @@ class EnginePort(ABC):
         return self.stats != before
 
 
-class Call(NamedTuple):
-    """Of a function on the engine, by a coroutine."""
-
-    fn: Callable[[Engine], Any]
-    result: asyncio.Future[Any]
-
-    def run(self, engine: Engine) -> Outcome:
-        if self.result.cancelled():
-            return None, None
+def _command(request_id: str, fn: Callable[[Engine], Sequence[Event]]) -> Command:
+    def run(engine: Engine) -> Sequence[Event]:
         try:
-            return self.fn(engine), None
+            return fn(engine)
         except Exception as error:
-            return None, error
+            return [Ended(request_id, error)]
 
-
-def _settle(calls: list[Call], outcomes: list[Outcome]) -> None:
-    for call, (value, error) in zip(calls, outcomes, strict=True):
-        if call.result.done():
-            continue
-        if error is not None:
-            call.result.set_exception(error)
-        else:
-            call.result.set_result(value)
-
-
-class Submission(Generic[T]):
-    """A function on its way to the engine."""
-
-    def __init__(self, fn: Callable[[Engine], T]) -> None:
-        self.future: Future[T] = Future()
-        self._fn = fn
-
-    def run(self, engine: Engine) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(self._fn(engine))
-        except BaseException as error:
-            self.future.set_exception(error)
-
-    def refuse(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(EngineDied("the engine has ended"))
+    return Command(run, lambda: [Ended(request_id, EngineDied("the engine has ended"))])

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 
 from tandem.engine import Engine
-from tandem.worker.engine_port import EnginePort, OnDeath, OnOutputs, Submission
+from tandem.worker.engine_port import Command, EnginePort, Event, OnDeath, OnEvents
 
 T = TypeVar("T")
 IDLE_WAIT_S = 0.2
@@ -35,23 +34,16 @@ class EngineThread(EnginePort):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._inbox: SimpleQueue[Submission[Any] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[list[Command] | None] = SimpleQueue()
         self._busy_since: float | None = None
         self._held = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+    def start(self, on_events: OnEvents, on_death: OnDeath) -> None:
         self._loop = asyncio.get_running_loop()
-        self._on_outputs, self._on_death = on_outputs, on_death
+        self._on_events, self._on_death = on_events, on_death
         self._thread.start()
-
-    def submit(self, fn: Callable[[Engine], T]) -> Future[T]:
-        submission = Submission(fn)
-        self._inbox.put(submission)
-        if self._ended.is_set():
-            self._refuse_inbox()
-        return submission.future
 
     def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
         if self._ended.is_set() or not self._held.acquire(timeout=BESIDE_WAIT_S):
@@ -72,6 +64,11 @@ class EngineThread(EnginePort):
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
 
+    def _put(self, commands: list[Command]) -> None:
+        self._inbox.put(commands)
+        if self._ended.is_set():
+            self._refuse_inbox()
+
     def _run(self) -> None:
         try:
             stalled = False
@@ -88,31 +85,36 @@ class EngineThread(EnginePort):
 
     def _serve_inbox(self, stalled: bool) -> None:
         """Everything in the inbox; waits for the first where the engine has nothing it could do."""
-        try:
+        events: list[Event] = []
+        with suppress(Empty):
             if not self.engine.has_work():
-                self._serve(self._inbox.get(timeout=IDLE_WAIT_S))
+                events += self._serve(self._inbox.get(timeout=IDLE_WAIT_S))
             elif stalled:
-                self._serve(self._inbox.get(timeout=STALLED_WAIT_S))
+                events += self._serve(self._inbox.get(timeout=STALLED_WAIT_S))
             while True:
-                self._serve(self._inbox.get_nowait())
-        except Empty:
-            return
+                events += self._serve(self._inbox.get_nowait())
+        self._tell(events)
 
-    def _serve(self, submission: Submission[Any] | None) -> None:
-        if submission is not None:
+    def _serve(self, commands: list[Command] | None) -> Iterator[Event]:
+        for command in commands or ():
             self._busy_since = time.monotonic()
             with self._held:
-                submission.run(self.engine)
+                events = command.run(self.engine)
             self._busy_since = None
+            yield from events
 
     def _refuse_inbox(self) -> None:
-        try:
+        events: list[Event] = []
+        with suppress(Empty):
             while True:
-                submission = self._inbox.get_nowait()
-                if submission is not None:
-                    submission.refuse()
-        except Empty:
-            return
+                for command in self._inbox.get_nowait() or ():
+                    events += command.refuse()
+        self._tell(events)
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        if events:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._on_events, events)
 
     def _step(self) -> bool:
         """Whether it brought anything on."""
@@ -120,8 +122,8 @@ class EngineThread(EnginePort):
         with self._held:
             outputs = self.engine.step(self._released()) if self.engine.has_work() else []
         self._busy_since = None
-        if outputs and not self._ended.is_set():
-            self._loop.call_soon_threadsafe(self._on_outputs, outputs)
+        if not self._ended.is_set():
+            self._tell(outputs)
         with self._held:
             return self._measure(time.monotonic() - started) or bool(outputs)
 

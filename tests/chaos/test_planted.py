@@ -72,8 +72,10 @@ async def _nothing(*_: Any, **__: Any) -> None: ...
 
 @planted("transfers expected|KV is damaged", 60)
 def skip_the_fence(patch: Patch) -> None:
-    fence = DecodeSequences._fence_and_abort
-    patch.setattr(DecodeSequences, "_fence_and_abort", lambda self, request_id, _: fence(self, request_id, ""))
+    async def no_fence(self: DecodeSequences, held: Any) -> None:
+        self._leave_engine(held)
+
+    patch.setattr(DecodeSequences, "_fence", no_fence)
 
 
 @planted("KV is damaged", 40, "kv-drop")
@@ -170,7 +172,12 @@ def ignore_the_incarnation(patch: Patch) -> None:
 @planted("DEADLINE_EXCEEDED", 5)
 def lose_the_end_of_an_answer(patch: Patch) -> None:
     send = Streams.send
-    patch.setattr(Streams, "send", lambda self, stream, output: None if output.finished else send(self, stream, output))
+
+    def without(self: Streams, stream_id: str, output: Any, *target: float) -> None:
+        if not output.finished:
+            send(self, stream_id, output, *target)
+
+    patch.setattr(Streams, "send", without)
 
 
 @planted("I2", 20, "kill", "reset")

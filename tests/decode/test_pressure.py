@@ -13,7 +13,7 @@ import torch
 
 from services.decode.block_queue import BlockQueue
 from tandem.engine import Engine, EngineConfig, Request, SampledToken, SamplingParams, SequenceOutput, StepTime
-from tandem.worker import InlineEngine
+from tandem.worker import Added, Ended, Event, InlineEngine
 from tests.simulation.world import World
 
 BLOCK, BLOCK_BYTES, BLOCKS = 4, 4 * 32, 6  # of the null engine
@@ -32,15 +32,24 @@ class Pressure:
         self.admission = BlockQueue(self.port)
         self.got: dict[str, list[int]] = {}
         self.ended: dict[str, asyncio.Future[None]] = {}
-        self.port.start(self._on_outputs, self._died)
+        self.answers: dict[str, asyncio.Future[Added | Ended]] = {}
+        self.port.start(self._on_events, self._died)
 
-    def _on_outputs(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            assert output.error is None
-            self.got[output.request_id] += [token.token_id for token in output.tokens]
-            if output.finished:
-                self.ended[output.request_id].set_result(None)
+    def _on_events(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if not isinstance(event, SequenceOutput):
+                self.admission.leave(event.request_id)
+                self.answers[event.request_id].set_result(event)
+                continue
+            assert event.error is None
+            self.got[event.request_id] += [token.token_id for token in event.tokens]
+            if event.finished:
+                self.ended[event.request_id].set_result(None)
         self.admission.look_again()
+
+    async def _reserve(self, request: Request) -> Added | Ended:
+        answer = self.answers[request.request_id] = asyncio.get_running_loop().create_future()
+        return self.admission.enter(request) or await answer
 
     def _died(self, error: BaseException) -> None:
         raise error
@@ -53,16 +62,16 @@ class Pressure:
         if self.random.random() < 0.3 and length <= MAX_TOKENS:
             await self.port.call(lambda engine: engine.add(request))
         else:
-            try:
-                cached, blocks = await self.admission.reserve(request)
-            except ValueError:
+            added = await self._reserve(request)
+            if isinstance(added, Ended):
+                assert isinstance(added.error, ValueError)
                 assert asyncio.get_running_loop().time() - asked <= LONGEST_STEP_S
                 return "refused"
             await asyncio.sleep(self.random.random() * 0.1)
             if self.random.random() < 0.2:
                 await self._abort(name)
                 return "aborted"
-            first = self._land(request, cached, blocks)
+            first = self._land(request, added.num_cached_tokens, list(added.block_ids or ()))
             self.got[name].append(first.token_id)
             await self.port.call(lambda engine: engine.join(name, first))
         if self.random.random() < 0.1:

@@ -80,7 +80,7 @@ async def prefill(demo_model: Path) -> AsyncIterator[Prefill]:
 
     sequences = Sequences(engine, link_to, payload=payload, now=loop.time, worker_id="prefill-0")
     made = Prefill(engine, sequences, receiver)
-    engine.start(sequences.on_outputs, lambda error: None)
+    engine.start(sequences.on_events, lambda error: None)
     yield made
     sender.close()
     receiver.close()

@@ -92,7 +92,7 @@ async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) ->
 
     async def stick(worker: Worker) -> None:
         request = Request("stuck", [1, 2, 3], SamplingParams(max_tokens=4))
-        await asyncio.wrap_future(worker.context.ports.engine.submit(lambda engine: engine.add(request)))
+        await worker.context.ports.engine.call(lambda engine: engine.add(request))
 
     with pytest.raises(EngineStuck, match="max_step_s"):
         await lease_released(demo_model, stick, **slow)
@@ -174,6 +174,6 @@ async def test_a_sequence_that_no_request_accounts_for_is_named(demo_model: Path
                 await asyncio.sleep(0.01)
             assert await findings() == [(True, "0 blocks, 0 kv_links, 0 sequences, 0 transfers")]
             request, engine = Request("lost", [1] * 20, SamplingParams(max_tokens=4)), worker.context.ports.engine
-            await asyncio.wrap_future(engine.submit(lambda engine: engine.reserve(request)))
+            await engine.call(lambda engine: engine.reserve(request))
             held = "2 blocks, 0 kv_links, 1 sequences, 0 transfers"
             assert await findings() == [(False, f"{held}; lost: in the engine, but no request's")]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, SequenceOutput, StepTime
-from tandem.worker import EngineDied, EnginePort, EngineThread, InlineEngine
+from tandem.worker import Added, Ended, EngineDied, EnginePort, EngineThread, Event, InlineEngine
 
 STEPS = StepTime(prefill_tokens_per_s=8000, decode_step_s=0.01, decode_sequence_s=0)
 
@@ -28,13 +28,14 @@ async def answer(port: EnginePort) -> tuple[list[int], float]:
     """The tokens, and the loop's seconds that they took."""
     ended, tokens = asyncio.Event(), list[int]()
 
-    def on_outputs(outputs: list[SequenceOutput]) -> None:
+    def on_events(events: Sequence[Event]) -> None:
+        outputs = [event for event in events if isinstance(event, SequenceOutput)]
         tokens.extend(token.token_id for output in outputs for token in output.tokens)
         if any(output.finished for output in outputs):
             ended.set()
 
     loop = asyncio.get_running_loop()
-    port.start(on_outputs, lambda error: None)
+    port.start(on_events, lambda error: None)
     start = loop.time()
     await port.call(lambda engine: engine.add(sequence()))
     async with asyncio.timeout(60):
@@ -70,28 +71,40 @@ async def test_a_death_is_reported_once(demo_model: Path) -> None:
         await port.call(lambda engine: None)
 
 
-async def test_calls_of_one_turn_reach_the_engine_together(demo_model: Path) -> None:
-    port, at = InlineEngine(config(demo_model, STEPS)), list[float]()
-    submitted = list[object]()
+async def test_what_one_turn_submits_runs_together_and_its_events_come_in_order(demo_model: Path) -> None:
+    port, heard = InlineEngine(config(demo_model, STEPS)), list[Event]()
+    port.start(heard.extend, lambda error: None)
+    in_step, step = list[int](), port.engine.step
 
-    def counted(fn: Callable[[Engine], Any]) -> Future[Any]:
-        submitted.append(fn)
-        return InlineEngine.submit(port, fn)
+    def noted(*computing: AbstractContextManager[None]) -> list[SequenceOutput]:
+        in_step.append(len(port.engine.request_ids()))
+        return step(*computing)
 
-    port.submit = counted  # type: ignore[method-assign, assignment]
-    port.start(lambda outputs: None, lambda error: None)
-    loop = asyncio.get_running_loop()
+    port.engine.step = noted  # type: ignore[method-assign]
 
-    def fails(engine: Engine) -> None:
-        raise ValueError("wrong")
+    def add(request: Request) -> Callable[[Engine], Sequence[Event]]:
+        def run(engine: Engine) -> Sequence[Event]:
+            engine.add(request)
+            return [Added(request.request_id)]
 
-    calls = [asyncio.ensure_future(port.call(fn)) for fn in (lambda _: at.append(loop.time()), fails, lambda _: 3)]
-    left = asyncio.ensure_future(port.call(lambda _: at.append(0.0)))
-    await asyncio.sleep(0)
-    left.cancel()
-    assert [str(value) for value in await asyncio.gather(*calls, return_exceptions=True)] == ["None", "wrong", "3"]
-    assert len(submitted) == len(at) == 1
+        return run
+
+    for name in ("a", "a", "b"):
+        port.submit_with_turn(name, add(replace(sequence(), request_id=name)))
+    async with asyncio.timeout(60):
+        while sum(isinstance(event, SequenceOutput) and event.finished for event in heard) < 2:
+            await asyncio.sleep(0.001)
+    added, refused, also_added, *outputs = heard
+    assert (added, also_added) == (Added("a"), Added("b"))
+    assert isinstance(refused, Ended)
+    assert "in the engine already" in str(refused.error)
+    assert {type(output) for output in outputs} == {SequenceOutput}
+    assert in_step[0] == 2
     port.close()
+    port.submit("c", add(sequence()))
+    await asyncio.sleep(0)
+    assert isinstance(heard[-1], Ended)
+    assert isinstance(heard[-1].error, EngineDied)
 
 
 async def test_what_is_done_beside_a_step_does_not_hide_it_from_the_rates(demo_model: Path) -> None:

@@ -18,12 +18,9 @@ from tandem.engine.scheduler import Scheduler
 from tandem.engine.swap import SwapSpace
 
 
-def _goes_on_waiting(queue: BlockQueue, tried: Any) -> bool:
-    """Somebody whom the pool has no room for by now."""
-    if tried.cancelled() or tried.exception() is not None:
-        return False
-    ended = {id(waiting) for waiting, _ in tried.result()}
-    return any(waiting.may_fit and id(waiting) not in ended for waiting in queue._line)
+def _goes_on_waiting(queue: BlockQueue, _: object) -> bool:
+    """Somebody whom the pool had no room for."""
+    return any(waiting.may_fit and not waiting.answered for waiting in queue._line)
 
 
 def _always(*_: object) -> bool:
@@ -33,10 +30,10 @@ def _always(*_: object) -> bool:
 # What is waited for: the method whose call shows it, and whether this call does.
 WAITS: dict[str, tuple[type, str, Callable[..., bool]]] = {
     "a turn": (Admission, "_until", _always),
-    "blocks": (BlockQueue, "_tried", _goes_on_waiting),
+    "blocks": (BlockQueue, "_reserve_in_order", _goes_on_waiting),
     "a link": (LinkKeeper, "_opening_link", _always),
     "a stream": (WorkerStream, "wait_open", lambda stream, _: not stream.open.is_set()),
-    "a fence": (DecodeSequences, "_fence_and_abort", lambda _, request_id, transfer_id: bool(transfer_id)),
+    "a fence": (DecodeSequences, "_fence", _always),
     "another worker": (Migration, "lost", _always),
     "any worker": (Migration, "pause", lambda migration, _: migration.first_loss is not None),
     "a preempted one's seat": (Scheduler, "_preempt", _always),
