@@ -42,6 +42,7 @@ LANES = 2
 MAX_WAITING = 256
 WAIT_S = 10.0
 RESTART_S = 0.5
+PIECE = 2**18
 BUFFER_BYTES = 2**20
 # Beside a call's own bound, which its fork keeps: for the helper that does not.
 GRACE_S = 10.0
@@ -181,8 +182,9 @@ class Sandbox:
 
 async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: bytes) -> Any:
     """What the call returned, or the exception that it is to raise."""
-    writer.write(call)
-    await writer.drain()
+    for begin in range(0, len(call), PIECE):  # the loop has other work than to copy a long call at once
+        writer.write(call[begin : begin + PIECE])
+        await writer.drain()
     (size,) = REPLY.unpack(await reader.readexactly(REPLY.size))
     kind, value = pickle.loads(await reader.readexactly(size))
     if kind == DIED:

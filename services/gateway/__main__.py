@@ -16,6 +16,7 @@ from secrets import token_hex
 
 import uvloop
 
+from services.gateway import bodies
 from services.gateway.access import Access
 from services.gateway.http import HttpServer
 from services.gateway.model import ServedModel
@@ -26,6 +27,7 @@ from tandem import rpc, telemetry
 from tandem.loop_watch import ends_where_it_stands_still
 from tandem.registry import Registry
 from tandem.same_host import dead_here
+from tandem.sandbox import Sandbox
 from tandem.settings import load
 from tandem.starvation import CpuPressure
 
@@ -99,6 +101,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         hostname=socket.gethostname(),
         pressure=CpuPressure(),
         dead_here=dead_here,
+        sandbox=Sandbox(bodies.MODULES),
         access=Access(settings.api_keys, settings.share_prefixes),
     )
     return Gateway(settings, model, ports, make_router)

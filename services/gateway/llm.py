@@ -12,6 +12,8 @@ from opentelemetry.trace import Tracer
 
 from services.gateway.access import ANYONE, Access, Allowances, Client, check_tier
 from services.gateway.adapters import ServedAdapters
+from services.gateway.admission import TextTurns
+from services.gateway.bodies import CheckedIds, Incoming, LargeBodies, PromptBounds, Reduce, is_large, rendered
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_prompt
@@ -19,7 +21,7 @@ from services.gateway.intake import Intake
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
-from services.gateway.text import TemplateOptions, TemplateRefused
+from services.gateway.text import TemplateOptions, TooManyTokens
 from services.gateway.workers import WorkerPool
 from tandem.registry import ClusterView, Role, Worker
 
@@ -42,6 +44,8 @@ class LLM:
     seeds: random.Random
     deadlines: Deadlines
     intake: Intake
+    bodies: LargeBodies
+    text_turns: TextTurns
     running: set[Answer] = field(default_factory=set)
     accepted: int = 0
     leaving: bool = False  # balancers should send nothing more; what comes is served
@@ -97,40 +101,57 @@ class LLM:
         Raises:
             InvalidRequest: it is longer than any text of so many tokens as the model takes.
         """
-        self._check_characters(len(text), param)
-        return await self.model.tokenizer.encode(text, add_special_tokens)
+        self.bounds.check_characters(len(text), param)
+        try:
+            return await self.model.tokenizer.encode(text, add_special_tokens)
+        except TooManyTokens as error:
+            raise InvalidRequest(f"{param}: {error}", param, "context_length_exceeded") from None
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> list[int]:
-        """
+    async def encode_each(self, prompts: Sequence[str | Sequence[int]], param: str) -> list[Sequence[int]]:
+        """Texts as token ids; many short ones together take as long as one that is long.
+
         Raises:
-            InvalidRequest: as `render_chat`.
+            InvalidRequest: as `encode`.
         """
-        return await self.model.tokenizer.encode(self.render_chat(messages, options), add_special_tokens=False)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self.bounds.check_characters(len(text), param)
+        try:
+            made = iter(await self.model.tokenizer.encode_each(texts))
+        except TooManyTokens as error:
+            raise InvalidRequest(f"{param}: {error}", param, "context_length_exceeded") from None
+        return [next(made) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         """
         Raises:
-            InvalidRequest: the model has no chat template, its template refuses these messages, or they are too long.
+            InvalidRequest: as `rendered`.
         """
-        if options.continue_final_message and options.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
-            )
-        self._check_characters(sum(len(message["content"]) for message in messages), "messages")
-        if self.model.chat_template is None:
-            raise InvalidRequest(f"model {self.model.name!r} has no chat template", "messages")
-        try:
-            return self.model.chat_template.render(messages, options)
-        except TemplateRefused as error:
-            raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
+        return rendered(messages, options, self.model.chat_template, self.bounds)
 
-    def check_choices(self, prompts: int, n: int) -> None:
-        """
+    @property
+    def bounds(self) -> PromptBounds:
+        longest, tokenizer = self.max_model_len, self.model.tokenizer
+        return PromptBounds(self.settings.max_choices, longest, longest * tokenizer.longest_token, tokenizer.vocab_size)
+
+    async def incoming(self, reduce: Reduce, body: bytes, caller: str) -> Incoming:
+        """A large body comes as `reduced`, another as it is.
+
         Raises:
-            InvalidRequest: more answers in one request than the gateway allows.
+            GatewayError
         """
-        if prompts * n > self.settings.max_choices:
-            raise InvalidRequest(f"n: at most {self.settings.max_choices} choices, got {prompts * n}", "n")
+        return await self.reduced(reduce, body, caller) if is_large(body) else Incoming(body)
+
+    async def reduced(self, reduce: Reduce, body: bytes, caller: str) -> Incoming:
+        """What the helper process has made of a large body.
+
+        Args:
+            caller: callers take turns there.
+
+        Raises:
+            GatewayError
+        """
+        return await self.bodies.read(reduce, body, self.bounds, self.model.chat_template, caller=caller)
 
     def answer(self, request: Generation, param: str) -> Answer:
         """Nothing is sent to a worker before the answer's deltas are asked for.
@@ -149,7 +170,8 @@ class LLM:
         for prompt in request.prompts:
             check_length(prompt, request.given.get("max_tokens"), longest, param)
             check_tier(request.client.tier, len(prompt), request.given.get("max_tokens"), param)
-            check_prompt(prompt, self.model.tokenizer.vocab_size, param)
+            if not isinstance(prompt, CheckedIds):
+                check_prompt(prompt, self.model.tokenizer.vocab_size, param)
         seed = request.given.get("seed")
         return Answer(
             request, self.pipeline, self.allowances, self.metrics, self.spans,
@@ -185,12 +207,3 @@ class LLM:
             "kv_tokens": sum(worker.info.num_blocks * worker.info.block_size for worker in decodes),
             "registry_reached": not self.view.stale,
         }
-
-    def _check_characters(self, length: int, param: str) -> None:
-        """Before it is tokenized: that takes a second for each half a million characters."""
-        most = self.max_model_len * self.model.tokenizer.longest_token
-        if length > most:
-            raise InvalidRequest(
-                f"this model's maximum context length is {self.max_model_len} tokens, at most {most} characters, "
-                f"but {param} has {length}", param, "context_length_exceeded",
-            )  # fmt: skip

@@ -6,17 +6,21 @@ Trailers say which path the request took, as the headers of HTTP do; so does the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from opentelemetry import context as otel_context
 
+from services.gateway import large_messages
+from services.gateway.bodies import CheckedIds
 from services.gateway.deadlines import STALLED_S
-from services.gateway.errors import GatewayError, InvalidRequest
+from services.gateway.errors import GatewayError, InvalidRequest, TimedOut
 from services.gateway.generation import TOO_MANY, Answer, Generation, check_salt, held_to, read_sampling, truncated
+from services.gateway.large_messages import has_many_parts, unless_large
 from services.gateway.llm import LLM
 from services.gateway.llm_messages import (
     choice_of,
@@ -41,15 +45,17 @@ PRIORITIES = {
     llm_pb2.PRIORITY_INTERACTIVE: PriorityClass.INTERACTIVE,
     llm_pb2.PRIORITY_BATCH: PriorityClass.BATCH,
 }
+NAME = "tandem.v1.LLMService"
 Context = aio.ServicerContext[Any, Any]
 
 
 class LLMService(llm_pb2_grpc.LLMServiceServicer):
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self.servicer = rpc.Servicer("tandem.v1.LLMService", self, llm_pb2_grpc.add_LLMServiceServicer_to_server)
+        self.servicer = rpc.Servicer(NAME, self, _add)
 
-    async def Generate(self, request: llm_pb2.GenerateRequest, context: Context) -> AsyncIterator[Any]:
+    async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        """`request`: a GenerateRequest; one that is large comes as bytes."""
         answer = await self._answer(request, context)
         call = asyncio.current_task()
         assert call is not None
@@ -62,10 +68,9 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         finally:
             stalled.cancel()
 
-    async def GenerateUnary(
-        self, request: llm_pb2.GenerateUnaryRequest, context: Context
-    ) -> llm_pb2.GenerateUnaryResponse:
-        answer = await self._answer(request.generate, context)
+    async def GenerateUnary(self, request: Any, context: Context) -> llm_pb2.GenerateUnaryResponse:
+        """`request`: a GenerateUnaryRequest; one that is large comes as bytes."""
+        answer = await self._answer(request if isinstance(request, bytes) else request.generate, context, within=True)
         choices = [llm_pb2.Choice(index=i) for i in range(answer.request.n)]
         texts: list[list[str]] = [[] for _ in choices]
         thoughts: list[list[str]] = [[] for _ in choices]
@@ -121,11 +126,15 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             raise _refused(error, context, {}) from None
         return llm_pb2.UnloadLoraAdapterResponse()
 
-    async def _answer(self, request: llm_pb2.GenerateRequest, context: Context) -> Answer:
+    async def _answer(self, request: llm_pb2.GenerateRequest | bytes, context: Context, within: bool = False) -> Answer:
+        """`within`: bytes are of a message that has the request in it."""
         arrived = asyncio.get_running_loop().time()
         try:
             await self._llm.intake.begin()
-            generation, param = await self._read(request, context, arrived)
+            prompt: str | CheckedIds | None = None
+            if isinstance(request, bytes):
+                request, prompt = await self._reduced(request, context, within)
+            generation, param = await self._read(request, prompt, context, arrived)
             return self._llm.answer(generation, param)
         except GatewayError as error:
             self._llm.metrics.request("none", error.status)
@@ -133,14 +142,37 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
                 self._llm.metrics.refused(asyncio.get_running_loop().time() - arrived)
             raise _refused(error, context, {}) from None
 
-    async def _read(self, request: llm_pb2.GenerateRequest, context: Context, arrived: float) -> tuple[Generation, str]:
+    async def _reduced(
+        self, data: bytes, context: Context, within: bool
+    ) -> tuple[llm_pb2.GenerateRequest, str | CheckedIds]:
+        """
+        Raises:
+            GatewayError
+        """
+        metadata = _metadata(context)
+        client = self._llm.access.authenticate(metadata)
+        tenant = self._llm.access.tenant(client, metadata, "", "tenant")  # the message may name another
+        deadline = self._llm.deadline(context.time_remaining(), "grpc-timeout")
+        try:
+            with self._llm.deadlines.until(deadline):
+                reduce = large_messages.unary if within else large_messages.streamed
+                found = await self._llm.reduced(reduce, data, tenant)
+        except TimeoutError:
+            raise TimedOut("the request's deadline passed while it was read") from None
+        (prompt,) = found.checked()
+        return llm_pb2.GenerateRequest.FromString(found.fields), prompt
+
+    async def _read(
+        self, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, context: Context, arrived: float
+    ) -> tuple[Generation, str]:
+        """`read`: the prompt, where it was taken out of the request."""
         llm, metadata = self._llm, _metadata(context)
         client = llm.access.authenticate(metadata)
         if not request.model:
             raise InvalidRequest("model is required", "model")
         model = llm.served(request.model, client)
         n = request.n or 1
-        llm.check_choices(1, n)
+        llm.bounds.check_choices(1, n)
         use = tools_of(request)
         if request.priority not in PRIORITIES:
             raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
@@ -150,7 +182,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
         targets = targets_of(metadata, priority, llm.settings)
         llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets.ttft_s)
-        prompt, param, reading = await self._prompt(request, use)
+        prompt, param, reading = await self._prompt(request, read, use)
         structure = held_to(use, structure_of(request.structured_outputs), reading, model.tokenizer)
         sampling = await read_sampling(given, model, structure=structure)
         generation = Generation(
@@ -175,19 +207,57 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         return generation, param
 
     async def _prompt(
-        self, request: llm_pb2.GenerateRequest, use: ToolUse | None
-    ) -> tuple[list[int], str, ReadingPlan | None]:
+        self, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, use: ToolUse | None
+    ) -> tuple[Sequence[int], str, ReadingPlan | None]:
         llm = self._llm
         match request.WhichOneof("input"):
             case "prompt":
-                return await llm.encode(request.prompt, "prompt"), "prompt", None
+                text = read if isinstance(read, str) else request.prompt
+                return await llm.encode(text, "prompt"), "prompt", None
             case "token_ids":
-                return list(request.token_ids.ids), "token_ids", None
+                ids = read if isinstance(read, CheckedIds) else list(request.token_ids.ids)
+                return ids, "token_ids", None
             case "messages":
-                text = llm.render_chat(messages_of(request.messages), options_of(request.messages, use))
-                reading = plan_reading(llm.model.thoughts, llm.model.calls, use, text)
-                return await llm.model.tokenizer.encode(text, False), "messages", reading
+                if not isinstance(read, str):
+                    read = llm.render_chat(messages_of(request.messages), options_of(request.messages, use))
+                reading = plan_reading(llm.model.thoughts, llm.model.calls, use, read)
+                return await llm.encode(read, "messages", add_special_tokens=False), "messages", reading
         raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
+
+
+def _add(service: LLMService, server: Any) -> None:
+    """As the generated function does, but that large requests stay bytes: to parse them would hold up the loop."""
+    one, whole = llm_pb2.GenerateRequest, llm_pb2.GenerateUnaryRequest
+    handlers = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.Generate,
+            unless_large(one.FromString, has_many_parts),
+            llm_pb2.GenerateResponse.SerializeToString,
+        ),
+        "GenerateUnary": grpc.unary_unary_rpc_method_handler(
+            service.GenerateUnary,
+            unless_large(whole.FromString, lambda request: has_many_parts(request.generate)),
+            llm_pb2.GenerateUnaryResponse.SerializeToString,
+        ),
+    }
+    generated: Any = _Handlers()
+    llm_pb2_grpc.add_LLMServiceServicer_to_server(service, generated)
+    handlers = generated.found | handlers
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+    server.add_registered_method_handlers(NAME, handlers)
+
+
+class _Handlers:
+    """Takes those of a service in the place of a server."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        pass  # the registered ones say the same
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        self.found |= handlers
 
 
 def _refused(error: GatewayError, context: Context, headers: Mapping[str, str]) -> rpc.Refused:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.gateway.text import ChatTemplate, Tokenizer
+from services.gateway.text import MOST_TOKENS, ChatTemplate, Tokenizer
 from services.gateway.tools import FORMATS, TAGS, CallReader, Tags, detect_format, detect_tags
 from tandem.adapters import AdapterRef
 from tandem.model_files import GenerationFile, ModelFile, end_tokens, read_file
@@ -55,13 +55,14 @@ class ServedModel:
         source = template.source if template else ""
         calls = detect_format(source) if tool_parser == "auto" else tool_parser
         thoughts = detect_tags(source) if reasoning_parser == "auto" else reasoning_parser
+        max_model_len = read_file(_ConfigFile, folder / "config.json").max_position_embeddings
         return cls(
             name=name or folder.resolve().name,
-            tokenizer=Tokenizer.load(folder),
+            tokenizer=Tokenizer.load(folder, max(MOST_TOKENS, max_model_len)),
             chat_template=template,
             eos_token_ids=end_tokens(folder),
             defaults=_defaults(generation) if generation.is_file() else {},
-            max_model_len=read_file(_ConfigFile, folder / "config.json").max_position_embeddings,
+            max_model_len=max_model_len,
             created=created,
             calls=FORMATS.get(calls or ""),
             thoughts=TAGS.get(thoughts or ""),

@@ -23,7 +23,8 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.access import Access, Allowances
 from services.gateway.adapters import ServedAdapters
-from services.gateway.admission import Admission, FairQueue, Weights, capacity_of
+from services.gateway.admission import Admission, FairQueue, TextTurns, Weights, capacity_of
+from services.gateway.bodies import LargeBodies
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import Unavailable
 from services.gateway.generation import BackgroundTasks, ClusterAccess, MigrationLimits, Pipeline, tracing
@@ -42,6 +43,7 @@ from tandem import rpc
 from tandem.drain import DrainService
 from tandem.integrity import IntegrityReport
 from tandem.registry import BlockReplica, ClusterView, GatewayAddress, Registry, RegistryUnavailable
+from tandem.sandbox import Sandbox
 from tandem.starvation import Starvation, no_pressure
 
 log = structlog.get_logger(__name__)
@@ -86,6 +88,7 @@ class Ports:
     hostname: str = "localhost"  # of this machine
     pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
     dead_here: Callable[[str], str] = lambda process: ""  # what this host's kernel says of a worker's process
+    sandbox: Sandbox | None = None  # where what clients send is read that could do harm
     access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))
 
 
@@ -164,6 +167,8 @@ class Gateway:
             log.warning("registry unavailable: no workers known yet", error=str(error))
         self._run(view.run())
         self._run(self._ports.access.run())
+        if self._ports.sandbox:
+            self._run(self._ports.sandbox.run())
         decodes_read = settings.disaggregation is not Disaggregation.REQUIRE
         judging = Judging(starvation.now, self._ports.dead_here, decodes_read)
         pool = WorkerPool(view, model.name, self._ports.connect, judging)
@@ -181,8 +186,8 @@ class Gateway:
         self._run(adapters.run())
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
-        deadlines = Deadlines()
-        cluster = ClusterAccess(router, pool, spans, self._background, deadlines)
+        deadlines, intake = Deadlines(), Intake()
+        cluster = ClusterAccess(router, pool, spans, self._background, deadlines, intake)
         self.llm = LLM(
             settings=settings,
             model=model,
@@ -203,19 +208,24 @@ class Gateway:
             new_id=self._ports.new_id,
             seeds=self._ports.seeds,
             deadlines=deadlines,
-            intake=Intake(),
+            intake=intake,
+            bodies=LargeBodies(self._ports.sandbox),
+            text_turns=self.text_turns,
         )
         await self._serve()
 
     def _admit(self, view: ClusterView, pool: WorkerPool, metrics: Metrics) -> None:
         settings = self.settings
-        weights = {
-            PriorityClass.REALTIME: settings.realtime_weight,
-            PriorityClass.INTERACTIVE: settings.interactive_weight,
-            PriorityClass.BATCH: settings.batch_weight,
-        }
-        queue = FairQueue(Weights(weights, settings.tenant_weights))
-        self.admission = Admission(queue, settings.max_queued)
+        weights = Weights(
+            {
+                PriorityClass.REALTIME: settings.realtime_weight,
+                PriorityClass.INTERACTIVE: settings.interactive_weight,
+                PriorityClass.BATCH: settings.batch_weight,
+            },
+            settings.tenant_weights,
+        )
+        self.admission = Admission(FairQueue(weights), settings.max_queued)
+        self.text_turns = TextTurns(weights, settings.max_queued)
         metrics.watch(self.admission)
         decodes_read = settings.disaggregation is Disaggregation.AUTO
         bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens, decodes_read

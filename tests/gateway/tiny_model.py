@@ -34,10 +34,10 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, context: int = 512) -> Path:
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": EOS}}))
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 512, "eos_token_id": 0}))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context, "eos_token_id": 0}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "temperature": 0.6, "top_k": 20}))
     return folder

@@ -5,8 +5,8 @@ While Redis is gone nothing is counted and nobody is refused: the limits guard s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import structlog
@@ -63,6 +63,20 @@ class Allowances:
             code, what = LACKING[taken.lacks]
             raise RateLimited(f"tenant {tenant} has no more {what} left", code, taken.wait_s, headers_of(taken))
         return taken
+
+    @asynccontextmanager
+    async def one(self, client: Client, tenant: str, request_id: str, seconds: float) -> AsyncIterator[dict[str, str]]:
+        """Inside, a request that costs no tokens is counted as one. Yields what the client is told of its limits.
+
+        Raises:
+            RateLimited
+        """
+        taken = await self.take(client, tenant, request_id, 0, 0, seconds)
+        try:
+            yield headers_of(taken) if taken else {}
+        finally:
+            if taken:
+                self.settle(client, taken, 0, 0)
 
     def settle(self, client: Client, taken: Taken, prompt_tokens: int, completion_tokens: int) -> None:
         cost = client.tier.cost(prompt_tokens, completion_tokens)

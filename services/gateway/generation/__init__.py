@@ -19,10 +19,11 @@ from services.gateway.generation.request import (
     read_speculative,
     truncated,
 )
-from services.gateway.generation.structured import Structure, held_to, read_response_format, read_structure
+from services.gateway.generation.structured import MAX_CHOICES, Structure, held_to, read_response_format, read_structure
 
 __all__ = [
     "CLIENT_LEFT",
+    "MAX_CHOICES",
     "REASONS",
     "TOO_MANY",
     "WORKER_LOST",

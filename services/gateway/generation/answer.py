@@ -55,14 +55,14 @@ class Answer:
         self._metrics = metrics
         self._read: Callable[[Tokens], Delta] | None = None  # of the choice that was begun last
         self._spans = spans
-        self._sequences = [request.sequence(i, max_model_len, seed) for i in range(request.num_choices)]
-        shares = request.n > 1
+        self._max_model_len, self._seed = max_model_len, seed
+        shares, stop_token_ids = request.n > 1, request.stop_token_ids
         self._shared = [
             SharedPrompt() if shares and len(prompt) >= MIN_SHARED_TOKENS else None for prompt in request.prompts
         ]
         self._choices = [
-            Choice(i, request.model.tokenizer, request.sampling, sequence.sampling.stop_token_ids, request.reading)
-            for i, sequence in enumerate(self._sequences)
+            Choice(i, request.model.tokenizer, request.sampling, stop_token_ids, request.reading)
+            for i in range(request.num_choices)
         ]
 
     @property
@@ -148,7 +148,7 @@ class Answer:
         request = self.request
         taken = await self._allowances.take(
             request.client, request.tenant, request.request_id, sum(map(len, request.prompts)),
-            sum(sequence.sampling.max_tokens for sequence in self._sequences),
+            sum(request.max_new_tokens(i, self._max_model_len) for i in range(request.num_choices)),
             request.deadline - asyncio.get_running_loop().time(),
         )  # fmt: skip
         self._limit_headers = headers_of(taken) if taken else {}
@@ -167,6 +167,7 @@ class Answer:
     async def _run(self, choice: Choice, span: Span) -> AsyncGenerator[Delta, None]:
         """One choice, counted."""
         request, outcome = self.request, self.outcomes[choice.index]
+        await self._pipeline.begin(request.num_packed(choice.index))
         tokens = self._tokens(choice.index, span)
         meter = self._metrics.choice(asyncio.get_running_loop().time)
 
@@ -190,7 +191,8 @@ class Answer:
 
     def _tokens(self, index: int, span: Span) -> AsyncGenerator[Tokens, None]:
         """Those of one choice. The first one of a prompt reads it for the others."""
-        request, sequence, outcome = self.request, self._sequences[index], self.outcomes[index]
+        request, outcome = self.request, self.outcomes[index]
+        sequence = request.sequence(index, self._max_model_len, self._seed)
         shared, is_first = self._shared[index // request.n], index % request.n == 0
         tokens = self._pipeline.tokens(
             sequence, f"{request.request_id}-{index}", request.deadline, tracing.under(span), outcome,

@@ -8,7 +8,7 @@ the same message do not count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from services.gateway.text import StopStrings, Tokenizer
@@ -48,7 +48,7 @@ class Delta:
 
 class Choice:
     def __init__(
-        self, index: int, tokenizer: Tokenizer, sampling: SamplingParams, stop_ids: Sequence[int],
+        self, index: int, tokenizer: Tokenizer, sampling: SamplingParams, stop_ids: Collection[int],
         plan: ReadingPlan | None = None,
     ) -> None:  # fmt: skip
         """`stop_ids`: with the model's own ends of text."""

@@ -45,6 +45,10 @@ class Pipeline:
         self._nonce = nonce
         self._limits = limits
 
+    async def begin(self, num_tokens: int) -> None:
+        """As ClusterAccess.begin."""
+        await self._cluster.begin(num_tokens)
+
     def check_turn(
         self, priority: int, tenant: str, deadline: float, max_tokens: int | None, ttft_s: float | None
     ) -> None:

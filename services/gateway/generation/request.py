@@ -53,6 +53,22 @@ class Generation:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """A grammar ends an answer by the end-of-text token."""
+        ends = () if self.sampling.ignore_eos and not self.sampling.grammar else self.model.eos_token_ids
+        return self.sampling.stop_token_ids.union(ends)
+
+    def max_new_tokens(self, choice: int, max_model_len: int) -> int:
+        room = max_model_len - len(self.prompts[choice // self.n])
+        return min(max(1, self.sampling.max_tokens), self.client.tier.max_new_tokens or room, room)
+
+    def num_packed(self, choice: int) -> int:
+        """How many numbers its sequence has, nearly."""
+        said = self.sampling
+        others = len(said.stop_token_ids) + len(said.allowed_token_ids) + len(said.logit_bias)
+        return len(self.prompts[choice // self.n]) + others
+
     def sequence(self, choice: int, max_model_len: int, seed: int) -> worker_pb2.SequenceSpec:
         """What workers get for one choice; its request_id is set for each attempt."""
         prompt, sampling = self.prompts[choice // self.n], self.sampling
@@ -65,15 +81,12 @@ class Generation:
             spec.speculative.method, spec.speculative.num_tokens = self.speculative.method, self.speculative.num_tokens
         if (ref := self.model.adapter) is not None:
             spec.adapter.name, spec.adapter.path, spec.adapter.revision = ref.name, ref.path, ref.revision
-        # A grammar ends an answer by the end-of-text token.
-        ends = () if sampling.ignore_eos and not sampling.grammar else self.model.eos_token_ids
-        room = max_model_len - len(prompt)
         begin, end = self._thinking(prompt)
         asked = spec.sampling
         sampling.to_proto(asked)
-        asked.max_tokens = min(max(1, sampling.max_tokens), self.client.tier.max_new_tokens or room, room)
+        asked.max_tokens = self.max_new_tokens(choice, max_model_len)
         asked.seed = (seed + choice % self.n) % 2**64
-        asked.stop_token_ids[:] = sorted(sampling.stop_token_ids.union(ends))
+        asked.stop_token_ids[:] = sorted(self.stop_token_ids)
         asked.thinking_begin_token_ids[:], asked.thinking_end_token_ids[:] = begin, end
         for known_here in ("stop", "bad_words"):
             asked.ClearField(known_here)

@@ -13,10 +13,11 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from services.gateway.errors import GatewayError, Internal, InvalidRequest, unexpected
+from services.gateway.http import large
 from services.gateway.http.adapters import load_adapter, unload_adapter
 from services.gateway.http.chat import read_chat
 from services.gateway.http.completions import read_completion
-from services.gateway.http.endpoint import GenerateEndpoint, JsonEndpoint
+from services.gateway.http.endpoint import AdminEndpoint, GenerateEndpoint, TextEndpoint
 from services.gateway.http.exchange import request_id_of
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
@@ -41,14 +42,21 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     plain = {"tracing": False, "metrics": False}
     app = DescribedApp(title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain)
     cors = cors_of(llm.settings)
-    for path, read in (("/v1/chat/completions", read_chat), ("/v1/completions", read_completion)):
-        endpoint = GenerateEndpoint(llm, read, wall)
+    generating = (
+        ("/v1/chat/completions", read_chat, large.chat),
+        ("/v1/completions", read_completion, large.completion),
+    )
+    for path, read, reduce in generating:
+        endpoint = GenerateEndpoint(llm, read, reduce, wall)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
-    for path, respond in (("/tokenize", tokenize), ("/detokenize", detokenize)):
-        app.router.routes.append(Route(path, JsonEndpoint(llm, respond), methods=["POST"]))
-    for path, respond in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
-        app.router.routes.append(Route(path, JsonEndpoint(llm, respond, manages=True), methods=["POST"]))
+    for path, respond, reduce in (
+        ("/tokenize", tokenize, large.tokenize),
+        ("/detokenize", detokenize, large.detokenize),
+    ):
+        app.router.routes.append(Route(path, TextEndpoint(llm, respond, reduce), methods=["POST"]))
+    for path, manage in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
+        app.router.routes.append(Route(path, AdminEndpoint(llm, manage), methods=["POST"]))
     _add_errors(app, llm)
     _add_models(app, llm)
     _add_health(app, llm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from services.gateway.bodies import Incoming
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, held_to, read_sampling, truncated
 from services.gateway.http import schema
@@ -15,18 +16,20 @@ from services.gateway.text import ROLES, TemplateOptions, Tokenizer
 from services.gateway.tools import Call, CallPart, ToolUse, plan_reading, read_call, read_tools
 
 
-async def read_chat(llm: LLM, body: bytes, check_turn: CheckTurn) -> ParsedBody:
+async def read_chat(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
     """
-    found, given = schema.read(schema.ChatBody, body)
+    found, given = schema.read(schema.ChatBody, body.fields)
     llm.served(found.model)
     given = budget_of(found.reasoning_effort, llm.model) | given
-    llm.check_choices(1, found.n or 1)
+    llm.bounds.check_choices(1, found.n or 1)
     check_turn(found, found.max_completion_tokens or given.get("max_tokens"))
     use = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
-    prompt = llm.render_chat(read_messages(found.messages), template_options(found, use))
+    prompt = body.text
+    if prompt is None:
+        prompt = llm.render_chat(read_messages(found.messages), template_options(found, use))
     reading = plan_reading(llm.model.thoughts, llm.model.calls, use, prompt)
     names = {"logprobs": "top_logprobs"}
     if (logprobs := _logprobs(found)) is not None:
@@ -35,12 +38,13 @@ async def read_chat(llm: LLM, body: bytes, check_turn: CheckTurn) -> ParsedBody:
         names["max_tokens"] = "max_completion_tokens"
         given["max_tokens"] = found.max_completion_tokens
     structure = held_to(use, structure_of(found), reading, llm.model.tokenizer)
+    ids = await llm.encode(prompt, "messages", add_special_tokens=False)
     return ParsedBody(
         body=found,
         n=found.n or 1,
         given=given,
         sampling=await read_sampling(given, llm.model, names, structure),
-        prompts=[truncated(await llm.model.tokenizer.encode(prompt, False), found.truncate_prompt_tokens)],
+        prompts=[truncated(ids, found.truncate_prompt_tokens)],
         param="messages",
         operation="chat",
         with_prompt_logprobs="prompt_logprobs" in given,

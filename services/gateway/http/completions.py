@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.bodies import Incoming
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, read_sampling, truncated
 from services.gateway.http import schema
@@ -18,12 +19,12 @@ from tandem.v1 import llm_pb2
 DEFAULT_MAX_TOKENS = 16
 
 
-async def read_completion(llm: LLM, body: bytes, check_turn: CheckTurn) -> ParsedBody:
+async def read_completion(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
     """
-    found, given = schema.read(schema.CompletionBody, body)
+    found, given = schema.read(schema.CompletionBody, body.fields)
     llm.served(found.model)
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     check_turn(found, given["max_tokens"])
@@ -34,10 +35,9 @@ async def read_completion(llm: LLM, body: bytes, check_turn: CheckTurn) -> Parse
     if n > (found.n or 1):
         given.setdefault("logprobs", 0)  # to rank by
     sampling = await read_sampling(given, llm.model, structure=structure_of(found))
-    said = _prompts(found.prompt)
-    llm.check_choices(len(said), n)
-    read = [await llm.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in said]
-    prompts = [truncated(prompt, found.truncate_prompt_tokens) for prompt in read]
+    said = prompts_of(found.prompt) if body.prompts is None else body.checked()
+    llm.bounds.check_choices(len(said), n)
+    prompts = [truncated(prompt, found.truncate_prompt_tokens) for prompt in await llm.encode_each(said, "prompt")]
     tokenizer = llm.model.tokenizer
     echoes = [
         Echo(_text(text, tokenizer), list(prompt)) for text, prompt in zip(said, prompts, strict=True) if found.echo
@@ -127,8 +127,12 @@ def _choices(body: schema.CompletionBody) -> int:
     return best_of
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    """One prompt or several, each text or token ids."""
+def prompts_of(prompt: Any) -> Sequence[str | Sequence[int]]:
+    """One prompt or several, each text or token ids.
+
+    Raises:
+        InvalidRequest
+    """
     if isinstance(prompt, str) or _is_ids(prompt):
         return [prompt]
     if not isinstance(prompt, list):
@@ -145,5 +149,5 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 
-def _text(prompt: str | list[int], tokenizer: Tokenizer) -> str:
+def _text(prompt: str | Sequence[int], tokenizer: Tokenizer) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)

@@ -20,6 +20,8 @@ from typing import Any
 import structlog
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.access import Client
+from services.gateway.bodies import Incoming, Reduce, is_large
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, unexpected
 from services.gateway.generation import (
@@ -40,6 +42,7 @@ from services.gateway.priority import priority_of
 from services.gateway.targets import NO_TARGETS, targets_of
 
 log = structlog.get_logger(__name__)
+ADMIN_BYTES = 64 * 1024
 
 
 class Endpoint(ABC):
@@ -70,20 +73,40 @@ class Endpoint(ABC):
         """
 
 
-class JsonEndpoint(Endpoint):
-    """One body in, one out, nothing of the cluster asked for."""
+class AdminEndpoint(Endpoint):
+    """A short body in, one out, for those who may manage models."""
 
-    def __init__(self, llm: LLM, respond: Callable[[LLM, bytes], Awaitable[Any]], manages: bool = False) -> None:
+    def __init__(self, llm: LLM, respond: Callable[[LLM, bytes], Awaitable[Any]]) -> None:
         super().__init__(llm)
-        self._respond, self._manages = respond, manages
+        self._respond = respond
 
     async def _serve(self, exchange: Exchange) -> None:
-        client = self._llm.access.authenticate(exchange.headers)
-        if self._manages:
-            client.check_manages()
-        settings = self._llm.settings
-        body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, self._llm.deadlines)
+        self._llm.access.authenticate(exchange.headers).check_manages()
+        body = await exchange.body(ADMIN_BYTES, self._llm.settings.body_timeout_s, self._llm.deadlines)
         await exchange.json(200, await self._respond(self._llm, body), {})
+
+
+class TextEndpoint(Endpoint):
+    """One body in, one out, nothing of the cluster asked for: of the gateway itself, in turns."""
+
+    def __init__(self, llm: LLM, respond: Callable[[LLM, Incoming, Client], Awaitable[Any]], reduce: Reduce) -> None:
+        super().__init__(llm)
+        self._respond, self._reduce = respond, reduce
+
+    async def _serve(self, exchange: Exchange) -> None:
+        llm = self._llm
+        client, deadline = llm.access.authenticate(exchange.headers), deadline_of(exchange.headers, llm)
+        tenant = llm.access.tenant(client, exchange.headers, "", "user")
+        try:
+            with llm.deadlines.until(deadline):
+                body = await exchange.body(llm.settings.max_body_bytes, llm.settings.body_timeout_s, llm.deadlines)
+                left = deadline - asyncio.get_running_loop().time()
+                counted = llm.allowances.one(client, tenant, exchange.request_id, left)
+                async with counted as headers, llm.text_turns.turn(tenant, len(body), deadline):
+                    answer = await self._respond(llm, await llm.incoming(self._reduce, body, tenant), client)
+        except TimeoutError:
+            raise TimedOut("the request's deadline passed") from None
+        await exchange.json(200, answer, headers)
 
 
 class GenerateEndpoint(Endpoint):
@@ -92,11 +115,12 @@ class GenerateEndpoint(Endpoint):
     def __init__(
         self,
         llm: LLM,
-        read: Callable[[LLM, bytes, CheckTurn], Awaitable[ParsedBody]],
+        read: Callable[[LLM, Incoming, CheckTurn], Awaitable[ParsedBody]],
+        reduce: Reduce,
         wall: Callable[[], float],
     ) -> None:
         super().__init__(llm)
-        self._read = read
+        self._read, self._reduce = read, reduce
         self._wall = wall
 
     async def _serve(self, exchange: Exchange) -> None:
@@ -106,7 +130,7 @@ class GenerateEndpoint(Endpoint):
             with llm.deadlines.until(asked.deadline):
                 await llm.intake.begin()
                 body = await exchange.body(llm.settings.max_body_bytes, llm.settings.body_timeout_s, llm.deadlines)
-                found = await self._read(llm, body, asked.check_turn)
+                found = await self._read(llm, await asked.incoming(self._reduce, body), asked.check_turn)
             answer = llm.answer(asked.generation(found), found.param)
         except TimeoutError:
             llm.metrics.request("none", TimedOut.status)
@@ -194,6 +218,16 @@ class _Asked:
         self.client = llm.access.authenticate(exchange.headers)
         self.deadline = deadline_of(exchange.headers, llm)
         self._tenant, self._priority, self._targets = "", 0, NO_TARGETS
+
+    async def incoming(self, reduce: Reduce, body: bytes) -> Incoming:
+        """
+        Raises:
+            GatewayError
+        """
+        if not is_large(body):  # as nearly all are
+            return Incoming(body)
+        tenant = self._llm.access.tenant(self.client, self._exchange.headers, "", "user")  # the body may name another
+        return await self._llm.reduced(reduce, body, tenant)
 
     def check_turn(self, body: GenerationBody, max_tokens: int | None) -> None:
         """

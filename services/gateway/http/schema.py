@@ -196,6 +196,15 @@ def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
     return found, {name: value for name in names if (value := getattr(found, name)) is not None}
 
 
+def check_tokenize(body: TokenizeBody) -> None:
+    """
+    Raises:
+        InvalidRequest
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
+
+
 def refuse_message_extras(message: Message, param: str) -> None:
     """
     Raises:

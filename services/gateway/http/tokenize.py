@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.errors import InvalidRequest
+from services.gateway.access import Client
+from services.gateway.bodies import CheckedIds, Incoming
 from services.gateway.generation import check_prompt
 from services.gateway.http import schema
 from services.gateway.http.chat import read_messages, template_options
@@ -13,32 +16,39 @@ from services.gateway.llm import LLM
 from services.gateway.tools import read_tools
 
 
-async def tokenize(llm: LLM, body: bytes) -> dict[str, Any]:
+async def tokenize(llm: LLM, body: Incoming, client: Client) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
-    found = schema.validated(schema.TokenizeBody, body)
+    found = schema.validated(schema.TokenizeBody, body.fields)
+    schema.check_tokenize(found)
     if found.model is not None:
-        llm.served(found.model)
-    if (found.prompt is None) == (found.messages is None):
-        raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
-    if found.messages is not None:
-        options = template_options(found, read_tools(found.tools, None, None))
-        tokens = await llm.encode_chat(read_messages(found.messages), options)
+        llm.served(found.model, client)
+    if found.messages is None:
+        text = found.prompt or "" if body.text is None else body.text
+        tokens = await llm.encode(text, "prompt", found.add_special_tokens is not False)
     else:
-        tokens = await llm.encode(found.prompt or "", "prompt", found.add_special_tokens is not False)
+        options = template_options(found, read_tools(found.tools, None, None))
+        text = llm.render_chat(read_messages(found.messages), options) if body.text is None else body.text
+        tokens = await llm.encode(text, "messages", add_special_tokens=False)
+    llm.bounds.check_tokens(len(tokens), "prompt" if found.messages is None else "messages")
     texts = [token_text(llm.model.tokenizer, token) for token in tokens] if found.return_token_strs else None
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": texts}
 
 
-async def detokenize(llm: LLM, body: bytes) -> dict[str, Any]:
+async def detokenize(llm: LLM, body: Incoming, client: Client) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
-    found = schema.validated(schema.DetokenizeBody, body)
+    found = schema.validated(schema.DetokenizeBody, body.fields)
     if found.model is not None:
-        llm.served(found.model)
-    check_prompt(found.tokens, llm.model.tokenizer.vocab_size, "tokens")
-    return {"prompt": llm.model.tokenizer.decode(found.tokens, skip_special_tokens=False)}
+        llm.served(found.model, client)
+    tokens: Sequence[int] = found.tokens
+    for read in body.checked():
+        assert isinstance(read, CheckedIds)
+        tokens = read
+    llm.bounds.check_tokens(len(tokens), "tokens")
+    check_prompt(tokens, llm.model.tokenizer.vocab_size, "tokens")
+    return {"prompt": await asyncio.to_thread(llm.model.tokenizer.decode, tokens, skip_special_tokens=False)}

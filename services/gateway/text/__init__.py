@@ -8,9 +8,10 @@ from services.gateway.text.batches import Batches
 from services.gateway.text.chat_template import ROLES, ChatTemplate, TemplateOptions, TemplateRefused
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from services.gateway.text.stop import StopStrings
-from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import MOST_TOKENS, Tokenizer, TooManyTokens
 
 __all__ = [
+    "MOST_TOKENS",
     "ROLES",
     "Batches",
     "ByteDetokenizer",
@@ -20,5 +21,6 @@ __all__ = [
     "TemplateOptions",
     "TemplateRefused",
     "Tokenizer",
+    "TooManyTokens",
     "WindowDetokenizer",
 ]

@@ -18,8 +18,8 @@ from tandem.work_threads import WorkThreads
 
 BATCH = 2**16
 LONG_AT_ONCE = 2
-Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
 Outcome: TypeAlias = "list[int] | Exception"
+Encode: TypeAlias = Callable[[Sequence[str]], Sequence[Outcome]]
 Waiting: TypeAlias = "tuple[str, asyncio.Future[Outcome]]"
 
 
@@ -36,12 +36,12 @@ class Batches:
 
     async def encode(self, text: str) -> list[int]:
         if len(text) >= BATCH:
-            return _result((await self._threads.run(self._read, [text]))[0])
+            return result((await self._threads.run(self._read, [text]))[0])
         found: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((text, found))
         if not self._running:
             self._begin()
-        return _result(await found)
+        return result(await found)
 
     def _begin(self) -> None:
         batch = self._next()
@@ -77,7 +77,7 @@ class Batches:
             return [error if isinstance(error, Exception) else RuntimeError(f"the tokenizer: {error}")]
 
 
-def _result(outcome: Outcome) -> list[int]:
+def result(outcome: Outcome) -> list[int]:
     if isinstance(outcome, Exception):
         raise outcome
     return outcome

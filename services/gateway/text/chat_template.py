@@ -68,6 +68,10 @@ class ChatTemplate:
         except (TemplateError, RecursionError) as error:
             raise ValueError(f"{beside if beside.is_file() else file}: chat_template: {error}") from None
 
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, dict[str, str]]]:
+        """Another process compiles it again, and has the time itself."""
+        return ChatTemplate, (self.source, self._tokens)
+
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = DEFAULTS) -> str:
         """The prompt, ready for the assistant's answer.
 

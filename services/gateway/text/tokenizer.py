@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
 import tokenizers
 
-from services.gateway.text.batches import Batches
+from services.gateway.text.batches import Batches, Outcome, result
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from tandem.vocabulary import Vocabulary, load_tokenizer
 
 # Longer texts are tokenized in batches on a thread: the event loop serves other requests meanwhile.
 LONG_TEXT = 4096
+MOST_TOKENS = 2**20
+
+
+class TooManyTokens(ValueError):
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} tokens are more than are read of one text")
 
 
 class Tokenizer:
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: tokenizers.Tokenizer, most: int = MOST_TOKENS) -> None:
+        """`most`: of a text. To read more of them out of the library would take too long."""
+        self._tokenizer, self._most = tokenizer, most
         self._vocabulary = Vocabulary(tokenizer)
         self.token_bytes = self._vocabulary.token_bytes
         self._texts: dict[frozenset[int], dict[int, str]] = {}  # by the tokens that are hidden
@@ -27,12 +35,12 @@ class Tokenizer:
         )
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path, most: int = MOST_TOKENS) -> Tokenizer:
         """
         Raises:
             FileNotFoundError: the folder has no tokenizer.json.
         """
-        return cls(load_tokenizer(folder))
+        return cls(load_tokenizer(folder), most)
 
     @property
     def vocab_size(self) -> int:
@@ -45,12 +53,18 @@ class Tokenizer:
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG_TEXT:
-            return self._encode(add_special_tokens, [text])[0]
+            return result(self._encode(add_special_tokens, [text])[0])
         return await (self._with_special if add_special_tokens else self._without_special).encode(text)
+
+    async def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """With special tokens."""
+        if sum(map(len, texts)) < LONG_TEXT:
+            return [result(self._encode(True, [text])[0]) for text in texts]
+        return await asyncio.gather(*map(self._with_special.encode, texts))
 
     def token_ids(self, mark: str) -> tuple[int, ...]:
         """Of a few characters."""
-        return tuple(self._encode(False, [mark])[0])
+        return tuple(result(self._encode(False, [mark])[0]))
 
     def mark(self, text: str) -> str | int:
         """The special token that it is, if it is one: no other token says so then."""
@@ -74,7 +88,7 @@ class Tokenizer:
         """The tokens of a word at the beginning of a text and within one."""
         return [await self.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
 
-    def _encode(self, add_special_tokens: bool, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(self, add_special_tokens: bool, texts: Sequence[str]) -> list[Outcome]:
         # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in found]
+        return [encoding.ids if len(encoding) <= self._most else TooManyTokens(len(encoding)) for encoding in found]
