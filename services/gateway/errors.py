@@ -7,6 +7,7 @@
     ModelNotFound      404    invalid_request_error     NOT_FOUND
     BodyTimeout        408    timeout                   DEADLINE_EXCEEDED
     BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
+    Poison             422    invalid_request_error     FAILED_PRECONDITION
     Overloaded         429    overloaded_error          RESOURCE_EXHAUSTED
     RateLimited        429    rate_limit_error          RESOURCE_EXHAUSTED
     Internal           500    internal_error            INTERNAL
@@ -21,7 +22,7 @@ After the first byte of an answer the HTTP status is spent: the same error then 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import ceil
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -80,6 +81,16 @@ class BodyTooLarge(GatewayError):
     status, type, grpc = 413, "invalid_request_error", StatusCode.RESOURCE_EXHAUSTED
 
 
+class Poison(GatewayError):
+    """Two workers have crashed while they computed this request: nobody should try it again."""
+
+    status, type, grpc = 422, "invalid_request_error", StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, incarnations: Collection[str]) -> None:
+        died = ", ".join(incarnations)
+        super().__init__(f"two workers have crashed while they computed this request: {died}", code="poison")
+
+
 class Overloaded(GatewayError):
     """More than the cluster can do in time, or than its queue takes. Nothing was begun."""
 
@@ -118,11 +129,15 @@ class TimedOut(GatewayError):
 
 
 class WorkerLost(Unavailable):
-    """A worker failed this request in a way that says nothing of the request: another worker may serve it."""
+    """A worker failed this request: another worker may serve it.
 
-    def __init__(self, worker_id: str, message: str) -> None:
+    `ended`: its process may have ended, and then this request may be why.
+    """
+
+    def __init__(self, worker_id: str, message: str, *, ended: bool = False) -> None:
         super().__init__(f"worker {worker_id}: {message}", code="worker_lost")
         self.worker_id = worker_id
+        self.ended = ended
 
 
 LOST = {

@@ -27,7 +27,7 @@ from services.gateway.admission import Admission, FairQueue, TextTurns, Weights,
 from services.gateway.bodies import LargeBodies
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import Unavailable
-from services.gateway.generation import BackgroundTasks, ClusterAccess, MigrationLimits, Pipeline, tracing
+from services.gateway.generation import BackgroundTasks, ClusterAccess, Deaths, MigrationLimits, Pipeline, tracing
 from services.gateway.http import build_app
 from services.gateway.intake import Intake
 from services.gateway.integrity import check_gateway
@@ -187,7 +187,8 @@ class Gateway:
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
         deadlines, intake = Deadlines(), Intake()
-        cluster = ClusterAccess(router, pool, spans, self._background, deadlines, intake)
+        deaths = Deaths(registry.death)
+        cluster = ClusterAccess(router, pool, spans, self._background, deadlines, intake, deaths)
         self.llm = LLM(
             settings=settings,
             model=model,

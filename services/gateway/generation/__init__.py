@@ -20,6 +20,7 @@ from services.gateway.generation.request import (
     truncated,
 )
 from services.gateway.generation.structured import MAX_CHOICES, Structure, held_to, read_response_format, read_structure
+from services.gateway.generation.suspicion import Deaths
 
 __all__ = [
     "CLIENT_LEFT",
@@ -30,6 +31,7 @@ __all__ = [
     "Answer",
     "BackgroundTasks",
     "ClusterAccess",
+    "Deaths",
     "Delta",
     "Generation",
     "MigrationLimits",

@@ -25,6 +25,7 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 from services.gateway.deadlines import Deadlines, Entry
 from services.gateway.errors import TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
+from services.gateway.generation.suspicion import Deaths
 from services.gateway.intake import Intake, weight_of
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.workers import Mailbox, Taker, Tokens, WorkerConnection, WorkerPool
@@ -50,6 +51,7 @@ class ClusterAccess:
     in_background: Callable[[Coroutine[Any, Any, None]], None]
     deadlines: Deadlines
     intake: Intake
+    deaths: Deaths
 
     async def begin(self, num_tokens: int) -> None:
         """Return when a prompt of so many may be packed or hashed; at once where that takes no time."""
@@ -120,6 +122,13 @@ class Attempt:
         lost = {info.incarnation for info in infos if info.worker_id == error.worker_id}
         broke = mailbox is not None and mailbox.error is not None and not mailbox.reported
         return lost | ({route.decode.info.incarnation} if broke else set())
+
+    def crashed(self, error: WorkerLost) -> set[str]:
+        """Incarnations whose process may have ended with this attempt on it."""
+        errors = [error, self._mailbox.error] if self._mailbox else []
+        ended = {one.worker_id for one in errors if isinstance(one, WorkerLost) and one.ended}
+        infos = [place.info for place in (self._route.decode, self._route.prefill) if place] if self._route else []
+        return {info.incarnation for info in infos if info.worker_id in ended}
 
     async def tokens(self, exclude: Collection[str]) -> AsyncGenerator[Tokens, None]:
         """New tokens as they come, but those that the outcome's taker had; perhaps none where it has stopped. Ends once
@@ -230,7 +239,7 @@ class Attempt:
                 if not mailbox.reported:
                     raise
                 # The decode worker lives, for it says so: what it has lost is this prefill worker.
-                raise WorkerLost(prefill.info.worker_id, error.message) from None
+                raise WorkerLost(prefill.info.worker_id, error.message, ended=True) from None
             finally:
                 if not reply.done():
                     self._abort(prefill, mailbox)

@@ -2,7 +2,8 @@
 
     queue     until it is let in: order and fairness are decided here
     attempt 1 ── tokens … ── worker lost ──> attempt 2 goes on behind them, elsewhere ── tokens … ── the end
-                                 └── no attempt left ──> the first loss is the error        (migration.py)
+                                 ├── no attempt left ──> the first loss is the error        (migration.py)
+                                 └── two that crashed name it ──> poison                    (suspicion.py)
 
 Each attempt has a request id of its own, so that late messages of a failed one mean nothing to the next.
 """
@@ -22,6 +23,7 @@ from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess, Outcome
 from services.gateway.generation.migration import Migration, MigrationLimits
 from services.gateway.generation.shared_prompt import SharedPrompt
+from services.gateway.generation.suspicion import Suspicion
 from services.gateway.metrics import Metrics
 from services.gateway.priority import PriorityClass
 from services.gateway.workers import Tokens
@@ -78,6 +80,9 @@ class Pipeline:
             len(sequence.token_ids), sequence.sampling.max_tokens, ttft_s,
         )  # fmt: skip
         migration = Migration(self._limits, name, self._cluster.spans, parent, self._metrics.migrations.inc)
+        sequence.choice_id = self._nonce() + self._nonce()
+        suspicion = Suspicion(sequence.choice_id, self._cluster.deaths, self._limits.wait_s)
+        crashed: set[str] = set()
         written: list[int] = []
         first_by = inf if ttft_s is None else asyncio.get_running_loop().time() + ttft_s
         going = False
@@ -94,6 +99,9 @@ class Pipeline:
             await self._wait_turn(work, parent, outcome)
             holder = await prompt.holder(deadline) if prompt else ""
             while True:
+                if crashed:
+                    await suspicion.lost(crashed, len(written), deadline)
+                    crashed, sequence.alone_until = set(), suspicion.alone_until
                 _continue_behind(sequence, written)
                 going = False
                 sequence.request_id = f"{name}-{self._nonce()}"
@@ -107,7 +115,7 @@ class Pipeline:
                             yield new
                     return
                 except WorkerLost as error:
-                    outcome.lost = error.message
+                    outcome.lost, crashed = error.message, attempt.crashed(error)
                     migration.lost(error, attempt.lost_incarnations(error), attempt.span, len(written))
                 except Unavailable as error:
                     await migration.pause(error)

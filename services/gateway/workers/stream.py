@@ -164,17 +164,17 @@ class WorkerStream:
         try:
             while not self._closed_because:
                 reason = await self._talk()
-                self.fail(reason)
+                self.fail(reason, ended=not self._silent)
                 await asyncio.sleep(RECONNECT_S)
         finally:
             self.fail(self._closed_because or "the gateway is stopping")
 
-    def fail(self, reason: str) -> None:
-        """End every sequence of this stream with an error."""
+    def fail(self, reason: str, *, ended: bool = True) -> None:
+        """End every sequence of this stream with an error. `ended`: the worker's process may have."""
         was_open = self.open.is_set()
         self.open.clear()
         self._unsent.clear()
-        lost = WorkerLost(self._worker.worker_id, reason)
+        lost = WorkerLost(self._worker.worker_id, reason, ended=ended)
         mailboxes, self._mailboxes = self._mailboxes, {}
         for mailbox in mailboxes.values():
             mailbox.fail(lost)

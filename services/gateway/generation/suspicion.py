@@ -1,0 +1,117 @@
+"""What speaks for a choice's being what its workers have died of, and what follows from it.
+
+a worker's stream breaks     -> the choices that it had are suspects, wherever each had come to
+its crash page is told       -> those that it does not name, and all where it did not crash, are suspects no longer
+a suspect goes on            -> computing alone, as its worker's only suspect, until it is past that place: acquitted
+named by two deaths' pages   -> Poison: it goes on nowhere
+
+The launcher tells of a death at once; where the worker's next start has to, a suspect goes on before it is known.
+Behind two deaths of which nothing is known yet it waits: a third worker is not risked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+
+from services.gateway.errors import Poison
+from tandem.crash_page import Death
+from tandem.registry import RegistryUnavailable
+
+# A launcher has told of a death by then.
+TOLD_S = 0.25
+ASK_S = 0.02
+# What a worker may have computed of an answer that its gateway had not heard of yet.
+UNHEARD_TOKENS = 16
+MAX_LOSSES = 2
+MAX_KNOWN = 256
+
+
+class Deaths:
+    """How workers died, as far as it is known: asked for once for all who wait for it."""
+
+    def __init__(self, ask: Callable[[str], Awaitable[Death | None]]) -> None:
+        """`ask` may raise RegistryUnavailable."""
+        self._ask = ask
+        self._known: dict[str, Death] = {}
+        self._asking: dict[str, asyncio.Task[Death | None]] = {}
+
+    async def of(self, incarnation: str, wait_s: float) -> Death | None:
+        """None if nothing becomes known within `wait_s`."""
+        now = asyncio.get_running_loop().time
+        end = now() + wait_s
+        while (death := await self._look(incarnation)) is None and (left := end - now()) > 0:
+            await asyncio.sleep(min(ASK_S, left))
+        return death
+
+    async def _look(self, incarnation: str) -> Death | None:
+        if incarnation in self._known:
+            return self._known[incarnation]
+        if incarnation not in self._asking:
+            asking = self._asking[incarnation] = asyncio.create_task(self._asked(incarnation))
+            asking.add_done_callback(lambda _: self._asking.pop(incarnation))
+        return await asyncio.shield(self._asking[incarnation])
+
+    async def _asked(self, incarnation: str) -> Death | None:
+        try:
+            death = await self._ask(incarnation)
+        except RegistryUnavailable:
+            return None
+        if death is not None:
+            self._known[incarnation] = death
+            if len(self._known) > MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+        return death
+
+
+@dataclass(slots=True)
+class Loss:
+    """Of a worker: how much of the answer there was, and what it died of, once that is known."""
+
+    num_written: int
+    death: Death | None = None
+
+
+class Suspicion:
+    """Of one choice. `patience_s`: how long it waits to hear of two deaths."""
+
+    def __init__(self, choice_id: str, deaths: Deaths, patience_s: float) -> None:
+        self._choice_id, self._deaths, self._patience_s = choice_id, deaths, patience_s
+        self._losses: dict[str, Loss] = {}
+
+    async def lost(self, incarnations: Collection[str], num_written: int, deadline: float) -> None:
+        """Workers' streams broke when it had so many tokens. Returns when it may go on.
+
+        Raises:
+            Poison
+        """
+        self._losses = {name: loss for name, loss in self._losses.items() if self._place(loss) >= num_written}
+        self._losses |= {incarnation: Loss(num_written) for incarnation in incarnations}
+        now = asyncio.get_running_loop().time
+        patient_until = min(now() + self._patience_s, deadline)
+        await self._learn()
+        while len(self._losses) >= MAX_LOSSES and self._unknown() and now() < patient_until:
+            await self._learn()
+        if len(self._losses) - len(self._unknown()) >= MAX_LOSSES:
+            raise Poison(list(self._losses))
+
+    @property
+    def alone_until(self) -> int:
+        """How many tokens of its answer there are when it is past where workers have died; 0: it is no suspect."""
+        return max((self._place(loss) + 2 for loss in self._losses.values()), default=0)
+
+    def _unknown(self) -> list[str]:
+        return [incarnation for incarnation, loss in self._losses.items() if loss.death is None]
+
+    async def _learn(self) -> None:
+        for incarnation in self._unknown():
+            death = await self._deaths.of(incarnation, TOLD_S)
+            if death is not None and self._choice_id not in death.named:
+                del self._losses[incarnation]
+            else:
+                self._losses[incarnation].death = death
+
+    def _place(self, loss: Loss) -> int:
+        """Index of the token that was being computed, or a later one."""
+        return loss.death.named[self._choice_id] if loss.death else loss.num_written + UNHEARD_TOKENS

@@ -1,0 +1,35 @@
+"""Which prompts crash a worker, and when."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from typing import Any
+
+from tandem.engine.null_runner import NullRunner
+
+# A prompt's first token. At so many tokens of its answer a decode step crashes; in prefill the reading of the prompt.
+IN_DECODE, IN_PREFILL, ABORTS = 4090, 4091, 4092
+PLACE = 6
+
+
+def plant() -> None:
+    execute = NullRunner.execute
+
+    def crashing(self: NullRunner, batch: list[Any]) -> Any:
+        for item in batch:
+            _crash(item.seq)
+        return execute(self, batch)
+
+    NullRunner.execute = crashing  # type: ignore[method-assign]
+
+
+def _crash(seq: Any) -> None:
+    poison, decodes = seq.token_ids[0], not seq.prefill_only and not seq.is_reading
+    if (poison == IN_DECODE and decodes and seq.num_output_tokens >= PLACE) or (
+        poison == IN_PREFILL and seq.prefill_only
+    ):
+        ctypes.string_at(0)
+    if poison == ABORTS and decodes and seq.num_output_tokens >= PLACE:
+        os.kill(os.getpid(), signal.SIGABRT)
