@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from hmac import compare_digest
 from typing import Any, cast
 
 import grpc
@@ -23,7 +22,7 @@ from tandem.security import ClusterSecret
 
 log = structlog.get_logger(__name__)
 
-STRANGER = grpc.StatusCode.UNAUTHENTICATED, "this port is for processes with the cluster's secret"
+PROOF = "tandem-proof"  # metadata
 STOPPING = grpc.StatusCode.UNAVAILABLE, "the process is stopping"
 # A server that stops refuses calls until none has come for QUIET_S.
 QUIET_S, TURN_AWAY_S = 0.03, 0.5
@@ -38,16 +37,12 @@ class Refused(Exception):
         self.message = message
 
 
-def user_agent(secret: ClusterSecret) -> str:
-    """How a process of the cluster names itself."""
-    return f"tandem/{secret.proof('rpc')}"
-
-
 class Interceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
     """Joins the caller's trace; maps exceptions to statuses; refuses all but health to those without the secret."""
 
-    def __init__(self, secret: ClusterSecret) -> None:
-        self._agent = user_agent(secret) if secret else ""
+    def __init__(self, secret: ClusterSecret, wall: Callable[[], float]) -> None:
+        self.address = ""  # as its callers know it
+        self._secret, self._wall = secret, wall
         self._turns_away = False
         self._num_calls = 0
 
@@ -67,8 +62,8 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         handler = cast(Any, await continuation(handler_call_details))
-        if handler is not None and not self._admits(handler_call_details):
-            return _refusing(handler, *STRANGER)
+        if handler is not None and (wrong := self._wrong_with(handler_call_details)):
+            return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, wrong)
         if handler is None or not handler_call_details.method.startswith("/tandem."):
             return cast("grpc.RpcMethodHandler[Any, Any]", handler)
         self._num_calls += 1
@@ -86,11 +81,11 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
             _stream(handler.unary_stream, carrier), parse, handler.response_serializer
         )
 
-    def _admits(self, call: grpc.HandlerCallDetails) -> bool:
-        if not self._agent or call.method.startswith("/grpc.health."):
-            return True
-        said = next((str(v) for k, v in call.invocation_metadata or () if k == "user-agent"), "")
-        return compare_digest(said.partition(" ")[0].encode(), self._agent.encode())
+    def _wrong_with(self, call: grpc.HandlerCallDetails) -> str:
+        if not self._secret or call.method.startswith("/grpc.health."):
+            return ""
+        proof = next((str(v) for k, v in call.invocation_metadata or () if k == PROOF), "")
+        return self._secret.wrong_with(proof, self.address, self._wall())
 
 
 def _refusing(handler: Any, code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:

@@ -10,16 +10,18 @@ Handlers raise `Refused(status, message)`; anything else is a bug, logged whole 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from tandem.interceptor import Interceptor, user_agent
+from tandem.interceptor import PROOF, Interceptor
 from tandem.interceptor import Refused as Refused
 from tandem.security import NAME, NO_SECRET, OPEN, TLS, Security
 
@@ -90,7 +92,7 @@ class Server:
         Raises:
             OSError: the address cannot be bound.
         """
-        self._probes = aio.server(options=SERVER_OPTIONS, interceptors=[Interceptor(NO_SECRET)])
+        self._probes = aio.server(options=SERVER_OPTIONS, interceptors=[Interceptor(NO_SECRET, time.time)])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
         if servicer:
             servicer.add(servicer.implementation, self._probes)
@@ -112,13 +114,16 @@ async def serve(
     port: int,
     *,
     security: Security = OPEN,
+    known_as: str = "",
     max_receive_bytes: int = MAX_REQUEST_BYTES,
     shared_port: bool = False,
     make_server: Callable[..., aio.Server] = aio.server,
+    wall: Callable[[], float] = time.time,
 ) -> Server:
     """Start serving on host:port (0 chooses a free one, see `Server.port`); not healthy until `set_serving(True)`.
 
-    `shared_port`: other processes may listen there, too, and each gets a part of the connections.
+    `known_as`: the host that callers know it by, where that is not `host`: with a secret, calls to another address are
+    refused. `shared_port`: other processes may listen there, too, and each gets a part of the connections.
 
     Raises:
         OSError: the address cannot be bound.
@@ -128,7 +133,7 @@ async def serve(
         "grpc.so_reuseport": int(shared_port),
     }
     options = list({**dict(SERVER_OPTIONS), **own}.items())
-    interceptor = Interceptor(security.secret)
+    interceptor = Interceptor(security.secret, wall)
     server = make_server(options=options, interceptors=[interceptor])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -138,6 +143,7 @@ async def serve(
     _add_reflection(server, (*names, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1))
     started = Server(server, interceptor, health_servicer, names)
     started.port = _bind(server, host, port, security.tls)
+    interceptor.address = address(known_as or host, started.port)
     await health_servicer.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
     await started.set_serving(False)
     await server.start()
@@ -171,20 +177,47 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def channel(address: str, security: Security = OPEN) -> aio.Channel:
-    """A channel to one process. The caller closes it.
+def channel(address: str, security: Security = OPEN, wall: Callable[[], float] = time.time) -> aio.Channel:
+    """A channel to one process. The caller closes it. With a secret, each call proves it anew, to this address alone.
 
     Raises:
         OSError: a certificate cannot be read.
     """
-    # What every call says: a header that costs nothing per call, as metadata would.
-    agent = [("grpc.primary_user_agent", user_agent(security.secret))] if security.secret else []
+    opened = _channel(address, security)
+    if not security.secret:
+        return opened
+    return cast(aio.Channel, _Proving(opened, lambda: (PROOF, security.secret.call_proof(address, wall()))))
+
+
+class _Proving:
+    """A channel whose calls carry a proof. gRPC's own interceptors would cost a stream some time for each message."""
+
+    def __init__(self, channel: aio.Channel, proof: Callable[[], tuple[str, str]]) -> None:
+        self._channel, self._proof = channel, proof
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            setattr(self, kind, partial(self._callable, getattr(channel, kind)))
+
+    def _callable(self, kind: Callable[..., Any], *about: Any, **options: Any) -> Callable[..., Any]:
+        call = kind(*about, **options)
+        return lambda *said, metadata=(), **given: call(*said, metadata=(*(metadata or ()), self._proof()), **given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    async def __aenter__(self) -> _Proving:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close(None)
+
+
+def _channel(address: str, security: Security) -> aio.Channel:
     if security.tls is None:
-        return aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *agent])
+        return aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     key, certificate, ca = _read(security.tls)
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
     name = ("grpc.ssl_target_name_override", NAME)
-    return aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *agent, name])
+    return aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, name])
 
 
 def _read(tls: TLS) -> tuple[bytes, bytes, bytes]:

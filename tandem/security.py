@@ -1,7 +1,8 @@
 """How the processes of one cluster know each other, and strangers do not get in.
 
-    cluster secret   a file that all of them can read. It never crosses a wire: gRPC calls carry a value derived from
-                     it, KV links and landing tickets carry proofs of what they say
+    cluster secret   a file that all of them can read. It never crosses a wire: gRPC calls, KV links and landing tickets
+                     carry proofs of what they say. A call says whom it is for and when it was made, so whoever gets to
+                     see one can open nobody else's door with it, and not that one for long
     TLS              gRPC between them: each shows a certificate for NAME, signed by the cluster's own CA
 
 Either, both or none: without both, who reaches a port gets in, so ports belong on loopback or a private network.
@@ -21,6 +22,8 @@ from tandem.settings import Settings
 # Whom every certificate of a cluster is for, whatever its host is called.
 NAME = "cluster.tandem"
 MIN_SECRET_BYTES = 16
+# How far the clocks of two hosts may be apart, and how long a call that was overheard can be repeated.
+MAX_SKEW_S = 120
 
 
 class ClusterSecret:
@@ -52,6 +55,23 @@ class ClusterSecret:
 
     def proves(self, proof: str, purpose: str, said: bytes = b"") -> bool:
         return hmac.compare_digest(proof.encode(), self.proof(purpose, said).encode()) if self._secret else True
+
+    def call_proof(self, address: str, now: float) -> str:
+        """For a call to the process at `address`, which is `now`."""
+        said = f"{int(now)} {address}"
+        return f"{said} {self.proof('call', said.encode())}"
+
+    def wrong_with(self, proof: str, address: str, now: float) -> str:
+        """Why a call with this proof is none of the cluster's to the process at `address`; empty where it is one."""
+        said, _, proven = proof.rpartition(" ")
+        if not self.proves(proven, "call", said.encode()):
+            return "this port is for processes with the cluster's secret"
+        at, _, to = said.partition(" ")
+        if to != address:
+            return f"the call is for {to}, and this is {address}"
+        if abs(now - int(at)) > MAX_SKEW_S:
+            return f"by this host's clock the call is {abs(now - int(at)):.0f} s off: more than {MAX_SKEW_S}"
+        return ""
 
 
 NO_SECRET = ClusterSecret()

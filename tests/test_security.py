@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from tandem import rpc
+from tandem.interceptor import PROOF
 from tandem.security import NO_SECRET, OPEN, TLS, ClusterSecret, Security
 from tandem.settings import load
 from tandem.transfer import Endpoint, Receiver, Sender, TransferError
@@ -84,6 +86,83 @@ async def test_calls_without_the_secret_are_refused(
         assert await reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo().code() is (
             grpc.StatusCode.UNAUTHENTICATED
         )
+
+
+class Overhears(aio.ServerInterceptor):  # type: ignore[type-arg]
+    """A stranger's server that keeps what callers say of themselves."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        self.heard += [(str(k), str(v)) for k, v in details.invocation_metadata or () if k != "user-agent"]
+        return await continuation(details)
+
+
+@pytest.fixture
+async def overheard() -> AsyncIterator[tuple[str, Overhears]]:
+    """Where it listens, as a worker that has registered."""
+    overhears = Overhears()
+    server = aio.server(interceptors=[overhears])
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Echo(), server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Echo(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}", overhears
+    await server.stop(0)
+
+
+async def says(address: str, metadata: list[tuple[str, str]]) -> aio.AioRpcError | None:
+    async with rpc.channel(address) as channel:
+        stub: Any = prefill_pb2_grpc.PrefillServiceStub(channel)
+        try:
+            await stub.ProbeLink(prefill_pb2.ProbeLinkRequest(), metadata=metadata, timeout=5.0)
+        except aio.AioRpcError as error:
+            return error
+    return None
+
+
+async def test_what_a_stranger_was_told_opens_no_other_door(
+    serve: Callable[[Security], Awaitable[str]], overheard: tuple[str, Overhears]
+) -> None:
+    victim, (trap, overhears) = await serve(Security(SECRET)), overheard
+    assert await answers(trap, Security(SECRET)) is grpc.StatusCode.OK
+    assert overhears.heard
+    refused = await says(victim, overhears.heard)
+    assert refused is not None
+    assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert refused.details() == f"the call is for {trap}, and this is {victim}"
+    assert SECRET.proof("call") not in str(overhears.heard)
+
+
+@pytest.mark.parametrize(("ago", "welcome"), [(0, True), (100, True), (-100, True), (140, False), (-140, False)])
+async def test_what_was_overheard_opens_a_door_for_two_minutes(
+    serve: Callable[[Security], Awaitable[str]], ago: float, welcome: bool
+) -> None:
+    """So far may the clocks of two hosts be apart."""
+    address = await serve(Security(SECRET))
+    refused = await says(address, [(PROOF, SECRET.call_proof(address, time.time() - ago))])
+    assert (refused is None) is welcome
+    if refused:
+        assert "s off: more than 120" in (refused.details() or "")
+
+
+async def test_a_channel_of_any_age_opens_new_streams(serve: Callable[[Security], Awaitable[str]]) -> None:
+    """As one that has reconnected after hours does."""
+    address, now = await serve(Security(SECRET)), [time.time() - 10_000]
+    async with rpc.channel(address, Security(SECRET), lambda: now[0]) as channel:
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        with pytest.raises(aio.AioRpcError, match="off"):
+            await stub.Work(timeout=5.0).read()
+        now[0] = time.time()
+        assert (await stub.Work(timeout=5.0).read()).incarnation == "d-1"
+
+
+@pytest.mark.parametrize("proof", ["", " ", "x", "1 2", "a b c", " x ", "1 " + "y" * 5000 + " z"])
+async def test_no_proof_breaks_a_server(serve: Callable[[Security], Awaitable[str]], proof: str) -> None:
+    refused = await says(await serve(Security(SECRET)), [(PROOF, proof)])
+    assert refused is not None
+    assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.fixture(scope="module")

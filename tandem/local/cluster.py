@@ -145,6 +145,11 @@ class Cluster(_Part):
         return int(self.gateway.settings.get("grpc_port", 50051))
 
     @property
+    def guarded(self) -> bool:
+        """Whether strangers are kept out somewhere."""
+        return bool(self.security.get("cluster_secret") or self.gateway.settings.get("api_keys"))
+
+    @property
     def namespace(self) -> str:
         """On a Redis that others use, too: of this machine and the port that is this cluster's alone."""
         if self.redis.namespace or not self.redis.url:

@@ -57,7 +57,7 @@ def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
     return Ports(
         engine=EngineThread(engine),
         registry=registry,
-        serve=partial(rpc.serve, security=settings.security),
+        serve=partial(rpc.serve, security=settings.security, known_as=settings.reachable_host(socket.gethostname())),
         network=SocketNetwork(),
         driver=Threads(),
         new_nonce=new_nonce,
@@ -73,7 +73,9 @@ async def _run(
     settings: WorkerSettings, worker_id: str, engine: Engine, build: Callable[[WorkerContext], WorkerService]
 ) -> None:
     async def serve(servicers: Sequence[rpc.Servicer], host: str, port: int) -> rpc.Server:
-        server = await rpc.serve(servicers, host, port, security=settings.security)
+        server = await rpc.serve(
+            servicers, host, port, security=settings.security, known_as=settings.reachable_host(socket.gethostname())
+        )
         if settings.health_port is not None:
             await server.add_probes(host, settings.health_port, DrainService(worker.drain).servicer)
         return server

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import psutil
 
 from tandem.child_process import dying_with_parent
+from tandem.commands.up.redis import URL_FILE
 from tandem.local import free_ports
 
 # By far longer than it takes on any machine.
@@ -82,7 +83,8 @@ def running_cluster(
         said = folder / "up.log"
         eventually(lambda: "is ready" in said.read_text() or process.poll() is not None, START_BOUND_S, "cluster ready")
         assert process.poll() is None, said.read_text()
-        yield cluster
+        url = folder / "logs" / URL_FILE
+        yield replace(cluster, redis_url=url.read_text()) if url.exists() else cluster
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -6,10 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
+from redis import AuthenticationError, Redis
 
+from tandem.commands.up.redis import URL_FILE
 from tests.authority import Authority
 from tests.e2e.cluster import RunningCluster, running_cluster
 
@@ -55,6 +59,19 @@ def test_who_has_a_key_is_answered_by_both_pools(cluster: RunningCluster, key: s
         assert answer.status_code == status
     assert answer.headers["x-tandem-path"] == "remote"
     assert int(answer.headers["x-tandem-transfer-bytes"]) > 0
+
+
+def test_nobody_without_its_password_gets_into_redis(cluster: RunningCluster) -> None:
+    address, password = urlsplit(cluster.redis_url), urlsplit(cluster.redis_url).password
+    assert password
+    with Redis(address.hostname or "", address.port or 0) as stranger, pytest.raises(AuthenticationError):
+        stranger.ping()
+    with Redis.from_url(cluster.redis_url) as ours:
+        assert ours.ping()
+    family = psutil.Process(cluster.process.pid).children(recursive=True)
+    assert len(family) >= 5
+    assert not [one for one in family if password in " ".join(one.cmdline())]
+    assert (cluster.logs / URL_FILE).stat().st_mode & 0o077 == 0
 
 
 def test_the_doctor_needs_what_every_process_needs(cluster: RunningCluster, within: list[str], key: str) -> None:

@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from tandem.commands.up.display import capacities, lines_to_try, progress, status, stream_sample
 from tandem.commands.up.plan import Plan
+from tandem.commands.up.redis import redis_of
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher, LocalLauncher, ServiceFailed, unless_failed, until_set
 from tandem.local.cluster import DEFAULT_NAMESPACE, Cluster
@@ -30,8 +31,8 @@ from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 async def up_here(settings: UpSettings, cluster: Cluster, environment: Mapping[str, str]) -> None:
     for left in ("cores", "crashes"):
         shutil.rmtree(settings.logs / left, ignore_errors=True)
-    redis_url = cluster.redis.url or f"redis://127.0.0.1:{cluster.redis.port}"
-    plan = Plan.of(cluster, redis_url, cluster.kvstore_service(), settings.logs, environment)
+    redis_url, kvstore = redis_of(cluster, settings.logs)
+    plan = Plan.of(cluster, redis_url, kvstore, settings.logs, environment)
     console = _console()
     launcher = LocalLauncher(
         settings.logs, lambda text: console.print(escape(text), style="yellow"), on_death=report_death
