@@ -117,6 +117,7 @@ async def serve(
     known_as: str = "",
     max_receive_bytes: int = MAX_REQUEST_BYTES,
     shared_port: bool = False,
+    max_connections: int | None = None,
     make_server: Callable[..., aio.Server] = aio.server,
     wall: Callable[[], float] = time.time,
 ) -> Server:
@@ -124,6 +125,7 @@ async def serve(
 
     `known_as`: the host that callers know it by, where that is not `host`: with a secret, calls to another address are
     refused. `shared_port`: other processes may listen there, too, and each gets a part of the connections.
+    `max_connections`: more are refused; None: as many as there are files to be opened.
 
     Raises:
         OSError: the address cannot be bound.
@@ -132,6 +134,8 @@ async def serve(
         "grpc.max_receive_message_length": max_receive_bytes,
         "grpc.so_reuseport": int(shared_port),
     }
+    if max_connections is not None:
+        own["grpc.max_allowed_incoming_connections"] = max_connections
     options = list({**dict(SERVER_OPTIONS), **own}.items())
     interceptor = Interceptor(security.secret, wall)
     server = make_server(options=options, interceptors=[interceptor])

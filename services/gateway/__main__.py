@@ -18,7 +18,7 @@ import uvloop
 
 from services.gateway import bodies
 from services.gateway.access import Access
-from services.gateway.http import HttpServer
+from services.gateway.http import HttpServer, Room, raise_limit
 from services.gateway.model import ServedModel
 from services.gateway.routing import Router
 from services.gateway.server import Gateway, Ports
@@ -81,6 +81,10 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
     model = ServedModel.load(
         settings.model_path, settings.model_name, int(time.time()), settings.tool_parser, settings.reasoning_parser
     )
+    room = Room.of(raise_limit())
+    http = partial(
+        HttpServer, header_timeout_s=settings.header_timeout_s, most=room.http // (1 + settings.shares_ports)
+    )
     ports = Ports(
         registry=Registry.connect(
             settings.redis_url,
@@ -93,8 +97,9 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
             rpc.serve,
             max_receive_bytes=settings.max_message_bytes,
             shared_port=settings.shares_ports,
+            max_connections=room.grpc,
         ),
-        serve_http=partial(HttpServer, header_timeout_s=settings.header_timeout_s),
+        serve_http=http,
         new_id=lambda: token_hex(16),
         seeds=random.SystemRandom(),
         wall=time.time,

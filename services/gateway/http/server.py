@@ -14,6 +14,8 @@ from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
+from services.gateway.http.connections import MOST, Connections
+
 log = structlog.get_logger(__name__)
 START_WAIT_S = 10.0
 STOP_WAIT_S = 3.0
@@ -23,13 +25,15 @@ POLL_S = 0.02
 class HttpServer:
     """Serves one ASGI app on one address; `shared`: others may listen there, each for a part of what comes."""
 
-    def __init__(self, app: Any, host: str, port: int, shared: bool, header_timeout_s: float) -> None:
+    def __init__(self, app: Any, host: str, port: int, shared: bool, header_timeout_s: float, most: int = MOST) -> None:
+        """`most`: connections at once; the next ones wait in the kernel."""
         self._host = host
         self._shared = shared
         self._port = port
+        self._connections = Connections(app, port, most)
         self._server = Server(
-            app, address=host, port=port, interface=Interfaces.ASGINL, websockets=False, log_enabled=False,
-            backlog=2048,
+            self._connections, address=host, port=port, interface=Interfaces.ASGINL, websockets=False,
+            log_enabled=False, backlog=2048, backpressure=most,
             # HTTP/2 in the clear would be recognised by first bytes that are waited for without bound.
             http=HTTPModes.http1,
             http1_settings=HTTP1Settings(header_read_timeout=round(1000 * header_timeout_s)),
@@ -58,7 +62,14 @@ class HttpServer:
     async def run(self) -> None:
         """Until the server ends by itself, which it should not."""
         assert self._task is not None
-        await asyncio.shield(self._task)
+        closing = asyncio.create_task(self._connections.run())
+        try:
+            await asyncio.wait({self._task, closing}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (self._task, closing):
+                if task.done():
+                    task.result()
+        finally:
+            closing.cancel()
 
     def close(self) -> None:
         """Take no connections any more, and end those that are idle; responses that are under way go on."""

@@ -1,0 +1,130 @@
+"""Room for connections: how many there may be, and which go when it gets short.
+
+    limit of open files ──> raised as far as may be ──> less what the process needs ──> connections of HTTP, of gRPC
+
+The server takes as many as that, and the kernel keeps the next ones waiting. Once NEARLY all are there, those on which
+nothing runs are closed, longest idle first, down to half, so that whoever waits, a health check too, comes in.
+Idle is one between two requests, or before its first; a client that finds its own closed connects anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger(__name__)
+LOOK_S, AGAIN_S = 0.25, 0.05
+NEARLY = 3 / 4
+# Nothing has come for so long: a request that is just arriving is none of them.
+IDLE_MS = 500
+# Files that are opened for a moment, connections to workers and Redis, pipes of the helper process.
+RESERVE = 64
+MOST = 2048
+OPEN = Path("/proc/self/fd")
+# struct tcp_info: eight bytes, then numbers of four; how long ago data was sent is the tenth, and has come the twelfth.
+TCP_INFO = struct.Struct("=8B16I")
+SINCE_SENT, SINCE_CAME = 8 + 9, 8 + 11
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    http: int
+    grpc: int
+
+    @classmethod
+    def of(cls, open_files: int) -> Room:
+        """Of a limit of so many, before any is open."""
+        free = max(16, open_files - len(_descriptors()) - 2 * RESERVE)
+        return cls(http=min(MOST, free * 3 // 4), grpc=min(MOST, free // 4))
+
+
+def raise_limit() -> int:
+    """Let the process open as many files as it may; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # a hard limit that the kernel does not allow itself
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class Connections:
+    """Those of one port, at most `most`. An ASGI app around the one that is served; `run` closes idle ones."""
+
+    def __init__(self, app: Any, port: int, most: int) -> None:
+        self._app, self._port, self.most = app, port, most
+        self._busy: set[Any] = set()  # addresses of clients whose request runs
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        client = scope["client"]
+        self._busy.add(client)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._busy.discard(client)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        before = len(_descriptors())
+        closed = 0
+        while True:
+            await asyncio.sleep(AGAIN_S if closed else LOOK_S)
+            is_short = len(_descriptors()) - before > NEARLY * self.most
+            closed = self.make_room() if is_short else 0
+
+    def make_room(self) -> int:
+        """Close what is idle, down to half of what there may be; returns how many were closed."""
+        found = list(self._found())
+        idle = sorted((one for one in found if one.idle_ms >= IDLE_MS), key=lambda one: one.idle_ms, reverse=True)
+        going = idle[: max(0, len(found) - self.most // 2)]
+        for one in going:
+            with suppress(OSError):
+                one.connection.shutdown(socket.SHUT_RDWR)
+        for one in found:
+            one.connection.close()
+        if going:
+            log.warning("idle connections closed", closed=len(going), open=len(found), most=self.most)
+        return len(going)
+
+    def _found(self) -> Iterator[_Found]:
+        for number in _descriptors():
+            with suppress(OSError, ValueError):
+                if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                    continue
+                connection = socket.socket(fileno=os.dup(number))
+                if (found := self._look(connection)) is None:
+                    connection.close()
+                else:
+                    yield found
+
+    def _look(self, connection: socket.socket) -> _Found | None:
+        """None where it is no connection of this port."""
+        try:
+            if connection.type != socket.SOCK_STREAM or connection.getsockname()[1] != self._port:
+                return None
+            peer = connection.getpeername()
+            numbers = TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
+        except (OSError, IndexError, TypeError):
+            return None
+        is_busy = (peer[0], str(peer[1])) in self._busy
+        return _Found(connection, 0 if is_busy else min(numbers[SINCE_SENT], numbers[SINCE_CAME]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    connection: socket.socket
+    idle_ms: int
+
+
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir(OPEN)] if OPEN.exists() else []

@@ -1,0 +1,91 @@
+"""A gateway with few files to open: idle connections make room, and health answers whoever else is connected."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem.local import RedisServer, free_ports
+from tests.gateway.conftest import eventually
+
+OPEN_FILES, IDLE = 256, 300
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def gateway_process(model: Path, redis: RedisServer, port: int) -> AsyncIterator[str]:
+    """As a machine runs it that allows no more files."""
+    arguments = [
+        "-m", "services.gateway", "--model-path", str(model), "--redis-url", redis.url, "--http-port", str(port),
+        "--grpc-port", "0", "--namespace", f"files{port}", "--drain-s", "0.2",
+    ]  # fmt: skip
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, env={**os.environ, "TANDEM_LOG_LEVEL": "warning"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES)),
+    )  # fmt: skip
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        await asyncio.wait_for(process.wait(), 30)
+
+
+@pytest.fixture
+async def url(model_folder: Path, redis: RedisServer) -> AsyncIterator[str]:
+    async with gateway_process(model_folder, redis, free_ports(1)[0]) as url:
+        await eventually(lambda: answers(url))
+        yield url
+
+
+async def answers(url: str, seconds: float = 5.0) -> bool:
+    """On a connection of its own."""
+    try:
+        async with httpx.AsyncClient(timeout=seconds) as client:
+            return (await client.get(f"{url}/health")).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["never-used", "kept-alive"])
+async def test_health_answers_beside_more_idle_connections_than_files(url: str, used: bool) -> None:
+    port = int(url.rpartition(":")[2])
+    connections = [await connected(port, used and i < 100) for i in range(IDLE)]
+    try:
+        assert await answers(url)
+        # They are closed one after another, and each that is lets one in that has waited.
+        await eventually(lambda: sum(reader.at_eof() for reader, _ in connections) > IDLE - OPEN_FILES)
+        assert await answers(url)
+    finally:
+        for _, writer in connections:
+            writer.close()
+
+
+async def connected(port: int, used: bool) -> Streams:
+    """`used`: a request was answered there."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    if used:
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"true}"), 20)
+    return reader, writer
+
+
+async def test_a_connection_on_which_a_request_runs_is_not_closed(url: str) -> None:
+    """Its body is on the way, however slowly."""
+    port = int(url.rpartition(":")[2])
+    reader, writer = await connected(port, used=False)
+    writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 14\r\n\r\n{")
+    await writer.drain()
+    others = [await connected(port, used=False) for _ in range(IDLE)]
+    await eventually(lambda: sum(reader.at_eof() for reader, _ in others) > IDLE - OPEN_FILES)
+    writer.write(b'"prompt":"x"}')
+    assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200")
+    for _, other in [*others, (reader, writer)]:
+        other.close()
