@@ -15,10 +15,20 @@ async def ends_where_it_stands_still() -> AsyncIterator[None]:
     """Inside, the process ends with status 1 and a traceback where the running loop has not turned for STALL_S.
 
     Needs no lock of the interpreter: code that holds it for ever cannot hold this up.
+
+    Raises:
+        OSError: in the place of what it was cancelled in: the system has no thread left to watch with.
     """
-    turning = asyncio.create_task(_say_that_it_turns())
+    turning, inside = asyncio.create_task(_say_that_it_turns()), asyncio.current_task()
+    assert inside is not None
+    turning.add_done_callback(lambda done: done.cancelled() or inside.cancel())
     try:
         yield
+    except asyncio.CancelledError:
+        if not turning.done() or turning.cancelled():
+            raise
+        inside.uncancel()
+        raise OSError(f"the event loop cannot be watched any more: {turning.exception()}") from None
     finally:
         turning.cancel()
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Barrier
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -16,7 +17,18 @@ class WorkThreads:
     """At most `most` at once; what comes then waits. A caller that is cancelled before its turn leaves the queue."""
 
     def __init__(self, kind: str, most: int) -> None:
-        self._executor = ThreadPoolExecutor(most, thread_name_prefix=kind)
+        self._executor, self._most = ThreadPoolExecutor(most, thread_name_prefix=kind), most
+
+    def start(self) -> None:
+        """Start all of them now. To start one when memory has run out may hold up the event loop for ever: Python waits
+        there for a thread that died before it began."""
+        everyone = Barrier(self._most)
+        for _ in range(self._most):
+            self._executor.submit(everyone.wait)
+
+    def close(self) -> None:
+        """What runs still comes to its end; nothing else does."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, partial(fn, *args, **kwargs))

@@ -25,7 +25,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from services.decode.block_queue import BlockQueue
 from tandem.engine import Engine, FinishReason, Request, SampledToken, SequenceOutput
 from tandem.transfer import TransferError
-from tandem.worker import Added, Ended, EngineDied, EnginePort, Event, SequenceFailed, Streams
+from tandem.worker import BUG, Added, Ended, EnginePort, Event, SequenceFailed, Streams, failure_of
 
 # A transfer that cannot be fenced keeps its blocks: the worker then ends, and is started again.
 FENCE_WAIT_S = 10.0
@@ -323,11 +323,9 @@ class Sequences:
 
 def _failure(request_id: str, error: Exception | None) -> tuple[str, str]:
     """Code and message for what the engine has refused."""
-    if isinstance(error, SequenceFailed):
-        return error.code, str(error)
     if isinstance(error, ValueError):
         return "INVALID_ARGUMENT", str(error)
-    if isinstance(error, EngineDied):
-        return "UNAVAILABLE", str(error)
-    log.error("the engine failed for a sequence", request_id=request_id, exc_info=error)
-    return "INTERNAL", "internal error; the worker's log tells more"
+    failure = failure_of(error)
+    if failure == BUG:
+        log.error("the engine failed for a sequence", request_id=request_id, exc_info=error)
+    return failure

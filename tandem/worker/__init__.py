@@ -10,9 +10,10 @@ from tandem.worker.process import process_ports, run_to_its_end, run_worker
 from tandem.worker.settings import WorkerSettings
 from tandem.worker.streams import Streams
 from tandem.worker.suspects import SuspectTurns
-from tandem.worker.work import Entry, WorkService
+from tandem.worker.work import BUG, Entry, WorkService, failure_of
 
 __all__ = [
+    "BUG",
     "Added",
     "Ended",
     "EngineDied",
@@ -32,6 +33,7 @@ __all__ = [
     "WorkerContext",
     "WorkerService",
     "WorkerSettings",
+    "failure_of",
     "open_crash_page",
     "process_ports",
     "run_to_its_end",

@@ -28,7 +28,7 @@ from tandem.starvation import Starvation, no_pressure
 from tandem.transfer import Driver, Network
 from tandem.worker.adapters import AdapterService
 from tandem.worker.block_publisher import BlockPublisher
-from tandem.worker.engine_port import EnginePort, EngineStuck, Event
+from tandem.worker.engine_port import EngineDied, EnginePort, EngineStuck, Event
 from tandem.worker.integrity import check_worker
 from tandem.worker.lease import Lease
 from tandem.worker.settings import WorkerSettings
@@ -240,10 +240,13 @@ class Worker:
         """
         Raises:
             EngineStuck: a step takes longer than `max_step_s`.
+            EngineDied: there will be no other.
         """
         engine, longest = self._ports.engine, self.context.settings.max_step_s
         while engine.busy_s <= longest:
             await asyncio.sleep(min(ENGINE_CHECK_S, longest / 2))
+            if engine.ended:
+                raise EngineDied("the engine has ended")
         raise EngineStuck(f"max_step_s: an engine step is not over after {engine.busy_s:.1f} s")
 
     async def _drain(self) -> bool:

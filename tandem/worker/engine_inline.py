@@ -41,6 +41,10 @@ class InlineEngine(EnginePort):
     def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
         return None if self._closed else self._beside(fn)
 
+    @property
+    def ended(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         self._closed = True
         if self._next is not None:

@@ -25,6 +25,7 @@ from tandem.worker.errors import SequenceFailed
 from tandem.worker.rates import Rates
 
 T = TypeVar("T")
+GRAMMARS_AT_ONCE = 2
 
 
 class EngineDied(RuntimeError):
@@ -75,6 +76,7 @@ class EnginePort(ABC):
         self.rates = Rates()
         self._of_this_turn: list[Command] = []
         self._reading = WorkThreads("adapters", 1)  # they are read one after the other
+        self._compiling = WorkThreads("grammars", GRAMMARS_AT_ONCE)
 
     @abstractmethod
     def start(self, on_events: OnEvents, on_death: OnDeath) -> None:
@@ -90,6 +92,11 @@ class EnginePort(ABC):
     @abstractmethod
     def busy_s(self) -> float:
         """How long the step or function that runs now has taken; 0 if none does."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """No more steps will come, closed or not: without memory an engine may end without a word."""
 
     @abstractmethod
     def close(self) -> None:
@@ -145,7 +152,7 @@ class EnginePort(ABC):
         try:
             async with asyncio.timeout(timeout_s):
                 if request.sampling.grammar:
-                    await asyncio.to_thread(self._compile, request)
+                    await self._compiling.run(self._compile, request)
                 if request.lora is not None:
                     adapters = self._adapters()
                     cached = adapters.cached(request.lora.revision)

@@ -43,6 +43,8 @@ class EngineThread(EnginePort):
     def start(self, on_events: OnEvents, on_death: OnDeath) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_events, self._on_death = on_events, on_death
+        self._reading.start()
+        self._compiling.start()
         self._thread.start()
 
     def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
@@ -58,9 +60,15 @@ class EngineThread(EnginePort):
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
     def close(self) -> None:
         self._ended.set()
         self._inbox.put(None)
+        self._reading.close()
+        self._compiling.close()
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
 
@@ -76,9 +84,9 @@ class EngineThread(EnginePort):
                 self._serve_inbox(stalled)
                 stalled = not self._step()
         except BaseException as error:
-            log.error("engine died", exc_info=error)
             if not self._ended.is_set():
                 self._loop.call_soon_threadsafe(self._on_death, error)
+            log.error("engine died", exc_info=error)
         finally:
             self._ended.set()
             self._refuse_inbox()
@@ -103,6 +111,13 @@ class EngineThread(EnginePort):
             self._busy_since = None
             yield from events
 
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """On the loop. Where memory lacks for that the worker ends, or requests would wait for what was lost."""
+        try:
+            self._on_events(events)
+        except MemoryError as error:
+            self._on_death(error)
+
     def _refuse_inbox(self) -> None:
         events: list[Event] = []
         with suppress(Empty):
@@ -114,7 +129,7 @@ class EngineThread(EnginePort):
     def _tell(self, events: Sequence[Event]) -> None:
         if events:
             with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                self._loop.call_soon_threadsafe(self._on_events, events)
+                self._loop.call_soon_threadsafe(self._deliver, events)
 
     def _step(self) -> bool:
         """Whether it brought anything on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import structlog
@@ -20,12 +21,24 @@ from opentelemetry import propagate
 from tandem import rpc
 from tandem.liveness import Liveness
 from tandem.v1 import worker_pb2, worker_pb2_grpc
-from tandem.worker.errors import SequenceFailed
+from tandem.worker.engine_port import EngineDied
+from tandem.worker.errors import SequenceFailed, lacks_room
 from tandem.worker.streams import Streams
 from tandem.worker.suspects import SuspectTurns
 
 log = structlog.get_logger(__name__)
+BUG = "INTERNAL", "internal error; the worker's log tells more"
+NO_ROOM = "UNAVAILABLE", "it has no memory, threads or descriptors left"
 Entry: TypeAlias = worker_pb2.Reservation | worker_pb2.Prefill
+
+
+def failure_of(error: Exception | None) -> tuple[str, str]:
+    """Return the code and the words that a gateway gets for it."""
+    if isinstance(error, SequenceFailed):
+        return error.code, str(error)
+    if isinstance(error, EngineDied):
+        return "UNAVAILABLE", str(error)
+    return NO_ROOM if error is not None and lacks_room(error) else BUG
 
 
 class WorkService(worker_pb2_grpc.WorkerServiceServicer):
@@ -103,7 +116,13 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
             self._streams.fail(*key, "ALREADY_EXISTS", f"request_id: {key[1]!r} begins already")
             return
         task = self._beginning[key] = asyncio.create_task(self._run(stream_id, entry))
-        task.add_done_callback(lambda done: self._beginning.pop(key))
+        task.add_done_callback(partial(self._begun, key))
+
+    def _begun(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        """A failure that could not even be reported, as without memory, ends the stream: its gateway hears of that."""
+        del self._beginning[key]
+        if not task.cancelled() and task.exception() is not None:
+            self._streams.end(key[0])
 
     async def _run(self, stream_id: str, entry: Entry) -> None:
         sequence = entry.sequence
@@ -112,12 +131,10 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             async with self._suspects.turn(sequence):
                 await self._begin(stream_id, entry)
-        except SequenceFailed as error:
-            self._streams.fail(stream_id, sequence.request_id, error.code, str(error))
         except Exception as error:
-            log.error("a sequence could not begin", request_id=sequence.request_id, exc_info=error)
-            said = "internal error; the worker's log tells more"
-            self._streams.fail(stream_id, sequence.request_id, "INTERNAL", said)
+            self._streams.fail(stream_id, sequence.request_id, *failure_of(error))
+            if not isinstance(error, SequenceFailed):
+                log.error("a sequence could not begin", request_id=sequence.request_id, exc_info=error)
 
     async def _end(self, stream_id: str, request_id: str) -> None:
         beginning = self._beginning.get((stream_id, request_id))
