@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 STALL_S = 20.0
 
@@ -34,9 +35,24 @@ async def ends_where_it_stands_still() -> AsyncIterator[None]:
 
 
 async def _say_that_it_turns() -> None:
+    with _never_full() as output:
+        try:
+            while True:
+                faulthandler.dump_traceback_later(STALL_S, exit=True, file=output)
+                await asyncio.sleep(STALL_S / 10)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _never_full() -> Iterator[int]:
+    """Stderr; where that is a pipe that nobody reads, what has no room is lost: it must not hold up the end."""
     try:
-        while True:
-            faulthandler.dump_traceback_later(STALL_S, exit=True)
-            await asyncio.sleep(STALL_S / 10)
+        descriptor = os.open("/proc/self/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+    except OSError:  # a socket, or none
+        yield 2
+        return
+    try:
+        yield descriptor
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -24,3 +25,14 @@ def test_a_process_whose_loop_stands_still_ends_and_says_where() -> None:
     done = subprocess.run([sys.executable, "-c", STANDS_STILL], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
     assert "in run" in done.stderr
+
+
+def test_it_ends_though_nobody_reads_where() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with os.fdopen(reading, "rb"), os.fdopen(writing, "wb", buffering=0) as writer:
+        while writer.write(b"x" * 4096):
+            pass
+        os.set_blocking(writing, True)
+        done = subprocess.run([sys.executable, "-c", STANDS_STILL], stderr=writer, timeout=50, check=False)
+    assert done.returncode == 1
