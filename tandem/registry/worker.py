@@ -32,6 +32,7 @@ class Fallback(StrEnum):
     DRAINING = "draining"
     KV_LAYOUT = "kv_layout"  # none that a decode worker has
     NO_PROVEN_LINK = "no_proven_link"
+    STUCK = "stuck"
     LAST_VIEW = "last_view"  # the registry knows nobody who can take it, the gateway's view does
     REGISTRY_UNAVAILABLE = "registry_unavailable"
 
@@ -76,6 +77,7 @@ class WorkerLoad:
     likely_tokens: int = 0  # decode: of an answer, which it takes blocks for in advance; 0: for all that it may have
     draining: bool = False  # finish what you have, take nothing new
     linked: tuple[str, ...] = ()  # prefill: incarnations of decode workers it has moved a block to
+    stuck: bool = False  # its engine takes far longer over a step than it ever did of late
     adapters: tuple[str, ...] = ()  # revisions of the LoRA adapters in its memory
     # Measured; 0 is not yet, and a nominal value holds.
     prefill_tokens_per_s: float = 0.0  # prompt tokens read

@@ -38,6 +38,8 @@ STOP_GRACE_S = 2.0
 DRAIN_CHECK_S = 0.05
 LINK_CHECK_S = 0.25
 ENGINE_CHECK_S = 0.25
+# Others are chosen while a step takes so many times as long as any of late; on a busy machine, longer.
+STUCK_TIMES, STUCK_S = 4, 1.0
 MAX_REPORTED_ADAPTERS = 256  # in a heartbeat, the latest used
 
 
@@ -131,6 +133,7 @@ class Worker:
         self._ports = ports
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
+        self._told_stuck = False
         self._draining: asyncio.Task[bool] | None = None
         self._service = build(self.context)
 
@@ -244,10 +247,17 @@ class Worker:
         """
         engine, longest = self._ports.engine, self.context.settings.max_step_s
         while engine.busy_s <= longest:
+            if self._is_stuck() is not self._told_stuck:
+                self._lease.renew_now()
             await asyncio.sleep(min(ENGINE_CHECK_S, longest / 2))
             if engine.ended:
                 raise EngineDied("the engine has ended")
         raise EngineStuck(f"max_step_s: an engine step is not over after {engine.busy_s:.1f} s")
+
+    def _is_stuck(self) -> bool:
+        engine = self._ports.engine
+        usual_s = max(STUCK_S, STUCK_TIMES * engine.rates.longest_step_s)
+        return engine.busy_s > usual_s * (1 + self._starvation.now())
 
     async def _drain(self) -> bool:
         self._leaving.set()
@@ -267,11 +277,13 @@ class Worker:
     def _load(self) -> WorkerLoad:
         engine = self._ports.engine
         stats, rates = engine.stats, engine.rates
+        self._told_stuck = self._is_stuck()
         return WorkerLoad(
             free_blocks=stats.free_blocks, num_waiting=stats.num_waiting, num_running=stats.num_running,
             queued_tokens=stats.queued_tokens, draining=self._leaving.is_set(), linked=self._service.linked(),
             prefill_tokens_per_s=rates.prefill_tokens_per_s, step_s=rates.step_s,
             transfer_tokens_per_s=rates.transfer_tokens_per_s, likely_tokens=stats.likely_tokens,
+            stuck=self._told_stuck,
             adapters=tuple(adapters.held()[-MAX_REPORTED_ADAPTERS:]) if (adapters := engine.engine.adapters) else (),
         )  # fmt: skip
 

@@ -29,6 +29,8 @@ LEAST_SPREAD = 0.01
 LEAST_SEEN = 8
 # Steps that only decode are short and soon many, and one during which the machine paused takes as long as a hundred.
 LEAST_STEPS = 32
+# Of how much longer a step was than those before it, so much is believed; of how much shorter, so little.
+LONGER, SHORTER = 4.0, 1 / 256
 
 
 class Line:
@@ -81,6 +83,7 @@ class Rates:
 
     def __init__(self) -> None:
         self._prefill, self._decode, self._transfer = Line(), Line(), Line()
+        self.longest_step_s = 0.0  # of late, whatever it computed; 0 before the first
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -99,6 +102,11 @@ class Rates:
 
     def step(self, num_read: int, num_written: int, seconds: float) -> None:
         """A step computed so many prompt tokens and decoded so many sequences."""
+        longest_s = self.longest_step_s
+        if seconds < longest_s:
+            self.longest_step_s -= SHORTER * (longest_s - seconds)
+        else:
+            self.longest_step_s = min(seconds, LONGER * longest_s) if longest_s else seconds
         if num_read == 0:
             self._decode.add(num_written, seconds)
             return

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from tandem.engine import EngineConfig, Request, SamplingParams, StepTime
+from tandem.registry import Registry
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 from tests.e2e.test_migration import Answers, asked, service, undisturbed
 
@@ -31,6 +32,16 @@ pools:
 - {{{{name: d, role: decode, model: m}}}}
 - {{{{name: stuck, role: decode, model: m, settings: {{{{null_decode_step_s: 60, max_step_s: 0.3}}}}}}}}
 gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: require}}}}}}}}
+redis: {{{{port: {{redis}}}}}}
+"""
+# Each decode step of one of two takes a minute, and it may take that long.
+SLOW = """
+models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
+workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB}}}}}}}}
+pools:
+- {{{{name: d, role: decode, model: m}}}}
+- {{{{name: stuck, role: decode, model: m, settings: {{{{null_decode_step_s: 60, max_step_s: 12}}}}}}}}
+gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: prefer}}}}}}}}
 redis: {{{{port: {{redis}}}}}}
 """
 PROMPTS, PROMPT_TOKENS = 8, 300
@@ -67,6 +78,26 @@ async def test_a_worker_stuck_in_a_step_ends_by_its_watchdog_and_loses_nothing(
     )
 
 
+async def test_a_stuck_worker_gets_nothing_new_while_another_is_there(tmp_path: Path, demo_model: Path) -> None:
+    """What it had before anyone could know goes on elsewhere when its watchdog ends it."""
+    first, then = asked(8, 20), asked(40, 20)
+    with running_cluster(tmp_path, file=SLOW.format(model=demo_model)) as cluster:
+        async with service(cluster) as stub:
+            caught = Answers(stub, "null", first)
+            begun = time.time()
+            await known_as_stuck(cluster)
+            known_s = time.time() - begun
+            answers = Answers(stub, "null", then)
+            async with asyncio.timeout(90):
+                whole = await answers.all()
+            answered_s = time.time() - begun
+            assert await caught.all() == undisturbed(oracle(demo_model), first)
+        assert whole == undisturbed(oracle(demo_model), then)
+        assert not answers.migrated
+        assert caught.migrated
+        print(f"known after {known_s:.1f} s, others answered after {answered_s:.1f} s")
+
+
 async def test_a_prefill_worker_stopped_in_mid_transfer_holds_nothing_up(
     fleet: RunningCluster, demo_model: Path
 ) -> None:
@@ -93,6 +124,15 @@ async def test_a_prefill_worker_stopped_in_mid_transfer_holds_nothing_up(
         assert any("; after " in last.path.reason for last in answers.last)
         again = Answers(stub, "null", requests)
         assert await again.all() == whole
+
+
+async def known_as_stuck(cluster: RunningCluster) -> None:
+    """Until the registry knows that a worker is."""
+    registry = Registry.connect(cluster.redis_url, timeout=BOUND_S)
+    async with asyncio.timeout(BOUND_S):
+        while not any(worker.load.stuck for worker in await registry.workers()):
+            await asyncio.sleep(0.02)
+    await registry.close()
 
 
 def lost_streams(cluster: RunningCluster, since: float) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -86,6 +87,28 @@ async def test_without_redis_hits_and_own_work_decide(routing: Routing, server: 
     assert used[0] == ("p0", "d1"), "whom this gateway has sent nothing"
     assert {p for p, _ in used} == {"p0", "p1"}
     assert not any(route.reservation_id for route in others)
+
+
+async def test_without_redis_a_stuck_worker_is_chosen_only_where_all_are(routing: Routing, server: RedisServer) -> None:
+    links = ("d0-first", "d1-first")
+    await routing.registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(stuck=True, linked=links), TTL)
+    await routing.registry.heartbeat(worker_info("d1", Role.DECODE), worker_load(stuck=True), TTL)
+    await routing.see()
+    server.kill()
+    routes = [await routing.router.choose(wanted(), ()) for _ in range(4)]
+    assert {(route.prefill and route.prefill.info.worker_id, route.decode.info.worker_id) for route in routes} == {
+        ("p1", "d0")
+    }
+    assert (await routing.router.choose(wanted(), {"d0"})).decode.info.worker_id == "d1"
+
+
+async def test_another_choice_of_a_prompt_does_not_follow_the_first_to_a_stuck_worker(routing: Routing) -> None:
+    second = replace(wanted(), holder="d0-first")
+    await routing.see()
+    assert (await routing.router.choose(second, ())).decode.info.worker_id == "d0"
+    await routing.registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(stuck=True), TTL)
+    await routing.see()
+    assert (await routing.router.choose(second, ())).decode.info.worker_id == "d1"
 
 
 async def test_hits_of_a_worker_that_started_again_are_forgotten_without_redis(

@@ -31,7 +31,7 @@ async def reserve(registry: Registry) -> str:
 
 async def test_a_registered_worker_is_seen_whole_by_other_clients(registry: Registry, connect: Connect) -> None:
     load = worker_load(
-        free_blocks=3, num_waiting=1, num_running=2, queued_tokens=77, draining=True, linked=("a", 'b",'),
+        free_blocks=3, num_waiting=1, num_running=2, queued_tokens=77, draining=True, stuck=True, linked=("a", 'b",'),
         prefill_tokens_per_s=1234.5, transfer_tokens_per_s=1e7, step_s=1e-5, likely_tokens=5,
     )  # fmt: skip
     await registry.register(OLD, load, TTL)

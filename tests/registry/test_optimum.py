@@ -26,6 +26,7 @@ from tandem.registry import (
 from tests.registry.cluster import BLOCK_SIZE, MODEL, REVISION, TTL, worker_info, worker_load
 
 HASHES = [i.to_bytes(16, "little") for i in range(1, 25)]
+STUCK_S = 1e6
 RATES = st.sampled_from([0.0, 300.0, 5000.0, 40000.0])
 
 
@@ -49,6 +50,7 @@ def loads(draw: st.DrawFn, role: Role, decodes: int) -> WorkerLoad:
         draining=draw(st.booleans()) and draw(st.booleans()), prefill_tokens_per_s=draw(RATES),
         transfer_tokens_per_s=draw(RATES), step_s=draw(st.sampled_from([0.0, 0.004, 0.05])),
         linked=tuple(f"d{i}-first" for i in draw(links)), likely_tokens=draw(st.sampled_from([0, 1, 40])),
+        stuck=draw(st.booleans()) and draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -114,7 +116,7 @@ class Costs:
         full = used / num_blocks + (d.load.num_running + d.load.num_waiting) / d.info.max_num_seqs
         step_s = self.step_s[d.info.worker_id]
         one_more = blocks / num_blocks * of_one(step_s, self.usual_step)
-        return 64 * (full * step_s + one_more) + 8 * (used + blocks > num_blocks)
+        return 64 * (full * step_s + one_more) + 8 * (used + blocks > num_blocks) + STUCK_S * d.load.stuck
 
     def late(self, first_s: float) -> float:
         target_s = self.wanted.ttft_target_s
@@ -126,7 +128,8 @@ class Costs:
         one_more = of_one(token_s, self.usual) + (self.own_work - 1) * self.usual
         waiting = self.queue(p) * token_s
         reading = waiting + tokens * one_more + self.late(waiting + tokens * token_s)
-        return reading + self.uncached(d) * self.moved_s[p.info.worker_id] + self.writing(d)
+        moving = self.uncached(d) * self.moved_s[p.info.worker_id]
+        return reading + STUCK_S * p.load.stuck + moving + self.writing(d)
 
     def alone(self, d: Worker) -> float:
         usual = self.usual
@@ -152,6 +155,8 @@ class Costs:
         pairs = [] if policy == "never" else list(linked_pairs(able, decodes))
         remote = min((self.pair(p, d) for p, d in pairs), default=math.inf)
         local = min((self.alone(d) for d in decodes), default=math.inf)
+        if policy == "prefer" and remote >= STUCK_S > local:
+            return local
         if policy == "auto" and pairs:
             return min(remote + 0.002, local)
         return remote if pairs or policy == "require" else local

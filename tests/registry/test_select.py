@@ -326,6 +326,33 @@ async def test_a_link_is_to_one_incarnation(registry: Registry) -> None:
     assert names(await select(registry)) == ("p0", "d0")
 
 
+async def test_a_stuck_worker_is_chosen_only_where_all_are_stuck(registry: Registry) -> None:
+    await register_pool(registry, prefill=2, decode=2)
+    links = ("d0-first", "d1-first")
+
+    async def beats(*stuck: str) -> None:
+        for name, role, linked in (("p0", Role.PREFILL, links), ("p1", Role.PREFILL, links), ("d0", Role.DECODE, ())):
+            load = worker_load(stuck=name in stuck, linked=linked)
+            await registry.heartbeat(worker_info(name, role), load, TTL)
+
+    async def chosen(count: int, policy: str) -> set[tuple[str | None, str]]:
+        return {names(await select(registry, prefill=policy)) for _ in range(count)}
+
+    await beats("p0", "d0")
+    assert await chosen(12, "require") == {("p1", "d1")}
+    await beats("p0", "p1", "d0")
+    assert {d for _, d in await chosen(6, "require")} == {"d1"}, "any of the readers, for there is no other"
+    assert await chosen(6, "prefer") == {(None, "d1")}
+    assert await chosen(6, "auto") == {(None, "d1")}
+    route = await select(registry, prefill="prefer")
+    assert (route.fallback, "is stuck in a step" in route.reason) == (Fallback.STUCK, True)
+    await registry.heartbeat(worker_info("d1", Role.DECODE), worker_load(stuck=True), TTL)
+    assert {p is not None for p, _ in await chosen(6, "prefer")} == {True}
+    await registry.heartbeat(worker_info("d1", Role.DECODE), worker_load(), TTL)
+    await beats()
+    assert {p for p, _ in await chosen(12, "require")} == {"p0", "p1"}
+
+
 async def test_draining_workers_take_nothing_new(registry: Registry) -> None:
     await register_pool(registry, decode=2)
     await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(draining=True), TTL)

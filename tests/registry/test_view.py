@@ -60,7 +60,7 @@ async def test_changes_are_seen_long_before_the_next_poll(registry: Registry, co
         assert view.workers[0].info.incarnation == "second"
 
 
-async def test_draining_and_links_are_changes(registry: Registry, connect: Connect) -> None:
+async def test_draining_links_and_being_stuck_are_changes(registry: Registry, connect: Connect) -> None:
     await register_pool(registry)
     async with viewing(await connect(), poll=60.0) as view:
         await asyncio.sleep(0.2)
@@ -71,6 +71,12 @@ async def test_draining_and_links_are_changes(registry: Registry, connect: Conne
             return load.draining and load.linked == ("x",)
 
         await eventually(seen, "draining seen")
+        await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(stuck=True), TTL)
+
+        async def stuck() -> bool:
+            return view.workers[0].load.stuck
+
+        await eventually(stuck, "stuck seen")
 
 
 async def test_load_and_silent_death_are_seen_by_polling(registry: Registry, connect: Connect) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,13 @@ Build = Callable[[WorkerContext], WorkerService]
 
 
 @asynccontextmanager
-async def running(settings: WorkerSettings, build: Build) -> AsyncIterator[Worker]:
+async def running(settings: WorkerSettings, build: Build, **others: Any) -> AsyncIterator[Worker]:
     """Runs it on a loop of its own, on a thread of its own; stops it in the end and raises what it ended with."""
     made = asyncio.get_running_loop().create_future()
     here = asyncio.get_running_loop()
 
     async def live() -> None:
-        ports = process_ports(settings, Engine(settings.engine_config()))
+        ports = replace(process_ports(settings, Engine(settings.engine_config())), **others)
         worker = Worker(settings, settings.worker_id, build, ports)
         here.call_soon_threadsafe(made.set_result, (worker, asyncio.get_running_loop()))
         await worker.run()
@@ -96,6 +97,38 @@ async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) ->
 
     with pytest.raises(EngineStuck, match="max_step_s"):
         await lease_released(demo_model, stick, **slow)
+
+
+@pytest.mark.parametrize("pressure", [0.0, 20.0], ids=["quiet", "starved"])
+async def test_a_worker_says_when_it_is_stuck_and_when_no_longer(demo_model: Path, pressure: float) -> None:
+    """A step of 3 s after ones of a few milliseconds; on a machine that starves everyone that may be what it takes."""
+    with RedisServer.start() as redis:
+        registry = Registry.connect(redis.url, timeout=30.0)
+        chosen = DecodeSettings(
+            model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16,
+            null_decode_step_s=3, null_prefill_tokens_per_s=1e6,
+        )  # fmt: skip
+
+        async def stuck() -> bool:
+            return [worker.load.stuck for worker in await registry.workers()] == [True]
+
+        async def well() -> bool:
+            return [worker.load.stuck for worker in await registry.workers()] == [False]
+
+        async with running(chosen, DecodeWorker, pressure=lambda seconds: pressure) as worker:
+            await eventually(well, "it is registered")
+            await asyncio.sleep(0.5)  # it knows its pressure
+            request = Request("slow", [1, 2, 3], SamplingParams(max_tokens=2))
+            await worker.context.ports.engine.call(lambda engine: engine.add(request))
+            if pressure:
+                while worker.context.ports.engine.stats.num_written_tokens == 0:
+                    assert await well()
+                    await asyncio.sleep(0.1)
+            else:
+                await eventually(stuck, "it is stuck")
+                assert worker.context.ports.engine.stats.num_written_tokens == 0
+            await eventually(well, "its step has ended")
+        await registry.close()
 
 
 async def test_a_stuck_transfer_ends_the_worker_with_its_reason(demo_model: Path) -> None:

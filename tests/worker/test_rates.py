@@ -41,6 +41,19 @@ def test_a_slower_hardware_is_found_within_a_few_busy_seconds() -> None:
     assert rates.step_s == pytest.approx(0.1, rel=0.1)
 
 
+def test_the_longest_step_of_late_is_not_one_pause_and_is_not_kept_for_ever() -> None:
+    rates = Rates()
+    rates.step(0, 8, 0.01)
+    rates.step(512, 0, 0.03)
+    rates.step(0, 8, 0.01)
+    assert rates.longest_step_s == pytest.approx(0.03, rel=0.01)
+    rates.step(0, 8, 20.0)
+    assert rates.longest_step_s == pytest.approx(0.12, rel=0.01)
+    for _ in range(1000):
+        rates.step(0, 8, 0.01)
+    assert rates.longest_step_s == pytest.approx(0.01, rel=0.3)
+
+
 def test_a_few_steps_say_nothing() -> None:
     rates = Rates()
     for _ in range(31):

@@ -60,11 +60,11 @@ class OfflineRouter:
             return Place(worker.info, held.get(worker.generation, 0))
 
         if pairs:
-            prefill, decode = min(pairs, key=lambda pair: work(pair[0], OWN_WORK) + work(pair[1], 1))
+            prefill, decode = min(pairs, key=lambda pair: (_stuck(*pair), work(pair[0], OWN_WORK) + work(pair[1], 1)))
             return Route.of(place(prefill), place(decode), "", reason, fallback)
         if not self._may_be_local:
             raise Unavailable(f"no linked prefill worker of model {self._model} in the last view", code="no_workers")
-        decode = min(decodes, key=lambda decode: work(decode, OWN_WORK))
+        decode = min(decodes, key=lambda decode: (_stuck(decode), work(decode, OWN_WORK)))
         return Route.of(None, place(decode), "", f"no linked pair; {reason}", fallback)
 
 
@@ -75,6 +75,10 @@ def _places(route: Route) -> list[Place]:
 def _usable(worker: Worker, exclude: Collection[str]) -> bool:
     info = worker.info
     return not worker.load.draining and info.worker_id not in exclude and info.incarnation not in exclude
+
+
+def _stuck(*workers: Worker) -> bool:
+    return any(worker.load.stuck for worker in workers)
 
 
 def _fits(worker: Worker, request: RouteRequest) -> bool:

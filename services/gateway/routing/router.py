@@ -97,8 +97,11 @@ class Router:
         return [worker.generation for worker in self._view.workers if adapter in worker.load.adapters]
 
     async def _to_holder(self, request: RouteRequest, prefix: PromptPrefix, exclude: Collection[str]) -> Route | None:
-        """None where that worker cannot take it."""
-        others = {w.info.incarnation for w in self._view.workers if w.info.role is Role.DECODE} - {request.holder}
+        """None where that worker cannot take it, or is stuck."""
+        decodes = [worker for worker in self._view.workers if worker.info.role is Role.DECODE]
+        if any(worker.load.stuck for worker in decodes if worker.info.incarnation == request.holder):
+            return None
+        others = {worker.info.incarnation for worker in decodes} - {request.holder}
         try:
             route = await self._select(request, "never", prefix, others.union(exclude))
         except (NoWorkers, RequestTooLarge):

@@ -32,6 +32,8 @@ local TWO_CALLS_S = 0.002
 local PLANNED = 0.9
 -- A second later than the target counts so many times.
 local LATE = 16
+-- One that is stuck is taken only where everyone else that could be is stuck, too.
+local STUCK_S = 1e6
 -- To read an adapter into memory, where another one may have to go for it.
 local ADAPTER_S = 0.1
 local max, ceil, huge = math.max, math.ceil, math.huge
@@ -150,6 +152,7 @@ local function weigh_prefills(rows, request)
       local queue, token_s = max(values[at + TOKENS], values[at + QUEUED]), values[at + TOKEN_S]
       local waiting = queue * token_s + adapting(rows, request, p)
       cost = waiting + tokens * (of_one(token_s, rows.usual) + others_s) + lateness(request, waiting + tokens * token_s)
+        + values[at + STUCK] * STUCK_S
       able = true
     end
     costs[p] = cost
@@ -173,7 +176,7 @@ local function weigh_decodes(rows, request, fastest)
       local full = used / num_blocks + values[at + SEQUENCES] / values[at + MAX_NUM_SEQS]
       local room = used + own > num_blocks and NO_ROOM_NOW or 0
       cost = ANSWER_STEPS * (full * step_s + own / num_blocks * of_one(step_s, rows.usual)) + room
-        + adapting(rows, request, d)
+        + adapting(rows, request, d) + values[at + STUCK] * STUCK_S
       local moved = cost + lacking * fastest
       if moved < least then least = moved end
     end

@@ -56,14 +56,14 @@ local function write_links(before, after)
   end)
 end
 
-local before = redis.call('HMGET', worker, 'draining', 'linked')
+local before = redis.call('HMGET', worker, 'draining', 'linked', 'stuck')
 redis.call('HSET', worker, unpack(ARGV, 5))
 redis.call('ZADD', key('leases'), now + ttl, worker_id)
 write_links(before[2], new.linked)
 if current == incarnation then
   local of, row = place_of(worker_id)
   write_row(of, row, pack_numbers(new, redis.call('HGET', worker, 'generation')))
-  if before[1] ~= new.draining or before[2] ~= new.linked then announce(worker_id) end
+  if before[1] ~= new.draining or before[2] ~= new.linked or before[3] ~= new.stuck then announce(worker_id) end
   return {'renewed'}
 end
 local time = redis.call('TIME')

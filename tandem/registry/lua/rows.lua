@@ -19,14 +19,16 @@
 --   step_s, sequences     seconds of a step, 0: not measured yet; sequences that run or wait there
 --   capacity              tokens of the longest sequence it could ever hold
 --   likely                tokens of an answer that it takes blocks for in advance; 0: all that it may have
-local ROW_BYTES = 144
+--   stuck                 1: its engine does not come to the end of a step
+local ROW_BYTES = 152
 local COUNTERS_BYTES = 24
-local NUMBERS = '>ddddddddddddddd'
+local NUMBERS = '>dddddddddddddddd'
 -- A row unpacked: where its values are, and how many.
-local ROW = 'i8i8i8ddddddddddddddd'
+local ROW = 'i8i8i8dddddddddddddddd'
 local TOKENS, BLOCKS, CHOSEN, TAKES, LAYOUT, KIND, GENERATION, QUEUED, TOKEN_S, TRANSFER_S = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local USED, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, STEP_S, SEQUENCES, CAPACITY, LIKELY = 11, 12, 13, 14, 15, 16, 17, 18
-local WIDTH = 18
+local STUCK = 19
+local WIDTH = 19
 -- What one call can return is bounded.
 local ROWS_AT_ONCE = 256
 
@@ -52,7 +54,7 @@ local function pack_numbers(worker, generation)
     kind_of(worker.revision, worker.block_size), generation, number.queued_tokens,
     rate > 0 and 1 / rate or 0, moved > 0 and 1 / moved or 0,
     number.num_blocks - number.free_blocks, number.num_blocks, number.block_size, number.max_num_seqs,
-    step_s, number.num_running + number.num_waiting, capacity, number.likely_tokens)
+    step_s, number.num_running + number.num_waiting, capacity, number.likely_tokens, worker.stuck == '1' and 1 or 0)
 end
 
 -- Returns '<role>:<model>' and the row (from 0) of a worker; nothing if it has none.

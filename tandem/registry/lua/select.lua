@@ -190,9 +190,14 @@ local function choose(prefills, decodes, request)
     else why, fallback = why_none(prefills, 'prefill', request) end
     return request.policy ~= 'require' and best_alone(prefills, decodes, request), why, fallback
   end
-  if request.policy ~= 'auto' then return pair, request.policy == 'require' and 'required' or 'preferred' end
+  if request.policy == 'require' then return pair, 'required' end
+  if request.policy == 'prefer' and pair.cost < STUCK_S then return pair, 'preferred' end
   pair.cost = pair.cost + TWO_CALLS_S
   local alone = best_alone(prefills, decodes, request, prefills.behind)
+  if request.policy == 'prefer' then
+    if alone.cost >= STUCK_S then return pair, 'preferred' end
+    return alone, 'every pair of model ' .. request.model .. ' is stuck in a step', 'stuck'
+  end
   if alone.cost < pair.cost then return alone, cheaper(alone, pair) end
   return pair, cheaper(pair, alone)
 end
