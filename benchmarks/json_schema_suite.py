@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 
-from services.gateway.errors import InvalidRequest
-from services.gateway.generation.structured import Structure, grammar_of
+from tandem.grammar import InvalidGrammar, grammar_of
 
 BYTES = LLTokenizer("byte")
 
@@ -51,8 +50,8 @@ def cases(file: Path) -> Iterator[Case]:
 
 def grammar_or_none(schema: Any) -> str | None:
     try:
-        return grammar_of(Structure("json", schema, "schema"))
-    except InvalidRequest:
+        return grammar_of("json", schema)
+    except InvalidGrammar:
         return None
 
 

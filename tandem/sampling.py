@@ -45,7 +45,7 @@ class SamplingParams:
     only reads the prompt; workers do not know it. The draw for
     token t depends only on (`seed`, t). For workers `stop` and `bad_words` are empty, for they know no text:
     `stop_token_ids` has the model's end-of-text ids unless `ignore_eos`, `bad_words_token_ids` the ways to spell
-    `bad_words`, of each of which the last token is not chosen behind the others. `grammar` (tandem/grammar.py) goes
+    `bad_words`, of each of which the last token is not chosen behind the others. `grammar` (tandem/grammar) goes
     before all else: where nothing that it allows is left, it alone decides. After `thinking_token_budget` tokens of
     thoughts `thinking_end_token_ids` come; thoughts begin with the answer, or behind `thinking_begin_token_ids`.
     """

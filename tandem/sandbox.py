@@ -39,7 +39,8 @@ from tandem.sandboxed import DIED, RAISED, REPLY, Bounds, packed
 
 T = TypeVar("T")
 LANES = 2
-MAX_WAITING = 256
+MAX_WAITING = 256  # of one caller
+MAX_CALLERS = 256
 WAIT_S = 10.0
 RESTART_S = 0.5
 PIECE = 2**18
@@ -104,8 +105,8 @@ class Sandbox:
         Raises:
             CallFailed
         """
-        if sum(map(len, self._queues.values())) >= MAX_WAITING:
-            raise SandboxBusy(f"{MAX_WAITING} calls wait for the helper process")
+        if len(self._queues.get(caller, ())) >= MAX_WAITING or len(self._queues) >= MAX_CALLERS:
+            raise SandboxBusy("too many calls wait for the helper process")
         loop = asyncio.get_running_loop()
         payload, future = pickle.dumps((function, args), protocol=5), loop.create_future()
         waiting = _Waiting(payload, bounds or self._bounds, future, loop.call_later(WAIT_S, _give_up, future))

@@ -106,7 +106,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         hostname=socket.gethostname(),
         pressure=CpuPressure(),
         dead_here=dead_here,
-        sandbox=Sandbox(bodies.MODULES),
+        sandbox=Sandbox((*bodies.MODULES, "tandem.grammar")),
         access=Access(settings.api_keys, settings.share_prefixes),
     )
     return Gateway(settings, model, ports, make_router)

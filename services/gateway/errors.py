@@ -52,7 +52,8 @@ class GatewayError(Exception):
 
 
 def _shortened(text: str) -> str:
-    """A client's own words in it may be of any length."""
+    """A client's own words in it may be of any length, and no Unicode."""
+    text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_MESSAGE_LENGTH else f"{text[:MAX_MESSAGE_LENGTH]}…"
 
 

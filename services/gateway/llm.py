@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opentelemetry.trace import Tracer
@@ -16,7 +16,16 @@ from services.gateway.admission import TextTurns
 from services.gateway.bodies import CheckedIds, Incoming, LargeBodies, PromptBounds, Reduce, is_large, rendered
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
-from services.gateway.generation import Answer, Generation, Pipeline, check_length, check_prompt
+from services.gateway.generation import (
+    Answer,
+    CheckedGrammars,
+    Generation,
+    Pipeline,
+    Structure,
+    check_length,
+    check_prompt,
+    read_sampling,
+)
 from services.gateway.intake import Intake
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
@@ -24,6 +33,7 @@ from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.text import TemplateOptions, TooManyTokens
 from services.gateway.workers import WorkerPool
 from tandem.registry import ClusterView, Role, Worker
+from tandem.sampling import SamplingParams
 
 MAX_TIMEOUT_S = 24 * 3600.0
 
@@ -46,6 +56,7 @@ class LLM:
     intake: Intake
     bodies: LargeBodies
     text_turns: TextTurns
+    grammars: CheckedGrammars
     running: set[Answer] = field(default_factory=set)
     accepted: int = 0
     leaving: bool = False  # balancers should send nothing more; what comes is served
@@ -133,6 +144,18 @@ class LLM:
     def bounds(self) -> PromptBounds:
         longest, tokenizer = self.max_model_len, self.model.tokenizer
         return PromptBounds(self.settings.max_choices, longest, longest * tokenizer.longest_token, tokenizer.vocab_size)
+
+    async def sampling(
+        self, given: Mapping[str, Any], names: Mapping[str, str], structure: Structure | None, caller: str
+    ) -> SamplingParams:
+        """As `read_sampling`, of an answer that follows `structure`.
+
+        Raises:
+            InvalidRequest | Unavailable
+        """
+        found = await read_sampling(given, self.model, names)
+        grammar = await self.grammars.grammar_for(structure, caller)
+        return replace(found, grammar=grammar) if grammar else found
 
     async def incoming(self, reduce: Reduce, body: bytes, caller: str) -> Incoming:
         """A large body comes as `reduced`, another as it is.

@@ -19,7 +19,7 @@ from services.gateway import large_messages
 from services.gateway.bodies import CheckedIds
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut
-from services.gateway.generation import TOO_MANY, Answer, Generation, check_salt, held_to, read_sampling, truncated
+from services.gateway.generation import TOO_MANY, Answer, Generation, check_salt, held_to, truncated
 from services.gateway.large_messages import has_many_parts, unless_large
 from services.gateway.llm import LLM
 from services.gateway.llm_messages import (
@@ -184,7 +184,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets.ttft_s)
         prompt, param, reading = await self._prompt(request, read, use)
         structure = held_to(use, structure_of(request.structured_outputs), reading, model.tokenizer)
-        sampling = await read_sampling(given, model, structure=structure)
+        sampling = await llm.sampling(given, {}, structure, tenant)
         generation = Generation(
             operation="chat" if param == "messages" else "text_completion",
             request_id=request.request_id[:128] or llm.new_id(),

@@ -27,7 +27,15 @@ from services.gateway.admission import Admission, FairQueue, TextTurns, Weights,
 from services.gateway.bodies import LargeBodies
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import Unavailable
-from services.gateway.generation import BackgroundTasks, ClusterAccess, Deaths, MigrationLimits, Pipeline, tracing
+from services.gateway.generation import (
+    BackgroundTasks,
+    CheckedGrammars,
+    ClusterAccess,
+    Deaths,
+    MigrationLimits,
+    Pipeline,
+    tracing,
+)
 from services.gateway.http import build_app
 from services.gateway.intake import Intake
 from services.gateway.integrity import check_gateway
@@ -212,6 +220,7 @@ class Gateway:
             intake=intake,
             bodies=LargeBodies(self._ports.sandbox),
             text_turns=self.text_turns,
+            grammars=CheckedGrammars(self._ports.sandbox),
         )
         await self._serve()
 

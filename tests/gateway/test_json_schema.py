@@ -12,8 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
 from benchmarks.json_schema_suite import takes
-from services.gateway.errors import InvalidRequest
-from services.gateway.generation.structured import Structure, grammar_of
+from tandem.grammar import InvalidGrammar, grammar_of
 
 pytestmark = pytest.mark.fast
 
@@ -92,7 +91,7 @@ REFUSED: list[tuple[Any, str, str]] = [
 
 
 def made(schema: Any) -> str:
-    return grammar_of(Structure("json", schema, "schema"))
+    return grammar_of("json", schema)
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), FOLLOWED, ids=lambda value: str(value)[:40])
@@ -110,7 +109,7 @@ def test_what_is_taken_is_valid(schema: Any, valid: list[Any], invalid: list[Any
 
 @pytest.mark.parametrize(("schema", "place", "words"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_cannot_be_followed_is_refused_with_its_place(schema: Any, place: str, words: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidGrammar) as refused:
         made(schema)
-    assert refused.value.param == f"schema{place}"
-    assert words in refused.value.message
+    assert refused.value.place == place
+    assert words in refused.value.problem

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from typing import Any
 
 import grpc
@@ -10,7 +12,10 @@ import httpx
 import pytest
 from grpc import aio
 
+from services.gateway.generation import grammars
 from tandem import grammar
+from tandem.sandbox import Sandbox
+from tandem.sandboxed import Bounds, MiB
 from tandem.v1 import llm_pb2
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_fields import service, unary
@@ -69,6 +74,23 @@ async def test_plain_text_has_none(http: httpx.AsyncClient, service: Any, peers:
     assert [spec.sampling.grammar for spec in peers.decode.seen] == ["", ""]
 
 
+def rules(count: int) -> str:
+    return "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(count)), f'r{count}: "a"'])
+
+
+def references(count: int) -> dict[str, Any]:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "null"}}}
+
+
+def tags(schema: Any) -> str:
+    return json.dumps({**TAGS, "structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}]})
+
+
+def tool(schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
 DEEP: Any = {}
 for _ in range(70):
     DEEP = {"type": "array", "items": DEEP}
@@ -108,6 +130,39 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs.structural_tag",
         "trigger",
     ),
+    # What ended the gateway, or workers: llguidance recurses without a bound.
+    ({"guided_grammar": rules(3000)}, "guided_grammar", "1000 deep"),
+    ({"guided_json": references(2000)}, "guided_json", "deeper than 1000"),
+    ({"guided_grammar": f"start: %json {json.dumps(references(2000))}"}, "guided_grammar", "deeper than 1000"),
+    (
+        {"structured_outputs": {"structural_tag": tags(references(2000))}},
+        "structured_outputs.structural_tag.structures[0].schema",
+        "deeper than 1000",
+    ),
+    (
+        {"tools": [tool(references(2000))], "tool_choice": "required"},
+        "tools.function.parameters",
+        "deeper than 1000",
+    ),
+    # What was an error of the server.
+    ({"guided_json": '{"items":' * 5000 + "{}" + "}" * 5000}, "guided_json", "nested"),
+    ({"guided_json": "[" * 200_000}, "guided_json", "nested"),
+    (
+        {"structured_outputs": {"structural_tag": "[" * 200_000}},
+        "structured_outputs.structural_tag",
+        "nested",
+    ),
+    ({"guided_json": '{"const": 1e999}'}, "guided_json", "number"),
+    ({"guided_json": {"properties": "x"}}, "guided_json", "object"),
+    ({"guided_json": {"definitions": "x", "type": 5}}, "guided_json", "type"),
+    ({"guided_json": {"patternProperties": "x", "type": 5}}, "guided_json", "type"),
+    ({"guided_json": {"$defs": [1], "type": "nope"}}, "guided_json", "nope"),
+    ({"guided_json": '{"properties": {"\\ud800": {"type": "nope"}}}'}, "guided_json", "hex escape"),
+    # What no text follows.
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "no answer"),
+    ({"guided_json": {"anyOf": [{"$ref": "#"}]}}, "guided_json", "no answer"),
+    ({"guided_grammar": "start: start"}, "guided_grammar", "no answer"),
+    ({"guided_regex": "[^\\s\\S]"}, "guided_regex", "no answer"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "only one"),
 ]
 
@@ -132,3 +187,40 @@ async def test_grpc_names_the_place(service: Any) -> None:
         await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "structured_outputs.json.properties.a" in (refused.value.details() or "")
+
+
+async def test_a_grammar_that_crashes_or_exhausts_the_helper_is_the_clients_mistake(
+    http: httpx.AsyncClient, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one would that no bound foresees: here one with less stack, time or memory than usual."""
+    for bounds, said, words in (
+        (Bounds(stack_bytes=MiB), {"guided_grammar": rules(900)}, "SIGSEGV"),
+        (Bounds(cpu_s=0.05), {"guided_regex": "(a{1000}){1000}"}, "CPU time"),
+        (Bounds(memory_bytes=MiB), {"guided_regex": "a{1000000}"}, "memory|SIGABRT"),
+    ):
+        monkeypatch.setattr(grammars, "BOUNDS", bounds)
+        answer = await http.post("/v1/completions", json={**TEXTUAL, **said})
+        assert answer.status_code == 400, answer.text
+        assert [answer.json()["error"]["param"]] == list(said)
+        assert re.search(words, answer.json()["error"]["message"])
+    assert not peers.decode.seen
+    monkeypatch.undo()
+    answer = await http.post("/v1/completions", json={**TEXTUAL, "guided_grammar": rules(899)})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_schema_is_checked_once_however_many_ask_for_it(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    call = Sandbox.call
+
+    async def counted(self: Sandbox, *args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return await call(self, *args, **options)
+
+    monkeypatch.setattr(Sandbox, "call", counted)
+    for guided, status in (({"guided_regex": "once+"}, 200), ({"guided_regex": "once("}, 400)):
+        asked = (http.post("/v1/completions", json={**TEXTUAL, **guided, "max_tokens": 3}) for _ in range(20))
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {status}
+    assert len(calls) == 2

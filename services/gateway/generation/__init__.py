@@ -8,6 +8,7 @@ from services.gateway.generation.answer import CLIENT_LEFT, REASONS, TOO_MANY, A
 from services.gateway.generation.attempt import WORKER_LOST, ClusterAccess, Outcome
 from services.gateway.generation.background import BackgroundTasks
 from services.gateway.generation.choice import Delta
+from services.gateway.generation.grammars import CheckedGrammars
 from services.gateway.generation.migration import MigrationLimits
 from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.request import (
@@ -19,17 +20,17 @@ from services.gateway.generation.request import (
     read_speculative,
     truncated,
 )
-from services.gateway.generation.structured import MAX_CHOICES, Structure, held_to, read_response_format, read_structure
+from services.gateway.generation.structured import Structure, held_to, read_response_format, read_structure
 from services.gateway.generation.suspicion import Deaths
 
 __all__ = [
     "CLIENT_LEFT",
-    "MAX_CHOICES",
     "REASONS",
     "TOO_MANY",
     "WORKER_LOST",
     "Answer",
     "BackgroundTasks",
+    "CheckedGrammars",
     "ClusterAccess",
     "Deaths",
     "Delta",

@@ -15,7 +15,6 @@ from opentelemetry.context import Context
 
 from services.gateway.access import ANYONE, Client
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation.structured import Structure, grammar_for
 from services.gateway.model import ServedModel
 from services.gateway.targets import NO_TARGETS, Targets
 from services.gateway.tools import ReadingPlan
@@ -106,7 +105,6 @@ async def read_sampling(
     given: Mapping[str, Any],
     model: ServedModel,
     names: Mapping[str, str] | None = None,
-    structure: Structure | None = None,
 ) -> SamplingParams:
     """
     Args:
@@ -130,12 +128,12 @@ async def read_sampling(
     except InvalidParameter as error:
         name = (names or {}).get(error.name, error.name)
         raise InvalidRequest(f"{name} {error.problem}", name) from None
-    if structure is None and not sampling.bad_words and INTERNAL.isdisjoint(given):
+    if not sampling.bad_words and INTERNAL.isdisjoint(given):
         return sampling
     spellings = [ids for word in sampling.bad_words for ids in await model.tokenizer.spellings(word)]
     return replace(
         sampling,
-        grammar=await grammar_for(structure),
+        grammar="",
         bad_words_token_ids=tuple(sorted({tuple(ids) for ids in spellings if ids})),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.gateway.bodies import Incoming
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, held_to, read_sampling, truncated
+from services.gateway.generation import Delta, held_to, truncated
 from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
@@ -25,7 +25,7 @@ async def read_chat(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBo
     llm.served(found.model)
     given = budget_of(found.reasoning_effort, llm.model) | given
     llm.bounds.check_choices(1, found.n or 1)
-    check_turn(found, found.max_completion_tokens or given.get("max_tokens"))
+    caller = check_turn(found, found.max_completion_tokens or given.get("max_tokens"))
     use = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
     prompt = body.text
     if prompt is None:
@@ -43,7 +43,7 @@ async def read_chat(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBo
         body=found,
         n=found.n or 1,
         given=given,
-        sampling=await read_sampling(given, llm.model, names, structure),
+        sampling=await llm.sampling(given, names, structure, caller),
         prompts=[truncated(ids, found.truncate_prompt_tokens)],
         param="messages",
         operation="chat",

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.gateway.bodies import Incoming
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, read_sampling, truncated
+from services.gateway.generation import Delta, truncated
 from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
@@ -27,14 +27,14 @@ async def read_completion(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pa
     found, given = schema.read(schema.CompletionBody, body.fields)
     llm.served(found.model)
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
-    check_turn(found, given["max_tokens"])
+    caller = check_turn(found, given["max_tokens"])
     with_logprobs, n = bool({"logprobs", "logprob_token_ids"} & given.keys()), _choices(found)
     with_prompt_logprobs = "prompt_logprobs" in given
     if found.echo and (with_logprobs or given["max_tokens"] == 0):
         given["prompt_logprobs"] = max(given.get("logprobs", 0), given.get("prompt_logprobs", 0))
     if n > (found.n or 1):
         given.setdefault("logprobs", 0)  # to rank by
-    sampling = await read_sampling(given, llm.model, structure=structure_of(found))
+    sampling = await llm.sampling(given, {}, structure_of(found), caller)
     said = prompts_of(found.prompt) if body.prompts is None else body.checked()
     llm.bounds.check_choices(len(said), n)
     prompts = [truncated(prompt, found.truncate_prompt_tokens) for prompt in await llm.encode_each(said, "prompt")]

@@ -229,8 +229,9 @@ class _Asked:
         tenant = self._llm.access.tenant(self.client, self._exchange.headers, "", "user")  # the body may name another
         return await self._llm.reduced(reduce, body, tenant)
 
-    def check_turn(self, body: GenerationBody, max_tokens: int | None) -> None:
-        """
+    def check_turn(self, body: GenerationBody, max_tokens: int | None) -> str:
+        """Returns the tenant.
+
         Raises:
             GatewayError: its answer would come too late, or what it says of itself is wrong.
         """
@@ -239,6 +240,7 @@ class _Asked:
         self._priority = priority_of(body.service_tier, body.priority)
         self._targets = targets_of(headers, self._priority, llm.settings)
         llm.pipeline.check_turn(self._priority, self._tenant, self.deadline, max_tokens, self._targets.ttft_s)
+        return self._tenant
 
     def generation(self, found: ParsedBody) -> Generation:
         """Once its turn was checked."""

@@ -26,8 +26,9 @@ from tandem.v1 import llm_pb2
 MARK = "\0the text\0"
 # What a response calls the service tier that was asked for by another name.
 TIERS_SERVED = {"auto": "default"}
-# Refuses, before its prompt is tokenized, a request whose answer of at most so many tokens would come too late.
-CheckTurn = Callable[[GenerationBody, int | None], None]
+# Refuses, before its prompt is tokenized, a request whose answer of at most so many tokens would come too late;
+# returns whose it is.
+CheckTurn = Callable[[GenerationBody, int | None], str]
 
 
 class Format(Protocol):

@@ -135,8 +135,8 @@ def _start(text: str) -> int:
 
 
 def _types(schemas: Schemas, name: str) -> Mapping[str, Any]:
-    types: Mapping[str, Any] = schemas.get(name, {}).get("properties", {})
-    return types
+    types = schemas.get(name, {}).get("properties")
+    return types if isinstance(types, Mapping) else {}
 
 
 def _may_go_on(rest: str) -> bool:
@@ -162,13 +162,18 @@ def allowed_types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type", [])
-    found = {kinds} if isinstance(kinds, str) else set(kinds)
+    found = {kinds} if isinstance(kinds, str) else {kind for kind in _list(kinds) if isinstance(kind, str)}
     for key in ("anyOf", "oneOf"):
-        for part in schema.get(key) or ():
+        for part in _list(schema.get(key)):
             found |= allowed_types(part)
-    if not found and "enum" in schema:
-        found = {kind for kind in TYPES for value in schema["enum"] if _fits(value, kind)}
+    if not found:
+        found = {kind for kind in TYPES for value in _list(schema.get("enum")) if _fits(value, kind)}
     return found
+
+
+def _list(said: Any) -> list[Any]:
+    """Clients' schemas are not checked where no answer is held to them."""
+    return said if isinstance(said, list) else []
 
 
 def _fits(value: Any, kind: str) -> bool:

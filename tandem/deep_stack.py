@@ -1,0 +1,31 @@
+"""Runs what recurses in C, by whatever stack the caller has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+_STARTING = threading.Lock()
+
+
+def on_deep_stack(function: Callable[[], T], stack_bytes: int) -> T:
+    """What the function returns or raises, on a thread of its own with a stack of this size."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    with _STARTING:  # the size is of all threads that the process starts meanwhile
+        before = threading.stack_size(stack_bytes)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return future.result()

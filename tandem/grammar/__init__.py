@@ -1,0 +1,42 @@
+"""Answers that follow a grammar: a JSON schema, a regular expression, a choice, a grammar of its own.
+
+    gateway   what a client says -> grammar, checked      in its helper process, before anything is reserved
+    worker    grammar -> compiled, once                   kept by its text, so the next request only copies it
+              tokens of the answer -> state               followed as they come; after a preemption or elsewhere, from
+                                                          the first on
+              state -> mask                               one bit for each token that may come next
+
+The mask depends on nothing but the grammar and the tokens before. llguidance does the work.
+"""
+
+from tandem.grammar.asked import KINDS, MAX_CHOICES, STACK_BYTES, grammar_of
+from tandem.grammar.build import (
+    behind_thoughts,
+    check,
+    of_calls,
+    of_choice,
+    of_grammar,
+    of_json_schema,
+    of_regex,
+    of_tags,
+)
+from tandem.grammar.compiled import Grammars, Guide
+from tandem.grammar.errors import InvalidGrammar
+
+__all__ = [
+    "KINDS",
+    "MAX_CHOICES",
+    "STACK_BYTES",
+    "Grammars",
+    "Guide",
+    "InvalidGrammar",
+    "behind_thoughts",
+    "check",
+    "grammar_of",
+    "of_calls",
+    "of_choice",
+    "of_grammar",
+    "of_json_schema",
+    "of_regex",
+    "of_tags",
+]

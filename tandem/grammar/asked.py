@@ -1,0 +1,183 @@
+"""What a client asks its answer to look like, checked, as a grammar. Runs in the gateway's helper process.
+
+Whatever is wrong with it is an InvalidGrammar that names the place; what it does to the process is for the helper.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tandem.grammar import build
+from tandem.grammar.depth import check_schema
+from tandem.grammar.errors import InvalidGrammar
+
+MAX_LENGTH = 256 * 1024  # of a schema or grammar, in characters
+MAX_CHOICES = 1024
+MAX_PLACES = 64  # looked at in search of what is wrong with a schema
+# Of the thread that compiles. Chains as long as MAX_DEPTH need a quarter of it.
+STACK_BYTES = 16 * 2**20
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+NESTED = ("properties", "patternProperties", "$defs", "definitions")
+INSIDE = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems")
+
+
+def grammar_of(kind: str, value: Any, behind: str | int | None = None) -> str:
+    """
+    Args:
+        kind: one of KINDS, or "calls".
+        behind: the text or special token that ends the thoughts before the answer.
+
+    Raises:
+        InvalidGrammar
+    """
+    try:
+        return _grammar_of(kind, value, behind)
+    except RecursionError:
+        raise InvalidGrammar("must not be nested so deeply") from None
+    except InvalidGrammar as error:
+        of_all = kind != "json" or error.problem.startswith("must ")
+        raise InvalidGrammar(error.problem, error.place or ("" if of_all else _place(value, error.problem))) from None
+    except ValueError as error:  # of llguidance, and of texts that are no Unicode
+        raise InvalidGrammar(str(error)) from None
+
+
+def _grammar_of(kind: str, value: Any, behind: str | int | None) -> str:
+    if len(value if isinstance(value, str) else json.dumps(value)) > MAX_LENGTH:
+        raise InvalidGrammar(f"must have at most {MAX_LENGTH} characters")
+    made = BUILDERS[kind](value)
+    if behind is not None:
+        made = build.behind_thoughts(made, behind)
+    build.check(made)
+    build.check_begin(made)
+    return made
+
+
+def _json(value: Any) -> str:
+    schema = _parsed(value)
+    if not isinstance(schema, Mapping):
+        raise InvalidGrammar("must be a JSON schema, an object")
+    check_schema(schema)
+    for place, part in _parts_within(schema):
+        if isinstance(part.get("$ref"), str) and isinstance(part.get("$id"), str):
+            # Drafts up to 7 ignore such an $id. The grammar would follow it.
+            raise InvalidGrammar("$id beside $ref is not supported", place)
+    return build.of_json_schema(schema)
+
+
+def _regex(value: Any) -> str:
+    return build.of_regex(_text(value))
+
+
+def _choice(value: Any) -> str:
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+        raise InvalidGrammar("must be a list of strings that are not empty")
+    if len(value) > MAX_CHOICES:
+        raise InvalidGrammar(f"must have at most {MAX_CHOICES} strings, got {len(value)}")
+    return build.of_choice(value)
+
+
+def _own(value: Any) -> str:
+    return build.of_grammar(_text(value))
+
+
+def _json_object(value: Any) -> str:
+    if value is not True:
+        raise InvalidGrammar("must be true")
+    return build.of_json_schema({"type": "object"})
+
+
+def _structural_tag(value: Any) -> str:
+    said = _parsed(value)
+    structures = said.get("structures") if isinstance(said, Mapping) else None
+    triggers = said.get("triggers") if isinstance(said, Mapping) else None
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise InvalidGrammar("must have structures and triggers, two lists")
+    for i, tag in enumerate(structures):
+        if not isinstance(tag, Mapping) or not all(isinstance(tag.get(key), str) for key in ("begin", "end")):
+            raise InvalidGrammar("must have begin, schema and end", f".structures[{i}]")
+        if not isinstance(tag.get("schema"), Mapping):
+            raise InvalidGrammar("must be an object", f".structures[{i}].schema")
+    if not all(isinstance(one, str) and one for one in triggers):
+        raise InvalidGrammar("must be strings that are not empty", ".triggers")
+    return build.of_tags(structures, triggers)
+
+
+def _calls(value: Any) -> str:
+    return build.of_calls(value["schemas"], None if value["parallel"] else 1)
+
+
+BUILDERS: Mapping[str, Callable[[Any], str]] = {
+    **dict(zip(KINDS, (_json, _regex, _choice, _own, _json_object, _structural_tag), strict=True)),
+    "calls": _calls,
+}
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise InvalidGrammar(f"is not valid JSON: {error}") from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidGrammar("must be a string that is not empty")
+    return value
+
+
+def _parts_within(value: Any, place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """All objects in a value that is not nested deeply, with their places."""
+    inside: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        yield place, value
+        inside = [(f"{place}.{key}", part) for key, part in value.items()]
+    elif isinstance(value, list):
+        inside = [(f"{place}[{i}]", part) for i, part in enumerate(value)]
+    for at, part in inside:
+        if isinstance(part, Mapping | list):
+            yield from _parts_within(part, at)
+
+
+def _place(value: Any, problem: str) -> str:
+    """Where in a schema the part is that is refused for this reason, as a path."""
+    found, looked_at = "", 0
+    parts = _parts(_parsed_or_none(value))
+    while parts and looked_at < MAX_PLACES:
+        place, part = parts.pop()
+        looked_at += 1
+        if _problem(part) == problem:
+            found, parts = found + place, _parts(part)
+    return found
+
+
+def _parsed_or_none(value: Any) -> Any:
+    try:
+        return _parsed(value)
+    except (InvalidGrammar, RecursionError):
+        return None
+
+
+def _problem(schema: Any) -> str:
+    try:
+        build.check(build.of_json_schema(schema))
+    except InvalidGrammar as error:
+        return error.problem
+    return ""
+
+
+def _parts(schema: Any) -> list[tuple[str, Any]]:
+    if not isinstance(schema, Mapping):
+        return []
+    parts: list[tuple[str, Any]] = []
+    for key in NESTED:
+        named = schema.get(key)
+        parts += [(f".{key}.{name}", part) for name, part in named.items()] if isinstance(named, Mapping) else []
+    for key in INSIDE:
+        inside = schema.get(key)
+        many = enumerate(inside) if isinstance(inside, list) else ()
+        parts += [(f".{key}[{i}]", part) for i, part in many] or [(f".{key}", inside)]
+    return [(place, part) for place, part in parts if isinstance(part, Mapping)]

@@ -1,0 +1,132 @@
+"""Grammars of what clients ask for, as llguidance's text, and whether it takes them.
+
+Everything here may recurse, explode or crash on what a client wrote: the gateway has it run in its helper process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, grammar_from
+
+from tandem.grammar.depth import check_lark, check_schema
+from tandem.grammar.errors import InvalidGrammar
+
+# Between the parts of JSON: a space, or a new line and its indentation.
+WHITESPACE = r" ?|\n[ \t]{0,20}"
+
+
+def of_json_schema(schema: Any) -> str:
+    """
+    Raises:
+        InvalidGrammar
+    """
+    check_schema(schema)
+    return LLMatcher.grammar_from_json_schema(_json(schema), overrides={"whitespace_pattern": WHITESPACE})
+
+
+def of_regex(regex: str) -> str:
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def of_choice(choices: Sequence[str]) -> str:
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def of_grammar(text: str) -> str:
+    """Lark, or EBNF as llama.cpp writes it.
+
+    Raises:
+        InvalidGrammar
+    """
+    try:
+        made = grammar_from("grammar", text)
+    except (ValueError, AssertionError) as error:
+        raise InvalidGrammar(str(error)) from None
+    check_lark(made)
+    return made
+
+
+def of_tags(tags: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
+    """Free text in which a trigger begins one of `tags`: its `begin`, JSON of its `schema`, its `end`.
+
+    Raises:
+        InvalidGrammar
+    """
+    made = []
+    for i, tag in enumerate(tags):
+        trigger = next((one for one in triggers if tag["begin"].startswith(one)), None)
+        if not trigger:
+            raise InvalidGrammar(f"no trigger begins {tag['begin']!r}")
+        check_schema(tag["schema"], place=f".structures[{i}].schema")
+        made.append(StructTag(trigger=trigger, begin=tag["begin"], grammar=_json(tag["schema"]), end=tag["end"]))
+    if not made:
+        raise InvalidGrammar("there are no structures")
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(made, assume_special=False))
+
+
+def of_calls(schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
+    """A JSON list of one or more {"name": ..., "arguments": ...}: each of them a name and its schema.
+
+    Raises:
+        InvalidGrammar
+    """
+    rules = ['start: "[" call (", " call)* "]"' if most is None else 'start: "[" call "]"']
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(schemas))))
+    for i, (name, schema) in enumerate(schemas.items()):
+        check_schema(schema)
+        begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        spaced = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        rules += [f'call_{i}: {begin} arguments_{i} "}}"', f"arguments_{i}: %json {_json(spaced)}"]
+    return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
+def behind_thoughts(grammar: str, end: str | int) -> str:
+    """The same, behind any text that ends with `end`, a text or a special token."""
+    answer = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    answer["grammars"][0]["name"] = "answer"
+    if isinstance(end, int):
+        thoughts = f"start: thoughts <[{end}]> /\\s*/ @answer\nthoughts: /(.|\\n)*/\n"
+    else:
+        thoughts = f"start: thoughts /\\s*/ @answer\nthoughts[suffix={json.dumps(end)}]: /(.|\\n)*/\n"
+    return json.dumps({**answer, "grammars": [{"lark_grammar": thoughts}, *answer["grammars"]]})
+
+
+def check(grammar: str) -> None:
+    """
+    Raises:
+        InvalidGrammar
+    """
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
+    if failed:
+        raise InvalidGrammar(" ".join(messages[0].split()))
+
+
+def check_begin(grammar: str) -> None:
+    """Compile it as workers do, but for tokens that are bytes, and find its first token.
+
+    Raises:
+        InvalidGrammar: there is none.
+    """
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error() and not matcher.is_accepting():
+        raise InvalidGrammar("no answer can follow it: it refers to itself before anything is said, or excludes all")
+
+
+def limits() -> LLParserLimits:
+    """What a grammar may cost: its own size, and what each step of its parser does. A fifth of llguidance's own."""
+    return LLParserLimits(
+        max_grammar_size=100_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=20_000,
+        max_lexer_states=50_000, max_items_in_row=1_000,
+    )  # fmt: skip
+
+
+def _json(schema: Any) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except ValueError:
+        raise InvalidGrammar("a number in it is none that JSON has: too large, or not a number") from None

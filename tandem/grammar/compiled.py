@@ -1,0 +1,117 @@
+"""Grammars compiled for one model, and each answer's place in its own. Workers only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from tandem.deep_stack import on_deep_stack
+from tandem.grammar.build import limits
+from tandem.grammar.errors import InvalidGrammar
+from tandem.model_files import end_tokens
+from tandem.vocabulary import Vocabulary, load_tokenizer
+
+MAX_COMPILED = 64
+# Twice what the gateway's helper compiled the same on: what that survives, a worker does.
+STACK_BYTES = 32 * 2**20
+
+
+class Guide:
+    """One answer's place in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._num_followed = 0
+
+    def follow(self, tokens: Sequence[int]) -> str:
+        """All tokens of the answer so far; returns what is wrong with them, if anything."""
+        new = list(tokens[self._num_followed :])
+        if new:
+            self._num_followed = len(tokens)
+            self._matcher.consume_tokens(new)
+        return self._matcher.get_error() if self._matcher.is_error() else ""
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as far as there is no choice."""
+        return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+
+    def fill(self, pointer: int, size: int, aheads: Sequence[Sequence[int]]) -> None:
+        """Write the masks of what may follow each of `aheads`, of `size` bytes, up to one that is not allowed itself.
+
+        Each begins with the one before it.
+        """
+        matcher, count = self._matcher, 0
+        for i, ahead in enumerate(aheads):
+            count += matcher.try_consume_tokens(list(ahead[count:])) if len(ahead) > count else 0
+            if count < len(ahead):
+                break  # it will not be drawn, so what would follow it does not matter
+            matcher.unsafe_compute_mask_ptr(pointer + i * size, size)
+        if count:
+            matcher.rollback(count)
+
+
+class Grammars:
+    """Of one model. Any thread may compile; each Guide belongs to one."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._folder, self._vocab_size = folder, vocab_size
+        self._lock = Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """
+        Raises:
+            InvalidGrammar
+        """
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._folder, self._vocab_size)
+        tokenizer = self._tokenizer
+        made = on_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits()), STACK_BYTES)
+        if made.is_error():
+            raise InvalidGrammar(f"grammar: {' '.join(made.get_error().split())}")
+        with self._lock:
+            self._compiled[grammar] = made
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return made
+
+    def start(self, grammar: str) -> Guide:
+        """At the first token.
+
+        Raises:
+            InvalidGrammar
+        """
+        return Guide(self.compile(grammar).deep_copy())
+
+
+class _Words:
+    """A vocabulary as llguidance reads it."""
+
+    def __init__(self, folder: Path, eos_token_id: int) -> None:
+        tokenizer = load_tokenizer(folder)
+        vocabulary = Vocabulary(tokenizer)
+        self.eos_token_id, self.bos_token_id = eos_token_id, None
+        self.tokens = [vocabulary.token_bytes(i) for i in range(vocabulary.size)]
+        self.special_token_ids = sorted(vocabulary.special)
+        self._encode: Callable[..., Any] = tokenizer.encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        ids: list[int] = self._encode(text.decode() if isinstance(text, bytes) else text, add_special_tokens=False).ids
+        return ids
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
+    ends = end_tokens(folder)
+    if not ends:
+        raise InvalidGrammar("grammar: the model has no end-of-text token, so no answer could end with its grammar")
+    return LLTokenizer(TokenizerWrapper(_Words(folder, ends[0])), n_vocab=vocab_size, eos_token=list(ends))
