@@ -32,7 +32,7 @@ fast: $(VENV)/dev.stamp ## what needs no process and no weights, in a minute
 # random schedules of NCCL links.
 GUARD := tests/transfer/test_schedules.py tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
   tests/registry/test_resp_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
-  $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py) \
+  $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py structured_fuzz.py) \
   tests/e2e/test_secured.py
 AT_LENGTH := SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile=guard --timeout=1800 $(GUARD)
 
