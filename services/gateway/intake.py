@@ -2,8 +2,10 @@
 
 Each of them passes through a dozen turns of the loop before its first token. Where all begin together, all are at the
 same stage, and the first token of the first one comes shortly before that of the last. So a turn of the loop begins a
-few of them, and the others wait: those that came first are over sooner, and the last one no later. What takes long to
-begin, for its prompt is long, counts as several.
+few of them, and the others wait: those that came first are over sooner, and the last one no later.
+
+A long prompt takes milliseconds to be packed for a worker, and again to be hashed: those are begun one by one, and in
+between as much time is left for others.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import asyncio
 from collections import deque
 
 MOST = 8  # in one turn
-TOKENS = 2048  # of a prompt, which are packed or hashed in as much time as a request takes to begin
+LONG = 2048  # tokens
+REST_S = 1e-7  # for each token: as long as it takes to be packed or hashed
 
 
 class Intake:
@@ -21,31 +24,58 @@ class Intake:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._num_begun = 0  # in this turn
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def begin(self, weight: int = 1) -> None:
+    async def begin(self) -> None:
         """Return when it is the request's turn, in the order of coming; at once where few come."""
         if self._num_begun < MOST and not self._waiting:
-            self._count(weight)
+            self._count()
             return
         turn = self._loop.create_future()
-        self._waiting.append((turn, weight))
+        self._waiting.append(turn)
         await turn
 
-    def _count(self, weight: int) -> None:
+    def _count(self) -> None:
         if not self._num_begun:
             self._loop.call_soon(self._next)
-        self._num_begun += weight
+        self._num_begun += 1
 
     def _next(self) -> None:
         self._num_begun = 0
         while self._waiting and self._num_begun < MOST:
-            turn, weight = self._waiting.popleft()
+            turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
-                self._count(weight)
+                self._count()
 
 
-def weight_of(num_tokens: int) -> int:
-    """0 where a prompt's length makes no difference."""
-    return num_tokens // TOKENS
+class LongPrompts:
+    """Of one event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._resting = False
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    async def begin(self, num_tokens: int) -> None:
+        """Return when a prompt of so many may be packed, or hashed; at once where that takes no time."""
+        if num_tokens < LONG:
+            return
+        if not self._resting:
+            self._rest(num_tokens)
+            return
+        turn = self._loop.create_future()
+        self._waiting.append((turn, num_tokens))
+        await turn
+
+    def _rest(self, num_tokens: int) -> None:
+        self._resting = True
+        self._loop.call_later(num_tokens * REST_S, self._next)
+
+    def _next(self) -> None:
+        self._resting = False
+        while self._waiting and not self._resting:
+            turn, num_tokens = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._rest(num_tokens)

@@ -37,7 +37,7 @@ from services.gateway.generation import (
     tracing,
 )
 from services.gateway.http import build_app
-from services.gateway.intake import Intake
+from services.gateway.intake import Intake, LongPrompts
 from services.gateway.integrity import check_gateway
 from services.gateway.llm import LLM
 from services.gateway.llm_service import LLMService
@@ -194,9 +194,9 @@ class Gateway:
         self._run(adapters.run())
         self._admit(view, pool, metrics)
         spans = tracing.tracer()
-        deadlines, intake = Deadlines(), Intake()
+        deadlines = Deadlines()
         deaths = Deaths(registry.death)
-        cluster = ClusterAccess(router, pool, spans, self._background, deadlines, intake, deaths)
+        cluster = ClusterAccess(router, pool, spans, self._background, deadlines, LongPrompts(), deaths)
         self.llm = LLM(
             settings=settings,
             model=model,
@@ -217,7 +217,7 @@ class Gateway:
             new_id=self._ports.new_id,
             seeds=self._ports.seeds,
             deadlines=deadlines,
-            intake=intake,
+            intake=Intake(),
             bodies=LargeBodies(self._ports.sandbox),
             text_turns=self.text_turns,
             grammars=CheckedGrammars(self._ports.sandbox),

@@ -68,6 +68,7 @@ COMPLETIONS: dict[str, Body] = {
     "token-ids": lambda: field("prompt", IDS),
     "text": lambda: field("prompt", TEXT),
     "objects": lambda: field("prompt", b"[" + many(b"{}") + b"]"),
+    "128-answers": lambda: field("prompt", b"[" + b"7," * 120_000 + b"7]", b'"n":128', b'"max_tokens":2'),
     "echo": lambda: field("prompt", b"[" + b"7," * 120_000 + b"7]", b'"echo":true', b'"max_tokens":2'),
     "list": lambda: WIDE,
     "spaces": lambda: b" " * SIZE,
