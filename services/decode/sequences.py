@@ -205,10 +205,10 @@ class Sequences:
 
         def join(engine: Engine) -> Sequence[Event]:
             try:
-                engine.join(held.request_id, token)
+                output = engine.join(held.request_id, token)
             except ValueError as error:
                 raise SequenceFailed("INTERNAL", f"its first token does not fit: {error}") from None
-            return ()
+            return [output] if output else ()
 
         self._engine.submit(held.request_id, join)
 

@@ -97,7 +97,6 @@ class Engine:
         self._speculative, self._now = config.speculative, now
         self._live: dict[str, Sequence] = {}
         self._num_arrived = self._num_computed = self._num_written = self._num_aborted = self._num_aborted_blocks = 0
-        self._ended_at_join: dict[str, SequenceOutput] = {}
         self._lengths = AnswerLengths(config.likely_answer)
 
     def add(
@@ -143,27 +142,24 @@ class Engine:
         seq = self._reserved(request_id)
         return seq.block_table[: self._blocks.blocks_for(seq.num_prompt_tokens)]
 
-    def join(self, request_id: str, first_token: SampledToken) -> None:
+    def join(self, request_id: str, first_token: SampledToken) -> SequenceOutput | None:
         """A reserved sequence's whole prompt is in place and prefill has sampled token 0: go on with token 1.
 
-        If token 0 already ends it, the next step's output says so with no tokens.
+        Returns the sequence's end, with no tokens, if token 0 already ends it.
         """
         seq = self._reserved(request_id)
         self._check_token_ids("first_token", [first_token.token_id])
         self._scheduler.join(seq)
         seq.token_ids.append(first_token.token_id)
         reason = seq.check_stop(self.model_config.max_model_len)
-        if reason is not None:
-            self._remove(seq)
-            cached = seq.num_cached_tokens or 0
-            self._ended_at_join[request_id] = SequenceOutput(
-                request_id, seq.num_output_tokens, [], reason, cached, finished=True
-            )
+        if reason is None:
+            return None
+        self._remove(seq)
+        self._rest_when_idle()
+        return SequenceOutput(request_id, seq.num_output_tokens, [], reason, seq.num_cached_tokens or 0, finished=True)
 
     def abort(self, request_id: str) -> bool:
         """End a sequence in any state, free all it holds and emit nothing more of it; False if there is none."""
-        if self._ended_at_join.pop(request_id, None) is not None:
-            return True
         seq = self._live.get(request_id)
         if seq is not None:
             free = self._pool.num_free
@@ -199,7 +195,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step could bring something on: reservations that were not joined are not work."""
         scheduler = self._scheduler
-        return bool(scheduler.waiting or scheduler.running or self._blocks.lent or self._ended_at_join)
+        return bool(scheduler.waiting or scheduler.running or self._blocks.lent)
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -259,7 +255,7 @@ class Engine:
         return seq
 
     def _check(self, request: Request, total: int, speculative: Speculative) -> None:
-        if request.request_id in self._live or request.request_id in self._ended_at_join:
+        if request.request_id in self._live:
             raise ValueError(f"request_id: {request.request_id!r} is in the engine already")
         length, longest = len(request.token_ids), self.model_config.max_model_len
         if not 0 < length < longest:
@@ -297,8 +293,7 @@ class Engine:
         return seq
 
     def _update(self, batch: list[Scheduled], tokens: dict[str, list[SampledToken]]) -> list[SequenceOutput]:
-        outputs = list(self._ended_at_join.values())
-        self._ended_at_join = {}
+        outputs = []
         for seq, num_tokens, _ in batch:
             output = self._advance(seq, num_tokens, tokens.get(seq.request_id, []))
             if output is not None:

@@ -73,7 +73,9 @@ class Pressure:
                 return "aborted"
             first = self._land(request, added.num_cached_tokens, list(added.block_ids or ()))
             self.got[name].append(first.token_id)
-            await self.port.call(lambda engine: engine.join(name, first))
+            if await self.port.call(lambda engine: engine.join(name, first)):
+                self.ended[name].set_result(None)
+                self.admission.look_again()
         if self.random.random() < 0.1:
             await asyncio.sleep(self.random.random() * 0.1)
             if not self.ended[name].done():

@@ -65,8 +65,8 @@ def disaggregated(source: Engine, target: Engine, prompt: list[int], sampling: S
         layer: [b for at, start, n in copy.pushed if at == layer for b in range(start, start + n)] for layer in layers
     }
     assert all(blocks == list(range(cached // BLOCK, len(copy.landing))) for blocks in pushed.values())
-    target.join("r", first.tokens[0])
-    outputs = run(target)["r"]
+    ended = target.join("r", first.tokens[0])
+    outputs = [ended] if ended else run(target)["r"]
     assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
     numbered = [o.first_index + i for o in outputs for i in range(len(o.tokens))]
     assert numbered == list(range(1, 1 + len(numbered)))
@@ -175,17 +175,16 @@ def test_reservations_wait_outside_and_hold_their_blocks(llama: Path) -> None:
     assert_idle(engine)
 
 
-def test_a_reservation_that_ended_can_still_be_aborted(llama: Path) -> None:
+def test_a_reservation_whose_first_token_is_its_last_ends_as_it_joins(llama: Path) -> None:
     engine = make_engine(llama)
     engine.reserve(Request("a", prompt_of(5), greedy(1)))
-    engine.join("a", SampledToken(3))
-    assert engine.has_work()
-    with pytest.raises(ValueError, match="request_id: 'a' is in the engine already"):
-        engine.add(Request("a", prompt_of(5), greedy(1)))
-    assert engine.stats().free_blocks == engine.stats().num_blocks
-    assert engine.abort("a")
-    assert not engine.has_work()
+    output = engine.join("a", SampledToken(3))
+    assert output is not None
+    assert (output.first_index, output.tokens, output.finish_reason) == (1, [], FinishReason.LENGTH)
+    assert output.finished
+    assert not engine.abort("a")
     assert engine.step() == []
+    assert_idle(engine)
 
 
 def test_prefill_says_whether_decode_should_go_on(llama: Path) -> None:

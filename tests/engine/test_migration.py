@@ -66,8 +66,8 @@ def landed(source: Engine, target: Engine, request: Request) -> list[tuple[int, 
 
     source.add(request, sink=Copy(), first_block=cached // source.layout.block_size, prefill_only=True)
     (output,) = run(source)["r"]
-    target.join("r", output.tokens[0])
-    rest = run(target)["r"]
+    ended = target.join("r", output.tokens[0])
+    rest = [ended] if ended else run(target)["r"]
     assert rest[-1].finish_reason is not None
     return numbered([output, *rest])
 

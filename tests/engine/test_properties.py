@@ -118,7 +118,8 @@ class Session:
     def join_one(self) -> None:
         if self.parked:
             name = next(iter(self.parked))
-            self.engine.join(name, self.parked.pop(name))
+            if self.engine.join(name, self.parked.pop(name)):
+                self.live.remove(name)
 
     def abort(self, victim: int) -> None:
         if self.live:
