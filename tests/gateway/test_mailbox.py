@@ -100,3 +100,22 @@ async def test_errors_are_the_readers_own() -> None:
     mailbox.put(output(0, 1))
     with pytest.raises(ZeroDivisionError):
         await waiting
+
+
+async def test_the_workers_end_stays_known_when_its_tokens_are_taken() -> None:
+    mailbox = Mailbox("s", "decode-0")
+    mailbox.put(output(0, 1))
+    assert not mailbox.ended
+    mailbox.put(output(1, 2, end=True))
+    assert (await mailbox.get()).ids == [1, 2]
+    assert mailbox.ended
+
+
+async def test_a_prefill_workers_reply_or_a_lost_stream_is_not_the_decode_workers_end() -> None:
+    mailbox = Mailbox("s", "decode-0")
+    mailbox.accept(output(0, 1, end=True))
+    assert mailbox.finish_reason
+    assert not mailbox.ended
+    mailbox.fail(WorkerLost("decode-0", "its stream broke"))
+    await mailbox.wait_ended()
+    assert not mailbox.ended

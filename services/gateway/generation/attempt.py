@@ -103,7 +103,6 @@ class Attempt:
         self._connections: list[WorkerConnection] = []
         self._mailbox: Mailbox | None = None
         self._reserving = False
-        self._ended_by_decode = False
         self._aborts: dict[asyncio.Future[Any], str] = {}  # the workers' ids
         self._timer: Entry | None = None
         self.span: Span | None = None  # the one that is open
@@ -115,7 +114,7 @@ class Attempt:
             return set()
         infos = [route.decode.info] + ([route.prefill.info] if route.prefill else [])
         lost = {info.incarnation for info in infos if info.worker_id == error.worker_id}
-        broke = mailbox is not None and mailbox.error is not None and not mailbox.reported
+        broke = mailbox is not None and mailbox.error is not None and not mailbox.ended
         return lost | ({route.decode.info.incarnation} if broke else set())
 
     def crashed(self, error: WorkerLost) -> set[str]:
@@ -150,7 +149,6 @@ class Attempt:
             while not mailbox.finish_reason:
                 begun = mailbox.next_index > self._sequence.num_prior_tokens
                 tokens = await mailbox.get(take if begun and self._outcome.taker else None)
-                self._ended_by_decode = bool(mailbox.finish_reason)
                 self._note_progress(route, mailbox, tokens)
                 yield tokens
             span.set_attribute("decode.tokens", mailbox.next_index - self._sequence.num_prior_tokens)
@@ -163,7 +161,7 @@ class Attempt:
             self._timer.cancel()
         mailbox, route = self._mailbox, self._route
         if mailbox is not None:
-            if self._reserving and not self._ended_by_decode and not await self._ends_by_itself(mailbox):
+            if self._reserving and not await self._ends_by_itself(mailbox):
                 self._abort(self._connections[0], mailbox)
             await self._aborted(mailbox)
             self._connections[0].stream.detach(mailbox)
@@ -231,7 +229,7 @@ class Attempt:
             try:
                 response: worker_pb2.Prefilled = await mailbox.answered(reply)
             except WorkerLost as error:
-                if not mailbox.reported:
+                if not mailbox.ended:
                     raise
                 # The decode worker lives, for it says so: what it has lost is this prefill worker.
                 raise WorkerLost(prefill.info.worker_id, error.message, ended=True) from None
@@ -259,7 +257,7 @@ class Attempt:
             log.warning("sequence not aborted", request_id=mailbox.request_id, worker=self._aborts[reply])
 
     async def _ends_by_itself(self, mailbox: Mailbox) -> bool:
-        if mailbox.finish_reason:
+        if mailbox.finish_reason and not mailbox.ended:
             await self._linger(mailbox)
         return bool(mailbox.finish_reason) and mailbox.ended
 

@@ -48,7 +48,7 @@ class Mailbox:
         self.num_cached_tokens = self.num_proposed_tokens = self.num_accepted_tokens = 0
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
         self.error: GatewayError | None = None  # why the sequence has failed
-        self.reported = False  # the failure, by the worker itself, which is therefore alive
+        self.ended = False  # the decode worker itself has reported the end, a failure too: it is alive
         self._worker_id = worker_id
         self._outputs: list[worker_pb2.SequenceOutput] = []
         self._waiting: asyncio.Future[None] | None = None
@@ -60,8 +60,9 @@ class Mailbox:
         if self._takes(output):
             return
         self._outputs.append(output)
-        if output.HasField("failure"):
-            self.reported |= self.error is None
+        failed = output.HasField("failure")
+        self.ended = failed or bool(output.finish_reason) or self.ended
+        if failed:
             self.fail(from_failure(self._worker_id, output.failure.code, output.failure.message))
         else:
             self._wake()
@@ -70,13 +71,9 @@ class Mailbox:
         self.error = self.error or error
         self._wake()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the decode worker itself has reported the end."""
-        return self.error is not None or any(output.finish_reason for output in self._outputs)
-
     async def wait_ended(self) -> None:
-        while not self.ended:
+        """Until `ended`, or a failure that the worker has not reported."""
+        while not self.ended and self.error is None:
             await self._news()
 
     async def answered(self, reply: asyncio.Future[Any]) -> Any:
