@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from tandem.sampling import OF_MODEL, TYPES
 
 MAX_BYTES = 64 * 2**20
+# What config.json may say as model_type.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 

@@ -1,15 +1,16 @@
 """`tandem fetch`: a model's files from wherever they are kept, checked byte for byte. It does so before a pod starts.
 
-    hf://organisation/model@revision   s3://bucket/prefix   file:///folder   whatever else fsspec speaks
+    [hf://]organisation/model@revision   s3://bucket/prefix   file:///folder   anything else that fsspec speaks
 
 1 there    files that are whole already stay
-2 fetch    the others, into names of their own
-3 check    each file's SHA-256; then it gets its name
+2 fetch    the others: of a hub those that serve the model, elsewhere all
+3 check    each file's SHA-256; one of other bytes is removed
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from hashlib import file_digest
 from pathlib import Path
 
@@ -17,13 +18,16 @@ import fsspec
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from tandem.hub import fetch_files, is_hub_name, wanted_files
 from tandem.settings import Settings, load
 
+Names = Callable[[], list[str]]
+Get = Callable[[list[str], Path], None]
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 
 
 class FetchSettings(Settings):
-    """Fetch a model's files and check them; without --files all of them, whose names and digests are then printed."""
+    """Fetch a model's files and check them; without --files all that serve it, whose names and digests are printed."""
 
     url: CliPositionalArg[str] = Field(description="the model's folder")
     folder: CliPositionalArg[Path] = Field(description="where to put the files")
@@ -47,33 +51,56 @@ def fetch(settings: FetchSettings) -> dict[str, str]:
         OSError: a file cannot be read or written.
         ValueError: the URL is malformed, or a file has other bytes than it should.
     """
-    from obstore.fsspec import register  # only the loader's image has it
-
-    register(("s3", "gs", "az"))
-    source, root = fsspec.core.url_to_fs(settings.url)
-    names = settings.files or [name.removeprefix(root).strip("/") for name in source.find(root)]
-    wanted = [name for name in names if not (settings.without_weights and name.endswith(WEIGHTS))]
+    hub = settings.url.removeprefix("hf://")
+    names, get = _of_hub(hub) if is_hub_name(hub) else _of_store(settings.url)
+    wanted = [name for name in settings.files or names() if not (settings.without_weights and name.endswith(WEIGHTS))]
     if not wanted:
         raise ValueError(f"there is no file at {settings.url}")
     missing = [name for name in wanted if not _is_whole(settings.folder / name, settings.files.get(name))]
-    parts = [_part(settings.folder / name) for name in missing]
-    for part in parts:
-        part.parent.mkdir(parents=True, exist_ok=True)
     if missing:
-        source.get([f"{root}/{name}" for name in missing], [str(part) for part in parts])
-    for name, part in zip(missing, parts, strict=True):
-        _check(name, part, settings.files.get(name))
-        part.rename(settings.folder / name)
+        get(missing, settings.folder)
+    for name in missing:
+        _check(name, settings.folder, settings.files.get(name))
     return {name: _digest(settings.folder / name) for name in sorted(wanted)}
+
+
+def _of_hub(model: str) -> tuple[Names, Get]:
+    return lambda: wanted_files(model), lambda names, folder: _get_from_hub(model, names, folder)
+
+
+def _get_from_hub(model: str, names: list[str], folder: Path) -> None:
+    for name in names:  # one that is there and damaged would count as fetched
+        (folder / name).unlink(missing_ok=True)
+    fetch_files(model, names, folder)
+
+
+def _of_store(url: str) -> tuple[Names, Get]:
+    from obstore.fsspec import register  # only the loader's image has it
+
+    register(("s3", "gs", "az"))
+    source, root = fsspec.core.url_to_fs(url)
+
+    def names() -> list[str]:
+        return [name.removeprefix(root).strip("/") for name in source.find(root)]
+
+    def get(names: list[str], folder: Path) -> None:
+        parts = [_part(folder / name) for name in names]
+        for part in parts:
+            part.parent.mkdir(parents=True, exist_ok=True)
+        source.get([f"{root}/{name}" for name in names], [str(part) for part in parts])
+        for name, part in zip(names, parts, strict=True):
+            part.rename(folder / name)
+
+    return names, get
 
 
 def _is_whole(path: Path, digest: str | None) -> bool:
     return digest is not None and path.is_file() and _digest(path) == digest
 
 
-def _check(name: str, part: Path, digest: str | None) -> None:
-    if digest is not None and (found := _digest(part)) != digest:
-        part.unlink()
+def _check(name: str, folder: Path, digest: str | None) -> None:
+    if digest is not None and (found := _digest(folder / name)) != digest:
+        (folder / name).unlink()
         raise ValueError(f"{name}: its SHA-256 is {found}, and should be {digest}")
 
 

@@ -23,7 +23,7 @@ from tandem.engine.flashinfer import paged_attention_for
 from tandem.engine.forward import Forward, Prepare, Taps, TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
-from tandem.engine.loader import find_weights, load_weights, weights_revision
+from tandem.engine.loader import find_weights, load_weights, shard_paths, weights_revision
 from tandem.engine.lora import AdapterStore, Base
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
@@ -38,7 +38,9 @@ from tandem.engine.speculation import (
     tapped_layers,
 )
 from tandem.engine.types import EngineConfig, Progress
+from tandem.gguf import WEIGHTS_FILE
 from tandem.local import Cores
+from tandem.memory_fit import Need, machine_memory, misfit
 
 log = structlog.get_logger(__name__)
 # For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or
@@ -103,6 +105,8 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
     draft = None if head else _read_draft(config, model)
     draft_layout = _layout(config, draft, "draft") if draft else layout
     num_blocks = _num_blocks(config, *(layout, draft_layout) if draft else (layout,))
+    if config.device == "cpu":
+        _check_memory(config.model_path, model, layout, num_blocks)
     kv_cache = _kv_cache(layout, config.device, num_blocks)
     computing = _load(config, config.model_path, model, layout, kv_cache, cores, on_progress, taps)
     proposers: dict[str, Proposer] = {"ngram": NgramProposer()}
@@ -209,6 +213,16 @@ def _load(
         graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, cuda_capture)
         return Computing(graphs, kv_cache, choose, graphs.prepare)
     return Computing(plain, kv_cache, choose)
+
+
+def _check_memory(path: Path, model: ModelConfig, layout: KVLayout, num_blocks: int) -> None:
+    """ValueError where the machine has less memory than this worker alone needs."""
+    held = sum(tensor.numel() for tensor in Decoder(model, torch.float32, "meta").checkpoint_tensors().values())
+    weights = held * torch_dtype(layout.dtype).itemsize
+    if model.quantized is not None or (path / WEIGHTS_FILE).exists():
+        weights = min(weights, sum(shard.stat().st_size for shard in shard_paths(path)))
+    if why := misfit([Need(weights, num_blocks * layout.block_bytes * layout.num_layers)], machine_memory()):
+        raise ValueError(f"model_path: {why}")
 
 
 def _kernels(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> ctypes.CDLL | None:

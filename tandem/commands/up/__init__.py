@@ -16,8 +16,9 @@ __all__ = ["DEMO_MODEL", "UpSettings", "main"]
 
 
 def main(arguments: list[str]) -> None:
-    settings = load(UpSettings, _with_ray_address(arguments), "tandem up")
+    settings = load(UpSettings, _with_ray_address(_with_model(arguments)), "tandem up")
     try:
+        settings = settings.found()
         environment = for_services(os.environ)
         cluster = settings.cluster(environment)
         check(settings, cluster)
@@ -25,6 +26,13 @@ def main(arguments: list[str]) -> None:
         asyncio.run(run(settings, cluster, environment))
     except (ServiceFailed, ConnectionError, TimeoutError, ValueError) as error:
         raise SystemExit(f"tandem up: {error}") from None
+
+
+def _with_model(arguments: list[str]) -> list[str]:
+    """`tandem up MODEL …` is `tandem up --model-path=MODEL …`."""
+    if arguments and not arguments[0].startswith("-"):
+        return [f"--model-path={arguments[0]}", *arguments[1:]]
+    return arguments
 
 
 def _with_ray_address(arguments: list[str]) -> list[str]:

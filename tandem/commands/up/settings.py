@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import ByteSize, Field
 
-from tandem.gguf import ModelPath
+from tandem.gguf import ModelPath, as_folder
+from tandem.hub import find_model
 from tandem.local.cluster import Cluster, read_cluster
+from tandem.memory_fit import Need, machine_memory, misfit
 from tandem.security import ClusterSettings
 
 DEMO_MODEL = Path(__file__).parents[3] / "models" / "demo" / "target"
 # Options that say how, not what: a file leaves them to the command line.
 BESIDE_FILE = {"file", "ray", "ray_namespace", "detach", "logs", "ready_timeout_s", "sample"}
+# Of bfloat16's bytes, what weights take that are quantized when they are loaded.
+SHARES = {"none": 1.0, "int8": 0.55, "int4": 0.35, "fp8": 0.55}
 KV_MEMORY = {
     ("model", "prefill"): ByteSize(256 * 2**20), ("model", "decode"): ByteSize(512 * 2**20),
     ("null", "prefill"): ByteSize(4 * 2**20), ("null", "decode"): ByteSize(8 * 2**20),
@@ -24,7 +28,11 @@ KV_MEMORY = {
 class UpSettings(ClusterSettings):
     """Start a Tandem cluster on this machine: Redis, a gateway, prefill and decode workers, each a process."""
 
-    model_path: ModelPath = Field(DEMO_MODEL, description="the model: a Hugging Face folder, or a GGUF file")
+    model_path: Path = Field(
+        DEMO_MODEL,
+        description="the model, also without the option: a Hugging Face folder, a GGUF file, smollm2, or its name on a "
+        "hub: organisation/model[@revision][:one of its GGUF files]",
+    )
     model_name: str = Field("", description="name to serve it under; if not given, tandem-demo or the folder's name")
     prefill: int = Field(1, ge=0, description="number of prefill workers")
     decode: int = Field(1, ge=1, description="number of decode workers")
@@ -130,6 +138,25 @@ class UpSettings(ClusterSettings):
                 "security": self.model_dump(include=set(ClusterSettings.model_fields), exclude_none=True),
             }
         )
+
+    def found(self) -> Self:
+        """With the folder and the name of its model, which is fetched where it is on a hub only.
+
+        Raises:
+            ValueError: there is no such model, or it does not fit.
+        """
+        if self.file is not None:
+            return self
+        found = find_model(str(self.model_path), self._misfit)
+        name = self.model_name or ("" if found.path == DEMO_MODEL else found.name)
+        return self.model_copy(update={"model_path": as_folder(found.path), "model_name": name})
+
+    def _misfit(self, weights: int) -> str:
+        """Why the cluster's workers do not fit here, each with weights of so many bytes in the checkpoint."""
+        held = int(weights * {"float32": 2.0}.get(self.dtype, 1.0) * SHARES[self.quantization])
+        kv = {"prefill": self.prefill_kv_memory, "decode": self.decode_kv_memory}
+        needs = {role: Need(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}
+        return misfit([needs["prefill"]] * self.prefill + [needs["decode"]] * self.decode, machine_memory())
 
     def _own_ports(self) -> dict[str, object]:
         if self.own_http_port is None and self.gateways == 1:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from tandem.engine.checkpoint_formats import CheckpointFormat, checkpoint_format
-from tandem.model_files import ModelFile, end_tokens, read_file
+from tandem.model_files import FAMILIES, ModelFile, end_tokens, read_file
 
 # Far beyond any model there is: what is larger would fill the machine before it is found to be wrong.
 Size = Annotated[int, Field(ge=1, le=2**22)]
@@ -194,8 +194,8 @@ def _max_model_len(raw: ConfigFile, rope: Rope, wanted: int | None) -> int:
 
 
 def _refuse_unsupported(raw: ConfigFile, max_model_len: int) -> None:
-    if raw.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise ValueError(f"model_type: {raw.model_type!r} is not one of llama, mistral, qwen2, qwen3")
+    if raw.model_type not in FAMILIES:
+        raise ValueError(f"model_type: {raw.model_type!r} is not one of {', '.join(FAMILIES)}")
     for field, served in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
         value = getattr(raw, field)
         if value not in (served, None):

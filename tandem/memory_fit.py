@@ -1,0 +1,46 @@
+"""Whether a model fits a machine: weights, KV and what a worker takes besides, beside the memory that there is.
+
+The same arithmetic before a model is fetched, in `tandem doctor --fit`, and in a worker before it loads its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# Python, torch, buffers for a step: measured on a worker with the demo model, less its weights and KV.
+WORKER_OVERHEAD = 400 * 2**20
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of one worker."""
+
+    weights: int
+    kv: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + WORKER_OVERHEAD
+
+
+def misfit(needs: list[Need], available: int) -> str:
+    """Why workers with these needs do not fit into so many bytes, or ""."""
+    total = sum(need.total for need in needs)
+    if total <= available:
+        return ""
+    each = "; ".join(
+        f"weights {need.weights / GIB:.1f} + KV {need.kv / GIB:.1f} + overhead {WORKER_OVERHEAD / GIB:.1f} GiB"
+        for need in dict.fromkeys(needs)
+    )
+    return f"does not fit: {len(needs)} workers ({each}) need {total / GIB:.1f} GiB of {available / GIB:.1f} GiB"
+
+
+def machine_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = CGROUP_LIMIT) -> int:
+    """Bytes that processes here may have in all: the machine's, or what a container is held to."""
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    total = next(int(words[1]) * 1024 for words in lines if words[0] == "MemTotal:")
+    said = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(said)) if said.isdigit() else total
