@@ -177,7 +177,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         if request.priority not in PRIORITIES:
             raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
         priority = PRIORITIES[request.priority].priority
-        deadline = llm.deadline(context.time_remaining(), "grpc-timeout")
+        deadline = llm.deadline(_left(context), "grpc-timeout")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
         given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
         targets = targets_of(metadata, priority, llm.settings)
@@ -283,6 +283,18 @@ async def _with_trailers(answer: Answer, context: Context) -> AsyncIterator[None
         context.set_trailing_metadata(tuple(answer.path_headers().items()))
         raise
     context.set_trailing_metadata(tuple(answer.path_headers().items()))
+
+
+def _left(context: Context) -> float | None:
+    """Of the call's deadline, which is none that a client could have set once it has passed.
+
+    Raises:
+        TimedOut
+    """
+    left: float | None = context.time_remaining()
+    if left is not None and left <= 0:
+        raise TimedOut("the request's deadline passed on its way")
+    return left
 
 
 def _metadata(context: Context) -> dict[str, str]:

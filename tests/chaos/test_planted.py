@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from services.gateway.routing import Router
 from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine import sequence
 from tandem.engine.null_runner import NullRunner
+from tandem.liveness import LIMIT_S, Liveness
 from tandem.transfer.protocol.receiver import ReceiverProtocol
 from tandem.worker import Streams, Worker
 from tests.chaos.explorer.run import Explorer
@@ -138,7 +140,7 @@ def no_abort_on_disconnect(patch: Patch) -> None:
     patch.setattr(Attempt, "_abort", lambda self, connection, mailbox: None)
 
 
-@planted("DEADLINE_EXCEEDED", 60)
+@planted("DEADLINE_EXCEEDED", 150)
 def wake_nobody_who_waits_for_blocks(patch: Patch) -> None:
     patch.setattr(BlockQueue, "look_again", lambda self: None)
 
@@ -224,6 +226,22 @@ def be_unready_with_a_peer(patch: Patch) -> None:
 @planted("I3", 5)
 def stay_admitted(patch: Patch) -> None:
     patch.setattr(Admission, "leave", lambda self, work: None)
+
+
+@planted("I4: an incarnation", 10, "kill")
+def use_an_incarnation_again_after_a_kill(patch: Patch) -> None:
+    init = Worker.__init__
+
+    def named(self: Worker, settings: Any, worker_id: str, build: Any, ports: Any) -> None:
+        new_ids = chain([worker_id], iter(ports.new_id, ""))
+        init(self, settings, worker_id, build, replace(ports, new_id=lambda: next(new_ids)))
+
+    patch.setattr(Worker, "__init__", named)
+
+
+@planted("I8", 20, "starve")
+def take_the_slow_for_dead(patch: Patch) -> None:
+    patch.setattr(Liveness, "limit_s", LIMIT_S)
 
 
 @pytest.mark.parametrize("name", PLANTED)

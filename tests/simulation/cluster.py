@@ -34,7 +34,7 @@ from tandem.transfer.runtime.loop import LoopDriver
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tandem.worker import InlineEngine, Worker
 from tandem.worker import Ports as WorkerPorts
-from tests.simulation.grpc_client import Channel
+from tests.simulation.grpc_client import PATIENT, Channel
 from tests.simulation.grpc_server import Server
 from tests.simulation.kv import KVNetwork, Spoil
 from tests.simulation.network import Network
@@ -78,6 +78,7 @@ class Prompt:
     timeout_s: float | None = 10.0  # None: the gateway's own
     cache_salt: str = ""
     priority: llm_pb2.Priority = llm_pb2.PRIORITY_INTERACTIVE
+    patient: bool = False  # the client says its deadline, and waits for ever
 
     def to_proto(self) -> llm_pb2.GenerateRequest:
         return llm_pb2.GenerateRequest(
@@ -123,6 +124,8 @@ class Cluster:
         self.processes: dict[str, Process] = {}
         self.workers: dict[str, Worker] = {}
         self.gateways: dict[str, Gateway] = {}
+        # Of all starts of all workers.
+        self.incarnations: list[str] = []
         self.servers: dict[Process, list[Server]] = {}
         # Processes that ended by themselves, and the exception they ended with.
         self.exits: list[tuple[str, BaseException | None]] = []
@@ -166,8 +169,9 @@ class Cluster:
         reply.began_at = self.world.now
         channel: Any = Channel(self.network, self.client, f"{gateway}:{GRPC_PORT}")
         stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
+        metadata = [PATIENT] if prompt.patient else []
         try:
-            async for message in stub.Generate(prompt.to_proto(), timeout=prompt.timeout_s):
+            async for message in stub.Generate(prompt.to_proto(), timeout=prompt.timeout_s, metadata=metadata):
                 if message.token_ids and not reply.token_ids:
                     reply.first_at = self.world.now
                 reply.token_ids += message.token_ids
@@ -227,8 +231,10 @@ class Cluster:
             new_nonce=lambda: self._ids.getrandbits(63),
             new_id=self._new_id,
             hostname=name,
+            pressure=process.pressure,
         )
         worker = self.workers[name] = Worker(settings, name, service, ports)
+        self.incarnations.append(worker.context.incarnation)
         await worker.run()
 
     async def _gateway(self, name: str, process: Process) -> None:
@@ -240,6 +246,7 @@ class Cluster:
             new_id=self._new_id,
             seeds=Random(self._ids.getrandbits(64)),
             wall=lambda: EPOCH_S + self.world.now,
+            pressure=process.pressure,
         )
         gateway = Gateway(self._settings.gateway(name), self._model, ports, self._settings.make_router)
         async with gateway:

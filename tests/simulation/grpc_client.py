@@ -21,8 +21,10 @@ from tests.simulation.network import End, Network
 from tests.simulation.world import Process
 
 # As tandem/rpc.py sets them: the first pause before another try, the longest, and how long a try may take.
-FIRST_PAUSE_S, LONGEST_PAUSE_S, ATTEMPT_S = 0.1, 1.0, 0.2
+FIRST_PAUSE_S, LONGEST_PAUSE_S, ATTEMPT_S = 0.1, 1.0, 5.0
 Metadata = Sequence[tuple[str, str]]
+# Who calls with it waits for ever, and so shows whether the server keeps the call's deadline by itself.
+PATIENT = ("patient", "yes")
 
 
 class Channel:
@@ -218,7 +220,8 @@ class Call:
         self._writer: asyncio.Task[None] | None = None
         loop = channel.process
         self._deadline = None if timeout is None else loop.time() + timeout
-        self._timer = None if timeout is None else loop.call_later(max(0.0, timeout), self._expire)
+        timed = timeout is not None and PATIENT not in metadata
+        self._timer = loop.call_later(max(0.0, timeout or 0.0), self._expire) if timed else None
         if not streams_requests:
             self._unsent += [("message", self._serialize(requests)), ("done",)]
         channel.start(self)

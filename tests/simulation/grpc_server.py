@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from grpc import StatusCode, aio
 
-from tests.simulation.grpc_client import WINDOW_BYTES, Metadata
+from tests.simulation.grpc_client import PATIENT, WINDOW_BYTES, Metadata
 from tests.simulation.network import End, Network
 from tests.simulation.world import Process
 
@@ -125,7 +125,8 @@ class Handling:
         loop = server.process
         self._deadline = None if timeout is None else loop.time() + timeout
         self.task = loop.create_task(self._run())
-        self._timer = None if timeout is None else loop.call_later(timeout, self.task.cancel)
+        timed = timeout is not None and PATIENT not in metadata
+        self._timer = loop.call_later(timeout or 0.0, self.task.cancel) if timed else None
         server.calls.add(self)
         self.task.add_done_callback(self._done)
 

@@ -8,6 +8,7 @@ jumps to the next timer. Nothing here waits, so a run is a function of its seed.
 
     kill      the process never runs again, not even what stands behind `finally`
     pause     it runs nothing until `resume`; what is sent to it meanwhile waits for it
+    starve    others want its core, too: whenever it has something to do, it waits for them first
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ T = TypeVar("T")
 MAX_TURNS_AT_ONCE = 200_000
 # What a timer that is not due yet is ahead of now at least, whatever floats make of it.
 LEAST_WAIT_S = 1e-9
+# How long a process runs on at once, and in turns, where others want its core.
+SLICE_S, SLICE_TURNS = 0.004, 20
 # Tasks that go on after being cancelled so often do so on purpose.
 MAX_CANCELS = 20
 
@@ -180,6 +183,8 @@ class Process(asyncio.AbstractEventLoop):
         self.alive = True
         self.paused = False
         self.pauses = 0
+        self.share = 1.0
+        self._turns_left = 0  # of its slice
         # Called with the process when it dies, pauses or resumes.
         self.watchers: list[Callable[[Process], None]] = []
         self._clock_offset = clock_offset
@@ -214,6 +219,14 @@ class Process(asyncio.AbstractEventLoop):
         self._list()
         self._tell()
 
+    def starve(self, share: float) -> None:
+        """From now on it has this part of a core."""
+        self.share = share
+
+    def pressure(self, seconds: float) -> float:
+        """As the system tells it: tandem/starvation.py."""
+        return 1 / self.share - 1
+
     def tasks(self) -> set[asyncio.Task[Any]]:
         """Those that have not ended."""
         return {task for task in self._tasks if not task.done()}
@@ -229,7 +242,7 @@ class Process(asyncio.AbstractEventLoop):
 
     def end(self) -> None:
         """Cancel every task and let it end, the dead process's too: a test leaves nothing behind."""
-        self.paused = False
+        self.paused, self.share = False, 1.0
         tasks = sorted(self._remains | self.tasks(), key=_age)
         self.alive, self._remains = True, set()
         for _ in range(MAX_CANCELS):
@@ -259,8 +272,11 @@ class Process(asyncio.AbstractEventLoop):
                     handle._run()
         finally:
             asyncio._set_running_loop(None)
+        self._turns_left -= 1
         if ready:
             self._list()
+        else:
+            self._turns_left = 0
 
     def timer_due(self, handle: asyncio.TimerHandle) -> None:
         if self.alive:
@@ -270,7 +286,15 @@ class Process(asyncio.AbstractEventLoop):
     def _list(self) -> None:
         if self._ready and not self._listed and not self.paused and self.alive:
             self._listed = True
-            self.world.add_runnable(self)
+            if self.share == 1 or self._turns_left > 0:
+                self.world.add_runnable(self)
+            else:
+                wait_s = self.world.random.uniform(0, 2 * SLICE_S * self.pressure(0))
+                self.world.after(wait_s, self._has_a_core)
+
+    def _has_a_core(self) -> None:
+        self._turns_left = SLICE_TURNS
+        self.world.add_runnable(self)
 
     def _tell(self) -> None:
         for watcher in list(self.watchers):
@@ -284,9 +308,8 @@ class Process(asyncio.AbstractEventLoop):
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
-        if not self._listed and not self.paused and self.alive:
-            self._listed = True
-            self.world.add_runnable(self)
+        if not self._listed:
+            self._list()
         return handle
 
     call_soon_threadsafe = call_soon

@@ -156,12 +156,12 @@ def test_a_named_sender_that_does_not_begin_in_time_ends_its_transfer() -> None:
 
     async def scene() -> list[tuple[float, str, object]]:
         ends = Ends()
-        ends.expect("named", [1], timeout_s=10.0, sender=PREFILL.incarnation)
-        ends.expect("begun", [2], timeout_s=10.0, sender=PREFILL.incarnation)
-        ends.expect("any", [3], timeout_s=10.0)
+        ends.expect("named", [1], timeout_s=2 * BEGIN_SECONDS, sender=PREFILL.incarnation)
+        ends.expect("begun", [2], timeout_s=2 * BEGIN_SECONDS, sender=PREFILL.incarnation)
+        ends.expect("any", [3], timeout_s=2 * BEGIN_SECONDS)
         link = await ends.link()
-        link.begin("begun", first_block=0, num_blocks=1, num_layers=NUM_LAYERS, timeout_s=10.0)
-        await asyncio.sleep(3.0)
+        link.begin("begun", first_block=0, num_blocks=1, num_layers=NUM_LAYERS, timeout_s=2 * BEGIN_SECONDS)
+        await asyncio.sleep(BEGIN_SECONDS + 1.0)
         log = list(ends.log)
         ends.close()
         return log

@@ -20,7 +20,7 @@ from grpc import aio
 
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, WorkerLost, from_failure
 from services.gateway.workers.mailbox import Mailbox
-from tandem.liveness import Liveness
+from tandem.liveness import Liveness, stretched
 from tandem.registry import WorkerInfo
 from tandem.rpc import MAX_REQUEST_BYTES
 from tandem.v1 import worker_pb2
@@ -63,6 +63,7 @@ class WorkerStream:
         self._unsent: deque[worker_pb2.WorkRequest] = deque()
         self._unsent_bytes = 0  # of the last one
         self._to_send = asyncio.Event()
+        self._waiting: set[Reply] = set()  # for the stream to be open
         self._closed_because = ""
         self._stopped: GatewayError | None = None
 
@@ -121,19 +122,24 @@ class WorkerStream:
         """Until the stream is open.
 
         Raises:
-            WorkerLost: not within CONNECT_WAIT_S.
+            WorkerLost: not within CONNECT_WAIT_S, longer where this gateway is starved, or never.
             TimedOut: the deadline came first.
         """
         if self.open.is_set() or self._closed_because or self._stopped:
             return
-        patience = asyncio.get_running_loop().time() + CONNECT_WAIT_S
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + stretched(CONNECT_WAIT_S, self._judge.starvation())
+        waiting = loop.create_future()
+        self._waiting.add(waiting)
         try:
             async with asyncio.timeout_at(min(patience, deadline)):
-                await self.open.wait()
+                await waiting
         except TimeoutError:
             if deadline <= patience:
                 raise TimedOut("the request's deadline passed while connecting to a worker") from None
             raise WorkerLost(self._worker.worker_id, "no stream could be opened") from None
+        finally:
+            self._waiting.discard(waiting)
 
     def _ask(self, request_id: str, size: int) -> tuple[Reply, worker_pb2.WorkRequest]:
         self._check_open()
@@ -192,6 +198,7 @@ class WorkerStream:
         """This incarnation is dead: nothing more may be sent to it."""
         self._closed_because = reason
         self.fail(reason)
+        self._decided()
 
     def stop(self, error: GatewayError) -> None:
         """No more sequences; those that run end with this error. The stream itself stays."""
@@ -282,8 +289,14 @@ class WorkerStream:
     def _greet(self, incarnation: str) -> None:
         if incarnation == self._worker.incarnation:
             self.open.set()
+            self._decided()
         else:
             self._closed_because = f"it was restarted: incarnation {incarnation} answers"
+
+    def _decided(self) -> None:
+        """It is open, or never will be."""
+        for waiting in self._waiting:
+            _answer(waiting, None)
 
     def _deliver(self, message: worker_pb2.WorkResponse) -> None:
         for reserved in message.reserved:

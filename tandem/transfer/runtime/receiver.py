@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from tandem.integrity import IntegrityReport
-from tandem.liveness import QUIET, Vitals
+from tandem.liveness import MOST_S, QUIET, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
@@ -32,8 +32,9 @@ from tandem.transfer.transports.tcp import SocketNetwork
 
 # Between two looks at deadlines; where no transfer is expected, which may change meanwhile.
 TICK_SECONDS, QUIET_SECONDS = 0.05, 0.25
-# A sender begins before it computes, on a link that it opens within 1.5 s.
-BEGIN_SECONDS = 2.0
+# A sender begins before it computes, on a link that it opens within 1.5 s; a starved one later. Whoever asked it to,
+# and loses it, says so sooner.
+BEGIN_SECONDS = MOST_S
 
 _log = logging.getLogger(__name__)
 

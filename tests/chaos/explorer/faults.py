@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from tests.chaos.explorer.schedule import Fault
@@ -13,6 +14,10 @@ from tests.simulation.world import Process
 
 # Faults that a connection's ends learn of late.
 SILENT = {"cut", "half-open", "pause", "kv-drop"}
+# What part of a core a starved process has.
+SHARES = (0.2, 0.05, 0.01, 0.004)
+STARVED_TIMES = 3  # as long as other faults
+SLOWEST_S = 5.0  # what a starved process waits for until it has done what it began
 # Every lease is renewed at least once in this time.
 RENEWED_S = 2.0
 
@@ -24,6 +29,9 @@ class Faults:
         self.fired: Counter[str] = Counter()
         # Names of processes that were touched by a fault, and kinds of faults that touch no process.
         self.touched: Counter[str] = Counter()
+        # Processes that were starved, and for how long all faults of that kind may have held anything up.
+        self.starved: set[str] = set()
+        self.starved_s = 0.0
         # Processes that a fault struck by themselves, and when first.
         self.struck: dict[str, float] = {}
         # By then every connection that has gone dead so far is known to be, what was held up has arrived, and leases
@@ -63,6 +71,7 @@ class Faults:
         for process in cluster.world.processes:
             if process.alive and process.paused:
                 process.resume()
+            process.starve(1.0)
         cluster.redis.slowness_s = 0.0
         cluster.redis.clock_offset_s = max(0.0, cluster.redis.clock_offset_s)
         if not cluster.redis.process.alive:
@@ -77,8 +86,9 @@ class Faults:
         act: Callable[[Fault], bool] = getattr(self, "_" + fault.kind.replace("-", "_"))
         if act(fault):
             self.fired[fault.kind] += 1
-            self.touched.update(fault.targets or (fault.kind,))
-            if len(fault.targets) == 1:
+            if fault.kind != "starve":  # which excuses nothing but being late
+                self.touched.update(fault.targets or (fault.kind,))
+            if len(fault.targets) == 1 and fault.kind != "starve":
                 self.struck.setdefault(fault.targets[0], self._cluster.world.now)
             if fault.kind in SILENT:
                 self._silent(fault.seconds)
@@ -123,6 +133,16 @@ class Faults:
             return False
         process.pause()
         self._later(seconds, process.resume)
+        return True
+
+    def _starve(self, fault: Fault) -> bool:
+        """One process, some, or all as on one machine."""
+        share, seconds = self._random.choice(SHARES), STARVED_TIMES * fault.seconds
+        for name in fault.targets:
+            self._process(name).starve(share)
+            self._later(seconds, partial(lambda process: process.starve(1.0), self._process(name)))
+        self.starved.update(fault.targets)
+        self.starved_s += seconds + SLOWEST_S
         return True
 
     # --- connections ---

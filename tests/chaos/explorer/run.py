@@ -23,7 +23,7 @@ from grpc import StatusCode
 
 from services.gateway.model import ServedModel
 from tandem.v1 import llm_pb2
-from tests.chaos.explorer.faults import Faults
+from tests.chaos.explorer.faults import SLOWEST_S, Faults
 from tests.chaos.explorer.schedule import AMPLE_BLOCKS, Request, Schedule, names
 from tests.chaos.explorer.waits import counted
 from tests.simulation.baseline import leftovers, registry_leftovers, sizes
@@ -113,6 +113,7 @@ class Run:
         await asyncio.gather(*tasks)
         self._judge()
         self._judge_readiness()
+        self._judge_patience()
         self.faults.heal()
         await self._recover()
         await asyncio.sleep(max(0.0, self.faults.noticed_at - self.world.now))
@@ -162,12 +163,16 @@ class Run:
         timeout_s = request.prompt.timeout_s or self.schedule.shape.timeout_s
         took = reply.ended_at - reply.began_at
         reading = request.read_pause_s * (len(expected) + 1)
-        if took > timeout_s + 1 + reading + (NOTICE_S[1] if self._is_touched(request.gateway) else 0):
+        if took > timeout_s + 1 + reading + self._unheard_s(request.gateway):
             problems.append(f"I1: took {took:.3f} s with {timeout_s} s to its deadline")
         problems += [f"I5: {text}" for text in self._unexplained(reply)]
         if reply.code not in (None, StatusCode.OK) and not self._is_excused(request, reply, took, timeout_s):
             problems.append(f"{reply.code.name if reply.code else ''}: {reply.details}")
         return problems
+
+    def _unheard_s(self, gateway: str) -> float:
+        """How much later a client may hear of its request's end."""
+        return (NOTICE_S[1] if self._is_touched(gateway) else 0) + (SLOWEST_S if gateway in self.faults.starved else 0)
 
     def _unexplained(self, reply: Reply) -> list[str]:
         """What the end of an answer leaves open, or what it says and is not so."""
@@ -193,6 +198,16 @@ class Run:
             if not self._is_touched(name):
                 self._violation(f"R9: {name} is not ready, and nothing has happened to it")
 
+    def _judge_patience(self) -> None:
+        """Who was only slow is not taken for dead where nobody else could take its place."""
+        shape, kinds = self.schedule.shape, {fault.kind for fault in self.schedule.faults}
+        sole = [f"worker {role}0:" for role, count in (("p", shape.prefills), ("d", shape.decodes)) if count == 1]
+        lost = [e[4]["reason"] for e in self.world.events if e[1] == "log" and e[4]["event"] == "going on elsewhere"]
+        if kinds == {"starve"}:
+            for reason in lost:
+                if reason.startswith(tuple(sole)):
+                    self._violation(f"I8: only slow, and given up: {reason}")
+
     def _is_touched(self, name: str) -> bool:
         return self.faults.touched[name] > 0
 
@@ -201,7 +216,7 @@ class Run:
         touched, tight = self.faults.touched, self.schedule.shape.num_blocks < AMPLE_BLOCKS
         # Where blocks are few, also for those that somebody holds who reads slowly.
         slow = any(one.read_pause_s > 0 for one in self.schedule.requests) if tight else request.read_pause_s > 0
-        held_up = slow or sum(touched.values()) > 0
+        held_up = slow or sum(touched.values()) > 0 or bool(self.faults.starved)
         if reply.code is StatusCode.DEADLINE_EXCEEDED:
             ample_s = 2 * AMPLE_S if tight else AMPLE_S
             return took >= timeout_s - 0.01 and (timeout_s < ample_s + self._hindered_s() or slow)
@@ -213,7 +228,9 @@ class Run:
         """How much later all may have come for what happened: each fault's own time, and until it was noticed."""
         if self._had_nobody() or any(kind.startswith("kv-") for kind in self.faults.touched):
             return inf  # a lost end of a transfer is noticed at the request's deadline
-        return sum(fault.seconds + NOTICED_S for fault in self.schedule.faults) if self.faults.touched else 0.0
+        others = [fault for fault in self.schedule.faults if fault.kind != "starve"]
+        late_s = sum(fault.seconds + NOTICED_S for fault in others) if self.faults.touched else 0.0
+        return late_s + self.faults.starved_s
 
     def _may_be_unavailable(self, request: Request, reply: Reply) -> bool:
         """Its gateway died or stood still, it was lost too often, or nobody was there when it came."""
@@ -268,6 +285,8 @@ class Run:
                 break
             await asyncio.sleep(0.1)
         await registry.close()
+        if len(set(self.cluster.incarnations)) < len(self.cluster.incarnations):
+            self._violation(f"I4: an incarnation is used again: {sorted(self.cluster.incarnations)}")
         for name, error in self.cluster.exits:
             if error is not None:
                 self._violation(f"{name} ended by itself: {error!r}")

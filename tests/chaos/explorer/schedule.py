@@ -24,6 +24,7 @@ VOCABULARY = 4096
 KINDS = (
     "kill", "pause", "stop", "cut", "half-open", "reset", "hold", "kv-drop", "kv-duplicate", "kv-reorder", "kv-corrupt",
     "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock",
+    "starve",
 )  # fmt: skip
 CHANCE_OF_KIND = 0.3
 PRIORITIES = (llm_pb2.PRIORITY_REALTIME, *2 * (llm_pb2.PRIORITY_INTERACTIVE,), llm_pb2.PRIORITY_BATCH)
@@ -121,6 +122,7 @@ def _request(random: Random, shape: Shape, crowded: bool) -> Request:
         timeout_s=random.choice((None, None, 4.0, 8.0, round(random.uniform(0.001, 0.8), 3))),
         cache_salt=random.choice(("", "", "a", f"own-{random.getrandbits(32)}")),
         priority=random.choice(PRIORITIES),
+        patient=random.random() < 0.5,
     )
     return Request(
         gateway=f"g{random.randrange(shape.gateways)}",
@@ -138,6 +140,7 @@ def _moment(random: Random, first_s: float, last_s: float) -> Moment:
 def _fault(random: Random, kind: str, shape: Shape) -> Fault:
     everybody = names(shape)
     count = 1 if kind in ("kill", "pause", "stop") else 2
+    count = random.choice((1, 2, len(everybody))) if kind == "starve" else count
     workers = [name for name in everybody if name[0] != "g"]
     targets = random.sample(workers if kind == "stop" else everybody, count)
     if kind in ("cut", "half-open", "reset", "hold") and random.random() < 0.2:
