@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem import rpc
-from tandem.commands import UP_ADDRESSES
+from tandem.commands import UP_ADDRESSES, with_own_password
 from tandem.integrity import IntegrityReport
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
 from tandem.security import ClusterSettings
@@ -35,10 +35,10 @@ class DoctorSettings(ClusterSettings):
     timeout_s: float = Field(5.0, gt=0, description="bound of each check")
 
     def addressed(self) -> DoctorSettings:
-        """With the addresses of `tandem up` where none is given."""
-        if self.redis_url or self.gateway_url or self.grpc_address:
-            return self
-        return self.model_copy(update=UP_ADDRESSES)
+        """With the addresses of `tandem up` where none is given, and the password of its Redis."""
+        given = self.redis_url or self.gateway_url or self.grpc_address
+        said = self if given else self.model_copy(update=UP_ADDRESSES)
+        return said.model_copy(update={"redis_url": with_own_password(said.redis_url)})
 
 
 @dataclass(frozen=True, slots=True)

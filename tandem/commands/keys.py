@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tandem.api_keys import DEFAULT_TIER, Keys, read_keys, text_of, write_keys
-from tandem.commands import UP_ADDRESSES
+from tandem.commands import UP_ADDRESSES, with_own_password
 from tandem.registry import Registry, RegistryUnavailable
 
 FILE = ".run/keys.json"
@@ -78,7 +78,7 @@ def _usage(said: argparse.Namespace) -> None:
 
 
 async def _print_usage(said: argparse.Namespace) -> None:
-    registry = Registry.connect(said.redis_url, namespace=said.namespace)
+    registry = Registry.connect(with_own_password(said.redis_url), namespace=said.namespace)
     try:
         print(f"{'tenant':<24}{'requests':>10}{'prompt tokens':>16}{'new tokens':>14}{'cost':>14}")
         for tenant in sorted({key.tenant for key in read_keys(said.file).keys}):

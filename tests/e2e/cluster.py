@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from tandem.child_process import dying_with_parent
-from tandem.commands.up.redis import URL_FILE
+from tandem.commands import REDIS_URL_FILE
 from tandem.local import free_ports
 
 # By far longer than it takes on any machine.
@@ -83,7 +83,7 @@ def running_cluster(
         said = folder / "up.log"
         eventually(lambda: "is ready" in said.read_text() or process.poll() is not None, START_BOUND_S, "cluster ready")
         assert process.poll() is None, said.read_text()
-        url = folder / "logs" / URL_FILE
+        url = folder / "logs" / REDIS_URL_FILE
         yield replace(cluster, redis_url=url.read_text()) if url.exists() else cluster
     finally:
         process.send_signal(signal.SIGINT)

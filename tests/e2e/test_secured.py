@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from redis import AuthenticationError, Redis
 
-from tandem.commands.up.redis import URL_FILE
+from tandem.commands import LOGS, REDIS_URL_FILE
 from tests.authority import Authority
 from tests.e2e.cluster import RunningCluster, running_cluster
 
@@ -71,7 +72,17 @@ def test_nobody_without_its_password_gets_into_redis(cluster: RunningCluster) ->
     family = psutil.Process(cluster.process.pid).children(recursive=True)
     assert len(family) >= 5
     assert not [one for one in family if password in " ".join(one.cmdline())]
-    assert (cluster.logs / URL_FILE).stat().st_mode & 0o077 == 0
+    assert (cluster.logs / REDIS_URL_FILE).stat().st_mode & 0o077 == 0
+
+
+def test_commands_of_the_same_folder_find_the_password(
+    cluster: RunningCluster, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["keys", "usage", f"--file={keys}", f"--redis-url=redis://{cluster.redis_url.rpartition('@')[2]}"]
+    monkeypatch.chdir(tmp_path)
+    assert tandem(*asked).returncode != 0
+    shutil.copytree(cluster.logs, tmp_path / LOGS)
+    assert tandem(*asked).returncode == 0
 
 
 def test_the_doctor_needs_what_every_process_needs(cluster: RunningCluster, within: list[str], key: str) -> None:

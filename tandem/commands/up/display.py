@@ -15,9 +15,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from tandem.commands import generate
+from tandem.commands import REDIS_URL_FILE, generate
 from tandem.commands.up.plan import Plan
-from tandem.commands.up.redis import URL_FILE
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher
 from tandem.registry import RedisAddress
@@ -63,7 +62,7 @@ def status(settings: UpSettings, plan: Plan, seconds: float, capacities: Mapping
         if own:
             table.add_row("metrics", ", ".join(f"http://{address}/metrics" for address in own))
     table.add_row("Redis", f"{RedisAddress.parse(plan.redis_url)}, namespace {plan.cluster.namespace}")
-    if (url := settings.logs / URL_FILE).exists():
+    if (url := settings.logs / REDIS_URL_FILE).exists():
         table.add_row("", f"its URL, with the password: {url}")
     table.add_row("logs", "with Ray's" if settings.ray else str(settings.logs))
     return Panel(table, title=f"Tandem is ready after {seconds:.1f} s", title_align="left", expand=False)

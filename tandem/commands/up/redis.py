@@ -6,16 +6,14 @@ import os
 from pathlib import Path
 from secrets import token_urlsafe
 
+from tandem.commands import REDIS_URL_FILE
 from tandem.local import Service
 from tandem.local.cluster import Cluster
-
-# In the folder of the logs, for `doctor` and others of the same user.
-URL_FILE = "redis-url"
 
 
 def redis_of(cluster: Cluster, folder: Path) -> tuple[str, Service]:
     """Its URL, and the kvstore that keeps it."""
-    (folder / URL_FILE).unlink(missing_ok=True)
+    (folder / REDIS_URL_FILE).unlink(missing_ok=True)
     if cluster.redis.url:
         return cluster.redis.url, cluster.kvstore_service()
     place = f"127.0.0.1:{cluster.redis.port}"
@@ -23,7 +21,7 @@ def redis_of(cluster: Cluster, folder: Path) -> tuple[str, Service]:
         return f"redis://{place}", cluster.kvstore_service()
     password = token_urlsafe(24)
     url = f"redis://:{password}@{place}"
-    _write_for_owner(folder / URL_FILE, url)
+    _write_for_owner(folder / REDIS_URL_FILE, url)
     return url, cluster.kvstore_service(redis_password=password)
 
 

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import ByteSize, Field
 
+from tandem.commands import LOGS
 from tandem.gguf import ModelPath, as_folder
 from tandem.hub import find_model
 from tandem.local.cluster import Cluster, read_cluster
@@ -100,7 +101,7 @@ class UpSettings(ClusterSettings):
     ray: str = Field("", description="run on the Ray cluster at this address; auto: the one of this machine")
     ray_namespace: str = Field("tandem", min_length=1, description="Ray's name for this cluster's actors")
     detach: bool = Field(False, description="with --ray: leave the cluster running, or change the one that runs")
-    logs: Path = Field(Path(".run/logs"), description="folder for the processes' logs")
+    logs: Path = Field(LOGS, description="folder for the processes' logs")
     ready_timeout_s: float = Field(120.0, gt=0, description="how long the cluster may take to become ready")
     sample: str = Field("", description="a prompt to stream one answer for when ready")
 
