@@ -31,13 +31,13 @@ SERVER = """
 import asyncio
 from tandem import rpc
 from tandem.same_host import this_process
-from tandem.worker import Streams, WorkService
+from tandem.worker import Streams, SuspectTurns, WorkService
 
 async def nothing(*_): ...
 
 async def main():
     streams = Streams("only", lambda stream_id: print("lost", flush=True))
-    service = WorkService(streams, lambda: "stream", nothing, nothing)
+    service = WorkService(streams, lambda: "stream", nothing, nothing, SuspectTurns(lambda: 0))
     server = await rpc.serve([service.servicer], "127.0.0.1", 0)
     print(server.port, this_process(), flush=True)
     await asyncio.sleep(600)
