@@ -113,6 +113,18 @@ def test_penalties_equal_the_reference(params: dict[str, Any], choose: Choose) -
     assert chosen != logits.argmax(-1).tolist()
 
 
+def test_bad_words_are_the_answers_alone(choose: Choose) -> None:
+    """One that begins in the prompt is none."""
+    logits = logits_of(1)
+    best = int(logits.argmax())
+    for word, output, is_bad in (
+        ((40, 9, best), [9], False), ((40, best), [], False), ((9, 40, best), [], False), ((9, best), [9], True),
+        ((9, 11, best), [9, 11], True),
+    ):  # fmt: skip
+        row = sequence(greedy(20, bad_words_token_ids=(word,)), output=output)
+        assert (sample(logits, [row], choose)[0].token_id != best) is is_bad, (word, output)
+
+
 @pytest.mark.parametrize("params", [*FILTERS, *PENALTIES[-3:]], ids=lambda params: "+".join(params) or "plain")
 def test_draws_follow_the_distribution(params: dict[str, Any], choose: Choose) -> None:
     num_draws, logits = 4000, logits_of(1, seed=5)

@@ -36,7 +36,8 @@ Wire = deque[bytes]
 
 @dataclass
 class Chances:
-    """How likely each fault is, for each message (or, `cancel` and `abort`, for each step)."""
+    """How likely each fault is, for each message (or, `cancel` and `abort`, for each step; a cancel may also come
+    between a frame's check and its copy, and while it is copied)."""
 
     drop: float = 0.0
     double: float = 0.0
@@ -131,8 +132,7 @@ class World:
             self._advance(transfer)
             if transfer.outgoing and self._chance("abort"):
                 self.sender.abort(transfer.outgoing, TransferError("ABORTED", "simulated"))
-            if not transfer.endings and self._chance("cancel"):
-                self._cancel(transfer)
+            self._cancel_by_chance(transfer)
         self.exchange(faults=True)
         self.now += 0.1
 
@@ -182,10 +182,16 @@ class World:
         if self._chance("overwrite"):
             payload[self.random.randrange(len(payload))] ^= 1
 
-    def _cancel(self, transfer: Transfer) -> None:
-        self.table.cancel(transfer.name, Future())
-        transfer.endings.append("cancel")
-        self._settle(transfer)
+    def _cancel_by_chance(self, transfer: Transfer) -> None:
+        if not transfer.endings and self._chance("cancel"):
+            self.table.cancel(transfer.name, Future())
+            transfer.endings.append("cancel")
+            self._fence()
+
+    def _fence(self) -> None:
+        """Of what was cancelled no write is under way any more."""
+        while self.table.fenced:
+            self._settle(self._named(self.table.fenced.popleft().transfer_id))
 
     def _carry(self, wire: Wire, deliver: object, faults: bool) -> None:
         while wire:
@@ -230,10 +236,16 @@ class World:
             self.sender.receive(parsed(data), self.now)
 
     def _write(self, write: Write) -> None:
-        assert self.receiver.start(write)
+        assert write.landing
+        transfer = self._named(write.landing.transfer_id)
+        self._cancel_by_chance(transfer)
+        if not self.receiver.start(write):
+            return
+        self._cancel_by_chance(transfer)
         payload = np.frombuffer(self.side.payload(write.message), np.uint8)
         self.cache[write.message.layer, write.block_ids] = payload.reshape(-1, BLOCK_BYTES)
         self.receiver.written(write, checksum(payload.tobytes()))
+        self._fence()
 
     def _tick(self) -> None:
         self.table.tick(self.now)
@@ -283,7 +295,10 @@ class World:
                 else:
                     landing.on_abort("", "")
                 self.table.reported(landing)
-                self._settle(next(t for t in self.transfers if t.name == landing.transfer_id))
+                self._settle(self._named(landing.transfer_id))
+
+    def _named(self, name: str) -> Transfer:
+        return next(transfer for transfer in self.transfers if transfer.name == name)
 
     def _settle(self, transfer: Transfer) -> None:
         """From now on nobody may write this transfer's blocks for it: they get a mark that must stay."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -100,6 +101,18 @@ def test_a_fence_holds_once_the_write_in_progress_is_over_however_often_it_is_as
     assert all(fence.done() for fence in fences)
     assert not world.table.ending
     assert landings.cancel("a").done()
+
+
+def test_a_transfer_cancelled_between_check_and_copy_is_not_copied() -> None:
+    world = World(0, Chances(), shm=False)
+    world.start("a", [3, 1], 0)
+    world.push_next()
+    writes = [world.receiver.receive(message, world.now) for message in world.sender.outbox]
+    (write,) = filter(None, writes)
+    world.table.cancel("a", Future())
+    assert world.table.fenced, "no write is under way: its blocks may be another's"
+    assert not world.receiver.start(write)
+    assert world.receiver.read == [write.message], "its slot is free again"
 
 
 def test_an_owner_hears_of_the_end_only_after_the_write_in_progress() -> None:
