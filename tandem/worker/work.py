@@ -71,7 +71,8 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
         serving.add_done_callback(lambda done: (reading.cancel(), watching.cancel()))
         async for response in self._streams.stream(stream_id):
             yield response
-        await reading  # which says what is wrong with a request
+        if reading.done():  # or the stream was ended here, and the gateway is to hear of it
+            await reading  # which says what is wrong with a request
 
     async def _watch(self, stream_id: str, liveness: Liveness, serving: asyncio.Task[Any]) -> None:
         """Send pings, and end a call whose gateway sends none any more: perhaps while it writes, so from outside."""

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from tandem.v1 import worker_pb2
-from tandem.worker import Entry, SequenceFailed, Streams, SuspectTurns, WorkService
+from tandem.worker import EngineDied, Entry, SequenceFailed, Streams, SuspectTurns, WorkService
+
+LACKS = {
+    "memory": MemoryError(),
+    "threads": RuntimeError("can't start new thread"),
+    "descriptors": OSError(errno.EMFILE, "Too many open files"),
+    "engine": EngineDied("the engine has ended"),
+}
 
 
 class Worker:
-    """Begins what its name says: `waits` for ever, `refused` or `broken`, else at once."""
+    """Begins what its name says: `waits` for ever, `refused`, `broken` or what it lacks, else at once."""
 
     def __init__(self) -> None:
         self.requests: asyncio.Queue[worker_pb2.WorkRequest | None] = asyncio.Queue()
@@ -46,6 +54,8 @@ class Worker:
             raise SequenceFailed("RESOURCE_EXHAUSTED", "no room")
         if name == "broken":
             raise KeyError("a bug")
+        if name in LACKS:
+            raise LACKS[name]
         if name == "waits":
             try:
                 await asyncio.Event().wait()
@@ -77,6 +87,27 @@ async def test_each_entry_of_a_message_has_an_answer_of_its_own(worker: Worker) 
     worker.send("waits", "refused", "broken", "a")
     await worker.until("reserved a", "refused RESOURCE_EXHAUSTED", "broken INTERNAL", "begin waits")
     assert "cancelled waits" not in worker.events
+
+
+@pytest.mark.parametrize("name", LACKS)
+async def test_what_a_worker_lacks_is_no_fault_of_the_request(worker: Worker, name: str) -> None:
+    """Its gateway tries another worker after UNAVAILABLE, and none after INTERNAL."""
+    worker.send(name)
+    await worker.until(f"{name} UNAVAILABLE")
+
+
+async def test_a_failure_that_cannot_be_reported_ends_the_stream(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there is no memory for the report."""
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(worker.streams, "fail", no_memory)
+    worker.send("waits", "memory")
+    await worker.until("stream ended", "cancelled waits")
+    await asyncio.wait_for(worker.call, 30)  # its gateway hears of it
 
 
 async def test_an_abort_cancels_what_begins_and_is_answered_once_all_is_released(worker: Worker) -> None:
