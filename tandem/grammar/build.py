@@ -105,16 +105,18 @@ def check(grammar: str) -> None:
 
 
 def check_begin(grammar: str) -> None:
-    """Compile it as workers do, but for tokens that are bytes, and find its first token.
+    """Compile it as workers do, but for tokens that are bytes, and begin an answer.
 
     Raises:
-        InvalidGrammar: there is none.
+        InvalidGrammar: there is none, or it fails as soon as it has begun.
     """
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits())
-    if not matcher.is_error():
-        matcher.compute_bitmask()
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error() and not matcher.is_accepting():
         raise InvalidGrammar("no answer can follow it: it refers to itself before anything is said, or excludes all")
+    first = next((byte for byte in range(min(256, 8 * len(mask))) if mask[byte // 8] >> byte % 8 & 1), None)
+    if first is not None and not matcher.consume_tokens([first]):
+        raise InvalidGrammar(f"is too large to be followed: {matcher.get_error().splitlines()[0]}")
 
 
 def limits() -> LLParserLimits:
