@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+from tandem.crash_page import CrashPage
 from tandem.engine import Engine, EngineConfig, SequenceOutput
 from tandem.worker.engine_port import Command, EnginePort, Event, OnDeath, OnEvents
 
@@ -21,9 +22,9 @@ LEAST_STEP_S = 0.002
 class InlineEngine(EnginePort):
     """A null engine's step takes the time it states, every other LEAST_STEP_S, by the loop's clock."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, crash_page: CrashPage | None = None) -> None:
         self._slept_s = 0.0
-        super().__init__(Engine(config, sleep=self._sleep, now=lambda: self._slept_s))
+        super().__init__(Engine(config, crash_page=crash_page, sleep=self._sleep, now=lambda: self._slept_s))
         self._inbox: deque[Command] = deque()
         self._next: asyncio.Handle | None = None
         self._closed = False

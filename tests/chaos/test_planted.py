@@ -23,6 +23,7 @@ from services.gateway.generation import pipeline
 from services.gateway.generation.attempt import Attempt
 from services.gateway.generation.migration import Migration
 from services.gateway.generation.pipeline import Pipeline
+from services.gateway.generation.suspicion import Suspicion
 from services.gateway.routing import Router
 from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine import sequence
@@ -221,6 +222,17 @@ def be_unready_with_a_peer(patch: Patch) -> None:
         await asyncio.Event().wait()
 
     patch.setattr(Worker, "_announce", announce)
+
+
+@planted("I7", 10, "poison")
+def suspect_nobody(patch: Patch) -> None:
+    patch.setattr(Suspicion, "lost", _nothing)
+
+
+@planted("FAILED_PRECONDITION|I7", 40, "poison")
+def let_suspects_share_their_steps(patch: Patch) -> None:
+    """So whoever was with a poison twice is named twice."""
+    patch.setattr(Suspicion, "alone_until", 0)
 
 
 @planted("I3", 5)

@@ -34,6 +34,7 @@ from tandem.transfer.runtime.loop import LoopDriver
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tandem.worker import InlineEngine, Worker
 from tandem.worker import Ports as WorkerPorts
+from tests.simulation.crashes import Crashes
 from tests.simulation.grpc_client import PATIENT, Channel
 from tests.simulation.grpc_server import Server
 from tests.simulation.kv import KVNetwork, Spoil
@@ -65,6 +66,7 @@ class Shape:
     max_num_seqs: int = 16
     disaggregation: Disaggregation = Disaggregation.PREFER
     timeout_s: float = 20.0
+    launched: bool = True  # by a launcher, which tells at once how a process died; else its next start does
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class Cluster:
         self.exits: list[tuple[str, BaseException | None]] = []
         # What becomes of each KV message that a prefill worker sends.
         self.spoil: Spoil | None = None
+        self.crashes = Crashes(world, self.registry_of, self.shape.launched)
         self._settings = settings
         self._model = model
         self._ids = Random(world.random.getrandbits(64))
@@ -144,6 +147,7 @@ class Cluster:
         process = self.processes[name] = self.world.process(name)
         self.workers.pop(name, None)
         self.gateways.pop(name, None)
+        self.crashes.started(name)
         main = process.spawn(self._gateway(name, process) if name[0] == "g" else self._worker(name, process))
         main.add_done_callback(partial(self._ended, name, process))
         return process
@@ -222,8 +226,10 @@ class Cluster:
 
     async def _worker(self, name: str, process: Process) -> None:
         settings, service = self._settings.worker(name), PrefillWorker if name[0] == "p" else DecodeWorker
+        engine = InlineEngine(settings.engine_config(), self.crashes.page_of(process))
+        self.crashes.plant(engine.engine, process)
         ports = WorkerPorts(
-            engine=InlineEngine(settings.engine_config()),
+            engine=engine,
             registry=self._registry(process, settings.registry_wait_s),
             serve=self._serve(process),
             network=KVNetwork(self.network, process, self._spoiled if name[0] == "p" else None),

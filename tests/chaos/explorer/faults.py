@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 
 from tests.chaos.explorer.schedule import Fault
-from tests.simulation.cluster import Cluster
+from tests.simulation.cluster import Cluster, Prompt, Reply
+from tests.simulation.crashes import POISON
 from tests.simulation.network import NOTICE_S, Connection
 from tests.simulation.world import Process
 
@@ -18,8 +21,19 @@ SILENT = {"cut", "half-open", "pause", "kv-drop"}
 SHARES = (0.2, 0.05, 0.01, 0.004)
 STARVED_TIMES = 3  # as long as other faults
 SLOWEST_S = 5.0  # what a starved process waits for until it has done what it began
+MAX_TOKENS = 20  # of a poison's answer
 # Every lease is renewed at least once in this time.
 RENEWED_S = 2.0
+
+
+@dataclass
+class Poison:
+    """A request that crashes who computes token `place` of its answer, and what came of it."""
+
+    fault: Fault
+    place: int
+    reply: Reply
+    task: asyncio.Task[Reply]
 
 
 class Faults:
@@ -44,7 +58,9 @@ class Faults:
         self._random = random
         self._healed = False
         self._spoiling: list[Fault] = []
+        self.poisons: dict[int, Poison] = {}  # by id
         cluster.spoil = self._spoil
+        cluster.crashes.crashed = self._crashed
 
     def plan(self, fault: Fault) -> None:
         """Have it happen at its moment, counted from now."""
@@ -87,8 +103,8 @@ class Faults:
         if act(fault):
             self.fired[fault.kind] += 1
             if fault.kind != "starve":  # which excuses nothing but being late
-                self.touched.update(fault.targets or (fault.kind,))
-            if len(fault.targets) == 1 and fault.kind != "starve":
+                self.touched.update((fault.kind,) if fault.kind == "poison" else fault.targets or (fault.kind,))
+            if len(fault.targets) == 1 and fault.kind not in ("starve", "poison"):
                 self.struck.setdefault(fault.targets[0], self._cluster.world.now)
             if fault.kind in SILENT:
                 self._silent(fault.seconds)
@@ -144,6 +160,22 @@ class Faults:
         self.starved.update(fault.targets)
         self.starved_s += seconds + SLOWEST_S
         return True
+
+    def _poison(self, fault: Fault) -> bool:
+        """A request that crashes who computes it, at some token of its answer; that is then started again."""
+        number = 10 + len(self.poisons)
+        place = self._random.choice((0, 0, 1, 2, 5, 11))
+        prompt = Prompt((POISON, 10 + place, number, *range(40, 40 + self._random.randrange(20))), MAX_TOKENS)
+        reply = Reply()
+        task = self._cluster.client.spawn(self._cluster.ask(fault.targets[0], prompt, reply=reply))
+        self.poisons[number] = Poison(fault, place, reply, task)
+        return True
+
+    def _crashed(self, name: str) -> None:
+        self.touched[name] += 1
+        self.struck.setdefault(name, self._cluster.world.now)
+        seconds = max(poison.fault.seconds for poison in self.poisons.values())
+        self._later(seconds, lambda: None if self._process(name).alive else self._cluster.start(name))
 
     # --- connections ---
 

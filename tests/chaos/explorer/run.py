@@ -41,6 +41,7 @@ AMPLE_S = 4.0
 NOTICED_S = 2.0
 # So often a request goes on elsewhere.
 MIGRATIONS = 8
+MOST_CRASHES = 2
 
 
 @dataclass
@@ -111,6 +112,9 @@ class Run:
             asyncio.create_task(self._ask(*asked)) for asked in zip(self.schedule.requests, self.replies, strict=True)
         ]
         await asyncio.gather(*tasks)
+        while waiting := [poison.task for poison in self.faults.poisons.values() if not poison.task.done()]:
+            await asyncio.wait(waiting)
+        self._judge_poisons()
         self._judge()
         self._judge_readiness()
         self._judge_patience()
@@ -190,6 +194,19 @@ class Run:
         if bool(path.migrated) != ("; after " in path.reason):
             wrong.append(f"an answer that migrated says after which loss: {path}")
         return wrong
+
+    def _judge_poisons(self) -> None:
+        """None has ended more than two processes; where nothing else has happened, it is refused for that."""
+        for number, poison in self.faults.poisons.items():
+            reply, crashed = poison.reply, self.cluster.crashes.of_prompt[number]
+            self.result.codes[f"poison {reply.code.name}" if reply.code else "poison"] += 1
+            if crashed > MOST_CRASHES:
+                self._violation(f"I7: a request has ended {crashed} workers: {reply}")
+            if reply.code is StatusCode.OK or len(reply.token_ids) > poison.place:
+                self._violation(f"I7: an answer beyond what crashes: {reply}")
+            refused = reply.code is StatusCode.FAILED_PRECONDITION
+            if refused != (crashed == MOST_CRASHES) and len(self.schedule.faults) == 1:
+                self._violation(f"I7: {crashed} workers were ended by a request that got {reply}")
 
     def _judge_readiness(self) -> None:
         """No worker's fault changes another's."""

@@ -24,7 +24,7 @@ VOCABULARY = 4096
 KINDS = (
     "kill", "pause", "stop", "cut", "half-open", "reset", "hold", "kv-drop", "kv-duplicate", "kv-reorder", "kv-corrupt",
     "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock",
-    "starve",
+    "starve", "poison",
 )  # fmt: skip
 CHANCE_OF_KIND = 0.3
 PRIORITIES = (llm_pb2.PRIORITY_REALTIME, *2 * (llm_pb2.PRIORITY_INTERACTIVE,), llm_pb2.PRIORITY_BATCH)
@@ -81,9 +81,9 @@ AMPLE_BLOCKS = 64
 TIGHT: dict[str, Any] = {"num_blocks": 20, "timeout_s": 10.0}
 SHAPES = (
     Shape(**SLOW),
-    Shape(decodes=2),
+    Shape(decodes=2, launched=False),
     Shape(prefills=2, decodes=2, **SLOW),
-    Shape(gateways=2, decodes=2),
+    Shape(gateways=2, decodes=3),
     Shape(decodes=2, **TIGHT, **SLOW),
     Shape(**TIGHT),
     Shape(decodes=2, disaggregation=Disaggregation.AUTO),
@@ -139,10 +139,11 @@ def _moment(random: Random, first_s: float, last_s: float) -> Moment:
 
 def _fault(random: Random, kind: str, shape: Shape) -> Fault:
     everybody = names(shape)
-    count = 1 if kind in ("kill", "pause", "stop") else 2
+    count = 1 if kind in ("kill", "pause", "stop", "poison") else 2
     count = random.choice((1, 2, len(everybody))) if kind == "starve" else count
     workers = [name for name in everybody if name[0] != "g"]
-    targets = random.sample(workers if kind == "stop" else everybody, count)
+    among = workers if kind == "stop" else everybody[: shape.gateways] if kind == "poison" else everybody
+    targets = random.sample(among, count)
     if kind in ("cut", "half-open", "reset", "hold") and random.random() < 0.2:
         targets[1] = "redis"
     return Fault(
