@@ -22,6 +22,7 @@ from tandem.adapters import AdapterRef
 from tandem.engine import AdapterStore, AdapterStoreFull, Engine, Request, SequenceOutput
 from tandem.work_threads import WorkThreads
 from tandem.worker.errors import SequenceFailed
+from tandem.worker.fault_stack import own_fault_stack
 from tandem.worker.rates import Rates
 
 T = TypeVar("T")
@@ -166,7 +167,7 @@ class EnginePort(ABC):
             raise SequenceFailed("DEADLINE_EXCEEDED", f"the deadline passed while {what}") from None
 
     def _compile(self, request: Request) -> None:
-        with self.engine.crash_page.compiling(request.choice_id or request.request_id):
+        with own_fault_stack(), self.engine.crash_page.compiling(request.choice_id or request.request_id):
             self.engine.grammars.compile(request.sampling.grammar)
 
     async def read_adapter(self, name: str, path: str) -> AdapterRef:

@@ -18,6 +18,7 @@ import structlog
 
 from tandem.engine import Engine
 from tandem.worker.engine_port import Command, EnginePort, Event, OnDeath, OnEvents
+from tandem.worker.fault_stack import own_fault_stack
 
 T = TypeVar("T")
 IDLE_WAIT_S = 0.2
@@ -79,10 +80,8 @@ class EngineThread(EnginePort):
 
     def _run(self) -> None:
         try:
-            stalled = False
-            while not self._ended.is_set():
-                self._serve_inbox(stalled)
-                stalled = not self._step()
+            with own_fault_stack():
+                self._run_steps()
         except BaseException as error:
             if not self._ended.is_set():
                 self._loop.call_soon_threadsafe(self._on_death, error)
@@ -90,6 +89,12 @@ class EngineThread(EnginePort):
         finally:
             self._ended.set()
             self._refuse_inbox()
+
+    def _run_steps(self) -> None:
+        stalled = False
+        while not self._ended.is_set():
+            self._serve_inbox(stalled)
+            stalled = not self._step()
 
     def _serve_inbox(self, stalled: bool) -> None:
         """Everything in the inbox; waits for the first where the engine has nothing it could do."""

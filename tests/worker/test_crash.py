@@ -61,6 +61,29 @@ def test_causes(said: str, cause: str) -> None:
     assert cause_in(said) == cause
 
 
+OVERFLOW = """
+import ctypes, faulthandler, sys, threading
+from tandem.worker.fault_stack import own_fault_stack
+faulthandler.enable(open(sys.argv[1], "w"))
+again = ctypes.CFUNCTYPE(None)(lambda: again())
+def run():
+    sys.setrecursionlimit(10**9)
+    with own_fault_stack():
+        again()
+threading.stack_size(1 << 20)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_thread_whose_stack_has_run_out_says_so(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    arguments = [sys.executable, "-c", OVERFLOW, str(said)]
+    assert subprocess.run(arguments, check=False, timeout=60).returncode == -11
+    assert cause_in(said.read_text()) == "SIGSEGV"
+
+
 class Turns:
     def __init__(self) -> None:
         self.computing: list[str] = []
