@@ -253,3 +253,13 @@ def test_rdma_devices_are_asked_for_with_the_right_to_lock_their_memory() -> Non
         works = container["name"] in ("prefill", "decode")
         assert container["resources"]["limits"].get("rdma/hca") == (1 if works else None)
         assert ("add" in container["securityContext"]["capabilities"]) is works
+
+
+def test_a_crash_page_outlives_its_container(value_set: str) -> None:
+    folder = PrefillSettings.model_fields["crash_dir"].default
+    workers = [pod for pod in pods(rendered(value_set)) if "health" in port_names(pod) and "kv" in port_names(pod)]
+    assert workers
+    for pod in workers:
+        lasting = {volume["name"] for volume in pod["spec"]["volumes"] if "emptyDir" in volume}
+        mounts = [mount for one in pod["spec"]["containers"] for mount in one["volumeMounts"]]
+        assert any(folder.is_relative_to(mount["mountPath"]) and mount["name"] in lasting for mount in mounts)

@@ -21,11 +21,13 @@ MAX_REQUESTS, MAX_FAULTS = 8, 4
 # A crowd of requests for long answers comes all at once, to every other cluster whose blocks are few.
 CROWD, CROWD_S, CHANCE_OF_CROWD = 4, 0.2, 0.5
 VOCABULARY = 4096
-KINDS = (
+OF_CLUSTERS = (
     "kill", "pause", "stop", "cut", "half-open", "reset", "hold", "kv-drop", "kv-duplicate", "kv-reorder", "kv-corrupt",
     "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock",
-    "starve", "poison",
+    "starve",
 )  # fmt: skip
+KINDS = (*OF_CLUSTERS, "poison")
+CHANCE_OF_POISON = 0.2
 CHANCE_OF_KIND = 0.3
 PRIORITIES = (llm_pb2.PRIORITY_REALTIME, *2 * (llm_pb2.PRIORITY_INTERACTIVE,), llm_pb2.PRIORITY_BATCH)
 
@@ -83,7 +85,7 @@ SHAPES = (
     Shape(**SLOW),
     Shape(decodes=2, launched=False),
     Shape(prefills=2, decodes=2, **SLOW),
-    Shape(gateways=2, decodes=3),
+    Shape(gateways=2, decodes=2),
     Shape(decodes=2, **TIGHT, **SLOW),
     Shape(**TIGHT),
     Shape(decodes=2, disaggregation=Disaggregation.AUTO),
@@ -100,9 +102,11 @@ def schedule_of(seed: int, kinds: Sequence[str] = ()) -> Schedule:
         _request(random, shape, crowded) for _ in range(random.randint(CROWD if crowded else 1, MAX_REQUESTS))
     )
     num_faults = random.randint(1 if kinds else 0, MAX_FAULTS)
-    kinds = kinds or [kind for kind in KINDS if random.random() < CHANCE_OF_KIND] or KINDS
-    faults = tuple(_fault(random, random.choice(kinds), shape) for _ in range(num_faults))
-    return Schedule(seed, shape, requests, faults)
+    drawn = kinds or [kind for kind in OF_CLUSTERS if random.random() < CHANCE_OF_KIND] or OF_CLUSTERS
+    faults = [_fault(random, random.choice(drawn), shape) for _ in range(num_faults)]
+    if not kinds and random.random() < CHANCE_OF_POISON:
+        faults.append(_fault(random, "poison", shape))
+    return Schedule(seed, shape, requests, tuple(faults))
 
 
 def names(shape: Shape) -> list[str]:
