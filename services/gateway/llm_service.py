@@ -152,7 +152,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         metadata = _metadata(context)
         client = self._llm.access.authenticate(metadata)
         tenant = self._llm.access.tenant(client, metadata, "", "tenant")  # the message may name another
-        deadline = self._llm.deadline(context.time_remaining(), "grpc-timeout")
+        deadline = self._llm.deadline(_left(context), "grpc-timeout")
         try:
             with self._llm.deadlines.until(deadline):
                 reduce = large_messages.unary if within else large_messages.streamed
