@@ -7,6 +7,7 @@ config ── the model ──> layout, KV cache, Forward, Choose ──> Runner
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,10 +24,11 @@ from tandem.engine.flashinfer import paged_attention_for
 from tandem.engine.forward import Forward, Prepare, Taps, TorchForward
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
 from tandem.engine.layout import KVLayout, torch_dtype
-from tandem.engine.loader import find_weights, load_weights, shard_paths, weights_revision
+from tandem.engine.loader import find_weights, load_weights, shard_paths
 from tandem.engine.lora import AdapterStore, Base
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
+from tandem.engine.revision import hashing
 from tandem.engine.runner import Runner
 from tandem.engine.sampler import Choose, choose
 from tandem.engine.speculation import (
@@ -92,18 +94,28 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
         raise ValueError(f"quantization: {config.quantization}, but the checkpoint is quantized already")
     # Before any memory is taken for what a wrong config says.
     find_weights(Decoder(model, torch.float32, "meta"), config.model_path)
-    revision = config.revision or weights_revision(config.model_path)
-    if config.quantization != "none":
-        revision += f"+{config.quantization}"
-    if config.kv_cache_dtype != "auto":
-        revision += f"+kv-{config.kv_cache_dtype}"  # so that blocks have other names, too
-    layout = _layout(config, model, revision)
+    with hashing(config.model_path, [] if config.revision else shard_paths(config.model_path)) as hashed:
+        parts = _read_parts(config, model, cores, on_progress)
+        revision = _revision(config, hashed.result())
+    return parts._replace(layout=dataclasses.replace(parts.layout, revision=revision))
+
+
+def _revision(config: EngineConfig, of_weights: str) -> str:
+    """So that blocks have other names wherever KV has other bytes."""
+    quantization = "" if config.quantization == "none" else f"+{config.quantization}"
+    kv_cache = "" if config.kv_cache_dtype == "auto" else f"+kv-{config.kv_cache_dtype}"
+    return (config.revision or of_weights) + quantization + kv_cache
+
+
+def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progress: Progress | None) -> Parts:
+    """All but the layout's revision."""
+    layout = _layout(config, model)
     head = read_head(config.speculative_model) if config.speculative_model else None
     taps = Taps(tapped_layers(head, model.num_layers) if head else ())
     if taps.at and config.cuda_graphs:
         raise ValueError("cuda_graphs: eagle3 heads read what goes into layers, which graphs do not keep")
     draft = None if head else _read_draft(config, model)
-    draft_layout = _layout(config, draft, "draft") if draft else layout
+    draft_layout = _layout(config, draft) if draft else layout
     num_blocks = _num_blocks(config, *(layout, draft_layout) if draft else (layout,))
     if config.device == "cpu":
         _check_memory(config.model_path, model, layout, num_blocks)
@@ -152,14 +164,14 @@ def _read_draft(config: EngineConfig, model: ModelConfig) -> ModelConfig | None:
     return draft
 
 
-def _layout(config: EngineConfig, model: ModelConfig, revision: str) -> KVLayout:
+def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     torch_dtype(dtype)
     if config.kv_cache_dtype == "int8" and model.head_dim % 2:
         raise ValueError(f"kv_cache_dtype: int8, but the model's heads have {model.head_dim} numbers, which is odd")
     layout = KVLayout(
         model=config.model_name,
-        revision=revision,
+        revision="",  # until it is read
         dtype=dtype,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,

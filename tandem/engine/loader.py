@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,6 @@ from tandem.engine.types import Progress
 from tandem.gguf import WEIGHTS_FILE
 from tandem.model_files import ModelFile, read_file
 
-_PAGE = 4096
-_PAGES_PER_SHARD = 1024
-_MAX_HEADER = 100 * 10**6  # safetensors' own
 Shapes = dict[str, list[int]]
 
 
@@ -176,29 +172,6 @@ def shard_paths(path: Path) -> list[Path]:
         if not (path / name).is_file():
             raise ValueError(f"model_path: {path / name} does not exist")
     return [path / name for name in names]
-
-
-def weights_revision(path: Path) -> str:
-    """A fingerprint of the folder's weights: equal on every machine, changed by any retraining.
-
-    Reads the config, the shards' headers and pages spread over them, so that a big model costs no second read.
-    """
-    digest = blake2b((path / "config.json").read_bytes(), digest_size=16)
-    for shard in shard_paths(path):
-        digest.update(shard.name.encode() + shard.stat().st_size.to_bytes(8, "little"))
-        for page in _pages(shard):
-            digest.update(page)
-    return digest.hexdigest()
-
-
-def _pages(shard: Path) -> Iterator[bytes]:
-    size = shard.stat().st_size
-    with shard.open("rb") as file:
-        header = file.read(8)
-        yield header + file.read(min(int.from_bytes(header, "little"), _MAX_HEADER))
-        for offset in range(0, size, max(_PAGE, size // _PAGES_PER_SHARD)):
-            file.seek(offset)
-            yield file.read(_PAGE)
 
 
 def _open(shard: Path, model: Decoder | None = None) -> Any:

@@ -12,7 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tandem.engine import Engine, EngineConfig, Request
+from tandem.engine.loader import shard_paths
 from tandem.engine.models import Rope, read_model_config
+from tandem.engine.revision import weights_revision
+from tandem.gguf import folder_of
+from tests.engine.gguf_files import make_file
 from tests.engine.tiny import FAMILIES, VOCAB, Families, generate, greedy, make_engine, prompt_of, run, sampled, tokens
 
 NUM_TOKENS = 7
@@ -191,4 +195,44 @@ def test_revision_follows_the_weights(llama: Path, tmp_path: Path) -> None:
     changed = make_engine(tmp_path).layout
     assert changed.revision != one.revision
     assert changed.hash != one.hash
+    assert one.revision == weights_revision(llama, shard_paths(llama))
     assert make_engine(llama, revision="v1").layout.revision == "v1"
+
+
+def test_every_byte_of_the_weights_is_in_their_revision(tmp_path: Path) -> None:
+    """Of a file of which 1,024 pages would be one byte in four."""
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(16 * 2**20))
+    seen = {weights_revision(tmp_path, shard_paths(tmp_path))}
+    for place in (0, 5_000, 2**22 - 1, 2**22, 9_999_999, 16 * 2**20 - 1):
+        with file.open("r+b") as opened:
+            opened.seek(place)
+            opened.write(b"\1")
+        seen.add(weights_revision(tmp_path, shard_paths(tmp_path)))
+    assert len(seen) == 7
+
+
+def test_bytes_that_move_to_another_file_are_another_revision(tmp_path: Path) -> None:
+    def revision(*parts: bytes) -> str:
+        for number, part in enumerate(parts):
+            (tmp_path / f"{number}.safetensors").write_bytes(part)
+        return weights_revision(tmp_path, [tmp_path / f"{number}.safetensors" for number in range(len(parts))])
+
+    (tmp_path / "config.json").write_text("{}")
+    assert len({revision(b"ab", b"c"), revision(b"a", b"bc"), revision(b"abc"), revision(b"abc", b"")}) == 4
+
+
+@pytest.mark.parametrize("changed", ["model.gguf", "tensors.json"])
+def test_a_gguf_file_is_in_its_revision_behind_the_link(changed: str, tmp_path: Path) -> None:
+    make_file(tmp_path / "m.gguf", "llama", "Q8_0")
+    folder = folder_of(tmp_path / "m.gguf", tmp_path / "cache")
+    before = make_engine(folder).layout.revision
+    content = bytearray((folder / changed).read_bytes())
+    if changed == "model.gguf":
+        content[-1] ^= 1
+    else:
+        content += b"\n"
+    (folder / changed).unlink()
+    (folder / changed).write_bytes(content)
+    assert make_engine(folder).layout.revision != before
