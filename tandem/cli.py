@@ -12,8 +12,10 @@ USAGE = """usage: tandem <command> [options]
 
 commands:
   up         start a whole cluster, on this machine or on Ray, and serve until Ctrl-C
-  status     show the services of a cluster that `up --ray --detach` left running
-  down       end such a cluster
+  ps         list the clusters that run on this machine
+  down       end them, or with --ray one that `up --ray --detach` left running
+  status     show the services of a cluster on Ray
+  chat       talk to a model of a running cluster
   generate   send a prompt to a running cluster and stream the answer
   drain      have the service on this machine finish what it has, before it is stopped
   keys       add, list or revoke API keys; what their tenants used
@@ -27,6 +29,8 @@ COMMANDS = {
     "up": "up:main",
     "status": "detached:status",
     "down": "detached:down",
+    "ps": "running:ps",
+    "chat": "chat:main",
     "generate": "generate:main",
     "drain": "drain:main",
     "keys": "keys:main",

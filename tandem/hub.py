@@ -86,6 +86,27 @@ def find_model(model: str, misfit: Callable[[int], str] = lambda _: "") -> Found
     raise ValueError(f"{model}: is no folder or file here, nor organisation/model of a hub, nor one of {known}")
 
 
+def weights_bytes(model: str) -> int:
+    """Of its checkpoint, here or on a hub; nothing but a config is fetched.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served here.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
+    if path.is_file() or not is_hub_name(model):
+        return find_model(model).path.stat().st_size
+    sizes: list[int] = []
+
+    def note(weights: int) -> str:
+        sizes.append(weights)
+        return ""
+
+    wanted_files(model, note)
+    return sizes[0]
+
+
 def is_hub_name(model: str) -> bool:
     return model.count("/") == 1 and not model.startswith((".", "~", "/"))
 

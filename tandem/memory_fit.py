@@ -28,14 +28,19 @@ class Need:
 
 def misfit(needs: list[Need], available: int) -> str:
     """Why workers with these needs do not fit into so many bytes, or ""."""
-    total = sum(need.total for need in needs)
-    if total <= available:
+    if sum(need.total for need in needs) <= available:
         return ""
+    return f"does not fit: {described(needs, available)}"
+
+
+def described(needs: list[Need], available: int) -> str:
+    """The sum, by its parts."""
+    total = sum(need.total for need in needs)
     each = "; ".join(
         f"weights {need.weights / GIB:.1f} + KV {need.kv / GIB:.1f} + overhead {WORKER_OVERHEAD / GIB:.1f} GiB"
         for need in dict.fromkeys(needs)
     )
-    return f"does not fit: {len(needs)} workers ({each}) need {total / GIB:.1f} GiB of {available / GIB:.1f} GiB"
+    return f"{len(needs)} workers ({each}) need {total / GIB:.1f} GiB of {available / GIB:.1f} GiB"
 
 
 def machine_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = CGROUP_LIMIT) -> int:

@@ -96,7 +96,7 @@ SHELLS = (
     "tandem/worker/process.py", "tandem/local/", "tandem/commands/", "tandem/rpc.py", "tandem/registry/connection.py",
     "tandem/engine/cores.py", "tandem/engine/kernels/", "tandem/native.py", "tandem/sandbox.py", "tandem/sandboxed.py",
     "services/gateway/http/server.py", "tandem/log_output.py", "tandem/work_threads.py", "tandem/deep_stack.py",
-    "tandem/hub.py", "tandem/engine/revision.py",
+    "tandem/hub.py", "tandem/engine/revision.py", "services/gateway/http/connections.py",
 )  # fmt: skip
 SHELL_MODULES = {"time", "random", "secrets", "uuid", "socket", "threading", "multiprocessing", "subprocess", "queue"}
 # Of those, what everybody may use: types, and what says nothing by itself.

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.commands.running import down_here
 from tandem.local.cluster import DEFAULT_NAMESPACE
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.settings import Settings, load
@@ -31,7 +32,19 @@ def status(arguments: list[str]) -> None:
 
 
 def down(arguments: list[str]) -> None:
-    asyncio.run(_down(load(DetachedSettings, arguments, "tandem down")))
+    if not any(argument.startswith("--ray") for argument in arguments):
+        down_here(arguments)
+        return
+    asyncio.run(_down(load(DetachedSettings, with_ray_address(arguments), "tandem down")))
+
+
+def with_ray_address(arguments: list[str]) -> list[str]:
+    """`--ray` alone is `--ray auto`."""
+    following = [*arguments[1:], "--"]
+    return [
+        "--ray=auto" if argument == "--ray" and after.startswith("-") else argument
+        for argument, after in zip(arguments, following, strict=True)
+    ]
 
 
 async def _status(settings: DetachedSettings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 from grpc import aio
@@ -15,7 +16,10 @@ from rich.markup import escape
 
 from tandem import rpc
 from tandem.commands import UP_ADDRESSES, with_own_password
+from tandem.commands.up.settings import UpSettings
+from tandem.hub import weights_bytes
 from tandem.integrity import IntegrityReport
+from tandem.memory_fit import described, machine_memory, misfit
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
 from tandem.security import ClusterSettings
 from tandem.settings import load
@@ -32,6 +36,7 @@ class DoctorSettings(ClusterSettings):
     grpc_address: str = Field("", description="the gateway's gRPC address: checks whether it serves a model")
     api_key: str = Field("", description="as `tandem keys add` printed it, where the gateway asks for one")
     integrity: bool = Field(False, description="look into every process for what is held by no request")
+    fit: str = Field("", description="instead: does this model fit here? its name, folder or GGUF file")
     timeout_s: float = Field(5.0, gt=0, description="bound of each check")
 
     def addressed(self) -> DoctorSettings:
@@ -50,6 +55,9 @@ class Finding:
 
 def main(arguments: list[str]) -> None:
     settings = load(DoctorSettings, arguments, "tandem doctor")
+    if settings.fit:
+        print(fit(settings.fit))
+        return
     findings = asyncio.run(examine(settings.addressed()))
     console, width = Console(), max(len(finding.what) for finding in findings)
     for finding in findings:
@@ -58,6 +66,21 @@ def main(arguments: list[str]) -> None:
     broken = [finding.what for finding in findings if not finding.good]
     if broken:
         raise SystemExit(f"broken: {', '.join(broken)}")
+
+
+def fit(model: str) -> str:
+    """What `tandem up` needs for it, and what there is; no weights are fetched.
+
+    Raises:
+        SystemExit: it does not fit, or there is no such model.
+    """
+    try:
+        needs = UpSettings(model_path=Path(model)).needs(weights_bytes(model))
+    except ValueError as error:
+        raise SystemExit(f"tandem doctor: {error}") from None
+    if why := misfit(needs, machine_memory()):
+        raise SystemExit(f"tandem doctor: {model}: {why}")
+    return f"{model}: fits: {described(needs, machine_memory())}"
 
 
 async def examine(settings: DoctorSettings) -> list[Finding]:

@@ -1,7 +1,8 @@
 """How deep llguidance would recurse into a grammar: nesting, and references followed to what they name.
 
-It recurses in C, without a bound. With a stack of 8 MiB the shortest chain that crashed it was of 928 rules or
-definitions (`benchmarks/grammar_depth.py` searches for it): 9 KiB for each.
+It recurses in C, without a bound. A search with a stack of 8 MiB (llguidance 1.x, chains of
+every kind, doubled and halved) found the shortest that crashes it: 928 `$ref`s through `properties`, 1,040 through
+`anyOf`, 2,496 bare ones, 2,688 rules: at most 9 KiB each. Helper and workers have 16 and 32 MiB for the bound here.
 """
 
 from __future__ import annotations

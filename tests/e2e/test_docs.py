@@ -1,5 +1,5 @@
 """Commands in README, CONTRIBUTING and docs are run, but for those whose block says what they need: gpu, cluster, root,
-setup (they change this machine) or hours.
+setup (they change this machine), hub (a model that is fetched, or a person at the terminal) or hours.
 
 Commands that ask a cluster find one. `tandem up` is checked up to where it would start; `make check` starts it.
 """
@@ -25,7 +25,7 @@ from tests.engine.peft_folders import make_adapter
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"text", "json", "yaml", "sh", "python"}
-NEEDS = {"", "gpu", "cluster", "root", "setup", "hours"}
+NEEDS = {"", "gpu", "cluster", "root", "setup", "hours", "hub"}
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)\n(?P<text>(?:.*\n)*?) *```$", re.MULTILINE)
 # What a shell does for `tandem up` here: all but starting.
 UP = """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
+from tandem.commands.detached import with_ray_address
+from tandem.commands.running import up_in_background
 from tandem.commands.up.checks import check
 from tandem.commands.up.environment import for_services
 from tandem.commands.up.run import up_here, up_on_ray
@@ -12,16 +14,22 @@ from tandem.commands.up.settings import DEMO_MODEL, UpSettings
 from tandem.local import ServiceFailed
 from tandem.settings import load
 
+DETACH = ("-d", "--detach")
+
 __all__ = ["DEMO_MODEL", "UpSettings", "main"]
 
 
 def main(arguments: list[str]) -> None:
-    settings = load(UpSettings, _with_ray_address(_with_model(arguments)), "tandem up")
+    given = with_ray_address(_with_model(arguments))
+    settings = load(UpSettings, ["--detach" if one == "-d" else one for one in given], "tandem up")
     try:
         settings = settings.found()
         environment = for_services(os.environ)
         cluster = settings.cluster(environment)
         check(settings, cluster)
+        if settings.detach and not settings.ray:
+            up_in_background([one for one in given if one not in DETACH], settings.logs, settings.ready_timeout_s)
+            return
         run = up_on_ray if settings.ray else up_here
         asyncio.run(run(settings, cluster, environment))
     except (ServiceFailed, ConnectionError, TimeoutError, ValueError) as error:
@@ -33,12 +41,3 @@ def _with_model(arguments: list[str]) -> list[str]:
     if arguments and not arguments[0].startswith("-"):
         return [f"--model-path={arguments[0]}", *arguments[1:]]
     return arguments
-
-
-def _with_ray_address(arguments: list[str]) -> list[str]:
-    """`--ray` alone is `--ray auto`."""
-    following = [*arguments[1:], "--"]
-    return [
-        "--ray=auto" if argument == "--ray" and after.startswith("-") else argument
-        for argument, after in zip(arguments, following, strict=True)
-    ]

@@ -21,9 +21,7 @@ def check(settings: UpSettings, cluster: Cluster) -> None:
         _check_settings(cluster)
     gateway = cluster.gateway.settings
     check_exposed(gateway.get("host", "127.0.0.1"), gateway.get("api_keys"), bool(gateway.get("insecure")))
-    if settings.detach and not settings.ray:
-        raise ValueError("--detach: only a cluster on Ray can be left running; add --ray")
-    if not settings.detach:
+    if not (settings.detach and settings.ray):
         check_free(cluster.addresses())
 
 

@@ -44,6 +44,17 @@ async def capacities(plan: Plan) -> dict[str, str]:
     return at_once
 
 
+def note_of(settings: UpSettings, plan: Plan) -> dict[str, str]:
+    """The cluster as `tandem ps` lists it."""
+    return {
+        "model": ", ".join(model.name for model in plan.cluster.models),
+        "http": ", ".join(dict.fromkeys(f"http://{plan.url(gateway)}" for gateway in plan.gateways)),
+        "grpc": ", ".join(dict.fromkeys(plan.url(gateway, "grpc_port") for gateway in plan.gateways)),
+        "workers": ", ".join(f"{pool.replicas} {pool.name}" for pool in plan.cluster.pools),
+        "logs": str(settings.logs.absolute()),
+    }
+
+
 def status(settings: UpSettings, plan: Plan, seconds: float, capacities: Mapping[str, str]) -> Panel:
     table = Table.grid(padding=(0, 2))
     for model in plan.cluster.models:

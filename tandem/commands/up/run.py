@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from tandem.commands.up.display import capacities, lines_to_try, progress, status, stream_sample
+from tandem.commands.running import noted
+from tandem.commands.up.display import capacities, lines_to_try, note_of, progress, status, stream_sample
 from tandem.commands.up.plan import Plan
 from tandem.commands.up.redis import redis_of
 from tandem.commands.up.settings import UpSettings
@@ -86,7 +87,8 @@ async def _until_stopped(life: Coroutine[Any, Any, None], launcher: Launcher, co
 
 async def _serve(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
     await _start(settings, plan, launcher, console)
-    await launcher.watch(restart=True)
+    with noted(note_of(settings, plan)):
+        await launcher.watch(restart=True)
 
 
 async def _start(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:

@@ -100,7 +100,9 @@ class UpSettings(ClusterSettings):
     file: Path | None = Field(None, description="a cluster.yaml that says what runs, instead of options; docs/ray.md")
     ray: str = Field("", description="run on the Ray cluster at this address; auto: the one of this machine")
     ray_namespace: str = Field("tandem", min_length=1, description="Ray's name for this cluster's actors")
-    detach: bool = Field(False, description="with --ray: leave the cluster running, or change the one that runs")
+    detach: bool = Field(
+        False, description="also -d: leave the cluster running; with --ray also: change the one that runs"
+    )
     logs: Path = Field(LOGS, description="folder for the processes' logs")
     ready_timeout_s: float = Field(120.0, gt=0, description="how long the cluster may take to become ready")
     sample: str = Field("", description="a prompt to stream one answer for when ready")
@@ -153,11 +155,14 @@ class UpSettings(ClusterSettings):
         return self.model_copy(update={"model_path": as_folder(found.path), "model_name": name})
 
     def _misfit(self, weights: int) -> str:
-        """Why the cluster's workers do not fit here, each with weights of so many bytes in the checkpoint."""
+        return misfit(self.needs(weights), machine_memory())
+
+    def needs(self, weights: int) -> list[Need]:
+        """Of the cluster's workers, each with weights of so many bytes in the checkpoint."""
         held = int(weights * {"float32": 2.0}.get(self.dtype, 1.0) * SHARES[self.quantization])
         kv = {"prefill": self.prefill_kv_memory, "decode": self.decode_kv_memory}
         needs = {role: Need(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}
-        return misfit([needs["prefill"]] * self.prefill + [needs["decode"]] * self.decode, machine_memory())
+        return [needs["prefill"]] * self.prefill + [needs["decode"]] * self.decode
 
     def _own_ports(self) -> dict[str, object]:
         if self.own_http_port is None and self.gateways == 1:

@@ -1,0 +1,205 @@
+"""`tandem chat`: talk to a running cluster in the terminal.
+
+you> …            a message; one that begins with three quotation marks goes on until three more
+the model's text  as it comes; Ctrl-C stops this answer and keeps the conversation
+[what it cost]    tokens per second, first token, path, cached tokens
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from openai import OpenAI, omit
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from tandem.commands import UP_ADDRESSES
+from tandem.settings import Settings, load
+
+QUOTES = '"""'
+HELP = """\
+/help            this list
+/model [NAME]    the models that are served; talk to another one
+/system [TEXT]   what the model is told before anything else; begins anew
+/reset           forget the conversation
+/exit            or Ctrl-D
+Ctrl-C           stop the answer
+Begin and end a message of several lines with \"\"\"."""
+
+
+class ChatSettings(Settings):
+    """Talk to a running cluster."""
+
+    model: CliPositionalArg[str] = Field("", description="if not given, the first model that is served")
+    url: str = Field(UP_ADDRESSES["gateway_url"], description="the gateway's HTTP address")
+    api_key: str = Field("", description="as `tandem keys add` printed it, where the gateway asks for one")
+    system: str = Field("", description="what the model is told before anything else")
+    max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
+    temperature: float | None = Field(None, ge=0, description="0 is greedy; if not given, the model's own")
+    timeout_s: float = Field(600.0, gt=0, description="bound of one answer")
+
+
+@dataclass(slots=True)
+class Cost:
+    """Of one answer; times in seconds since it was asked for."""
+
+    asked_at: float
+    first_at: float | None = None
+    ended_at: float = 0.0
+    usage: Any = None
+
+    def line(self) -> str:
+        if self.first_at is None or self.usage is None:
+            return "stopped"
+        tokens, rest = self.usage.completion_tokens, max(self.ended_at - self.first_at, 1e-6)
+        path = ((self.usage.model_extra or {}).get("tandem") or [{}])[0]
+        workers = " -> ".join(filter(None, (path.get("prefill_worker"), path.get("decode_worker"))))
+        rate = f"{(tokens - 1) / rest:.1f} tokens/s, " if tokens > 1 else ""
+        first = f"first after {self.first_at - self.asked_at:.2f} s"
+        cached = f"{path.get('cached_tokens', 0)} of {self.usage.prompt_tokens} prompt tokens cached"
+        return f"{tokens} tokens, {rate}{first}; {workers} ({path.get('path')}); {cached}"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far, by whom, to which model."""
+
+    model: str
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+
+def main(arguments: list[str]) -> None:
+    settings = load(ChatSettings, arguments, "tandem chat")
+    client = OpenAI(base_url=f"{settings.url}/v1", api_key=settings.api_key or "none", timeout=settings.timeout_s)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        served = [model.id for model in client.models.list()]
+    except openai.OpenAIError as error:
+        raise SystemExit(f"tandem chat: {settings.url}: {error}; start a cluster with `tandem up`") from None
+    if settings.model and settings.model not in served:
+        raise SystemExit(f"tandem chat: {settings.model!r} is not served; there is {', '.join(served)}")
+    chat = Chat(client, console, settings, Conversation(settings.model or served[0], settings.system))
+    chat.run(read_line)
+
+
+def read_line(prompt: str) -> str:
+    """Raises EOFError at the end of the input."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 - arrow keys and the messages before
+
+    return input(prompt)
+
+
+class Chat:
+    def __init__(self, client: OpenAI, console: Console, settings: ChatSettings, conversation: Conversation) -> None:
+        self._client, self._console, self._settings = client, console, settings
+        self._said = conversation
+        self._said.reset()
+
+    def run(self, read: Callable[[str], str]) -> None:
+        """Until the input ends or says so."""
+        self._console.print(f"[bold]{escape(self._said.model)}[/]  /help lists the commands")
+        while (line := self._read(read)) is not None:
+            if line.startswith("/"):
+                if line.split()[0] in ("/exit", "/quit", "/bye"):
+                    return
+                self._command(*line.split(maxsplit=1))
+            elif line:
+                self._ask(line)
+
+    def _read(self, read: Callable[[str], str]) -> str | None:
+        """A message, perhaps of several lines; None at the end."""
+        try:
+            line = read("you> ").strip()
+            if not line.startswith(QUOTES):
+                return line
+            lines = [line.removeprefix(QUOTES)]
+            while not lines[-1].rstrip().endswith(QUOTES):
+                lines.append(read("...> "))
+            return "\n".join(lines).rstrip().removesuffix(QUOTES).strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            self._console.print("\n/exit or Ctrl-D ends the chat", style="dim")
+            return ""
+
+    def _command(self, name: str, rest: str = "") -> None:
+        if name == "/model":
+            self._choose(rest)
+        elif name == "/system":
+            self._said.system = rest
+            self._said.reset()
+        elif name == "/reset":
+            self._said.reset()
+        else:
+            self._console.print(escape(HELP if name == "/help" else f"{name}: no such command\n{HELP}"))
+
+    def _choose(self, name: str) -> None:
+        served = [model.id for model in self._client.models.list()]
+        if name in served:
+            self._said.model = name
+        elif name:
+            self._console.print(f"{escape(name)} is not served", style="red")
+        for one in served:
+            self._console.print(f"{'*' if one == self._said.model else ' '} {escape(one)}")
+
+    def _ask(self, text: str) -> None:
+        """An answer that fails or is stopped before its first token leaves no trace in the conversation."""
+        self._said.messages.append({"role": "user", "content": text})
+        written, cost = "", Cost(time.monotonic())
+        try:
+            with stopped_by_ctrl_c() as stopped:
+                for part in self._parts(cost):
+                    written += part
+                    self._console.print(Text(part), end="")
+                    if stopped():
+                        break
+        except openai.OpenAIError as error:
+            self._console.print(escape(f"\n{error}"), style="red")
+        cost.ended_at = time.monotonic()
+        self._console.print(f"\n[dim]\\[{escape(cost.line())}][/]")
+        if written:
+            self._said.messages.append({"role": "assistant", "content": written})
+        else:
+            self._said.messages.pop()
+
+    def _parts(self, cost: Cost) -> Iterator[str]:
+        most, temperature = self._settings.max_tokens, self._settings.temperature
+        messages: Any = self._said.messages
+        stream = self._client.chat.completions.create(
+            model=self._said.model, messages=messages, stream=True, stream_options={"include_usage": True},
+            max_tokens=omit if most is None else most, temperature=omit if temperature is None else temperature,
+        )  # fmt: skip
+        with stream:
+            for chunk in stream:
+                cost.usage = chunk.usage or cost.usage
+                if chunk.choices and (text := chunk.choices[0].delta.content):
+                    cost.first_at = cost.first_at or time.monotonic()
+                    yield text
+                else:
+                    yield ""
+
+
+@contextmanager
+def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed meanwhile, which then ends nothing else."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)

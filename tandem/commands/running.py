@@ -1,0 +1,146 @@
+"""Clusters that run on this machine: `tandem up` notes each in a file, by its process; `ps` lists and `down` ends them.
+
+up        writes the file once all is ready, removes it at its end
+up -d     a process of its own that does so; returns once its cluster is ready
+ps, down  read the files; one whose process is gone, or is another by now, is removed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import BaseModel, Field, ValidationError
+
+from tandem.settings import Settings, load
+
+STOP_WAIT_S = 60.0
+CHECK_S = 0.1
+
+
+class RunningNote(BaseModel):
+    """`started`: of its process, in the kernel's ticks, so that another of the same number is not taken for it."""
+
+    pid: int
+    started: int
+    model: str
+    http: str
+    grpc: str
+    workers: str
+    logs: str
+
+
+class DownSettings(Settings):
+    """End the clusters that `tandem up` started on this machine; with --ray one that runs there."""
+
+    pid: int | None = Field(None, ge=1, description="of the only one to end, as `tandem ps` lists it")
+
+
+def ps(arguments: list[str]) -> None:
+    load(Settings, arguments, "tandem ps")
+    rows = [(str(note.pid), note.model, note.workers, note.http, note.grpc, note.logs) for note in running()]
+    if not rows:
+        print("no cluster runs on this machine")
+        return
+    rows.insert(0, ("PID", "MODEL", "WORKERS", "HTTP", "GRPC", "LOGS"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def down_here(arguments: list[str]) -> None:
+    settings = load(DownSettings, arguments, "tandem down")
+    found = [note for note in running() if settings.pid in (None, note.pid)]
+    if not found:
+        raise SystemExit("tandem down: no such cluster runs on this machine; on Ray: tandem down --ray")
+    for note in found:
+        os.kill(note.pid, signal.SIGTERM)
+    if left := asyncio.run(_ended(found)):
+        raise SystemExit(f"tandem down: not over after {STOP_WAIT_S:.0f} s: {', '.join(str(n.pid) for n in left)}")
+    print(f"stopped {', '.join(f'{note.model} ({note.pid})' for note in found)}")
+
+
+def up_in_background(arguments: list[str], logs: Path, ready_timeout_s: float) -> None:
+    """`tandem up` as a process that outlives this one; until its cluster is ready.
+
+    Raises:
+        SystemExit: it ended before, or was not ready in time; with its last words.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / "up.log"
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tandem", "up", *arguments],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    until = time.monotonic() + ready_timeout_s
+    while time.monotonic() < until and child.poll() is None:
+        if any(note.pid == child.pid for note in running()):
+            print(
+                log.read_text(errors="replace").replace("Ctrl-C stops everything.", "`tandem down` stops everything.")
+            )
+            return
+        time.sleep(CHECK_S)
+    child.terminate()
+    raise SystemExit(f"tandem up: it did not become ready\n{log.read_text(errors='replace')[-2000:]}")
+
+
+@contextmanager
+def noted(said: Mapping[str, str]) -> Iterator[None]:
+    """This process as a running cluster."""
+    note = RunningNote.model_validate({**said, "pid": os.getpid(), "started": _started(os.getpid())})
+    file = _folder() / f"{note.pid}.json"
+    try:
+        with suppress(OSError):  # a home that cannot be written: it runs all the same
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(note.model_dump_json())
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def running() -> list[RunningNote]:
+    """The oldest first."""
+    found = []
+    for file in _folder().glob("*.json"):
+        with suppress(OSError):
+            try:
+                note = RunningNote.model_validate(json.loads(file.read_text()))
+            except (ValueError, ValidationError):
+                continue
+            if note.started == _started(note.pid):
+                found.append(note)
+            else:
+                file.unlink(missing_ok=True)
+    return sorted(found, key=lambda note: note.started)
+
+
+async def _ended(notes: list[RunningNote]) -> list[RunningNote]:
+    """Those that still run after STOP_WAIT_S."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(STOP_WAIT_S):
+            while any(note.started == _started(note.pid) for note in notes):
+                await asyncio.sleep(CHECK_S)
+    return [note for note in notes if note.started == _started(note.pid)]
+
+
+def _started(pid: int) -> int | None:
+    """None: there is no such process, or it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if words[0] == "Z" else int(words[19])
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tandem" / "running"
