@@ -1,4 +1,4 @@
-"""What an engine is at, in memory that outlives it: a file's, which the launcher or the next start reads after a crash.
+"""An engine's work in progress, in memory that outlives it: a file, which the launcher or next start reads.
 
     header   the worker's incarnation; a count of steps; whether a step is under way, and who is alone in it
     slots    who computes: from the first step that a sequence is in until it leaves; whose grammar is being compiled
@@ -154,12 +154,12 @@ class CrashPage:
 
 
 def page_path(folder: Path, namespace: str, worker_id: str) -> Path:
-    """Of each start of one worker."""
+    """The file that each start of one worker uses."""
     return folder / quote(f"{namespace} {worker_id}.page", safe=" ")
 
 
 def death_of(page: bytes, cause: str) -> Death | None:
-    """Of the worker whose page was found; None where it is none. Nobody is named where the cause tells nothing."""
+    """The death of the worker whose page was found; None where it is none. A cause that tells nothing names nobody."""
     if len(page) != SIZE or not page.startswith(MAGIC):
         return None
     incarnation = _text(*INCARNATION.unpack_from(page, INCARNATION_AT))
@@ -167,7 +167,7 @@ def death_of(page: bytes, cause: str) -> Death | None:
 
 
 def cause_of(status: int) -> str:
-    """Of a process that ended with `status`, as subprocess has it."""
+    """The cause of a process's end with `status`, as subprocess has it."""
     return signal.Signals(-status).name if -status in set(signal.Signals) else ""
 
 

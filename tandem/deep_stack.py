@@ -12,7 +12,7 @@ _STARTING = threading.Lock()
 
 
 def on_deep_stack(function: Callable[[], T], stack_bytes: int) -> T:
-    """What the function returns or raises, on a thread of its own with a stack of this size."""
+    """Run the function on a thread of its own with a stack of this size; returns or raises what it does."""
     future: Future[T] = Future()
 
     def run() -> None:

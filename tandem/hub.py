@@ -87,7 +87,7 @@ def find_model(model: str, misfit: Callable[[int], str] = lambda _: "") -> Found
 
 
 def weights_bytes(model: str) -> int:
-    """Of its checkpoint, here or on a hub; nothing but a config is fetched.
+    """Size of its checkpoint, here or on a hub; nothing but a config is fetched.
 
     Raises:
         ValueError: there is no such model, or it cannot be served here.
@@ -214,7 +214,7 @@ def _asked(model: str, repository: str, revision: str | None) -> ModelInfo:
 
 
 def _said(model: str, ask: Callable[[], T]) -> T:
-    """What the hub answers, its errors in one line each."""
+    """Ask the hub; its errors are one line each."""
     from httpx2 import HTTPError  # huggingface_hub's own client
     from huggingface_hub import constants, errors
 
@@ -265,7 +265,7 @@ def _check_family(model: str, config: Path) -> None:
 
 
 def _served(folder: Path, quant: str) -> Path:
-    """Of a folder of the cache: itself, or its GGUF file."""
+    """A folder of the cache itself, or its GGUF file."""
     if (folder / "config.json").is_file() and not quant:
         return folder
     return folder / _one_gguf(str(folder), sorted(path.name for path in folder.glob("*.gguf")), quant)

@@ -40,7 +40,7 @@ def stretched(seconds: float, starvation: float) -> float:
 
 
 class Liveness:
-    """What is known of one peer. Whoever hears from it sets `heard_at`; `ping_due` and `lost` are asked in turns."""
+    """Signs of life of one peer. Its reader sets `heard_at`; `ping_due` and `lost` are asked in turns."""
 
     def __init__(self, now: float, starvation: Callable[[], float] = lambda: 0.0) -> None:
         self.heard_at = now
@@ -66,7 +66,7 @@ class Liveness:
         return max(LEAST_S, min(self._pinged_at + INTERVAL_S - now, left_s if left_s > 0 else INTERVAL_S))
 
     def ping_due(self, now: float) -> bool:
-        """Whether to send one now; if so, it counts as sent."""
+        """True if one should be sent now, which then counts as sent."""
         if now < self._pinged_at + INTERVAL_S:
             return False
         self._pinged_at = now

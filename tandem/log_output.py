@@ -27,7 +27,7 @@ def plain_notice(lines: int, reason: str) -> str:
 
 
 def descriptor_of(stream: TextIO | None) -> int:
-    """Of stdout or stderr; of nowhere for one that was closed before Python began, whose number others now have."""
+    """Its descriptor; one of nowhere where it was closed before Python began, whose number others now have."""
     return stream.fileno() if stream else os.open(os.devnull, os.O_WRONLY)
 
 
@@ -72,7 +72,7 @@ class LogOutput:
             self._write_kept()
 
     def _write_kept(self) -> None:
-        """One writes for all: whoever finds another at it leaves, so that neither waits, nor one within the other."""
+        """One writes for all: a thread that finds another at it leaves, so that none waits for itself either."""
         while self._kept and self._writing.acquire(blocking=False):
             try:
                 room = self._write_while_room()

@@ -1,4 +1,4 @@
-"""Whether a model fits a machine: weights, KV and what a worker takes besides, beside the memory that there is.
+"""Says if a model fits a machine: weights, KV and what a worker takes besides, beside the memory that there is.
 
 The same arithmetic before a model is fetched, in `tandem doctor --fit`, and in a worker before it loads its weights.
 """

@@ -24,7 +24,7 @@ def this_process(proc: Path = PROC) -> str:
 
 
 def dead_here(process: str, proc: Path = PROC) -> str:
-    """What is wrong with a process of this host; empty where it may run, or cannot be seen from here."""
+    """Says what is wrong with a process of this host; empty where it may run, or cannot be seen from here."""
     host, _, named = process.partition(" ")
     try:
         pid, began = map(int, named.split())

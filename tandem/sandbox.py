@@ -1,7 +1,7 @@
 """Runs what hostile input could crash or exhaust in a helper process: pure functions, bounded, awaited.
 
     sandbox = Sandbox(preload=("tandem.grammar",))
-    task = asyncio.create_task(sandbox.run())       whoever owns it ends it, and the helper with it
+    task = asyncio.create_task(sandbox.run())       its owner ends it, and the helper with it
     made = await sandbox.call(parse, text, caller=tenant)
 
 A call sends a module's function and its arguments, pickled; what the function returns or raises comes back the same
@@ -100,7 +100,7 @@ class Sandbox:
         self.pid: int | None = None
 
     async def call(self, function: Callable[..., T], *args: Any, caller: str = "", bounds: Bounds | None = None) -> T:
-        """What `function(*args)` returns, or raises.
+        """Run `function(*args)` there; returns or raises what it does.
 
         Raises:
             CallFailed
@@ -182,7 +182,7 @@ class Sandbox:
 
 
 async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: bytes) -> Any:
-    """What the call returned, or the exception that it is to raise."""
+    """Send a call; returns what it returned, or the exception that it is to raise."""
     for begin in range(0, len(call), PIECE):  # the loop has other work than to copy a long call at once
         writer.write(call[begin : begin + PIECE])
         await writer.drain()

@@ -37,7 +37,7 @@ _NICE = 5
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one call may use. `memory_bytes` is on top of what the helper has imported."""
+    """Bounds of one call. `memory_bytes` is on top of what the helper has imported."""
 
     cpu_s: float = 4.0
     wall_s: float = 30.0  # for a machine so busy that `cpu_s` takes so long

@@ -25,7 +25,7 @@ SCHEDSTAT, PRESSURE = Path("/proc/self/schedstat"), Path("/proc/pressure/cpu")
 
 
 class Starvation:
-    """Of the process that runs `run`. `pressure(seconds)`: what the system says of the last so many seconds."""
+    """That of the process that runs `run`. `pressure(seconds)`: what the system says of the last so many seconds."""
 
     def __init__(self, pressure: Callable[[float], float]) -> None:
         self._pressure = pressure
@@ -70,7 +70,7 @@ class CpuPressure:
             return 0.0
 
     def _read_share(self) -> float:
-        """Of the last ten seconds, as the file's first line has it: some avg10=12.34 …"""
+        """Share of the last ten seconds, as the file's first line has it: some avg10=12.34 …"""
         try:
             return float(self._pressure.read_text().split(maxsplit=2)[1].removeprefix("avg10=")) / 100
         except (OSError, ValueError, IndexError):

@@ -25,7 +25,7 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_
 
 
 class Telemetry:
-    """What a process has to shut down at its end, so that the last spans and lines leave."""
+    """Parts that a process has to shut down at its end, so that the last spans and lines leave."""
 
     def __init__(self, logs: LogOutput, provider: TracerProvider | None = None) -> None:
         self._logs = logs
@@ -100,7 +100,7 @@ class _Lines:
 
 
 class _Library(logging.Handler):
-    """What libraries log, as one of our events."""
+    """Makes a library's log record one of our events."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -27,7 +27,7 @@ class WorkThreads:
             self._executor.submit(everyone.wait)
 
     def close(self) -> None:
-        """What runs still comes to its end; nothing else does."""
+        """Let what runs come to its end, and nothing else."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:

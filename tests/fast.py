@@ -1,4 +1,4 @@
-"""What `make fast` may run: no torch, no process of its own, so that an edit is answered within a minute.
+"""Holds tests to what `make fast` may run: no torch, no other process, so that an edit is answered within a minute.
 
     pytest -p tests.fast FILES      anything else fails and says which of the two it wanted
 

@@ -1,4 +1,4 @@
-"""What is found of an engine that has died: written by a process that dies, read by this one."""
+"""The page of an engine that has died: written by a process that dies, read by this one."""
 
 from __future__ import annotations
 

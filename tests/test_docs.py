@@ -1,4 +1,4 @@
-"""What README and docs claim, beside what is there. Their commands are run by tests/e2e/test_docs.py."""
+"""Claims of README and docs, beside what is there. Their commands are run by tests/e2e/test_docs.py."""
 
 from __future__ import annotations
 

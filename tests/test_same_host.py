@@ -1,4 +1,4 @@
-"""What the kernel says of a process of this host; of another's it says nothing."""
+"""The kernel's word on a process of this host; of another's it says nothing."""
 
 from __future__ import annotations
 

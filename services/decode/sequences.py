@@ -112,7 +112,7 @@ class Sequences:
         return {held.transfer_id for held in self._held.values()}
 
     def num_entering_suspects(self) -> int:
-        """Of those that have not ended, how many suspects the engine does not have yet."""
+        """Suspects that have not ended and that the engine does not have yet."""
         return sum(held.enters_as_suspect for held in self._running())
 
     # --- in ---

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PromptBounds:
-    """What a model takes, and a gateway for it."""
+    """The most that a model takes, and a gateway for it."""
 
     prompts: int
     tokens: int
@@ -160,7 +160,7 @@ class LargeBodies:
         self._num_bytes = 0
 
     async def read(self, function: Callable[..., T], body: bytes, *others: object, caller: str) -> T:
-        """What the function makes of the body, in the helper process. Callers take turns.
+        """Run the function over the body in the helper process; returns what it makes of it. Callers take turns.
 
         Raises:
             GatewayError: the function's own; or the body is of more than it may be, or the helper has too many.

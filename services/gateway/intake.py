@@ -19,7 +19,7 @@ REST_S = 1e-7  # for each token: as long as it takes to be packed or hashed
 
 
 class Intake:
-    """Of one event loop."""
+    """One event loop's."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

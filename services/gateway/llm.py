@@ -166,7 +166,7 @@ class LLM:
         return await self.reduced(reduce, body, caller) if is_large(body) else Incoming(body)
 
     async def reduced(self, reduce: Reduce, body: bytes, caller: str) -> Incoming:
-        """What the helper process has made of a large body.
+        """Take over what the helper process has made of a large body.
 
         Args:
             caller: callers take turns there.

@@ -286,7 +286,7 @@ async def _with_trailers(answer: Answer, context: Context) -> AsyncIterator[None
 
 
 def _left(context: Context) -> float | None:
-    """Of the call's deadline, which is none that a client could have set once it has passed.
+    """Seconds left of the call's deadline; one that has passed is none that a client could have set.
 
     Raises:
         TimedOut

@@ -51,7 +51,7 @@ class ChatSettings(Settings):
 
 @dataclass(slots=True)
 class Cost:
-    """Of one answer; times in seconds since it was asked for."""
+    """One answer's times, in seconds, and usage."""
 
     asked_at: float
     first_at: float | None = None
@@ -72,7 +72,7 @@ class Cost:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, by whom, to which model."""
+    """The messages so far, and the model that they go to."""
 
     model: str
     system: str = ""
@@ -196,7 +196,7 @@ class Chat:
 
 @contextmanager
 def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed meanwhile, which then ends nothing else."""
+    """Yields a function that says if Ctrl-C was pressed meanwhile, which then ends nothing else."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:

@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
 
 
 def fit(model: str) -> str:
-    """What `tandem up` needs for it, and what there is; no weights are fetched.
+    """Say what `tandem up` needs for it, and what there is; no weights are fetched.
 
     Raises:
         SystemExit: it does not fit, or there is no such model.

@@ -40,7 +40,7 @@ class Pace:
             self._token_s = _average(self._token_s, max(seconds - decode_s, 0.0) / num_read)
 
     def _correct(self, decode_s: float, prompts_s: float, num_read: int, seconds: float) -> None:
-        """What was not expected of a step of both is mostly put down to the larger part. So it is seen that decodes
+        """Put what was not expected of a step of both down to the larger part, mostly. So it is seen that decodes
         have become slower also where there are prompts in every step."""
         expected = decode_s + prompts_s
         change = WEIGHT * (min(seconds, SLOW * expected) - expected) / (decode_s**2 + prompts_s**2)

@@ -1,4 +1,4 @@
-"""What a client asks its answer to look like, checked, as a grammar. Runs in the gateway's helper process.
+"""Makes grammars, checked, of what clients ask their answers to look like. Runs in the gateway's helper process.
 
 Whatever is wrong with it is an InvalidGrammar that names the place; what it does to the process is for the helper.
 """

@@ -120,7 +120,7 @@ def check_begin(grammar: str) -> None:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost: its own size, and what each step of its parser does. A fifth of llguidance's own."""
+    """Bounds of a grammar: its own size, and what each step of its parser does. A fifth of llguidance's own."""
     return LLParserLimits(
         max_grammar_size=100_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=20_000,
         max_lexer_states=50_000, max_items_in_row=1_000,

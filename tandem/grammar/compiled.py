@@ -56,7 +56,7 @@ class Guide:
 
 
 class Grammars:
-    """Of one model. Any thread may compile; each Guide belongs to one."""
+    """One model's grammars. Any thread may compile; each Guide belongs to one."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size

@@ -77,7 +77,7 @@ def _inside(part: Any) -> list[Any]:
 
 
 def _target(schema: Any, part: Any) -> Any:
-    """What a part refers to within its schema; None where it does not, or to nothing."""
+    """The part that a part refers to within its schema; None where it does not, or to nothing."""
     said = part.get("$ref") if isinstance(part, Mapping) else None
     if not isinstance(said, str) or not said.startswith("#"):
         return None

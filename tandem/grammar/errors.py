@@ -1,4 +1,4 @@
-"""What is wrong with a grammar, and where."""
+"""Errors of grammars: what is wrong, and where."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Cluster(_Part):
 
     @property
     def guarded(self) -> bool:
-        """Whether strangers are kept out somewhere."""
+        """True where strangers are kept out somewhere."""
         return bool(self.security.get("cluster_secret") or self.gateway.settings.get("api_keys"))
 
     @property
@@ -210,7 +210,7 @@ class Cluster(_Part):
         return {"decode_workers": of_role["decode"], "linked_pairs": pairs}
 
     def addresses(self) -> dict[str, tuple[str, int]]:
-        """What gateways and Redis will listen on here, by the setting that says so.
+        """Addresses that gateways and Redis will listen on here, by the setting that says so.
 
         Raises:
             ValueError: two that do not share a port have the same.

@@ -16,7 +16,7 @@ REPORT_S = 1.0
 
 
 async def report_death(settings: Mapping[str, object], cause: str) -> Death | None:
-    """Of the worker with these settings. What its page says is then known, so that its next start need not tell."""
+    """Report the death of the worker with these settings. Its page is then known: its next start need not report it."""
     if "crash_dir" not in settings or "worker_id" not in settings:
         return None
     namespace = str(settings.get("namespace", "tandem"))
@@ -32,7 +32,7 @@ async def report_death(settings: Mapping[str, object], cause: str) -> Death | No
     except OSError as error:
         log.warning("no crash page", path=str(path), error=str(error))
     except (RegistryUnavailable, TimeoutError) as error:
-        log.warning("registry unavailable: a worker's death is not told of", error=str(error))
+        log.warning("registry unavailable: a worker's death is not reported", error=str(error))
     return None
 
 

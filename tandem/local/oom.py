@@ -1,4 +1,4 @@
-"""Whether a process that was killed was killed by the kernel, for want of memory."""
+"""Tells a process that the kernel killed for want of memory from one that somebody killed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class OomKills:
         return cls(_events_here())
 
     def look(self) -> None:
-        """What is counted by now says nothing of a process that ends after the next look."""
+        """Look: what is counted by now says nothing of a process that ends later."""
         self._before, self._seen = self._seen, self._count()
 
     def took_one(self) -> bool:
-        """Whether a process that was killed just now was killed so."""
+        """True if a process that was killed just now was killed so."""
         taken = self._count() > self._before
         self._before += taken
         return taken

@@ -170,7 +170,7 @@ class Registry:
         return Adapters.of(await self._connection.call("adapters", "drop", name))
 
     async def report_death(self, death: Death) -> None:
-        """Of a worker's process. What was said of that incarnation before stays."""
+        """Report the death of a worker's process. What was said of that incarnation before stays."""
         await self._connection.call("death", death.incarnation, json.dumps([death.cause, dict(death.named)]))
 
     async def death(self, incarnation: str) -> Death | None:

@@ -163,6 +163,6 @@ def _write(value: object) -> str:
 
 
 def _read(kind: type[T], row: Mapping[str, str]) -> T:
-    """What a worker of an older version does not say is as if it were not known."""
+    """Fields that a worker of an older version does not say are as if they were not known."""
     known = (field for field in fields(kind) if field.name in row)
     return kind(**{field.name: READ[str(field.type)](row[field.name]) for field in known})

@@ -94,7 +94,7 @@ class WorkerService(Protocol):
     transfer_address: str
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """What the engine did, in order."""
+        """Take the engine's events, in order."""
 
     def linked(self) -> tuple[str, ...]:
         """Incarnations of the peers that this worker has moved a block to."""

@@ -1,4 +1,4 @@
-"""What coroutine code knows of an engine: it submits functions, and gets events, each sequence's in order.
+"""The engine as coroutine code knows it: it submits functions, and gets events, each sequence's in order.
 
 submit(fn) --between two steps--> fn(engine) --> events ─┐
 engine.step() ──────────────────> SequenceOutputs ───────┴──> on_events, on the event loop
@@ -120,8 +120,8 @@ class EnginePort(ABC):
         self._of_this_turn.append(_command(request_id, fn))
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """What `fn` returns, run before the engine's next step. What it raises is raised here. Not run if the caller is
-        cancelled before its turn.
+        """Run `fn` before the engine's next step; returns or raises what it does. Not run if the caller is cancelled
+        before its turn.
 
         Raises:
             EngineDied

@@ -1,4 +1,4 @@
-"""What a launcher tells of services that die: who was computed, and of what they died."""
+"""A launcher reports services that die: who was computed, and of what they died."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class CheckedGrammars:
 
 
 def _is_longer(value: Any, most: int) -> bool:
-    """Whether its JSON is certainly longer, without making that: who sends megabytes holds nobody up."""
+    """True where its JSON is certainly longer, found without making that: megabytes delay no other request."""
     length, waiting = 0, [value]
     while waiting and length <= most:
         part = waiting.pop()

@@ -1,4 +1,4 @@
-"""What an answer must look like, as clients say it. Read here, and checked where a crash costs nothing (grammars.py).
+"""The form of an answer, as clients say it. Read here, and checked where a crash costs nothing (grammars.py).
 
 response_format       {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": ...}}
 structured_outputs    {"json" | "regex" | "choice" | "grammar" | "json_object" | "structural_tag": ...}

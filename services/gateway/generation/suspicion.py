@@ -1,4 +1,4 @@
-"""What speaks for a choice's being what its workers have died of, and what follows from it.
+"""Evidence that a choice is what its workers have died of, and what follows from it.
 
 a worker's stream breaks     -> the choices that it had are suspects, wherever each had come to
 its crash page is told       -> those that it does not name, and all where it did not crash, are suspects no longer
@@ -19,7 +19,7 @@ from services.gateway.errors import Poison
 from tandem.crash_page import Death
 from tandem.registry import RegistryUnavailable
 
-# A launcher has told of a death by then.
+# A launcher has reported a death by then.
 TOLD_S = 0.25
 ASK_S = 0.02
 # What a worker may have computed of an answer that its gateway had not heard of yet.
@@ -67,14 +67,14 @@ class Deaths:
 
 @dataclass(slots=True)
 class Loss:
-    """Of a worker: how much of the answer there was, and what it died of, once that is known."""
+    """A worker that was lost: how much of the answer there was, and what it died of, once that is known."""
 
     num_written: int
     death: Death | None = None
 
 
 class Suspicion:
-    """Of one choice. `patience_s`: how long it waits to hear of two deaths."""
+    """One choice's record. `patience_s`: how long it waits to hear of two deaths."""
 
     def __init__(self, choice_id: str, deaths: Deaths, patience_s: float) -> None:
         self._choice_id, self._deaths, self._patience_s = choice_id, deaths, patience_s

@@ -3,7 +3,7 @@
     limit of open files ──> raised as far as may be ──> less what the process needs ──> connections of HTTP, of gRPC
 
 The server takes as many as that, and the kernel keeps the next ones waiting. Once NEARLY all are there, those on which
-nothing runs are closed, longest idle first, down to half, so that whoever waits, a health check too, comes in.
+nothing runs are closed, longest idle first, down to half, so that those who wait, a health check too, come in.
 Idle is one between two requests, or before its first; a client that finds its own closed connects anew.
 """
 
@@ -44,7 +44,7 @@ class Room:
 
     @classmethod
     def of(cls, open_files: int) -> Room:
-        """Of a limit of so many, before any is open."""
+        """The bound for a limit of so many files, before any is open."""
         free = max(16, open_files - len(_descriptors()) - 2 * RESERVE)
         return cls(http=min(MOST, free * 3 // 4), grpc=min(MOST, free // 4))
 

@@ -1,4 +1,4 @@
-"""What a helper process makes of a large body: see services/gateway/bodies.py. Nothing here runs on the loop."""
+"""Reads large bodies, in the helper process: see services/gateway/bodies.py. Nothing here runs on the loop."""
 
 from __future__ import annotations
 

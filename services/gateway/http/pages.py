@@ -1,4 +1,4 @@
-"""What a browser finds: the API's description at /docs, by files of this machine, and the way there from /."""
+"""Pages for browsers: the API's description at /docs, by files of this machine, and the way there from /."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """Of workers that are silent. `decodes_read`: where no prefill worker is left, decode workers read prompts."""
+    """Silent workers. `decodes_read`: where no prefill worker is left, decode workers prefill prompts."""
 
     starvation: Callable[[], float]  # of this gateway
     dead_here: Callable[[str], str]
@@ -100,7 +100,7 @@ class WorkerPool:
         return [connection for connection in self._connections.values() if connection.connected]
 
     def is_sole(self, info: WorkerInfo) -> bool:
-        """Whether no other worker that answers could do what this one does."""
+        """True where no other worker that answers could do what this one does."""
         out = {worker.info.incarnation for worker in self.workers if worker.load.draining} | {info.incarnation}
         others = (one for one in self._connections.values() if one.info.incarnation not in out)
         roles = {info.role, Role.DECODE} if self._judging.decodes_read else {info.role}

@@ -37,7 +37,7 @@ Reply: TypeAlias = "asyncio.Future[Any]"
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What decides when a silent worker is dead.
+    """The readings that decide when a silent worker is dead.
 
     is_sole: whether no other could take its place. dead_here: what this host's kernel says of a process of its own.
     """
@@ -276,7 +276,7 @@ class WorkerStream:
 
     @property
     def answers(self) -> bool:
-        """Whether it is open, and its worker not silent."""
+        """True while it is open and its worker not silent."""
         now = asyncio.get_running_loop().time()
         return self.open.is_set() and now - self._liveness.heard_at < SUSPECT_S
 

@@ -87,7 +87,7 @@ async def stream_sample(settings: UpSettings, plan: Plan, console: Console) -> N
 
 
 def command(name: str) -> str:
-    """What a shell runs as `name`, python or tandem, of this environment."""
+    """The words for a shell that run `name`, python or tandem, of this environment."""
     here = Path(sys.executable).with_name(name)
     on_path = shutil.which(name)
     return name if on_path and Path(on_path).absolute() == here else os.path.relpath(here)

@@ -158,7 +158,7 @@ class UpSettings(ClusterSettings):
         return misfit(self.needs(weights), machine_memory())
 
     def needs(self, weights: int) -> list[Need]:
-        """Of the cluster's workers, each with weights of so many bytes in the checkpoint."""
+        """Memory of the cluster's workers, each with weights of so many bytes in the checkpoint."""
         held = int(weights * {"float32": 2.0}.get(self.dtype, 1.0) * SHARES[self.quantization])
         kv = {"prefill": self.prefill_kv_memory, "decode": self.decode_kv_memory}
         needs = {role: Need(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}

@@ -24,7 +24,7 @@ class AdapterStoreFull(Exception):
 
 
 class AdapterStore:
-    """Of one model. Any thread may load; loads come one after the other, and nothing but a load waits for one.
+    """One model's adapters. Any thread may load; loads come one after the other, and nothing but a load waits for one.
 
     Folders lie below `directory`. Weights are like `place` in dtype and device, at most `budget` bytes.
     """

@@ -191,7 +191,7 @@ def pulse_of(vitals: Vitals) -> bytes:
 
 
 def take_pulse(ping: Message, liveness: Liveness, now: float) -> None:
-    """Of a PING; one of a peer that does not send any yet has no body."""
+    """The body of a PING; a peer that does not send any yet has none."""
     if ping.body:
         pulse = parse(Pulse, ping.body)
         liveness.heard(pulse.starvation, now)
