@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from services.gateway.text import StopStrings, Tokenizer
-from services.gateway.tools import Call, CallPart, Reading, ReadingPlan
+from services.gateway.tools import Call, CallPart, Reading, ReadingPlan, joined_parts
 from services.gateway.workers import Tokens
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
@@ -29,7 +29,7 @@ class Delta:
     finish_reason: llm_pb2.FinishReason
     reasoning: str = ""
     calls: Sequence[Call] = ()  # that are complete now
-    call_parts: Sequence[CallPart] = ()
+    call_parts: Sequence[CallPart] = ()  # at most one of each call
 
     @property
     def is_plain(self) -> bool:
@@ -108,7 +108,8 @@ class Choice:
         self._called = self._called or bool(found.calls)
         if self._called and finish_reason == llm_pb2.FINISH_REASON_STOP:
             finish_reason = llm_pb2.FINISH_REASON_TOOL_CALLS
-        return Delta(self.index, found.text, tokens, offsets, finish_reason, found.reasoning, found.calls, found.parts)
+        parts = joined_parts(found.parts)
+        return Delta(self.index, found.text, tokens, offsets, finish_reason, found.reasoning, found.calls, parts)
 
     def _show(self, text: str) -> str:
         self._length += len(text)

@@ -7,7 +7,7 @@ Each format reads text as it comes, cut anywhere: a call in parts, as far as the
 complete. One that was cut off is none.
 """
 
-from services.gateway.tools.call import Call, CallPart, CallReader, Schemas, parsed
+from services.gateway.tools.call import Call, CallPart, CallReader, Schemas, joined_parts, parsed
 from services.gateway.tools.formats import FORMATS, detect_format
 from services.gateway.tools.plan import ReadingPlan, plan_reading
 from services.gateway.tools.reader import AnswerReader, Reading
@@ -29,6 +29,7 @@ __all__ = [
     "ToolUse",
     "detect_format",
     "detect_tags",
+    "joined_parts",
     "parsed",
     "plan_reading",
     "read_call",

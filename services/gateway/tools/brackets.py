@@ -9,7 +9,7 @@ class Brackets:
     def __init__(self, quotes: str, separators: str = "") -> None:
         """`quotes` are the characters that begin and end a string."""
         self._marks = re.compile(rf"\\.?|[()\[\]{{}}{quotes}{separators}]", re.DOTALL)
-        self.separator = (0, 0)  # where the last one is that is at most two brackets deep, and how deep
+        self.separators: list[tuple[int, int]] = []  # where those are that are at most two brackets deep, and how deep
         self._at = 0
         self._depth = 0
         self._quote = ""
@@ -32,6 +32,6 @@ class Brackets:
                 if self._depth <= 0:
                     return found.end()
             elif self._depth <= 2:
-                self.separator = found.start(), self._depth
+                self.separators.append((found.start(), self._depth))
         self._at = len(text)
         return None

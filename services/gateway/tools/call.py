@@ -3,7 +3,9 @@
     text ... begin  body  closer  text ...
              └─ held until the body is complete; meanwhile what is certain of its calls comes in parts
 
-Text that cannot be a part of a call passes through at once. A body that turns out not to be a call is text, too.
+Text that cannot be a part of a call passes through at once. A body that turns out not to be a call is text, too. Once
+parts have reported a call it is one, for they cannot be taken back: if what follows is not as it should be, its
+arguments come as they are written. So an answer is the same whole and streamed, wherever it is cut.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from pydantic_core import from_json
+
 from services.gateway.tools.brackets import Brackets
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 CONTROL = re.compile(r"[\x00-\x1f]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 # The parameters of each tool that was offered, by its name.
 Schemas = Mapping[str, Mapping[str, Any]]
 
@@ -40,6 +45,15 @@ class CallPart:
 
 
 Piece = str | Call | CallPart
+
+
+def joined_parts(parts: Sequence[CallPart]) -> list[CallPart]:
+    """One of each call: clients take a second one of the same index and delta for the same again, or for another."""
+    found: dict[int, CallPart] = {}
+    for part in parts:
+        before = found.get(part.index)
+        found[part.index] = replace(before, arguments=before.arguments + part.arguments) if before else part
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,7 @@ class CallReader(ABC):
         self._held = ""
         self._inside = False
         self._closing = False
+        self._ended = False  # nothing follows
         self._silent = True  # nothing but white space has been said
         self._brackets = Brackets(self.quotes, self.separators)
         self._num_calls = 0
@@ -93,28 +108,33 @@ class CallReader(ABC):
     def feed(self, text: str) -> list[Piece]:
         """Text and calls that are certain now, in order: each call behind its parts."""
         self._held += text
-        return self._pieces(ended=False)
+        return self._pieces()
 
     def finish(self) -> list[Piece]:
         """The rest, when nothing follows. A marked or begun call that was cut off is neither call nor text."""
-        pieces = self._pieces(ended=True)
-        if self._inside and not self._begun and not self._held.startswith(self.begins):
+        self._ended = True
+        pieces = self._pieces()
+        if self._inside and not self._begun and not self._marked(self._held):
             pieces.append(self._held)
         self._held = ""
         return pieces
 
-    def _pieces(self, ended: bool) -> list[Piece]:
+    def _marked(self, text: str) -> bool:
+        """Whether a body begins with what nothing but a call does."""
+        return text.startswith(self.begins)
+
+    def _pieces(self) -> list[Piece]:
         pieces: list[Piece] = []
-        while self._held and self._advance(pieces, ended):
+        while self._held and self._advance(pieces):
             pass
         return pieces
 
-    def _advance(self, pieces: list[Piece], ended: bool) -> bool:
+    def _advance(self, pieces: list[Piece]) -> bool:
         """Take what is certain from the front of the held text; False when more of it must come first."""
         if self._closing:
-            return self._close(ended)
+            return self._close()
         if not self._inside:
-            return self._pass_text(pieces, ended)
+            return self._pass_text(pieces)
         taken = self._take(self._held)
         self._begin(self._sketch(self._held) if taken is None else taken.calls, pieces)
         if taken is None:
@@ -138,7 +158,7 @@ class CallReader(ABC):
         if calls:
             self._begun = list(calls)
 
-    def _pass_text(self, pieces: list[Piece], ended: bool) -> bool:
+    def _pass_text(self, pieces: list[Piece]) -> bool:
         """Up to the next begin, or as far as no begin can have begun."""
         text = self._held
         opens = self.opens if self._silent else ()
@@ -149,22 +169,22 @@ class CallReader(ABC):
         if start >= 0:
             self._open()
         else:
-            start = len(text) - (0 if ended else may_begin(text, self.begins))
-        if not ended and opens and not text[:start].strip():
+            start = len(text) - (0 if self._ended else may_begin(text, self.begins))
+        if not self._ended and opens and not text[:start].strip():
             start = start if self._inside else 0  # what is said first may still be a call
         self._say(text[:start], pieces)
         self._held = text[start:]
         return self._inside
 
-    def _close(self, ended: bool) -> bool:
+    def _close(self) -> bool:
         """Drop what may follow a call."""
         rest = self._held.lstrip()
         for closer in self.closers:
             if rest.startswith(closer):
                 self._held, self._closing = rest[len(closer) :], False
                 return True
-            if closer.startswith(rest) and (rest or not ended):
-                if ended:
+            if closer.startswith(rest) and (rest or not self._ended):
+                if self._ended:
                     self._held = ""
                 return False
         self._closing = False
@@ -182,6 +202,11 @@ def may_begin(text: str, marks: Sequence[str]) -> int:
         if any(mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0
+
+
+def begun(mark: str) -> str:
+    """A pattern of what begins a mark, or is it."""
+    return "(?:".join(map(re.escape, mark)) + ")?" * (len(mark) - 1)
 
 
 def call_of(value: Any) -> Call | None:
@@ -204,15 +229,28 @@ def _escaped(string: re.Match[str]) -> str:
 
 
 def parsed(text: str) -> Any:
-    """JSON, or None."""
+    """JSON, or None; half of a surrogate pair is in no text that can be sent."""
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse)
+        found = json.loads(text, strict=False, parse_constant=_refuse)
+        if "\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except (ValueError, RecursionError):
         return None
 
 
+def may_be_json(text: str) -> bool:
+    """Whether more text could make it JSON."""
+    try:
+        from_json(json_text(text), allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
 def to_json(arguments: Mapping[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text if text.isascii() or not SURROGATE.search(text) else json.dumps(arguments)
 
 
 def _refuse(constant: str) -> Any:

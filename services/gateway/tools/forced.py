@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.tools.call import Call, CallReader, Piece, Schemas, Taken, json_text, parsed
+from services.gateway.tools.call import Call, CallReader, Piece, Schemas, Taken, json_text
 from services.gateway.tools.json_call import JsonCalls
+
+LIST = "[, \t\r\n]"
 
 
 class ForcedCalls(JsonCalls):
@@ -14,11 +16,26 @@ class ForcedCalls(JsonCalls):
     begins = ("{",)
     closers = (",",)
 
+    def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
+        self._between = True  # nothing but the list's own marks has come since the last call
+
     def feed(self, text: str) -> list[Piece]:
-        return _calls(super().feed(text))
+        return self._unlisted(super().feed(text))
 
     def finish(self) -> list[Piece]:
-        return _calls(super().finish())
+        return self._unlisted(super().finish())
+
+    def _unlisted(self, pieces: list[Piece]) -> list[Piece]:
+        """Without the marks of the list."""
+        found: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, str) and self._between:
+                piece = piece.lstrip(LIST)
+            self._between = not isinstance(piece, str) or (self._between and not piece)
+            if piece:
+                found.append(piece)
+        return found
 
     def _object(self, text: str) -> int | None:
         return 0
@@ -37,12 +54,7 @@ class NamedCall(CallReader):
         end = self._brackets.end(text, 0)
         if end is None:
             return None
-        return Taken(end, self._sketch(text[:end]) if isinstance(parsed(text[:end]), dict) else ())
+        return Taken(end, self._sketch(text[:end]))
 
     def _sketch(self, text: str) -> Sequence[Call]:
         return [Call(self._name, json_text(text))]
-
-
-def _calls(pieces: list[Piece]) -> list[Piece]:
-    """Without the brackets of the list."""
-    return [piece for piece in pieces if not isinstance(piece, str)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from services.gateway.tools.call import Taken
 from services.gateway.tools.json_call import JsonCalls
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -16,7 +15,3 @@ class Hermes(JsonCalls):
     def _object(self, text: str) -> int | None:
         body = text[len(BEGIN) :].lstrip()
         return len(text) - len(body) if body else None
-
-    def _no_object(self, text: str, start: int) -> Taken | None:
-        closed = text.find(END)
-        return None if closed < 0 else Taken(closed + len(END))

@@ -7,9 +7,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from services.gateway.tools.brackets import Brackets
-from services.gateway.tools.call import Call, CallReader, Taken, call_of, json_text, parsed
+from services.gateway.tools.call import Call, CallReader, Taken, call_of, json_text, may_be_json, parsed
 
-HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
+# How an object begins that may be a call.
+OPENING = re.compile(r'\{\s*(?:"|$)')
+HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*["}])', re.DOTALL
+)
 
 
 class JsonCall:
@@ -35,9 +39,12 @@ class JsonCall:
         return Call(name, json_text(text[head.end() : self._end]))
 
     def made(self, text: str, start: int, end: int) -> Call | None:
-        """The call that text[start:end] is; None where it is none."""
-        call = call_of(parsed(text[start:end]))
-        return call and (self.begun(text[:end], start) or call)
+        """The call that text[start:end] is, at any rate once it has begun; None where it is none."""
+        return self.begun(text[:end], start) or call_of(parsed(text[start:end]))
+
+    def may_follow(self, text: str, start: int) -> bool:
+        """Whether more text could make it a call."""
+        return self.begun(text, start) is not None or may_be_json(text[start:])
 
 
 class JsonCalls(CallReader):
@@ -59,16 +66,19 @@ class JsonCalls(CallReader):
         start = self._object(text)
         if start is None:
             return None
-        if text[start] != "{":
-            return self._no_object(text, start)
+        if not OPENING.match(text, start):
+            return self._no_call(text)
         end = self._call.end(text, start)
         if end is None:
-            return None
+            return self._no_call(text) if self._ended and not self._call.may_follow(text, start) else None
         call = self._call.made(text, start, end)
-        return Taken(end, [call] if call and self._offered(text, call.name) else ())
+        if call and self._offered(text, call.name):
+            return Taken(end, [call])
+        return self._no_call(text) if parsed(text[start:end]) is None else Taken(end)
 
-    def _no_object(self, text: str, start: int) -> Taken | None:
-        return Taken(start)
+    def _no_call(self, text: str) -> Taken:
+        """One may begin right behind the mark."""
+        return Taken(max([1, *(len(begin) for begin in self.begins if text.startswith(begin))]))
 
     def _sketch(self, text: str) -> Sequence[Call]:
         start = self._object(text)

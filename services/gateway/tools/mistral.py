@@ -3,68 +3,67 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from services.gateway.tools.call import Call, CallReader, Taken, call_of, json_text, parsed
-from services.gateway.tools.json_call import JsonCall
+from services.gateway.tools.call import Call, Schemas, Taken, begun, json_text
+from services.gateway.tools.json_call import JsonCalls
 
 BEGIN = "[TOOL_CALLS]"
-HEAD = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
-NEITHER = re.compile(r"\s*[\w.-]+\s+[^\s\[{]|\s*[^\s\w.\[-]")
-BETWEEN = re.compile(r"[\s,]*")
+HEAD = re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*(?=\{\s*[\"}])")
+# What comes before an object of a list; and all that may yet become that, or a head.
+ENTRY = re.compile(r"(?:\[TOOL_CALLS\]\s*\[|,)\s*(?=\{)")
+MAY_BE_ENTRY = re.compile(r"(?:\[TOOL_CALLS\]\s*\[?|,)\s*")
+MAY_BE_HEAD = re.compile(
+    r"\[TOOL_CALLS\]\s*[\w.-]*\s*"
+    rf"(?:{begun('[CALL_ID]')}|\[CALL_ID\]\w*\s*(?:{begun('[ARGS]')})?|{begun('[ARGS]')})?\s*(?:(?<!CALL_ID\])\{{\s*)?"
+)
 
 
-class Mistral(CallReader):
+class Mistral(JsonCalls):
     begins = (BEGIN,)
     id_form = "{:.9}"  # its templates take no others
     parts = ("[CALL_ID]", "[ARGS]")
 
-    def _open(self) -> None:
-        super()._open()
-        self._listed: list[Call] = []  # the complete ones of a list, up to `_at`
-        self._at: int | None = None
-        self._call = JsonCall()
+    def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
+        self._listed = False  # behind a call of a list
+
+    def _object(self, text: str) -> int | None:
+        entry = ENTRY.match(text)
+        return entry.end() if entry else None
 
     def _take(self, text: str) -> Taken | None:
-        if head := HEAD.match(text, len(BEGIN)):
+        if head := HEAD.match(text):
             end = self._brackets.end(text, head.end())
-            return None if end is None else self._one(text, head, end)
-        start = _list(text)
-        if start is not None:
-            end = self._brackets.end(text, start)
-            return None if end is None else self._many(text, start, end)
-        return Taken(len(text)) if NEITHER.match(text, len(BEGIN)) else None
+            return None if end is None else Taken(end, self._sketch(text[:end]))
+        if ENTRY.match(text):
+            taken = super()._take(text)
+            self._listed = bool(taken and taken.calls)
+            return taken
+        return None if _may_become_one(text) else self._no_call(text)
 
-    def _sketch(self, text: str) -> Sequence[Call]:
-        if head := HEAD.match(text, len(BEGIN)):
+    def _sketch(self, text: str) -> list[Call]:
+        if head := HEAD.match(text):
             return [Call(head["name"], json_text(text[head.end() :]))]
-        start = _list(text)
-        return () if start is None else self._calls(text, start)
+        return list(super()._sketch(text))
 
-    def _one(self, text: str, head: re.Match[str], end: int) -> Taken:
-        call = call_of({"name": head["name"], "arguments": parsed(text[head.end() : end])})
-        return Taken(end, self._sketch(text[:end]) if call else ())
+    def _marked(self, text: str) -> bool:
+        return super()._marked(text) or text.startswith(",")
 
-    def _many(self, text: str, start: int, end: int) -> Taken:
-        found = parsed(text[start:end])
-        are_calls = isinstance(found, list) and all(map(call_of, found))
-        return Taken(end, self._calls(text[:end], start) if are_calls else ())
-
-    def _calls(self, text: str, start: int) -> list[Call]:
-        """Those of a list, the last one as far as it is there."""
-        self._at = start + 1 if self._at is None else self._at
-        while True:
-            at = self._at = BETWEEN.match(text, self._at).end()  # type: ignore[union-attr]
-            end = self._call.end(text, at) if text.startswith("{", at) else None
-            if end is None:
-                begun = self._call.begun(text, at)
-                return [*self._listed, begun] if begun else self._listed
-            call = self._call.made(text, at, end)
-            if call is None:
-                return self._listed
-            self._listed, self._at, self._call = [*self._listed, call], end, JsonCall()
+    def _close(self) -> bool:
+        """Behind a call of a list: its end, or the next one."""
+        if not self._listed:
+            return super()._close()
+        rest = self._held.lstrip()
+        if not rest:
+            return False
+        self._listed = self._closing = False
+        if rest.startswith("]"):
+            self._held = rest[1:]
+        elif MAY_BE_ENTRY.match(rest):
+            self._held = rest
+            self._open()
+        return True
 
 
-def _list(text: str) -> int | None:
-    body = text[len(BEGIN) :].lstrip()
-    return len(text) - len(body) if body.startswith("[") else None
+def _may_become_one(text: str) -> bool:
+    return bool(MAY_BE_ENTRY.fullmatch(text) or MAY_BE_HEAD.fullmatch(text))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 
 from services.gateway.tools.call import Call, CallReader, Taken, to_json
 
 TAG = "<|python_start|>"
+OPENING = re.compile(r"\[\s*(?:[^\W\d][\w.]*\s*(?:\(|$)|$)")
+# After so many commas or characters a list comes in parts no more: at each of them all before it is parsed.
+MOST_COMMAS, MOST_PARSED = 256, 16 * 1024
 
 
 class Pythonic(CallReader):
@@ -19,30 +23,55 @@ class Pythonic(CallReader):
 
     def _open(self) -> None:
         super()._open()
-        self._parsed = (0, list[Call]())  # up to which comma, and what
+        self._num_read = 0  # commas
+        self._parsed: list[Call] = []
+        self._comma = (0, 0)  # behind those
 
     def _take(self, text: str) -> Taken | None:
         tag = len(TAG) if text.startswith(TAG) else 0
         start = len(text) - len(text[tag:].lstrip())
         if start == len(text):
             return None
-        if text[start] != "[":
-            return Taken(start)
+        if not OPENING.match(text, start):
+            return Taken(start or 1)
         end = self._brackets.end(text, start)
         if end is None:
             return None
-        return Taken(end, calls_of(text[start:end]) or ())
+        found = calls_of(text[start:end])
+        return Taken(end, found) if found else self._broken(text, end)
 
     def _sketch(self, text: str) -> Sequence[Call]:
-        """Up to the last comma between calls or between arguments of one."""
+        """Up to the last comma, between calls or between arguments of one, before which all is as it should be."""
         start = text.find("[", len(TAG) if text.startswith(TAG) else 0)
-        comma, depth = self._brackets.separator
-        if start >= 0 and comma != self._parsed[0]:
-            found = calls_of(text[start:comma] + (")]" if depth == 2 else "]")) or []
-            if found and depth == 2:
-                found[-1] = Call(found[-1].name, found[-1].arguments.removesuffix("}"))
-            self._parsed = comma, found
-        return self._parsed[1]
+        for comma, depth in self._brackets.separators[self._num_read : MOST_COMMAS]:
+            found = _calls_up_to(text, start, comma, depth) if comma - start < MOST_PARSED else []
+            if not found:
+                self._num_read = MOST_COMMAS
+                break
+            self._num_read += 1
+            self._parsed, self._comma = found, (comma, depth)
+        return self._parsed
+
+    def _broken(self, text: str, end: int) -> Taken:
+        """A list that is none of calls: those that its sketch has, the last one as it is written."""
+        if not (calls := list(self._sketch(text))):
+            return Taken(end)
+        comma, depth = self._comma
+        if depth == 1:
+            return Taken(comma, calls)
+        later = (at for at, depth in self._brackets.separators if depth == 1 and at > comma)
+        behind = next(later, end - 1)
+        rest = text[comma + 1 : behind].strip().removesuffix(")")
+        calls[-1] = Call(calls[-1].name, f"{calls[-1].arguments}, {rest}}}")
+        return Taken(end if behind == end - 1 else behind, calls)
+
+
+def _calls_up_to(text: str, start: int, comma: int, depth: int) -> list[Call]:
+    """Those of a list that is not complete, the last one as far as it will not change."""
+    found = calls_of(text[start:comma] + (")]" if depth == 2 else "]")) or []
+    if found and depth == 2:
+        found[-1] = Call(found[-1].name, found[-1].arguments.removesuffix("}"))
+    return found
 
 
 def calls_of(text: str) -> list[Call] | None:

@@ -20,16 +20,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.gateway.tools.call import Call, CallReader, Schemas, Taken, parsed, to_json
+from services.gateway.tools.call import Call, CallReader, Schemas, Taken, begun, parsed, to_json
 
 BEGIN, FUNCTION, END = "<tool_call>", "<function=", "</function>"
-NAME = re.compile(r"<function=([^>\n]+)>\s*")
+NAME = re.compile(r"<function=[^\S\n]*([^\s>][^>\n]*)>\s*")
+MAY_BE_NAME = re.compile(r"<function=[^>\n]*")
+MAY_BE_PARAMETER = re.compile(rf"{begun('<parameter=')}|<parameter=[^>\n]*|{begun('</function>')}")
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
 VALUE_END = re.compile(
-    r"\n?</parameter>(?=\s*(?:<parameter=|</function>))"
+    r"\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))"
     r"|\n(?=<parameter=[^>\n]+>)"
-    r"|\n(?=</function>\s*(?:</tool_call>|$))"
+    r"|\n(?=</function>\s*</tool_call>)"
 )
+LAST_VALUE_END = re.compile(rf"{VALUE_END.pattern}|\n(?=</function>\s*$)")  # where nothing follows
 # What may yet turn out to be the end of a value.
 MAY_END = re.compile(r"\n?(?:</parameter>\s*|</function>\s*)?(?:<[^>\n]*)?$")
 SPACE = re.compile(r"\s*")
@@ -56,25 +59,25 @@ class Qwen3Coder(CallReader):
         body = text[start:]
         if not body.startswith(FUNCTION):
             return None if FUNCTION.startswith(body) else Taken(start)
-        if END not in text:
-            return None
-        return self._function(text, start)
-
-    def _function(self, text: str, start: int) -> Taken | None:
         head = NAME.match(text, start)
         if head is None:
-            return Taken(start + len(FUNCTION))
-        name = head[1].strip()
+            return None if MAY_BE_NAME.fullmatch(text, start) else Taken(start + len(FUNCTION))
+        if END not in text:
+            return None if _may_go_on(text, head.end()) else Taken(head.end())
+        return self._function(text, head)
+
+    def _function(self, text: str, head: re.Match[str]) -> Taken | None:
+        name, value_end = head[1].strip(), LAST_VALUE_END if self._ended else VALUE_END
         given: dict[str, str] = {}
         at = head.end()
         while found := PARAMETER.match(text, at):
-            end = VALUE_END.search(text, max(found.end() - 1, found.start()))
+            end = value_end.search(text, max(found.end() - 1, found.start()))
             if end is None:
                 return None
             given.setdefault(found[1].strip(), text[found.end() : max(end.start(), found.end())])
             at = SPACE.match(text, end.end()).end()  # type: ignore[union-attr]
         if not text.startswith(END, at):
-            return None if _may_go_on(text[at:]) else Taken(at)
+            return None if _may_go_on(text, at) else Taken(at)
         types = _types(self._schemas, name)
         arguments = {key: typed(value, types.get(key, {})) for key, value in given.items()}
         return Taken(at + len(END), [Call(name, to_json(arguments))])
@@ -96,6 +99,8 @@ class _Written:
             head = NAME.match(text, start)
             if head is None:
                 return ()
+            if not text.startswith(END, head.end()) and not PARAMETER.match(text, head.end()):
+                return ()  # it may yet be text
             self._name, self._at = head[1].strip(), head.end()
         while self._value_read(text):
             pass
@@ -139,8 +144,8 @@ def _types(schemas: Schemas, name: str) -> Mapping[str, Any]:
     return types if isinstance(types, Mapping) else {}
 
 
-def _may_go_on(rest: str) -> bool:
-    return any(tag.startswith(rest) or rest.startswith(tag) for tag in ("<parameter=", END))
+def _may_go_on(text: str, at: int) -> bool:
+    return bool(PARAMETER.match(text, at) or MAY_BE_PARAMETER.fullmatch(text, at) or at == len(text))
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:

@@ -12,8 +12,11 @@ from grpc import aio
 from openai import AsyncOpenAI
 
 from services.gateway import Gateway
+from services.gateway.generation.choice import Choice
 from services.gateway.text import ChatTemplate, Tokenizer
-from services.gateway.tools import FORMATS, TAGS, detect_format
+from services.gateway.tools import FORMATS, TAGS, detect_format, plan_reading, read_tools
+from services.gateway.workers import Tokens
+from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2, llm_pb2_grpc, worker_pb2
 from tests.gateway.peers import MODEL, Peers
 
@@ -94,6 +97,21 @@ async def test_a_call_whole_and_streamed(client: AsyncOpenAI, says: Any, tokeniz
     assert begun == [(0, "function", "weather"), (1, "function", "weather")]
     assert ["".join(pieces[i]) for i in (0, 1)] == [call.function.arguments for call in calls]
     assert min(map(len, pieces.values())) > 3
+
+
+@pytest.mark.parametrize("count", [2, 7, 1000])
+def test_a_delta_has_one_entry_for_each_call(tokenizer: Tokenizer, count: int) -> None:
+    """However many tokens come in one message."""
+    plan = plan_reading(None, FORMATS["hermes"], read_tools(TOOLS, "auto", None), "")
+    choice = Choice(0, tokenizer, SamplingParams(), (), plan)
+    ids = list(tokenizer.token_ids(f"{CALL}{CALL}"))
+    said: dict[int, str] = {}
+    for at in range(0, len(ids), count):
+        delta = choice.feed(Tokens(ids[at : at + count], []), llm_pb2.FINISH_REASON_UNSPECIFIED)
+        assert len({part.index for part in delta.call_parts}) == len(delta.call_parts)
+        for part in delta.call_parts:
+            said[part.index] = said.get(part.index, "") + part.name + part.arguments
+    assert said == dict.fromkeys((0, 1), 'weather{"city": "Malmö"}')
 
 
 async def test_one_call_where_they_may_not_be_parallel(client: AsyncOpenAI, says: Any) -> None:

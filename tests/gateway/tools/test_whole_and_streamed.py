@@ -1,0 +1,178 @@
+"""An answer says the same whole and streamed, whatever the model writes; and what is no call is text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.tools import FORMATS, TAGS, AnswerReader, Call, CallPart, CallReader, Thinking
+from services.gateway.tools.forced import ForcedCalls, NamedCall
+from tests.fuzzing import fuzzed
+from tests.gateway.tools.test_parts import CALLS, SCHEMAS, WRITTEN
+
+pytestmark = pytest.mark.fast
+
+FORCED = {"required": ForcedCalls, "named": NamedCall}
+KINDS: dict[str, type[CallReader]] = {**FORMATS, **FORCED}
+# What mutations put in: what could be mistaken for something else, and what breaks a call.
+MARKS = [
+    "<tool_call>", "</tool_call>", "<function=", "<function=f>", "</function>", "<parameter=", "<parameter=n>",
+    "</parameter>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|python_start|>", "<|python_end|>",
+    "<think>", "</think>", '{"name": "f", "arguments": {"city": Paris}}', '{"city": Paris}', "f(city=Paris)",
+    "f(n=1, x)",
+]  # fmt: skip
+SMALL = ["\n", " ", '"', "'", "\\", "{", "}", "[", "]", "(", ")", ",", ":", ";", "=", "a", "1", "é", "\\u12", "\\ud800"]
+WORDS = st.sampled_from(["", "so: ", "see ", " tag here", "\n\n", "it's", *MARKS])
+
+
+@dataclass
+class Read:
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    parts: list[CallPart] = field(default_factory=list)
+
+
+@st.composite
+def written(draw: st.DrawFn, name: str) -> str:
+    """Calls with text around them, some of it changed."""
+    forms = [write for form, (kind, write) in WRITTEN.items() if kind is KINDS[name]] or [
+        lambda _: '{"text": "a", "n": 1}'
+    ]
+    text = draw(WORDS)
+    for _ in range(draw(st.integers(1, 2))):
+        calls = draw(st.lists(st.sampled_from(CALLS), min_size=1, max_size=3))
+        text += draw(st.sampled_from(forms))(calls) + draw(WORDS)
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(text)))
+        gone = draw(st.sampled_from([0, 0, 1, 1, 5, 40]))
+        text = text[:at] + draw(st.one_of(st.sampled_from(SMALL), st.sampled_from(MARKS))) + text[at + gone :]
+    return text
+
+
+def cut(draw: st.DrawFn, text: str) -> list[str]:
+    places = sorted({0, len(text), *draw(st.lists(st.integers(0, len(text)), max_size=12))})
+    return [text[begin:end] for begin, end in pairwise(places)]
+
+
+def reader_of(name: str) -> CallReader:
+    return KINDS[name]({"f": SCHEMAS["f"]} if name == "named" else SCHEMAS)
+
+
+def read(name: str, pieces: Sequence[str], thinks: bool = False) -> Read:
+    thinking = Thinking(TAGS["think"], True, KINDS[name].ends_thinking) if thinks else None
+    reader, found = AnswerReader(thinking, reader_of(name)), Read()
+    for one in [*map(reader.feed, pieces), reader.finish()]:
+        found.text += one.text
+        found.reasoning += one.reasoning
+        found.calls += one.calls
+        found.parts += one.parts
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_mutated_calls_say_the_same_whole_and_streamed(name: str) -> None:
+    @fuzzed(60)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        text, thinks = data.draw(written(name)), data.draw(st.booleans())
+        whole = read(name, [text], thinks)
+        for pieces in (list(text), data.draw(st.composite(cut)(text))):  # type: ignore[arg-type]
+            streamed = read(name, pieces, thinks)
+            assert (streamed.text, streamed.reasoning) == (whole.text, whole.reasoning)
+            assert streamed.calls == whole.calls
+            for call in whole.calls:
+                own = [part for part in streamed.parts if part.index == call.index]
+                assert [part.name for part in own] == [call.name] + [""] * (len(own) - 1)
+                assert "".join(part.arguments for part in own) == call.arguments
+            begun = {part.index for part in streamed.parts} - {call.index for call in whole.calls}
+            assert len(begun) <= 1 or name == "pythonic"  # one that was cut off, or a list of them
+        said = [whole.text, whole.reasoning, *(one for call in whole.calls for one in (call.name, call.arguments))]
+        json.dumps(said, ensure_ascii=False).encode()
+
+    check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_vanishes_but_calls(name: str) -> None:
+    @fuzzed(60)
+    @given(written(name))
+    def check(text: str) -> None:
+        reader = reader_of(name)
+        between = {*reader.closers, ",", "]"} if name in ("mistral", "required") else {*reader.closers}
+        between |= {"["} if name == "required" else set()
+        gone, begun = "", False
+        for character in text:
+            before = reader._held + character
+            pieces = reader.feed(character)
+            calls = [piece for piece in pieces if isinstance(piece, Call)]
+            shown = "".join(piece for piece in pieces if isinstance(piece, str))
+            assert before.startswith(shown) or calls or name == "required"
+            gone = before[: len(before) - len(reader._held)]
+            if not calls and len(gone) > len(shown):
+                assert gone.strip() in between or gone.replace(shown, "").strip("[], \n") == ""
+            begun = (begun or any(isinstance(piece, CallPart) for piece in pieces)) and not calls
+        tail = reader._held
+        rest = reader.finish()
+        shown = "".join(piece for piece in rest if isinstance(piece, str))
+        calls = [piece for piece in rest if isinstance(piece, Call)]
+        if not calls and not begun and len(tail.strip()) > len(shown.strip()):  # neither call nor text
+            lost = tail[len(shown) :].strip() if tail.startswith(shown) else tail
+            marks = (*reader.begins, *reader.closers, ",", "]")
+            assert any(mark.startswith(lost) or lost.startswith(mark) for mark in marks)
+
+    check()
+
+
+@pytest.mark.parametrize("end", ["", "."])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "see <tool_call> tag here"),
+        ("hermes", '<tool_call>{"city": Paris}'),
+        ("hermes", "<tool_call>{ this is no call"),
+        ("hermes", '<tool_call>{"a": b and so on'),
+        ("qwen3_coder", "see <tool_call> tag here"),
+        ("qwen3_coder", "write <function=f> and then"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\nno parameter"),
+        ("mistral", "see [TOOL_CALLS] tag here"),
+        ("mistral", "[TOOL_CALLS]json {at all"),
+        ("mistral", '[TOOL_CALLS] [{"bad": 1}] so'),
+        ("llama3_json", "see <|python_tag|>print(1)"),
+        ("pythonic", "<|python_start|>[it's a list"),
+        ("pythonic", "[1, 2"),
+    ],
+)
+def test_what_only_looks_like_a_call_is_text(name: str, text: str, end: str) -> None:
+    for pieces in ([text + end], list(text + end)):
+        found = read(name, pieces)
+        assert (found.text, found.calls, found.parts) == (text + end, [], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"city": Paris}}</tool_call>', Call("f", '{"city": Paris}')),
+        ("llama3_json", '{"name": "f", "parameters": {"city": Paris}}', Call("f", '{"city": Paris}')),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"city": Paris}', Call("f", '{"city": Paris}')),
+        ("named", '{"city": Paris}', Call("f", '{"city": Paris}')),
+        ("pythonic", "[f(n=1, city=Paris)]", Call("f", '{"n": 1, city=Paris}')),
+    ],
+)
+def test_a_begun_call_is_one_with_its_arguments_as_written(name: str, text: str, call: Call) -> None:
+    for pieces in ([text], list(text)):
+        found = read(name, pieces)
+        assert (found.text, found.calls) == ("", [call])
+
+
+def test_text_behind_a_broken_list_of_calls_is_shown() -> None:
+    text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"bad": 1}] so'
+    assert [(found.text, len(found.calls)) for found in (read("mistral", [text]), read("mistral", list(text)))] == [
+        (', {"bad": 1}] so', 1)
+    ] * 2
