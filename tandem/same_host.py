@@ -11,7 +11,8 @@ from pathlib import Path
 
 PROC = Path("/proc")
 # As in proc(5): stopped by a signal; a zombie; dead.
-DEAD_STATES = {"T": "it is stopped", "Z": "it is gone", "X": "it is gone"}
+GONE = "it is gone"
+DEAD_STATES = {"T": "it is stopped", "Z": GONE, "X": GONE}
 
 
 def this_process(proc: Path = PROC) -> str:
@@ -35,8 +36,13 @@ def dead_here(process: str, proc: Path = PROC) -> str:
     try:
         state, found = _stat(proc, pid)
     except (OSError, ValueError):
-        return "it is gone"
-    return DEAD_STATES.get(state, "") if found == began else "it is gone"
+        return GONE
+    return DEAD_STATES.get(state, "") if found == began else GONE
+
+
+def gone_here(process: str) -> bool:
+    """Whether it was a process of this host and has ended; one that is stopped has not."""
+    return dead_here(process) == GONE
 
 
 def _host(proc: Path) -> str:

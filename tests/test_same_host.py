@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.same_host import dead_here, this_process
+from tandem.same_host import dead_here, gone_here, this_process
 
 CHILD = "from tandem.same_host import this_process; print(this_process(), flush=True); input()"
 
@@ -28,6 +28,7 @@ def test_a_process_is_seen_to_run_to_stop_and_to_go() -> None:
         child.kill()
         until(process, "it is gone")  # a zombie, then none at all
     assert dead_here(process) == "it is gone"
+    assert gone_here(process)
 
 
 def until(process: str, said: str) -> None:

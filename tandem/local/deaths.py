@@ -1,32 +1,48 @@
-"""Tells the registry of a worker that has died: of what, and by its crash page of whom."""
+"""Tells the registry of a worker that has died: of what, and by its crash page of whom. Its lease ends with it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
 
 from tandem.crash_page import Death, death_of, page_path
 from tandem.registry import Registry, RegistryUnavailable
+from tandem.same_host import gone_here
 
 log = structlog.get_logger(__name__)
 REPORT_S = 1.0
 
 
 async def report_death(settings: Mapping[str, object], cause: str) -> Death | None:
-    """Report the death of the worker with these settings. Its page is then known: its next start need not report it."""
-    if "crash_dir" not in settings or "worker_id" not in settings:
+    """Report the death of the worker with these settings, whose process has just ended: what its page says is then
+    known, and its lease has ended. Its next start, at another port, need not wait for that."""
+    if "worker_id" not in settings:
         return None
-    namespace = str(settings.get("namespace", "tandem"))
-    path = page_path(Path(str(settings["crash_dir"])), namespace, str(settings["worker_id"]))
+    death = await report_page(settings, cause)
+    try:
+        async with _registry_of(settings) as registry:
+            await end_lease_of_dead(registry, str(settings["worker_id"]), gone_here)
+    except (RegistryUnavailable, TimeoutError) as error:
+        log.warning("registry unavailable: a dead worker's lease ends by itself", error=str(error))
+    return death
+
+
+async def report_page(settings: Mapping[str, object], cause: str) -> Death | None:
+    """Report what the page of the worker with these settings says, where it has left one: its next start need not."""
+    if "crash_dir" not in settings:
+        return None
+    path = page_path(Path(str(settings["crash_dir"])), _namespace(settings), str(settings["worker_id"]))
     if not path.exists():
         return None
     try:
         death = death_of(path.read_bytes(), cause)
         if death is not None:
-            await tell(death, str(settings["redis_url"]), namespace)
+            async with _registry_of(settings) as registry:
+                await registry.report_death(death)
             path.unlink(missing_ok=True)
         return death
     except OSError as error:
@@ -36,14 +52,28 @@ async def report_death(settings: Mapping[str, object], cause: str) -> Death | No
     return None
 
 
-async def tell(death: Death, redis_url: str, namespace: str) -> None:
-    """
+async def end_lease_of_dead(registry: Registry, worker_id: str, is_gone: Callable[[str], bool]) -> bool:
+    """End this worker's lease, and what hangs on it, if `is_gone` says so of its process. True if it did.
+
     Raises:
         RegistryUnavailable
     """
-    registry = Registry.connect(redis_url, namespace=namespace, timeout=REPORT_S)
+    gone = [w.info for w in await registry.workers() if w.info.worker_id == worker_id and is_gone(w.info.process)]
+    for info in gone:
+        await registry.deregister(worker_id, info.incarnation)
+    return bool(gone)
+
+
+@asynccontextmanager
+async def _registry_of(settings: Mapping[str, object]) -> AsyncIterator[Registry]:
+    """The worker's registry, for a short while."""
+    registry = Registry.connect(str(settings["redis_url"]), namespace=_namespace(settings), timeout=REPORT_S)
     try:
         async with asyncio.timeout(2 * REPORT_S):
-            await registry.report_death(death)
+            yield registry
     finally:
         await registry.close()
+
+
+def _namespace(settings: Mapping[str, object]) -> str:
+    return str(settings.get("namespace", "tandem"))

@@ -66,6 +66,7 @@ class Ports:
     hostname: str
     secret: ClusterSecret = NO_SECRET
     process: str = ""  # as others of this host know it
+    is_gone: Callable[[str], bool] = lambda process: False  # what this host's kernel says of such a process
     pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
 
 
@@ -198,7 +199,7 @@ class Worker:
         self.address = info.grpc_address
         self._lease = Lease(
             registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again,
-            starvation=self._starvation.now,
+            starvation=self._starvation.now, is_gone=self._ports.is_gone,
         )  # fmt: skip
         self._ports.engine.start(self._service.on_events, self._fail)
         life = (

@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from tandem.crash_page import CrashPage, page_path
-from tandem.local.deaths import report_death
+from tandem.local.deaths import report_page
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -34,7 +34,7 @@ def open_crash_page(settings: WorkerSettings, worker_id: str) -> CrashPage:
     if said:
         log.error("the last start has crashed", said=said[-LAST_CHARACTERS:])
     of = {"crash_dir": settings.crash_dir, "worker_id": worker_id}
-    asyncio.run(report_death({**of, "redis_url": settings.redis_url, "namespace": settings.namespace}, cause_in(said)))
+    asyncio.run(report_page({**of, "redis_url": settings.redis_url, "namespace": settings.namespace}, cause_in(said)))
     return _new_page(path, faults)
 
 

@@ -1,7 +1,8 @@
 """A worker's lease in the registry: registered, renewed four times per TTL, released. A starved worker's lasts longer.
 
 Redis going away never ends a worker: it serves on and registers again when Redis is back. Being replaced by a newer
-incarnation does. So does another worker of the same id that lives; the lease of one that has died is waited for.
+incarnation does. So does another worker of the same id that lives. The lease of one that has died is waited for,
+where this host's kernel does not know better.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from tandem.liveness import stretched
+from tandem.local.deaths import end_lease_of_dead
 from tandem.registry import Registry, RegistryUnavailable, WorkerIdTaken, WorkerInfo, WorkerLoad
 
 log = structlog.get_logger(__name__)
@@ -32,12 +34,15 @@ class Lease:
         ttl: float,
         on_forgotten: Callable[[], None],
         starvation: Callable[[], float] = lambda: 0.0,
+        is_gone: Callable[[str], bool] = lambda process: False,
     ) -> None:
+        """`is_gone`: whether a process of this host, as it is registered, has ended."""
         self._registry = registry
         self._info = info
         self._load = load
         self._ttl = ttl
         self._starvation = starvation
+        self._is_gone = is_gone
         self._on_forgotten = on_forgotten
         self._changed = asyncio.Event()
         self._patient_until = 0.0
@@ -67,6 +72,9 @@ class Lease:
         try:
             await self._registry.register(self._info, self._load(), self._lasts_s)
         except WorkerIdTaken as taken:
+            if await end_lease_of_dead(self._registry, self._info.worker_id, self._is_gone):
+                self.renew_now()
+                return
             self._patient_until = self._patient_until or now() + taken.ends_in_s + self._ttl
             if now() > self._patient_until:
                 raise

@@ -23,7 +23,7 @@ from tandem.garbage import settled
 from tandem.integrity import IntegrityReport, lasting
 from tandem.loop_watch import ends_where_it_stands_still
 from tandem.registry import Registry, Role
-from tandem.same_host import this_process
+from tandem.same_host import gone_here, this_process
 from tandem.starvation import CpuPressure
 from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
@@ -65,6 +65,7 @@ def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
         hostname=socket.gethostname(),
         secret=settings.security.secret,
         process=this_process(),
+        is_gone=gone_here,
         pressure=CpuPressure(),
     )
 

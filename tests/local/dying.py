@@ -1,5 +1,6 @@
-"""A service that dies in mid-step, of the signal that it is told."""
+"""A service that dies of the signal that it is told: in mid-step, or without a crash page as a registered worker."""
 
+import asyncio
 import os
 import sys
 import time
@@ -7,13 +8,34 @@ from pathlib import Path
 from uuid import uuid4
 
 from tandem.crash_page import CrashPage, page_path
+from tandem.registry import Registry, Role
+from tandem.same_host import this_process
+from tests.registry.cluster import worker_info, worker_load
 
-if __name__ == "__main__":
-    said = dict(option.removeprefix("--").split("=", 1) for option in sys.argv[1:])
-    page = CrashPage.at(page_path(Path(said["crash-dir"]), "tandem", said["worker-id"]))
+LEASE_S = 300.0
+
+
+async def register(worker_id: str, at: str) -> None:
+    registry = Registry.connect(os.environ["TANDEM_REDIS_URL"], timeout=30.0)
+    incarnation = uuid4().hex
+    info = worker_info(worker_id, Role.DECODE, incarnation, grpc_address=at, process=this_process())
+    await registry.register(info, worker_load(), LEASE_S)
+    await registry.close()
+
+
+def enter_steps(path: Path) -> None:
+    page = CrashPage.at(path)
     page.begin(uuid4().hex)
     page.enter("a", 4)
     page.enter("b", 0)
     page.stepping()
+
+
+if __name__ == "__main__":
+    said = dict(option.removeprefix("--").split("=", 1) for option in sys.argv[1:])
+    if "crash-dir" in said:
+        enter_steps(page_path(Path(said["crash-dir"]), "tandem", said["worker-id"]))
+    else:
+        asyncio.run(register(said["worker-id"], f"another port:{os.getpid()}"))
     os.kill(os.getpid(), int(said["dies"]))
     time.sleep(60)

@@ -13,7 +13,9 @@ from tandem.crash_page import Death
 from tandem.local import LocalLauncher, RedisServer, Service
 from tandem.local.deaths import report_death
 from tandem.local.oom import OomKills, how_it_died
-from tandem.registry import Registry
+from tandem.registry import Registry, Role
+from tandem.same_host import this_process
+from tests.registry.cluster import worker_info, worker_load
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
@@ -43,6 +45,40 @@ async def test_a_service_that_dies_is_told_of_before_it_is_started_again(
         assert first.incarnation != second.incarnation
         assert first.named == ({"a": 4, "b": 0} if number is signal.SIGSEGV else {})
         assert await registry.death(first.incarnation) == first
+        await registry.close()
+
+
+async def test_the_lease_of_a_service_that_dies_ends_before_it_is_started_again(tmp_path: Path) -> None:
+    """Its next start, at another port, registers at once, though the lease had minutes left and there is no page."""
+    with RedisServer.start() as redis:
+        registry = Registry.connect(redis.url, timeout=30.0)
+        settings = {"worker_id": "d0", "redis_url": redis.url, "dies": signal.SIGKILL.value}
+        live: list[list[str]] = []
+
+        async def on_death(settings: Mapping[str, object], cause: str) -> None:
+            await report_death(settings, cause)
+            live.append([worker.info.incarnation for worker in await registry.workers()])
+
+        launcher = LocalLauncher(tmp_path, print, on_death)
+        await launcher.start([Service("dies", "tests.local.dying", settings)])
+        watching = asyncio.create_task(launcher.watch(restart=True))
+        async with asyncio.timeout(60):
+            while len(live) < 2:
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        await launcher.stop()
+        assert live[:2] == [[], []]
+        assert b"WorkerIdTaken" not in (tmp_path / "dies.log").read_bytes()
+        await registry.close()
+
+
+async def test_who_lives_keeps_its_lease_whoever_of_its_name_dies() -> None:
+    with RedisServer.start() as redis:
+        registry = Registry.connect(redis.url, timeout=30.0)
+        lives = worker_info("d0", Role.DECODE, process=this_process())
+        await registry.register(lives, worker_load(), 30.0)
+        await report_death({"worker_id": "d0", "redis_url": redis.url}, "SIGKILL")
+        assert [worker.info for worker in await registry.workers()] == [lives]
         await registry.close()
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 
-from tandem.registry import Registry, Role, WorkerIdTaken
+from tandem.registry import Registry, Role, StaleIncarnation, WorkerIdTaken
 from tandem.worker.lease import Lease
 from tests.registry.cluster import worker_info, worker_load
 from tests.registry.conftest import connect, namespace, redis_server, registry
@@ -31,6 +32,25 @@ async def test_the_lease_of_a_dead_start_is_waited_for(registry: Registry) -> No
     assert [worker.info for worker in await registry.workers()] == [ELSEWHERE]
     assert not holding.done()
     holding.cancel()
+
+
+@pytest.mark.parametrize(("process", "waits"), [("gone", False), ("stopped", True)])
+async def test_a_lease_whose_process_is_gone_is_not_waited_for(registry: Registry, process: str, waits: bool) -> None:
+    """However long a starved one's lasts: this host's kernel knows of its end. One that is stopped may go on."""
+    before = worker_info("d0", Role.DECODE, "before", process=process)
+    await registry.register(before, worker_load(), 30.0)
+    lease = Lease(
+        registry, ELSEWHERE, worker_load, ttl=30.0, on_forgotten=lambda: None, is_gone=lambda process: process == "gone"
+    )
+    holding = asyncio.create_task(lease.hold())
+    with pytest.raises(TimeoutError) if waits else nullcontext():
+        async with asyncio.timeout(3):
+            await lease.held.wait()
+    holding.cancel()
+    assert [worker.info for worker in await registry.workers()] == [before if waits else ELSEWHERE]
+    if not waits:
+        with pytest.raises(StaleIncarnation):
+            await registry.heartbeat(before, worker_load(), TTL)
 
 
 async def test_a_lease_that_is_renewed_is_respected(registry: Registry) -> None:
