@@ -305,10 +305,12 @@ class Peers:
         servicer: PrefillPeer = self.workers["p"].servicer
         return servicer
 
-    async def add_decode(self, worker_id: str = "d", revision: str = REVISION, num_blocks: int = 64) -> Peer:
+    async def add_decode(
+        self, worker_id: str = "d", revision: str = REVISION, num_blocks: int = 64, port: int = 0
+    ) -> Peer:
         incarnation = uuid4().hex
         peer = self._decodes[incarnation] = DecodePeer(incarnation, layout_of(revision), self.generator)
-        return await self._add(worker_id, Role.DECODE, incarnation, revision, peer, [], num_blocks)
+        return await self._add(worker_id, Role.DECODE, incarnation, revision, peer, [], num_blocks, port)
 
     async def add_prefill(self, worker_id: str = "p", revision: str = REVISION) -> Peer:
         incarnation = uuid4().hex
@@ -349,10 +351,10 @@ class Peers:
 
     async def _add(
         self, worker_id: str, role: Role, incarnation: str, revision: str, peer: WorkingPeer,
-        others: list[rpc.Servicer], num_blocks: int = 64,
+        others: list[rpc.Servicer], num_blocks: int = 64, port: int = 0,
     ) -> Peer:  # fmt: skip
         work = rpc.Servicer("tandem.v1.WorkerService", peer, worker_pb2_grpc.add_WorkerServiceServicer_to_server)
-        server = await rpc.serve([work, *others], "127.0.0.1", 0, security=self.security)
+        server = await rpc.serve([work, *others], "127.0.0.1", port, security=self.security)
         info = WorkerInfo(
             worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
             transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=revision,

@@ -340,18 +340,22 @@ async def test_one_choice_that_fails_ends_the_others(http: httpx.AsyncClient, pe
     await everything_free(peers, gateway)
 
 
+@pytest.mark.parametrize("same_port", [True, False])
 @with_settings(migration_wait_s=30.0)
 async def test_a_restarted_decode_worker_serves_at_once(
-    http: httpx.AsyncClient, peers: Peers, gateway: Gateway
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway, same_port: bool
 ) -> None:
-    """R1: the old incarnation's requests go on on the new one, and the first request to the new one succeeds."""
+    """R1: the old incarnation's requests go on on the new one, and the first request to the new one succeeds. What
+    listens at another port comes once a launcher has ended the old one's lease."""
     peers.decode.step_s = 0.02
     old = peers.workers["d"]
     async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
         events = read_events(answer)
         await anext(events)
-        old.heartbeat.cancel()
-        new = await peers.add_decode()
+        await old.die()
+        if not same_port:
+            await peers.registry.deregister("d", old.info.incarnation)
+        new = await peers.add_decode(port=old.server.port if same_port else 0)
         peers.decode.step_s = 0
         *_, last = [event async for event in events]
     assert last == "[DONE]"
@@ -359,7 +363,6 @@ async def test_a_restarted_decode_worker_serves_at_once(
     after = await post(http, SHORT)
     assert after.status_code == 200, after.text
     assert [spec.num_prior_tokens > 0 for spec in peers.decode.seen] == [True, False]
-    await old.server.stop(0)
 
 
 async def test_redis_frozen_fails_no_request(
