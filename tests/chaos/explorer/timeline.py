@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from google.protobuf.message import Message
 from grpc import StatusCode
 
 from tandem.transfer import TransferError
@@ -76,12 +77,15 @@ def _frame(connection: int, frame: Any, methods: dict[tuple[int, int], str], sou
 
 
 def _work(kind: type[worker_pb2.WorkRequest] | type[worker_pb2.WorkResponse], data: bytes) -> str:
-    said = [(field.name, value) for field, value in kind.FromString(data).ListFields()]
-    counts = (
-        (name, "" if isinstance(value, str) else value if isinstance(value, int) else len(value))
-        for name, value in said
-    )
-    return f" {' '.join(f'{name} {count}'.rstrip() for name, count in counts)} "
+    said = kind.FromString(data).ListFields()
+    return f" {' '.join(f'{field.name} {_count(value)}'.rstrip() for field, value in said)} "
+
+
+def _count(value: Any) -> str:
+    """Of a number itself, of many of a kind how many; of what comes alone nothing."""
+    if isinstance(value, int):
+        return str(value)
+    return "" if isinstance(value, str | Message) else str(len(value))
 
 
 def _kv(message: bytes) -> str:
