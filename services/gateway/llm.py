@@ -217,7 +217,8 @@ class LLM:
         if self.leaving or self.stopping:
             missing.append("the gateway is stopping")
         if not connected:
-            missing.append("decode: no worker with an open stream")
+            refused = self.pool.refused.values()
+            missing.append("; ".join(["decode: no worker with an open stream", *sorted(refused)]))
         if not pairs and self.settings.disaggregation is Disaggregation.REQUIRE:
             missing.append("prefill: no worker with a proven link to a connected decode worker")
         return not missing, {
@@ -226,6 +227,7 @@ class LLM:
             "prefill_workers": len(prefills),
             "decode_workers": len(decodes),
             "linked_pairs": pairs,
+            "refused_workers": sorted(self.pool.refused.values()),
             "sequences": sum(worker.info.max_num_seqs for worker in decodes),
             "kv_tokens": sum(worker.info.num_blocks * worker.info.block_size for worker in decodes),
             "registry_reached": not self.view.stale,

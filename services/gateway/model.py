@@ -17,7 +17,7 @@ from pydantic import Field
 from services.gateway.text import MOST_TOKENS, ChatTemplate, Tokenizer
 from services.gateway.tools import FORMATS, TAGS, CallReader, Tags, detect_format, detect_tags
 from tandem.adapters import AdapterRef
-from tandem.model_files import GenerationFile, ModelFile, end_tokens, read_file
+from tandem.model_files import GenerationFile, ModelFile, end_tokens, read_file, text_digests
 from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
 
 
@@ -34,6 +34,7 @@ class ServedModel:
     parent: str = ""  # of an adapter: the model's name
     calls: type[CallReader] | None = None  # how its calls of tools are written
     thoughts: Tags | None = None
+    text_digests: tuple[str, ...] = ()
 
     def adapted(self, ref: AdapterRef) -> ServedModel:
         return replace(self, name=ref.name, adapter=ref, parent=self.name)
@@ -66,6 +67,7 @@ class ServedModel:
             created=created,
             calls=FORMATS.get(calls or ""),
             thoughts=TAGS.get(thoughts or ""),
+            text_digests=text_digests(folder),
         )
 
 

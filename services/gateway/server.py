@@ -179,7 +179,7 @@ class Gateway:
             self._run(self._ports.sandbox.run())
         decodes_read = settings.disaggregation is not Disaggregation.REQUIRE
         judging = Judging(starvation.now, self._ports.dead_here, decodes_read)
-        pool = WorkerPool(view, model.name, self._ports.connect, judging)
+        pool = WorkerPool(view, model.name, self._ports.connect, judging, model.text_digests)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
         metrics = Metrics(CollectorRegistry(), model.name)

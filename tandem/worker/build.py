@@ -21,6 +21,7 @@ from tandem import rpc
 from tandem.engine import Engine
 from tandem.integrity import IntegrityReport
 from tandem.integrity_service import IntegrityService
+from tandem.model_files import text_digests
 from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
 from tandem.registry import Worker as Registered
 from tandem.security import NO_SECRET, ClusterSecret
@@ -315,4 +316,5 @@ def _info(context: WorkerContext, service: WorkerService, grpc_port: int) -> Wor
         transports=settings.transports,
         host=hostname,
         process=context.ports.process,
+        text_digests=text_digests(settings.model_path),
     )

@@ -293,6 +293,7 @@ class Peers:
     workers: dict[str, Peer] = field(default_factory=dict)
     security: Security = OPEN  # of workers that are added
     max_model_len: int = 256  # likewise
+    text_digests: tuple[str, ...] = ()  # likewise
     _decodes: dict[str, DecodePeer] = field(default_factory=dict)
 
     @property
@@ -359,7 +360,7 @@ class Peers:
             worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
             transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=revision,
             layout_hash=layout_of(revision), block_size=16, num_blocks=num_blocks, max_num_seqs=64,
-            max_model_len=self.max_model_len, transports=("tcp",), host="test",
+            max_model_len=self.max_model_len, transports=("tcp",), host="test", text_digests=self.text_digests,
         )  # fmt: skip
         await self.registry.register(info, self._load(), TTL_S)
         heartbeat = asyncio.create_task(self._heartbeat(info))

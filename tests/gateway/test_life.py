@@ -46,7 +46,7 @@ async def test_readiness_counts_what_is_there(http: httpx.AsyncClient) -> None:
     assert answer.status_code == 200
     assert answer.json() == {
         "ready": True, "missing": [], "prefill_workers": 1, "decode_workers": 1, "linked_pairs": 1,
-        "sequences": 64, "kv_tokens": 1024, "registry_reached": True,
+        "refused_workers": [], "sequences": 64, "kv_tokens": 1024, "registry_reached": True,
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from services.prefill.settings import PrefillSettings
 from tandem.commands.doctor import DoctorSettings, examine
 from tandem.engine import Engine, Request, SamplingParams
 from tandem.local import RedisServer
+from tandem.model_files import text_digests
 from tandem.registry import Registry
 from tandem.worker import EngineStuck, Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
 from tandem.worker.build import LINK_CHECK_S
@@ -77,7 +78,8 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
         )
 
         async def registered() -> bool:
-            return [worker.info.worker_id for worker in await ours.workers()] == ["w0"]
+            known = [(worker.info.worker_id, worker.info.text_digests) for worker in await ours.workers()]
+            return known == [("w0", text_digests(demo_model))]
 
         async with running(chosen, build):
             await eventually(registered, "it is in its namespace")

@@ -86,6 +86,11 @@ class Answer:
         """The path of the first choice that has one."""
         return next((outcome.path for outcome in self.outcomes if outcome.path.kind), self.outcomes[0].path)
 
+    @property
+    def revision(self) -> str | None:
+        """Of the weights behind `path`."""
+        return next((outcome.revision for outcome in self.outcomes if outcome.path.kind), None)
+
     def call_id(self, choice: int, index: int) -> str:
         """The id of one call of a tool."""
         assert self.request.reading is not None

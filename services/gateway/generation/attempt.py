@@ -64,6 +64,7 @@ class Outcome:
     num_accepted_tokens: int = 0
     finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
     decode_incarnation: str = ""
+    revision: str = ""  # of the weights that compute it
     queued_s: float = 0.0
     lost: str = ""  # why the last attempt came to nothing
     migrated: int = 0  # attempts before this one
@@ -192,9 +193,9 @@ class Attempt:
 
     async def _answering(self, request: RouteRequest, exclude: Collection[str]) -> Route:
         """Among the workers that answer now; a first attempt, if there are none, among those that may be back soon."""
-        lost = self._cluster.pool.lost()
+        lost, exclude = self._cluster.pool.lost(), self._cluster.pool.refused.keys() | set(exclude)
         try:
-            return await self._cluster.router.choose(request, lost | set(exclude))
+            return await self._cluster.router.choose(request, lost | exclude)
         except Unavailable:
             if not lost or self._outcome.migrated:
                 raise
@@ -303,6 +304,7 @@ class Attempt:
             migrated=self._outcome.migrated,
         )  # fmt: skip
         self._outcome.decode_incarnation = route.decode.info.incarnation
+        self._outcome.revision = route.decode.info.revision
         self._outcome.fallback = WORKER_LOST if self._outcome.lost else route.fallback or ""
         path.kind = llm_pb2.Path.KIND_LOCAL_PREFILL
         if route.prefill is not None:

@@ -101,8 +101,7 @@ class Envelope:
         self._frame = {"id": f"{form.prefix}-{request.request_id}", "created": created, "model": request.model.name}
         if found.body.service_tier is not None:
             self._frame["service_tier"] = TIERS_SERVED.get(found.body.service_tier, found.body.service_tier)
-        # The same of all events, encoded once.
-        self._begin = b"data: " + orjson.dumps({**self._frame, "object": form.chunk})[:-1] + b',"choices":'
+        self._begin = b""  # the same of all events, encoded once it is known whose answer it is
 
     def chunk(self, delta: Delta) -> bytes:
         """One event of a stream."""
@@ -137,14 +136,18 @@ class Envelope:
 
     def _event(self, choices: list[dict[str, Any]], beside: Mapping[str, Any]) -> bytes:
         end = b"," + orjson.dumps(beside)[1:] if beside else b"}"
+        self._begin = self._begin or b"data: " + orjson.dumps(self._framed(self._form.chunk))[:-1] + b',"choices":'
         return self._begin + orjson.dumps(choices) + end + b"\n\n"
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         kept = self._best(deltas) if self._n < self._answer.request.n else deltas
         choices = [self._numbered(delta, self._form.choice(delta)) for delta in kept]
         beside = self._prompt_logprobs(kept[0], in_choice=False)
-        frame = {**self._frame, "object": self._form.whole, "choices": choices}
+        frame = {**self._framed(self._form.whole), "choices": choices}
         return {**frame, **beside, "usage": usage(self._answer)}
+
+    def _framed(self, kind: str) -> dict[str, Any]:
+        return {**self._frame, "object": kind, "system_fingerprint": self._answer.revision}
 
     def _best(self, deltas: Sequence[Delta]) -> list[Delta]:
         """Of each prompt's choices the `n` likeliest per token, best first."""

@@ -22,6 +22,7 @@ from grpc import aio
 from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.workers.connection import WorkerConnection
 from services.gateway.workers.stream import Judge
+from tandem.model_files import differing
 from tandem.registry import ClusterView, Role, Worker, WorkerInfo
 
 log = structlog.get_logger(__name__)
@@ -53,11 +54,15 @@ class WorkerPool:
         model: str,
         connect: Callable[[str], aio.Channel],
         judging: Judging = TRUSTING,
+        text_digests: Sequence[str] = (),
     ) -> None:
+        """`text_digests`: of this gateway's model. Workers whose model has others are refused."""
         self._view = view
         self._model = model
         self._connect = connect
         self._judging = judging
+        self._text_digests = text_digests
+        self._sorted: tuple[Sequence[Worker] | None, list[Worker], dict[str, str]] = (None, [], {})
         self._judge = Judge(judging.starvation, self.is_sole, judging.dead_here)
         self._connections: dict[str, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -67,8 +72,13 @@ class WorkerPool:
 
     @property
     def workers(self) -> list[Worker]:
-        """Workers of the model, as last seen."""
-        return [worker for worker in self._view.workers if worker.info.model == self._model]
+        """Workers of the model, as last seen, but for those that are refused."""
+        return self._sort()[0]
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Incarnations of workers of the model that take other tokens for a text, and what of them differs."""
+        return self._sort()[1]
 
     @property
     def connections(self) -> list[WorkerConnection]:
@@ -140,6 +150,22 @@ class WorkerPool:
         for connection in list(self._connections.values()):
             self._retire(connection, "the gateway is stopping")
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _sort(self) -> tuple[list[Worker], dict[str, str]]:
+        """Sorted once for each time that the view is read."""
+        seen, workers, before = self._sorted
+        if seen is not self._view.workers:
+            named = [worker for worker in self._view.workers if worker.info.model == self._model]
+            differ = {w.info.incarnation: differing(self._text_digests, w.info.text_digests) for w in named}
+            workers = [worker for worker in named if not differ[worker.info.incarnation]]
+            refused = {
+                worker.info.incarnation: f"{worker.info.worker_id}: other {', '.join(names)} than this gateway's"
+                for worker in named if (names := differ[worker.info.incarnation])
+            }  # fmt: skip
+            for incarnation in refused.keys() - before.keys():
+                log.error("worker refused", reason=refused[incarnation])
+            self._sorted = self._view.workers, workers, refused
+        return self._sorted[1:]
 
     def _make(self, info: WorkerInfo, met: bool = False) -> WorkerConnection:
         try:
