@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from ctypes import c_float
 from dataclasses import dataclass, field
 from typing import Any, Self, get_type_hints
 
@@ -91,10 +92,10 @@ class SamplingParams:
             made = dataclasses.replace(made, thinking_token_budget=None)
         if made.logprob_token_ids and made.logprobs is None:
             made = dataclasses.replace(made, logprobs=0)
-        made.check()
         for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(made, name) or 0) > MAX_LOGPROBS:
+            if not 0 <= (count := getattr(made, name) or 0) <= MAX_LOGPROBS:
                 raise InvalidParameter(name, f"must be between 0 and {MAX_LOGPROBS}, got {count}")
+        made.check()
         if made.max_tokens == 0 and made.prompt_logprobs is None:
             raise InvalidParameter("max_tokens", "must be at least 1 where nothing of the prompt is asked for, got 0")
         if len(made.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
@@ -130,10 +131,10 @@ class SamplingParams:
         """
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+            if value is not None and not _as_sent(low) <= value <= high:
                 raise InvalidParameter(name, f"must be between {low} and {high}, got {value}")
-        if self.top_p == 0:
-            raise InvalidParameter("top_p", "must be above 0")
+        if _as_sent(self.top_p) == 0:
+            raise InvalidParameter("top_p", f"must be above 0 as a number of 32 bits, got {self.top_p}")
         if self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 "min_tokens", f"must not be above max_tokens, got {self.min_tokens} and {self.max_tokens}"
@@ -185,6 +186,11 @@ def check_token_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
 def given_in(message: Any) -> dict[str, Any]:
     """The fields that are set in a tandem.v1.SamplingParams, as SamplingParams takes them."""
     return {found.name: CONTAINERS.get(found.name, _same)(value) for found, value in message.ListFields()}
+
+
+def _as_sent(value: float) -> float:
+    """A number as llm.proto carries it; integers are sent whole."""
+    return c_float(value).value if isinstance(value, float) else value
 
 
 def _same(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.sampling import NAMES, InvalidParameter, SamplingParams, given_in
+from tandem.sampling import NAMES, RANGES, InvalidParameter, SamplingParams, given_in
 from tandem.v1 import llm_pb2
 
 pytestmark = pytest.mark.fast
@@ -97,3 +97,32 @@ def test_tokens_that_the_model_lacks(given: dict[str, Any]) -> None:
     sampling.check_vocabulary(1000) if -1 not in sampling.logit_bias else None
     with pytest.raises(InvalidParameter):
         sampling.check_vocabulary(19)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"top_p": 5e-324}, "top_p must be above 0 as a number of 32 bits, got 5e-324"),
+        ({"top_p": 0.0}, "top_p must be above 0 as a number of 32 bits, got 0.0"),
+        ({"logprobs": -1}, "logprobs must be between 0 and 20, got -1"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be between 0 and 20, got -1"),
+        ({"prompt_logprobs": 10**20}, f"prompt_logprobs must be between 0 and 20, got {10**20}"),
+    ],
+)
+def test_a_refusal_says_what_would_be_right(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        SamplingParams.of(given)
+    assert str(refused.value) == problem
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_what_is_taken_is_taken_from_the_wire(name: str) -> None:
+    """Also at the bounds, which need not be numbers of 32 bits."""
+    for bound in RANGES[name]:
+        try:
+            taken = SamplingParams.of({name: bound})
+        except InvalidParameter:
+            continue
+        message = llm_pb2.SamplingParams()
+        taken.to_proto(message)
+        SamplingParams.from_proto(message).check()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -42,6 +43,20 @@ def spans(exporter: InMemorySpanExporter) -> Iterator[InMemorySpanExporter]:
 
 def ours(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     return {s.name: s for s in exporter.get_finished_spans() if f"{s.context.trace_id:032x}" == TRACE}
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, 2**63, 2**64 - 1])
+async def test_every_seed_leaves_the_process(
+    spans: InMemorySpanExporter, http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    """As a signed number of 64 bits, which is what an exporter takes."""
+    assert (await http.post("/v1/completions", json=BODY | {"seed": seed}, headers=HEADERS)).status_code == 200
+    await eventually(lambda: f"text_completion {MODEL}" in ours(spans))
+    (root,) = (span for name, span in ours(spans).items() if name == f"text_completion {MODEL}")
+    (said,) = encode_spans([root]).resource_spans[0].scope_spans[0].spans
+    values = {one.key: one.value.int_value for one in said.attributes}
+    assert values["gen_ai.request.seed"] % 2**64 == seed
+    assert not caplog.records
 
 
 async def test_one_tree(spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers) -> None:

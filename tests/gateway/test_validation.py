@@ -122,6 +122,9 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": True}, "prompt_logprobs"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 10**20}, "truncate_prompt_tokens"),
+    ({"top_p": 5e-324}, "top_p"),
+    ({"logprobs": -1}, "logprobs"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
     ({"bad_words": [""]}, "bad_words"),
@@ -181,6 +184,12 @@ def assert_refused(answer: httpx.Response, param: str) -> None:
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert param.partition("[")[0].partition(".")[0] in error["message"]
+
+
+async def test_a_range_is_said_whole(client: httpx.AsyncClient) -> None:
+    for wrong, most in (("truncate_prompt_tokens", 2**31 - 1), ("logprobs", 20)):
+        answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", wrong: 10**20})
+        assert f"and {most}, got {10**20}" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"model": "tiny", "prompt": "\\ud800"}'])
@@ -284,8 +293,8 @@ async def test_not_ready_says_what_is_missing(client: httpx.AsyncClient) -> None
     assert answer.status_code == 503
     assert answer.json() == {
         "ready": False, "missing": ["decode: no worker with an open stream"],
-        "prefill_workers": 0, "decode_workers": 0, "linked_pairs": 0, "sequences": 0, "kv_tokens": 0,
-        "registry_reached": True,
+        "prefill_workers": 0, "decode_workers": 0, "linked_pairs": 0, "refused_workers": [], "sequences": 0,
+        "kv_tokens": 0, "registry_reached": True,
     }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from tandem.speculative import Speculative
 from tandem.v1 import worker_pb2
 
 MAX_SALT_LENGTH = 256
+MAX_KEPT = 2**31 - 1  # tokens of a prompt that is truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,10 @@ def truncated(prompt: Sequence[int], keep: int | None) -> Sequence[int]:
     """
     if keep is None:
         return prompt
-    if not 1 <= keep < 2**31:
-        raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, got {keep}", "truncate_prompt_tokens")
+    if not 1 <= keep <= MAX_KEPT:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be between 1 and {MAX_KEPT}, got {keep}", "truncate_prompt_tokens"
+        )
     return prompt[-keep:]
 
 

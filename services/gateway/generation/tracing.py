@@ -56,7 +56,10 @@ def start_root(spans: Tracer, request: Generation) -> Span:
     span = spans.start_span(f"{request.operation} {model}", context=request.parent, kind=SpanKind.SERVER)
     if not span.is_recording():
         return span
-    span.set_attributes({f"gen_ai.request.{name}": value for name, value in request.given.items() if name in SAMPLING})
+    given = {name: value for name, value in request.given.items() if name in SAMPLING}
+    if (seed := given.get("seed", 0)) >= 2**63:  # attributes are signed, with 64 bits; this is the same seed
+        given["seed"] = seed - 2**64
+    span.set_attributes({f"gen_ai.request.{name}": value for name, value in given.items()})
     span.set_attributes(
         {
             "gen_ai.operation.name": request.operation,
