@@ -335,3 +335,54 @@ def test_capacity(workers: Sequence[Worker], max_tokens: int | None, expected: C
 def test_decode_workers_that_read_beside_others_have_room_for_prompts_too() -> None:
     assert capacity_of([P, D, D], 50, None, decodes_read=True) == Capacity(3200, 24, 150, 12)
     assert capacity_of([D, D], 50, None, decodes_read=True) == capacity_of([D, D], 50, None, decodes_read=False)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_a_more_urgent_one_is_not_refused_where_a_less_urgent_one_is_not(seed: int) -> None:
+    """Of equal size, after any history, while the cluster's blocks are full of `flex` and more of it waits."""
+    rng, loop = random.Random(seed), asyncio.get_running_loop()
+    admission = admission_of(tokens=2000, max_tokens=None)
+    for _ in range(rng.randint(1, 20)):  # long answers: they entered that long ago
+        done = work(rng.choice([INTERACTIVE, BATCH]), new=rng.randint(100, 900))
+        await admission.enter(done)
+        admission.wrote(done, rng.randint(1, done.max_new_tokens))
+        done.entered_at = loop.time() - rng.uniform(1, 30)
+        admission.leave(done)
+    line = Line(admission)
+    await line.begin(*(work(BATCH, new=rng.randint(300, 600)) for _ in range(20)))
+    for one in line.inside:
+        admission.wrote(one, 1)
+    await settle()
+    new, targets = rng.randint(50, 400), {REALTIME: 5.0, INTERACTIVE: 30.0, BATCH: None}
+
+    def refused(kind: PriorityClass) -> bool:
+        one = work(kind, new=new)
+        one.ttft_s = targets[kind]
+        try:
+            admission.check(one)
+        except Overloaded:
+            return True
+        return False
+
+    found = [refused(kind) for kind in (REALTIME, INTERACTIVE, BATCH)]
+    assert found == sorted(found)
+    await line.close()
+
+
+async def test_a_priority_request_is_let_in_though_flex_answers_are_long() -> None:
+    loop = asyncio.get_running_loop()
+    admission = admission_of(tokens=2000, max_tokens=None)
+    for _ in range(4):
+        done = work(BATCH)
+        await admission.enter(done)
+        admission.wrote(done, 1)
+        done.entered_at = loop.time() - 20
+        admission.leave(done)
+    line = Line(admission)
+    await line.begin(*(work(BATCH) for _ in range(12)))
+    urgent = work(REALTIME)
+    urgent.ttft_s = 5.0
+    admission.check(urgent)
+    await line.begin(urgent)
+    assert urgent in line.inside
+    await line.close()

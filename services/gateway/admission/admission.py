@@ -158,7 +158,7 @@ class Admission:
         now = asyncio.get_running_loop().time()
         forecast, left = self._forecast, work.deadline - now
         target = work.ttft_s
-        turn_s = forecast.turn_s(self._queue.tokens_ahead(work), self.admitted, now)
+        turn_s = forecast.turn_s(self._queue.tokens_ahead(work), self.admitted, work.priority_class, now)
         if not turn_s:
             return None
         last_s, first_s = forecast.last_token_s(turn_s, work), forecast.first_token_s(turn_s)

@@ -110,6 +110,13 @@ class Admitted:
             return False
         return self.tokens + work.cost <= capacity.tokens or not self._is_probed(work.priority_class)
 
+    def yielded_to(self, kind: PriorityClass) -> int:
+        """Tokens of less urgent work, whose blocks work of this class may have; it gets no seat from them here."""
+        capacity = self.capacity
+        if capacity is None or len(self._inside) >= capacity.sequences or capacity.max_tokens is not None:
+            return 0
+        return sum(work.cost for work in self._inside if work.priority_class > kind)
+
     def enter(self, work: Work) -> None:
         self._inside[work] = None
         self._unread.add(work)

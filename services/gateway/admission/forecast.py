@@ -1,7 +1,8 @@
 """When work that would have to wait gets its first token, and its last: from how it went for others.
 
     its turn      what goes before it, in tokens  /  what flows through the cluster: tokens inside / time spent inside;
-                  not before that much of what is inside has been there as long as usual, for answers end in waves
+                  not before that much of what is inside has been there as long as usual, for answers end in waves,
+                  unless so much of it is of less urgent classes, which leave their blocks to it
     first token   as long after its turn as it took others
     last token    as many more as others wrote of what they were allowed, at others' pace
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from services.gateway.admission.capacity import Admitted
 from services.gateway.admission.fair_queue import Work
+from services.gateway.priority import PriorityClass
 
 WEIGHT = 1 / 16
 
@@ -57,12 +59,14 @@ class Forecast:
         if work.new_tokens > 1:
             self._token_s.add((now - work.first_at) / (work.new_tokens - 1))
 
-    def turn_s(self, tokens_ahead: int, inside: Admitted, now: float) -> float:
-        """Seconds until its turn; 0 while nothing is known."""
+    def turn_s(self, tokens_ahead: int, inside: Admitted, kind: PriorityClass, now: float) -> float:
+        """Seconds until the turn of work of that class; 0 while nothing is known."""
         if not self._inside_s or not inside.tokens:
             return 0.0
-        wave_s = _makes_room(tokens_ahead, inside).entered_at + self._inside_s.high - now
-        return max(tokens_ahead * self._inside_s.mean / inside.tokens, wave_s, 0.0)
+        flow_s = tokens_ahead * self._inside_s.mean / inside.tokens
+        if tokens_ahead < inside.yielded_to(kind):
+            return flow_s
+        return max(flow_s, _makes_room(tokens_ahead, inside).entered_at + self._inside_s.high - now, 0.0)
 
     def first_token_s(self, turn_s: float) -> float:
         return turn_s + self._first_s.high
