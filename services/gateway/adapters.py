@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 
 import structlog
 
@@ -30,8 +30,9 @@ NAME = re.compile(r"[\w][\w./:@+-]{0,255}")
 class ServedAdapters:
     """`run` follows Redis."""
 
-    def __init__(self, registry: Registry, pool: WorkerPool, model: str) -> None:
-        self._registry, self._pool, self._model = registry, pool, model
+    def __init__(self, registry: Registry, pool: WorkerPool, model: str, others: Collection[str] = ()) -> None:
+        """`others`: more names of the model's own."""
+        self._registry, self._pool, self._model, self._others = registry, pool, model, others
         self._known = Adapters("", {})
 
     @property
@@ -47,7 +48,7 @@ class ServedAdapters:
             InvalidRequest: naming the field, and what is wrong with the adapter.
             Unavailable: no worker answers, or Redis does not.
         """
-        if not NAME.fullmatch(name) or name == self._model:
+        if not NAME.fullmatch(name) or name == self._model or name in self._others:
             raise InvalidRequest(f"lora_name: {name!r} is no name for an adapter of {self._model}", "lora_name")
         request = worker_pb2.ReadAdapterRequest(name=name, path=path)
         tries = (self._read(connection, request) for connection in self._pool.all_connected())

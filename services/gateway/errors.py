@@ -7,6 +7,7 @@
     ModelNotFound      404    invalid_request_error     NOT_FOUND
     BodyTimeout        408    timeout                   DEADLINE_EXCEEDED
     BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
+    UnsupportedEncoding 415   invalid_request_error     INVALID_ARGUMENT
     Poison             422    invalid_request_error     FAILED_PRECONDITION
     Overloaded         429    overloaded_error          RESOURCE_EXHAUSTED
     RateLimited        429    rate_limit_error          RESOURCE_EXHAUSTED
@@ -80,6 +81,11 @@ class BodyTimeout(GatewayError):
 
 class BodyTooLarge(GatewayError):
     status, type, grpc = 413, "invalid_request_error", StatusCode.RESOURCE_EXHAUSTED
+
+
+class UnsupportedEncoding(GatewayError):
+    status, type, grpc = 415, "invalid_request_error", StatusCode.INVALID_ARGUMENT
+    headers = MappingProxyType({"accept-encoding": "gzip"})
 
 
 class Poison(GatewayError):

@@ -80,22 +80,33 @@ class LLM:
         return min(longest, max(pools, default=longest))
 
     def served(self, name: str, client: Client = ANYONE) -> ServedModel:
-        """The model, or one of its adapters.
+        """The model, by whichever of its names, or one of its adapters.
 
         Raises:
             ModelNotFound: also where the client's key does not allow it.
         """
-        adapter = self.adapters.find(name)
-        if (name != self.model.name and adapter is None) or not client.may_use(name):
+        if not self._allows(client, name) or (found := self._find(name)) is None:
             raise ModelNotFound(
                 f"model {name!r} is not served here; model {self.model.name!r} is", "model", "model_not_found"
             )
-        return self.model if adapter is None else self.model.adapted(adapter)
+        return found
+
+    def _find(self, name: str) -> ServedModel | None:
+        if name == self.model.name:
+            return self.model
+        if name in self.settings.served_names:
+            return replace(self.model, name=name)
+        adapter = self.adapters.find(name)
+        return None if adapter is None else self.model.adapted(adapter)
+
+    def _allows(self, client: Client, name: str) -> bool:
+        """A key for the model is one for all of its names."""
+        return client.may_use(name) or (name in self.settings.served_names and client.may_use(self.model.name))
 
     def models(self, client: Client) -> list[ServedModel]:
         """Those that the client may use."""
-        names = (self.model.name, *self.adapters.names)
-        return [self.served(name, client) for name in names if client.may_use(name)]
+        names = dict.fromkeys((self.model.name, *self.settings.served_names, *self.adapters.names))
+        return [self.served(name, client) for name in names if self._allows(client, name)]
 
     def deadline(self, seconds: float | None, param: str | None = None) -> float:
         """When a request ends that may take so long, or the default. On the event loop's clock.

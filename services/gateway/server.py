@@ -188,7 +188,7 @@ class Gateway:
         metrics.watch_workers(lambda: pool.workers)
         self._run(replica.run())
         router = self._make_router(registry, view, replica, model.name, settings.disaggregation)
-        adapters = ServedAdapters(registry, pool, model.name)
+        adapters = ServedAdapters(registry, pool, model.name, settings.served_names)
         with suppress(RegistryUnavailable):
             await adapters.refresh()
         self._run(adapters.run())

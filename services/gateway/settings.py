@@ -45,6 +45,9 @@ class GatewaySettings(ClusterSettings):
         description="Hugging Face folder: tokenizer.json, chat template, config.json; or a GGUF file"
     )
     model_name: str = Field("", description="name that clients and workers use; the folder's name when empty")
+    served_names: tuple[str, ...] = Field(
+        (), description="other names that clients may use for the model; answers have the one that was asked for"
+    )
     tool_parser: ToolParser = Field(
         ToolParser.AUTO, description="how the model writes calls of tools; auto: as its chat template shows"
     )

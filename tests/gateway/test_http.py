@@ -47,7 +47,9 @@ async def test_a_whole_completion(http: httpx.AsyncClient, peers: Peers) -> None
     answer = await http.post("/v1/completions", json=TEXTUAL)
     body = answer.json()
     assert body["object"] == "text_completion"
-    assert body["choices"] == [{"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop"}]
+    assert body["choices"] == [
+        {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
     usage = body["usage"]
     assert usage["prompt_tokens"] == len(peers.decode.seen[0].token_ids)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -259,6 +261,8 @@ async def test_openapi_describes_what_generation_takes(http: httpx.AsyncClient) 
         "/v1/completions": {"prompt", "echo", "prompt_logprobs", "stop"},
         "/tokenize": {"messages"},
         "/detokenize": {"tokens"},
+        "/v1/load_lora_adapter": {"lora_name", "lora_path"},
+        "/v1/unload_lora_adapter": {"lora_name"},
     }.items():
         body = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         described = found["components"]["schemas"][body["$ref"].rpartition("/")[2]]

@@ -30,6 +30,8 @@ class Delta:
     reasoning: str = ""
     calls: Sequence[Call] = ()  # that are complete now
     call_parts: Sequence[CallPart] = ()  # at most one of each call
+    stop_reason: str | int | None = None  # the stop string, or token of the client's own, that ended it
+    ends_silently: bool = False  # the text of its last token is not shown
 
     @property
     def is_plain(self) -> bool:
@@ -61,7 +63,7 @@ class Choice:
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._plain = not sampling.stop and plan is None  # all text is shown, as it comes
         self._show_stop = sampling.include_stop_str_in_output
-        self._stop_ids = frozenset(stop_ids)
+        self._stop_ids, self._own_stop_ids = frozenset(stop_ids), sampling.stop_token_ids
         self._length = 0
         self._unseen = sampling.max_tokens == 0  # workers write a token all the same
 
@@ -75,7 +77,7 @@ class Choice:
             self._length += len(text)
             self.num_tokens += len(tokens.ids)
             return Delta(self.index, text, tokens, (), finish_reason)
-        shown, offsets = [], []
+        shown, offsets, silent = [], [], False
         last = len(tokens.ids) - 1 if finish_reason == llm_pb2.FINISH_REASON_STOP else -1
         for i, token_id in enumerate(tokens.ids):
             offsets.append(self._length)
@@ -89,8 +91,15 @@ class Choice:
             shown.append(self._rest())
         self.num_tokens += len(tokens.ids)
         delta = self._read(shown, tokens, offsets, finish_reason)
+        delta.stop_reason, delta.ends_silently = self._stop_reason(tokens, last), silent
         self.finish_reason = delta.finish_reason
         return delta
+
+    def _stop_reason(self, tokens: Tokens, last: int) -> str | int | None:
+        """`last`: where the token is that ended it; below 0 where none did."""
+        if self._stops.matched is not None or last < 0:
+            return self._stops.matched
+        return tokens.ids[last] if tokens.ids[last] in self._own_stop_ids else None
 
     def _read(
         self, shown: Sequence[str], tokens: Tokens, offsets: list[int], finish_reason: llm_pb2.FinishReason

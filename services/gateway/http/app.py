@@ -81,7 +81,7 @@ def _add_models(app: FastAPI, llm: LLM) -> None:
     def card(model: ServedModel) -> dict[str, Any]:
         return {
             "id": model.name, "object": "model", "created": model.created, "owned_by": "tandem",
-            "root": model.adapter.path if model.adapter else model.name, "parent": model.parent or None,
+            "root": model.adapter.path if model.adapter else llm.model.name, "parent": model.parent or None,
             "max_model_len": llm.max_model_len,
         }  # fmt: skip
 
@@ -108,6 +108,17 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
         """200 where a request would be served; otherwise 503 and what is missing."""
         is_ready, found = llm.readiness()
         return JSONResponse(found, 200 if is_ready else 503)
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Response:
+        """The process is alive, as SageMaker and vLLM ask for it."""
+        return Response()
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        """How many requests run or wait here."""
+        return {"server_load": len(llm.running)}
 
     @app.get("/version")
     async def version() -> dict[str, str]:

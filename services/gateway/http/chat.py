@@ -101,14 +101,16 @@ class ChatFormat(Format):
         return {"id": self._new_call_id(), "type": "function", "function": function}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """Of tokens that are shown: the one that ends an answer is none of its content."""
         if not delta.tokens.logprobs:
             return None
+        shown = delta.tokens.logprobs[:-1] if delta.ends_silently else delta.tokens.logprobs
         entries = [
             {
                 **self._entry(one.token_id, one.logprob),
                 "top_logprobs": [self._entry(top.token_id, top.logprob) for top in one.top],
             }
-            for one in delta.tokens.logprobs
+            for one in shown
         ]
         return {"content": entries, "refusal": None}
 
@@ -153,7 +155,7 @@ def _message(message: schema.Message, param: str) -> Mapping[str, Any]:
         raise InvalidRequest(f"{param}.tool_call_id is required of a tool", f"{param}.tool_call_id")
     said: dict[str, Any] = {"role": role, "content": ""}
     if message.content is not None or not (message.role == "assistant" and message.tool_calls):
-        said["content"] = _content(message.content, f"{param}.content")
+        said["content"] = _said(message, role, param)
     if message.tool_calls and message.role == "assistant":
         said["tool_calls"] = [read_call(call, f"{param}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     given = {"name": message.name, "tool_call_id": message.tool_call_id}
@@ -161,20 +163,28 @@ def _message(message: schema.Message, param: str) -> Mapping[str, Any]:
     return said | {name: value for name, value in given.items() if value is not None}
 
 
-def _content(content: Any, param: str) -> str:
+def _said(message: schema.Message, role: str, param: str) -> str:
+    """An assistant may have refused, beside its content or in a part of it."""
+    if role == "assistant" and message.content is None and message.refusal is not None:
+        return message.refusal
+    return _content(message.content, f"{param}.content", ("text", "refusal") if role == "assistant" else ("text",))
+
+
+def _content(content: Any, param: str, kinds: Sequence[str]) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"{param} must be a string or a list of text parts", param)
-    return "\n".join(_part(part, f"{param}[{i}]") for i, part in enumerate(content))
+    return "\n".join(_part(part, f"{param}[{i}]", kinds) for i, part in enumerate(content))
 
 
-def _part(part: Any, param: str) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+def _part(part: Any, param: str, kinds: Sequence[str]) -> str:
+    """`kinds`: the types that it may have, each with its text under the same name."""
+    if not isinstance(part, dict) or not isinstance(kind := part.get("type"), str):
         raise InvalidRequest(f"{param} must be an object with a type", param)
-    if part["type"] != "text":
-        raise InvalidRequest(f"{param}.type: only text is supported, got {part['type']!r}", f"{param}.type")
-    text = part.get("text")
+    if kind not in kinds:
+        raise InvalidRequest(f"{param}.type: only {' and '.join(kinds)} is supported, got {kind!r}", f"{param}.type")
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{param}.text must be a string", f"{param}.text")
+        raise InvalidRequest(f"{param}.{kind} must be a string", f"{param}.{kind}")
     return text

@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import BodyTimeout, BodyTooLarge, GatewayError, InvalidRequest
+from services.gateway.http.encodings import decompressed, is_compressed
 from services.gateway.llm import LLM
 
 log = structlog.get_logger(__name__)
@@ -55,12 +56,15 @@ class Exchange:
         Raises:
             BodyTooLarge: more than `limit` bytes.
             BodyTimeout: it took longer than this.
+            UnsupportedEncoding | InvalidRequest: it is compressed in another way than gzip, or wrongly.
             ClientLeft
         """
+        compressed = is_compressed(self.headers.get("content-encoding", ""))
         bound = deadlines.until(self.arrived + seconds)
         try:
             with bound:
-                return await self._body(limit)
+                body = await self._body(limit)
+                return await asyncio.to_thread(decompressed, body, limit) if compressed else body
         except TimeoutError:
             if not bound.expired:
                 raise

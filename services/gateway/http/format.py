@@ -161,6 +161,8 @@ class Envelope:
 
     def _numbered(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
         numbered = {"index": delta.choice, **said, "finish_reason": REASONS.get(delta.finish_reason)}
+        if delta.finish_reason:
+            numbered["stop_reason"] = delta.stop_reason
         if self._with_prompt_logprobs:
             numbered |= self._prompt_logprobs(delta, in_choice=True)
         if self.with_token_ids:
@@ -230,7 +232,9 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     reasoning = "".join(delta.reasoning for delta in deltas)
     calls: list[Call] = [call for delta in deltas for call in delta.calls]
-    return Delta(deltas[-1].choice, text, tokens, offsets, deltas[-1].finish_reason, reasoning, calls)
+    return replace(
+        deltas[-1], text=text, tokens=tokens, offsets=offsets, reasoning=reasoning, calls=calls, call_parts=()
+    )
 
 
 # What logprobs call a token.

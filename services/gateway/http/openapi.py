@@ -19,6 +19,8 @@ BODIES: Mapping[str, tuple[type[schema.Body], str]] = {
     "/v1/completions": (schema.with_sampling(schema.CompletionBody), "Continue text or token ids, as OpenAI does"),
     "/tokenize": (schema.TokenizeBody, "Text or messages as token ids"),
     "/detokenize": (schema.DetokenizeBody, "Token ids as text"),
+    "/v1/load_lora_adapter": (schema.LoadAdapterBody, "Serve a LoRA adapter beside the model"),
+    "/v1/unload_lora_adapter": (schema.UnloadAdapterBody, "Serve a LoRA adapter no longer"),
 }
 
 

@@ -22,7 +22,7 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -102,6 +102,7 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 

@@ -8,13 +8,17 @@ from services.gateway.tools.call import Call, Schemas, Taken, begun, json_text
 from services.gateway.tools.json_call import JsonCalls
 
 BEGIN = "[TOOL_CALLS]"
-HEAD = re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*(?=\{\s*[\"}])")
+S = r"\s{0,64}"  # so much white space, and no more: it is looked at again with each piece of text
+HEAD = re.compile(
+    rf"\[TOOL_CALLS\]{S}(?P<name>[\w.-]{{1,256}}){S}(?:\[CALL_ID\]\w+{S})?(?:\[ARGS\])?{S}(?=\{{{S}[\"}}])"
+)
 # What comes before an object of a list; and all that may yet become that, or a head.
-ENTRY = re.compile(r"(?:\[TOOL_CALLS\]\s*\[|,)\s*(?=\{)")
-MAY_BE_ENTRY = re.compile(r"(?:\[TOOL_CALLS\]\s*\[?|,)\s*")
+ENTRY = re.compile(rf"(?:\[TOOL_CALLS\]{S}\[|,){S}(?=\{{)")
+MAY_BE_ENTRY = re.compile(rf"(?:\[TOOL_CALLS\]{S}\[?|,){S}")
 MAY_BE_HEAD = re.compile(
-    r"\[TOOL_CALLS\]\s*[\w.-]*\s*"
-    rf"(?:{begun('[CALL_ID]')}|\[CALL_ID\]\w*\s*(?:{begun('[ARGS]')})?|{begun('[ARGS]')})?\s*(?:(?<!CALL_ID\])\{{\s*)?"
+    rf"\[TOOL_CALLS\]{S}[\w.-]{{0,256}}{S}"
+    rf"(?:{begun('[CALL_ID]')}|\[CALL_ID\]\w*{S}(?:{begun('[ARGS]')})?|{begun('[ARGS]')})?"
+    rf"{S}(?:(?<!CALL_ID\])\{{{S})?"
 )
 
 

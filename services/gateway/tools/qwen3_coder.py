@@ -23,8 +23,8 @@ from typing import Any
 from services.gateway.tools.call import Call, CallReader, Schemas, Taken, begun, parsed, to_json
 
 BEGIN, FUNCTION, END = "<tool_call>", "<function=", "</function>"
-NAME = re.compile(r"<function=[^\S\n]*([^\s>][^>\n]*)>\s*")
-MAY_BE_NAME = re.compile(r"<function=[^>\n]*")
+NAME = re.compile(r"<function=(?=[^>\n]{1,256}>)[^\S\n]*([^\s>][^>\n]*)>\s*")
+MAY_BE_NAME = re.compile(r"<function=[^>\n]{0,256}")
 MAY_BE_PARAMETER = re.compile(rf"{begun('<parameter=')}|<parameter=[^>\n]*|{begun('</function>')}")
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
 VALUE_END = re.compile(
