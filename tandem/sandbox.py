@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import structlog
 
 from tandem.child_process import dying_with_parent
-from tandem.sandboxed import DIED, RAISED, REPLY, Bounds, packed
+from tandem.sandboxed import DIED, RAISED, REPLY, Bounds, head_of
 
 T = TypeVar("T")
 LANES = 2
@@ -160,7 +160,7 @@ class Sandbox:
             waiting = await self._next()
             try:
                 async with asyncio.timeout(waiting.bounds.wall_s + GRACE_S):
-                    reply = await _exchange(reader, writer, packed(waiting.payload, waiting.bounds))
+                    reply = await _exchange(reader, writer, waiting.payload, waiting.bounds)
             except BaseException:
                 _settle(waiting.result, SandboxBusy("the helper process was lost"))
                 raise
@@ -181,18 +181,28 @@ class Sandbox:
                 return waiting
 
 
-async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: bytes) -> Any:
+async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, payload: bytes, bounds: Bounds) -> Any:
     """Send a call; returns what it returned, or the exception that it is to raise."""
-    for begin in range(0, len(call), PIECE):  # the loop has other work than to copy a long call at once
-        writer.write(call[begin : begin + PIECE])
+    writer.write(head_of(payload, bounds))
+    for begin in range(0, len(payload), PIECE):  # the loop has other work than to copy a long call at once
+        writer.write(payload[begin : begin + PIECE])
         await writer.drain()
     (size,) = REPLY.unpack(await reader.readexactly(REPLY.size))
-    kind, value = pickle.loads(await reader.readexactly(size))
+    kind, value = pickle.loads(await _read(reader, size))
     if kind == DIED:
         return _death(value)
     if kind == RAISED:
         return CallExhausted("memory") if isinstance(value, MemoryError) else value
     return _Returned(value)
+
+
+async def _read(reader: asyncio.StreamReader, size: int) -> bytearray:
+    """A long reply is copied as it comes, not at once."""
+    data = bytearray(size)
+    for begin in range(0, size, PIECE):
+        end = min(size, begin + PIECE)
+        data[begin:end] = await reader.readexactly(end - begin)
+    return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,9 @@ class Bounds:
     stack_bytes: int = 16 * MiB
 
 
-def packed(payload: bytes, bounds: Bounds) -> bytes:
-    """A call, as the helper reads it: a pickled function and its arguments, behind their bounds."""
-    head = _CALL.pack(len(payload), bounds.cpu_s, bounds.wall_s, bounds.memory_bytes, bounds.stack_bytes)
-    return head + payload
+def head_of(payload: bytes, bounds: Bounds) -> bytes:
+    """What a helper reads before a call, which is a pickled function and its arguments."""
+    return _CALL.pack(len(payload), bounds.cpu_s, bounds.wall_s, bounds.memory_bytes, bounds.stack_bytes)
 
 
 def main() -> None:

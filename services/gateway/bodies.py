@@ -10,13 +10,12 @@ what the model's context takes; besides its prompt, a large body may say no more
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.gateway.errors import InvalidRequest, Overloaded
-from services.gateway.text import ChatTemplate, TemplateOptions, TemplateRefused
+from services.gateway.text import ChatTemplate, CheckedIds, TemplateOptions, TemplateRefused
 from tandem.sandbox import CallFailed, Sandbox, SandboxBusy
 from tandem.sandboxed import Bounds
 
@@ -71,16 +70,6 @@ class PromptBounds:
                 f"this model's maximum context length is {self.tokens} tokens, but {param} has {count}",
                 param, "context_length_exceeded",
             )  # fmt: skip
-
-
-class CheckedIds(array):  # type: ignore[type-arg]
-    """Token ids that are in the vocabulary, as a helper has found."""
-
-    @classmethod
-    def of(cls, data: bytes) -> CheckedIds:
-        made = cls("I")
-        made.frombytes(data)
-        return made
 
 
 @dataclass(frozen=True, slots=True)

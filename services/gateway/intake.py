@@ -4,8 +4,9 @@ Each of them passes through a dozen turns of the loop before its first token. Wh
 same stage, and the first token of the first one comes shortly before that of the last. So a turn of the loop begins a
 few of them, and the others wait: those that came first are over sooner, and the last one no later.
 
-A long prompt takes milliseconds to be packed for a worker, and again to be hashed: those are begun one by one, and in
-between as much time is left for others.
+The same holds for sequences, of which one request may have many, and many may begin anew when a worker dies. A long
+prompt takes milliseconds to be packed for a worker, and again to be hashed: those are begun one by one, and in between
+as much time is left for others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections import deque
 
 MOST = 8  # in one turn
 LONG = 2048  # tokens
-REST_S = 1e-7  # for each token: as long as it takes to be packed or hashed
+REST_S, REST_TOKEN_S = 5e-4, 1e-7  # and for each token: as long as it takes to be begun
+REST_TURNS = 4
 
 
 class Intake:
@@ -49,17 +51,19 @@ class Intake:
                 self._count()
 
 
-class LongPrompts:
+class SequenceTurns:
     """Of one event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._short = Intake()
         self._resting = False
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     async def begin(self, num_tokens: int) -> None:
-        """Return when a prompt of so many may be packed, or hashed; at once where that takes no time."""
+        """Return when a prompt of so many may be packed, or hashed; at once where few come and it is not long."""
         if num_tokens < LONG:
+            await self._short.begin()
             return
         if not self._resting:
             self._rest(num_tokens)
@@ -70,7 +74,14 @@ class LongPrompts:
 
     def _rest(self, num_tokens: int) -> None:
         self._resting = True
-        self._loop.call_later(num_tokens * REST_S, self._next)
+        self._loop.call_later(REST_S + num_tokens * REST_TOKEN_S, self._pass, REST_TURNS)
+
+    def _pass(self, turns: int) -> None:
+        """On a busy machine the time may be over before others had any of it."""
+        if turns:
+            self._loop.call_soon(self._pass, turns - 1)
+        else:
+            self._next()
 
     def _next(self) -> None:
         self._resting = False

@@ -13,7 +13,7 @@ from opentelemetry.trace import Tracer
 from services.gateway.access import ANYONE, Access, Allowances, Client, check_tier
 from services.gateway.adapters import ServedAdapters
 from services.gateway.admission import TextTurns
-from services.gateway.bodies import CheckedIds, Incoming, LargeBodies, PromptBounds, Reduce, is_large, rendered
+from services.gateway.bodies import Incoming, LargeBodies, PromptBounds, Reduce, is_large, rendered
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.generation import (
@@ -30,7 +30,7 @@ from services.gateway.intake import Intake
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
-from services.gateway.text import TemplateOptions, TooManyTokens
+from services.gateway.text import CheckedIds, TemplateOptions, TooManyTokens
 from services.gateway.workers import WorkerPool
 from tandem.registry import ClusterView, Role, Worker
 from tandem.sampling import SamplingParams
@@ -118,7 +118,7 @@ class LLM:
             raise InvalidRequest(f"{param} must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds", param)
         return asyncio.get_running_loop().time() + (self.settings.timeout_s if seconds is None else seconds)
 
-    async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> CheckedIds:
         """
         Raises:
             InvalidRequest: it is longer than any text of so many tokens as the model takes.

@@ -16,7 +16,6 @@ from grpc import aio
 from opentelemetry import context as otel_context
 
 from services.gateway import large_messages
-from services.gateway.bodies import CheckedIds
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut
 from services.gateway.generation import TOO_MANY, Answer, Generation, check_salt, held_to, truncated
@@ -34,6 +33,7 @@ from services.gateway.llm_messages import (
 from services.gateway.priority import PriorityClass
 from services.gateway.reasoning import budget_of
 from services.gateway.targets import targets_of
+from services.gateway.text import CheckedIds
 from services.gateway.tools import ReadingPlan, ToolUse, plan_reading
 from tandem import rpc
 from tandem.sampling import given_in

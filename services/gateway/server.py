@@ -37,7 +37,7 @@ from services.gateway.generation import (
     tracing,
 )
 from services.gateway.http import build_app
-from services.gateway.intake import Intake, LongPrompts
+from services.gateway.intake import Intake, SequenceTurns
 from services.gateway.integrity import check_gateway
 from services.gateway.llm import LLM
 from services.gateway.llm_service import LLMService
@@ -196,7 +196,7 @@ class Gateway:
         spans = tracing.tracer()
         deadlines = Deadlines()
         deaths = Deaths(registry.death)
-        cluster = ClusterAccess(router, pool, spans, self._background, deadlines, LongPrompts(), deaths)
+        cluster = ClusterAccess(router, pool, spans, self._background, deadlines, SequenceTurns(), deaths)
         self.llm = LLM(
             settings=settings,
             model=model,

@@ -82,7 +82,7 @@ def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> Gatew
 async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Peers]:
     """One prefill and one decode worker, linked."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
-    words = await tokenizer.encode(TEXT, add_special_tokens=False)
+    words = list(await tokenizer.encode(TEXT, add_special_tokens=False))
 
     def reply(spec: worker_pb2.SequenceSpec) -> list[int]:
         return (words * 20)[spec.sampling.seed % 7 :] if spec.sampling.ignore_eos else words[spec.sampling.seed % 7 :]

@@ -279,6 +279,17 @@ async def test_requests_of_a_minute_are_counted_and_told(
     assert dict(error.value.trailing_metadata())["x-ratelimit-remaining-requests"] == "0"
 
 
+async def test_texts_to_be_read_count_as_requests(
+    guarded: tuple[Gateway, httpx.AsyncClient], limited: Callable[..., Awaitable[dict[str, str]]]
+) -> None:
+    _, http = guarded
+    key = await limited(requests_per_minute=2)
+    asked = [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]}), ("/tokenize", {"prompt": "x"})]
+    answers = [await http.post(path, json=body, headers=key) for path, body in asked]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
+
+
 async def test_tokens_not_written_are_the_tenants_again(
     guarded: tuple[Gateway, httpx.AsyncClient], limited: Callable[..., Awaitable[dict[str, str]]]
 ) -> None:

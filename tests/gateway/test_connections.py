@@ -9,11 +9,15 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import httpx
 import pytest
 
+from tandem import rpc
 from tandem.local import RedisServer, free_ports
+from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually
 
 OPEN_FILES, IDLE = 256, 300
@@ -21,11 +25,11 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def gateway_process(model: Path, redis: RedisServer, port: int) -> AsyncIterator[str]:
+async def gateway_process(model: Path, redis: RedisServer, port: int, grpc_port: int = 0) -> AsyncIterator[str]:
     """As a machine runs it that allows no more files."""
     arguments = [
         "-m", "services.gateway", "--model-path", str(model), "--redis-url", redis.url, "--http-port", str(port),
-        "--grpc-port", "0", "--namespace", f"files{port}", "--drain-s", "0.2",
+        "--grpc-port", str(grpc_port), "--namespace", f"files{port}", "--drain-s", "0.2",
     ]  # fmt: skip
     process = await asyncio.create_subprocess_exec(
         sys.executable, *arguments, env={**os.environ, "TANDEM_LOG_LEVEL": "warning"},
@@ -89,3 +93,27 @@ async def test_a_connection_on_which_a_request_runs_is_not_closed(url: str) -> N
     assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200")
     for _, other in [*others, (reader, writer)]:
         other.close()
+
+
+async def test_grpc_takes_no_more_connections_than_leave_room_for_others(
+    model_folder: Path, redis: RedisServer
+) -> None:
+    port, grpc_port = free_ports(2)
+    async with gateway_process(model_folder, redis, port, grpc_port) as url:
+        await eventually(lambda: answers(url))
+        connections = [await connected(grpc_port, used=False) for _ in range(IDLE)]
+        assert await answers(url)
+        # Those refused are closed unheard.
+        await eventually(lambda: sum(reader.at_eof() for reader, _ in connections) > IDLE - OPEN_FILES // 4)
+        for _, writer in connections:
+            writer.close()
+        await eventually(lambda: lists_models(grpc_port))
+
+
+async def lists_models(grpc_port: int) -> bool:
+    async with rpc.channel(f"127.0.0.1:{grpc_port}") as channel:
+        stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
+        try:
+            return bool((await stub.ListModels(llm_pb2.ListModelsRequest(), timeout=2.0)).models)
+        except grpc.aio.AioRpcError:
+            return False

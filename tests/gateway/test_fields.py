@@ -66,8 +66,8 @@ async def test_what_workers_are_told_of_tokens(
 ) -> None:
     await completion(http, allowed_token_ids=[9, 5], bad_words=["fox"])
     await unary(service, sampling=Sampling(seed=0, allowed_token_ids=[5, 9], bad_words=["fox"]))
-    inside = await tokenizer.encode(" fox", add_special_tokens=False)
-    first = await tokenizer.encode("fox", add_special_tokens=False)
+    inside = list(await tokenizer.encode(" fox", add_special_tokens=False))
+    first = list(await tokenizer.encode("fox", add_special_tokens=False))
     for spec in peers.decode.seen:
         assert list(spec.sampling.allowed_token_ids) == [5, 9]
         assert not spec.sampling.bad_words

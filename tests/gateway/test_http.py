@@ -182,7 +182,7 @@ async def test_a_stop_string_in_a_stream_is_never_shown(http: httpx.AsyncClient)
 
 
 async def test_stop_tokens_are_not_shown(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
-    words = await tokenizer.encode(TEXT, add_special_tokens=False)
+    words = list(await tokenizer.encode(TEXT, add_special_tokens=False))
     for index in (0, 3):
         body = {**TEXTUAL, "stop_token_ids": [words[index]]}
         answer = (await http.post("/v1/completions", json=body)).json()
@@ -201,7 +201,7 @@ async def test_an_answer_that_ends_with_its_first_token(http: httpx.AsyncClient,
 
 
 async def test_an_answer_cut_inside_a_character(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
-    words = await tokenizer.encode(TEXT, add_special_tokens=False)
+    words = list(await tokenizer.encode(TEXT, add_special_tokens=False))
     cut = len(await tokenizer.encode(TEXT.partition("🦊")[0], add_special_tokens=False)) + 1
     parts = await events(http, "/v1/completions", {**TEXTUAL, "max_tokens": cut})
     assert text_of(parts) == tokenizer.decode(words[:cut])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from typing import Any
 
 import grpc
@@ -10,7 +12,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
-from services.gateway.intake import MOST, Intake
+from services.gateway.intake import LONG, MOST, REST_TURNS, Intake, SequenceTurns
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.peers import MODEL, Peers
@@ -58,6 +60,25 @@ async def test_what_is_cancelled_takes_nobodys_turn() -> None:
     async with asyncio.timeout(5.0):
         await asyncio.wait(begun)
     assert [task.cancelled() for task in begun] == [MOST <= number < 2 * MOST for number in range(4 * MOST)]
+
+
+@pytest.mark.parametrize(("num_tokens", "at_once"), [(LONG - 1, MOST), (LONG, 1)])
+async def test_sequences_of_one_request_begin_in_turns_too(num_tokens: int, at_once: int) -> None:
+    """Long prompts one by one; however little time a busy machine leaves between them, others have turns there."""
+    turns, turn, begun = SequenceTurns(), 0, list[int]()
+
+    async def begin() -> None:
+        await turns.begin(num_tokens)
+        begun.append(turn)
+
+    tasks = [asyncio.create_task(begin()) for _ in range(4 * MOST)]
+    while len(begun) < len(tasks):
+        await asyncio.sleep(0)
+        time.sleep(0.002)  # noqa: ASYNC251  (as on a busy machine)
+        turn += 1
+    assert max(begun.count(one) for one in begun) == at_once
+    if at_once == 1:
+        assert min(after - before for before, after in itertools.pairwise(begun)) >= REST_TURNS
 
 
 async def test_a_request_whose_turn_does_not_come_ends_by_its_deadline(

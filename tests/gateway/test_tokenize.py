@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import pytest
 
+from services.gateway.admission import TextTurns, Weights
+from services.gateway.priority import PriorityClass
 from services.gateway.text import Tokenizer
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_http import CHAT, TEXTUAL
@@ -13,7 +17,7 @@ from tests.gateway.test_http import CHAT, TEXTUAL
 async def test_a_text_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
     text = "the quick é 狐狸"
     found = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
-    assert found["tokens"] == await tokenizer.encode(text, add_special_tokens=True)
+    assert found["tokens"] == list(await tokenizer.encode(text, add_special_tokens=True))
     assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 256)
     assert found["token_strs"][0] == "the"
     back = await http.post("/detokenize", json={"model": MODEL, "tokens": found["tokens"]})
@@ -53,3 +57,19 @@ async def test_metrics_of_caches(http: httpx.AsyncClient, peers: Peers) -> None:
     assert f"vllm:prefix_cache_queries_total{label} {float(usage['prompt_tokens'])}" in lines
     assert f"vllm:prefix_cache_hits_total{label} 3.0" in lines
     assert f"vllm:kv_cache_usage_perc{label} 0.0" in lines
+
+
+async def test_texts_of_tenants_are_read_in_turns() -> None:
+    """Who asks for much at once does not keep another waiting behind all of it."""
+    turns, order = TextTurns(Weights(dict.fromkeys(PriorityClass, 1.0)), 100), list[str]()
+    deadline = asyncio.get_running_loop().time() + 10.0
+
+    async def read(tenant: str) -> None:
+        async with turns.turn(tenant, 2**20, deadline):
+            await asyncio.sleep(0)
+            order.append(tenant)
+
+    greedy = [asyncio.create_task(read("greedy")) for _ in range(20)]
+    await asyncio.sleep(0)
+    await asyncio.gather(read("modest"), *greedy)
+    assert order.index("modest") <= 3

@@ -58,6 +58,7 @@ class Bystander:
     async def stream(self, http: httpx.AsyncClient) -> None:
         asked = {"model": MODEL, "prompt": [5, 6], "max_tokens": 90_000, "ignore_eos": True, "stream": True}
         while True:
+            self._last = 0.0
             async with http.stream("POST", "/v1/completions", json=asked, timeout=600) as answer:
                 async for _ in answer.aiter_raw():
                     self._see()

@@ -69,6 +69,10 @@ COMPLETIONS: dict[str, Body] = {
     "text": lambda: field("prompt", TEXT),
     "objects": lambda: field("prompt", b"[" + many(b"{}") + b"]"),
     "128-answers": lambda: field("prompt", b"[" + b"7," * 120_000 + b"7]", b'"n":128', b'"max_tokens":2'),
+    "128-token-prompts": lambda: field(
+        "prompt", b"[" + numbered(b"[%d" + b",7" * 58_000 + b"]", 128) + b"]", b'"max_tokens":2'
+    ),
+    "128-texts": lambda: field("prompt", b"[" + numbered(b'"%d' + b"x!" * 2000 + b'"', 128) + b"]", b'"max_tokens":2'),
     "echo": lambda: field("prompt", b"[" + b"7," * 120_000 + b"7]", b'"echo":true', b'"max_tokens":2'),
     "list": lambda: WIDE,
     "spaces": lambda: b" " * SIZE,

@@ -26,7 +26,7 @@ from services.gateway.deadlines import Deadlines, Entry
 from services.gateway.errors import TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.suspicion import Deaths
-from services.gateway.intake import LongPrompts
+from services.gateway.intake import SequenceTurns
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.workers import Mailbox, Taker, Tokens, WorkerConnection, WorkerPool
 from tandem.registry import Route, WorkerInfo
@@ -50,7 +50,7 @@ class ClusterAccess:
     spans: Tracer
     in_background: Callable[[Coroutine[Any, Any, None]], None]
     deadlines: Deadlines
-    long_prompts: LongPrompts
+    turns: SequenceTurns
     deaths: Deaths
 
 
@@ -183,7 +183,7 @@ class Attempt:
         with tracing.child(cluster.spans, "route", self._parent) as span:
             try:
                 with cluster.deadlines.until(self._deadline):
-                    await cluster.long_prompts.begin(len(sequence.token_ids))
+                    await cluster.turns.begin(len(sequence.token_ids))
                     route = self._route = await self._answering(request, exclude)
             except TimeoutError:
                 raise TimedOut("the request's deadline passed while choosing workers") from None

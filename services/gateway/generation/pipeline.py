@@ -48,8 +48,8 @@ class Pipeline:
         self._limits = limits
 
     async def begin(self, num_tokens: int) -> None:
-        """As LongPrompts.begin."""
-        await self._cluster.long_prompts.begin(num_tokens)
+        """As SequenceTurns.begin."""
+        await self._cluster.turns.begin(num_tokens)
 
     def check_turn(
         self, priority: int, tenant: str, deadline: float, max_tokens: int | None, ttft_s: float | None

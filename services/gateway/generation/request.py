@@ -17,6 +17,7 @@ from services.gateway.access import ANYONE, Client
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import ServedModel
 from services.gateway.targets import NO_TARGETS, Targets
+from services.gateway.text import CheckedIds
 from services.gateway.tools import ReadingPlan
 from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, check_token_ids
 from tandem.speculative import Speculative
@@ -151,7 +152,8 @@ def truncated(prompt: Sequence[int], keep: int | None) -> Sequence[int]:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be between 1 and {MAX_KEPT}, got {keep}", "truncate_prompt_tokens"
         )
-    return prompt[-keep:]
+    kept = prompt[-keep:]
+    return CheckedIds("I", kept) if isinstance(prompt, CheckedIds) else kept
 
 
 def read_speculative(method: str, num_tokens: int | None) -> Speculative:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.access import Client
-from services.gateway.bodies import CheckedIds, Incoming
+from services.gateway.bodies import Incoming
 from services.gateway.generation import check_prompt
 from services.gateway.http import schema
 from services.gateway.http.chat import read_messages, template_options
 from services.gateway.http.format import token_text
 from services.gateway.llm import LLM
+from services.gateway.text import CheckedIds
 from services.gateway.tools import read_tools
 
 
@@ -34,7 +35,7 @@ async def tokenize(llm: LLM, body: Incoming, client: Client) -> dict[str, Any]:
         tokens = await llm.encode(text, "messages", add_special_tokens=False)
     llm.bounds.check_tokens(len(tokens), "prompt" if found.messages is None else "messages")
     texts = [token_text(llm.model.tokenizer, token) for token in tokens] if found.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": texts}
+    return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": list(tokens), "token_strs": texts}
 
 
 async def detokenize(llm: LLM, body: Incoming, client: Client) -> dict[str, Any]:

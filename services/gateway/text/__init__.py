@@ -6,6 +6,7 @@ token ids -> Detokenizer -> text -> StopStrings -> the client
 
 from services.gateway.text.batches import Batches
 from services.gateway.text.chat_template import ROLES, ChatTemplate, TemplateOptions, TemplateRefused
+from services.gateway.text.checked_ids import CheckedIds
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from services.gateway.text.stop import StopStrings
 from services.gateway.text.tokenizer import MOST_TOKENS, Tokenizer, TooManyTokens
@@ -16,6 +17,7 @@ __all__ = [
     "Batches",
     "ByteDetokenizer",
     "ChatTemplate",
+    "CheckedIds",
     "Detokenizer",
     "StopStrings",
     "TemplateOptions",

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from services.gateway.text.checked_ids import CheckedIds
 from tandem.work_threads import WorkThreads
 
 BATCH = 2**16
 LONG_AT_ONCE = 2
-Outcome: TypeAlias = "list[int] | Exception"
+Outcome: TypeAlias = "CheckedIds | Exception"
 Encode: TypeAlias = Callable[[Sequence[str]], Sequence[Outcome]]
 Waiting: TypeAlias = "tuple[str, asyncio.Future[Outcome]]"
 
@@ -34,7 +35,7 @@ class Batches:
         self._waiting: deque[Waiting] = deque()
         self._running = False
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str) -> CheckedIds:
         if len(text) >= BATCH:
             return result((await self._threads.run(self._read, [text]))[0])
         found: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -77,7 +78,7 @@ class Batches:
             return [error if isinstance(error, Exception) else RuntimeError(f"the tokenizer: {error}")]
 
 
-def result(outcome: Outcome) -> list[int]:
+def result(outcome: Outcome) -> CheckedIds:
     if isinstance(outcome, Exception):
         raise outcome
     return outcome

@@ -10,6 +10,7 @@ from pathlib import Path
 import tokenizers
 
 from services.gateway.text.batches import Batches, Outcome, result
+from services.gateway.text.checked_ids import CheckedIds
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from tandem.vocabulary import Vocabulary, load_tokenizer
 
@@ -51,12 +52,12 @@ class Tokenizer:
         """In characters. A text has at least its length divided by this in tokens."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool) -> CheckedIds:
         if len(text) < LONG_TEXT:
             return result(self._encode(add_special_tokens, [text])[0])
         return await (self._with_special if add_special_tokens else self._without_special).encode(text)
 
-    async def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+    async def encode_each(self, texts: Sequence[str]) -> list[CheckedIds]:
         """With special tokens."""
         if sum(map(len, texts)) < LONG_TEXT:
             return [result(self._encode(True, [text])[0]) for text in texts]
@@ -84,11 +85,15 @@ class Tokenizer:
             return ByteDetokenizer(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id), texts)
         return WindowDetokenizer(lambda ids: self.decode([i for i in ids if i not in hidden], False))
 
-    async def spellings(self, word: str) -> list[list[int]]:
+    async def spellings(self, word: str) -> list[CheckedIds]:
         """The tokens of a word at the beginning of a text and within one."""
         return [await self.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
 
     def _encode(self, add_special_tokens: bool, texts: Sequence[str]) -> list[Outcome]:
         # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids if len(encoding) <= self._most else TooManyTokens(len(encoding)) for encoding in found]
+        return [_ids(encoding) if len(encoding) <= self._most else TooManyTokens(len(encoding)) for encoding in found]
+
+
+def _ids(encoding: tokenizers.Encoding) -> CheckedIds:
+    return CheckedIds("I", encoding.ids)
