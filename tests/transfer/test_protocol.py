@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.liveness import LIMIT_S, Vitals
 from tandem.transfer.protocol.endpoint import TransferError
+from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.receiver import Write
 from tandem.transfer.protocol.wire import HEADER_BYTES, Kind, Message, control, parse_header, pulse_of
 from tandem.transfer.runtime.shared_landings import SharedLandings
@@ -144,6 +145,33 @@ def test_a_ping_says_how_starved_its_sender_is_and_whether_it_can_be_replaced() 
     world.receiver.receive(control(Kind.PING, nonce=nonce_of(world)), 0.0)  # of a peer of the version before
     with pytest.raises(TransferError, match="DATA_LOSS"):
         world.receiver.receive(control(Kind.PING, b'{"starvation": -1}', nonce=nonce_of(world)), 0.0)
+
+
+def test_a_link_that_its_sender_has_replaced_is_given_up_as_soon_as_any() -> None:
+    """Though nobody could take the sender's place: on the new link it is there."""
+    world = World(0, Chances(), shm=False)
+    world.receiver.liveness.sole = True
+    for look in range(3, 20):
+        world.receiver.tick(look / 10)
+    world.table.linked(world.receiver._sender, "another")
+    with pytest.raises(TransferError, match="UNAVAILABLE"):
+        world.receiver.tick(2.0)
+
+
+def test_what_may_have_begun_on_a_lost_link_is_not_waited_for_on_the_next() -> None:
+    table, lost = Landings(), TransferError("UNAVAILABLE", "the link is lost")
+
+    def expect(name: str) -> None:
+        table.expect(Landing(name, np.arange(2), 0, DEADLINE, lambda *_: None, lambda *_: None, "p"))
+
+    table.linked("p", "first")
+    expect("asked for on the first link")
+    table.linked("p", "second")
+    expect("asked for on the second")
+    table.lost("p", "first", lost)
+    assert list(table.live) == ["asked for on the second"]
+    table.lost("p", "second", lost)
+    assert not table.live
 
 
 def nonce_of(world: World) -> int:

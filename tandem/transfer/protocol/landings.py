@@ -2,8 +2,8 @@
 
     expect: AWAITED -> BEGIN: bound to one link -> FRAME*: writing, written -> COMMIT: committed
     at any time: cancel (silent), or a bad frame, ABORT, loss of the link, deadline -> aborted
-    a transfer expected of one sender alone does not wait for its BEGIN once that sender's link is lost, nor for long:
-    that may have been sent on a link that this side had lost before
+    a transfer expected of one sender alone does not wait for its BEGIN once that sender's link is lost, though it has
+    opened another, nor for long: that may have been sent on a link that this side had lost before
 
 A transfer is reported as ended, or fenced, only when no write to its blocks is under way: its owner may assign them
 to another sequence at once.
@@ -12,7 +12,7 @@ to another sequence at once.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -47,6 +47,7 @@ class Landing:
     on_abort: Callable[[str, str], None]
     sender: str = ""
     begin_by: float = math.inf
+    overtaken: bool = False  # its sender has opened another link since, and may have begun it on one before
     coverage: Coverage | None = None
     link: ReceiverProtocol | None = None
     handle: int = 0
@@ -75,7 +76,7 @@ class Landings:
         self.ending: dict[str, Landing] = {}
         self.ended: deque[Landing] = deque()
         self.fenced: deque[Landing] = deque()
-        self._links: Counter[str] = Counter()
+        self._links: defaultdict[str, list[object]] = defaultdict(list)  # of each incarnation, the oldest first
 
     def expect(self, landing: Landing) -> None:
         if landing.transfer_id in self.live or landing.transfer_id in self.ending:
@@ -101,17 +102,29 @@ class Landings:
             if not landing.writing:
                 self.report(landing)
 
-    def linked(self, sender: str) -> None:
+    def linked(self, sender: str, link: object) -> None:
         """One more link of this incarnation."""
-        self._links[sender] += 1
+        self._links[sender].append(link)
+        for landing in self._awaited(sender):
+            landing.overtaken = True
 
-    def lost(self, sender: str, error: TransferError) -> None:
-        """One link less: with an incarnation's last one ends what it alone might have begun."""
-        self._links[sender] -= 1
-        if self._links[sender] == 0:
-            del self._links[sender]
-            for landing in [w for w in self.live.values() if w.link is None and w.sender == sender]:
+    def num_links(self, sender: str) -> int:
+        return len(self._links.get(sender, ()))
+
+    def lost(self, sender: str, link: object, error: TransferError) -> None:
+        """One link less. With one that has been replaced ends what may have begun there, with the last one all."""
+        links = self._links[sender]
+        replaced = links[-1] is not link
+        links.remove(link)
+        for landing in self._awaited(sender):
+            if not links or (replaced and landing.overtaken):
                 self.end(landing, error)
+        if not links:
+            del self._links[sender]
+
+    def _awaited(self, sender: str) -> list[Landing]:
+        """What this incarnation alone may begin, and has not."""
+        return [landing for landing in self.live.values() if landing.link is None and landing.sender == sender]
 
     def commit(self, landing: Landing, payload: bytes) -> None:
         landing.payload = payload

@@ -161,7 +161,7 @@ class ReceiverProtocol:
         for landing in list(self._bound.values()):
             self.landings.end(landing, error)
         if self.side:
-            self.landings.lost(self._sender, error)
+            self.landings.lost(self._sender, self, error)
             self.side.close()
             self.side = None
         self.outbox.clear()
@@ -176,7 +176,12 @@ class ReceiverProtocol:
         return len(self._bound)
 
     def tick(self, now: float) -> None:
-        """Raises TransferError once the peer has been silent, or has not said HELLO, for too long."""
+        """Raises TransferError once the peer has been silent, or has not said HELLO, for too long.
+
+        A sender has one link at a time: with another one open, silence here is not that of one who cannot be replaced.
+        """
+        if self.landings.num_links(self._sender) > 1:
+            self.liveness.sole = False
         if self.liveness.lost(now) or (not self.side and now - self._opened_at > HANDSHAKE_SECONDS):
             raise TransferError("UNAVAILABLE", f"nothing heard from {self.peer} for {self.liveness.limit_s:.1f} s")
         if self.side and self.liveness.ping_due(now):
@@ -201,12 +206,12 @@ class ReceiverProtocol:
             refusal = Failure(code="FAILED_PRECONDITION", message=fault)
             self.outbox.append(control(Kind.REFUSE, refusal.packed()))
             return
+        self.landings.linked(hello.sender.incarnation, self)
         welcome = Welcome(
             receiver=self.local, nonce=self._nonce, transport=self.side.name, refused=refused,
             num_layers=self.num_layers, block_bytes=self.block_bytes, max_frame_bytes=self.max_frame_bytes,
         )  # fmt: skip
         self.outbox.append(control(Kind.WELCOME, proven(welcome, self._secret, hello.proof).packed()))
-        self.landings.linked(hello.sender.incarnation)
         self._nonce = link_nonce(hello.sender, self.local, hello.nonce, self._nonce)
 
     def _mismatch(self, hello: Hello) -> str:
