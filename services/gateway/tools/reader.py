@@ -31,7 +31,7 @@ class AnswerReader:
         self._most = self._left = most_calls
         self._called = False
         self._said = False
-        self._space = ""  # white space that is a part of the answer only if text follows
+        self._space: list[str] = []  # white space that is a part of the answer only if text follows
 
     @property
     def within_thoughts(self) -> bool:
@@ -49,7 +49,7 @@ class AnswerReader:
             pieces = [*self._calls.feed(rest), *self._calls.finish()]
         found = self._reading(thoughts, pieces)
         if not self._called and (self._said or not self._thought):
-            found.text += self._space
+            found.text += "".join(self._space)
         return found
 
     @property
@@ -75,10 +75,14 @@ class AnswerReader:
 
     def _say(self, text: str) -> str:
         """Without white space at its end, and none before the first word behind thoughts or calls."""
-        text = self._space + text
-        if not self._said and (self._called or self._thought):
-            text = text.lstrip()
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        self._said = self._said or bool(said)
+        begins = not self._said and (self._called or self._thought)
+        if not text.strip():
+            if begins:
+                self._space.clear()
+            else:
+                self._space.append(text)
+            return ""
+        text = "".join([*self._space, text])
+        said = (text.lstrip() if begins else text).rstrip()
+        self._space, self._said = [text[len(text.rstrip()) :]], True
         return said
