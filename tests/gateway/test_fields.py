@@ -102,7 +102,7 @@ async def test_tokens_can_be_named_by_their_ids(http: httpx.AsyncClient) -> None
     assert next(iter(choice["logprobs"]["top_logprobs"][0])) == named[0]
     asked = {**CHAT, **body, "logprobs": True, "top_logprobs": 2}
     entries = (await http.post("/v1/chat/completions", json=asked)).json()["choices"][0]["logprobs"]["content"]
-    assert [entry["token"] for entry in entries] == named
+    assert [entry["token"] for entry in entries] == named[:-1]  # all but the end of the text
     assert entries[0]["top_logprobs"][0]["token"] == named[0]
     assert bytes(b for entry in entries for b in entry["bytes"]).decode().startswith(TEXT)
 
