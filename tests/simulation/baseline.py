@@ -45,6 +45,17 @@ async def registry_leftovers(registry: Registry) -> list[str]:
     return found
 
 
+def orphans(cluster: Cluster) -> list[str]:
+    """One line for each transfer that could still be written to blocks which its sequence has given back."""
+    services = [w._service for name, w in cluster.workers.items() if cluster.processes[name].alive]
+    found: list[str] = []
+    for service in services:
+        if isinstance(service, DecodeWorker):
+            outlived = service._receiver._landings.table.live.keys() - service._sequences.transfer_ids()
+            found += [f"transfer {name} outlives its sequence" for name in sorted(outlived)]
+    return found
+
+
 def _worker(worker: Worker) -> Iterator[str]:
     engine, service = worker.context.engine, worker._service
     try:

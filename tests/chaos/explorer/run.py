@@ -27,7 +27,7 @@ from tandem.v1 import llm_pb2
 from tests.chaos.explorer.faults import SLOWEST_S, Faults
 from tests.chaos.explorer.schedule import AMPLE_BLOCKS, Request, Schedule, names
 from tests.chaos.explorer.waits import counted
-from tests.simulation.baseline import leftovers, registry_leftovers, sizes
+from tests.simulation.baseline import leftovers, orphans, registry_leftovers, sizes
 from tests.simulation.cluster import MODEL, Cluster, ClusterSettings, Prompt, Reference, Reply, Shape
 from tests.simulation.network import NOTICE_S
 from tests.simulation.redis import Store
@@ -35,6 +35,7 @@ from tests.simulation.world import Stuck, World
 
 SETTLE_S = 2.0
 RECOVER_S = 10.0
+LOOK_S = 0.005
 LIMIT_S = 90.0
 # Deadlines this far away are met by a cluster that nothing happens to.
 AMPLE_S = 4.0
@@ -107,6 +108,7 @@ class Run:
         await self.cluster.ready()
         await asyncio.sleep(0.3)  # streams, links and loads settle
         before = sizes(self.cluster)
+        self._look()
         for fault in self.schedule.faults:
             self.faults.plan(fault)
         tasks = [
@@ -125,6 +127,11 @@ class Run:
         await self._recover()  # also what stood still when it was told to end
         await self._probe()
         await self._settle(before)
+
+    def _look(self) -> None:
+        """So often, at moments of no process: that no KV may land where it is expected no more."""
+        self.result.violations += [f"I4: {text}" for text in orphans(self.cluster)][: not self.result.violations]
+        self.world.after(LOOK_S, self._look)
 
     def waiting(self) -> str:
         late = [str(i) for i, reply in enumerate(self.replies) if reply.code is None]
