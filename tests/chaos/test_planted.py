@@ -256,6 +256,17 @@ def take_the_slow_for_dead(patch: Patch) -> None:
     patch.setattr(Liveness, "limit_s", LIMIT_S)
 
 
+@planted("I1: took", 20, "kill", "kv-drop")
+def prolong_the_deadline_at_each_migration(patch: Patch) -> None:
+    """Its client, and the guard of one that does not read, end it nearly in time."""
+    init = Attempt.__init__
+
+    def later(self: Attempt, cluster: Any, sequence: Any, deadline: float, *rest: Any) -> None:
+        init(self, cluster, sequence, deadline + 3.0 * rest[1].migrated, *rest)
+
+    patch.setattr(Attempt, "__init__", later)
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(explorer: Explorer, monkeypatch: Patch, name: str) -> None:
     bug = PLANTED[name]

@@ -39,6 +39,8 @@ LOOK_S = 0.005
 LIMIT_S = 90.0
 # Deadlines this far away are met by a cluster that nothing happens to.
 AMPLE_S = 4.0
+# So late at most a request ends that its client does not end itself, before other guards of the gateway would end it.
+PROMPT_S = 0.25
 # A silent peer is noticed in this time.
 NOTICED_S = 2.0
 # So often a request goes on elsewhere.
@@ -175,7 +177,8 @@ class Run:
         timeout_s = request.prompt.timeout_s or self.schedule.shape.timeout_s
         took = reply.ended_at - reply.began_at
         reading = request.read_pause_s * (len(expected) + 1)
-        if took > timeout_s + 1 + reading + self._unheard_s(request.gateway):
+        end_s = PROMPT_S if request.prompt.patient and not reading else 1.0
+        if took > timeout_s + end_s + reading + self._unheard_s(request.gateway):
             problems.append(f"I1: took {took:.3f} s with {timeout_s} s to its deadline")
         problems += [f"I5: {text}" for text in self._unexplained(reply)]
         if reply.code not in (None, StatusCode.OK) and not self._is_excused(request, reply, took, timeout_s):
