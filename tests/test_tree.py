@@ -97,6 +97,7 @@ SHELLS = (
     "tandem/engine/cores.py", "tandem/engine/kernels/", "tandem/native.py", "tandem/sandbox.py", "tandem/sandboxed.py",
     "services/gateway/http/server.py", "tandem/log_output.py", "tandem/work_threads.py", "tandem/deep_stack.py",
     "tandem/hub.py", "tandem/engine/revision.py", "services/gateway/http/connections.py",
+    "services/gateway/http/arrivals.py",
 )  # fmt: skip
 SHELL_MODULES = {"time", "random", "secrets", "uuid", "socket", "threading", "multiprocessing", "subprocess", "queue"}
 # Of those, what everybody may use: types, and what says nothing by itself.

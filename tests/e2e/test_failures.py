@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ pools:
 gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: require}}}}}}}}
 redis: {{{{port: {{redis}}}}}}
 """
+LATE = 30
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,39 @@ def test_redis_gone_for_a_moment_fails_no_request(cluster: RunningCluster) -> No
     finally:
         server.resume()
     eventually(cluster.ready, BOUND_S, "reconverged")
+
+
+def sent(cluster: RunningCluster, timeout_ms: int) -> socket.socket:
+    """A connection with a request on it."""
+    url = httpx.URL(cluster.http)
+    connection = socket.create_connection((url.host, url.port), BOUND_S)
+    body = b'{"model":"null","prompt":[1,2,3,4],"max_tokens":4}'
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        b"x-request-timeout-ms: %d\r\ncontent-length: %d\r\n\r\n" % (timeout_ms, len(body)) + body
+    )
+    return connection
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All of it."""
+    with connection, connection.makefile("rb") as file:
+        return file.read()
+
+
+def test_a_gateway_that_stood_still_begins_nothing_that_is_late(cluster: RunningCluster) -> None:
+    """Deadlines run from when a request came, not from when the gateway got round to it."""
+    (pid,) = cluster.pids("gateway")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        late, in_time = [sent(cluster, timeout_ms=500) for _ in range(LATE)], sent(cluster, timeout_ms=30_000)
+        time.sleep(1.0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    answers = [answer(connection) for connection in late]
+    assert [said.split()[1] for said in answers] == [b"504"] * LATE
+    assert all(b"before it was begun" in said for said in answers)
+    assert answer(in_time).split()[1] == b"200"
 
 
 def test_logs_hold_no_traceback_of_ours(cluster: RunningCluster) -> None:

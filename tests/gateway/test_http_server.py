@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from starlette.types import Message, Scope
 
 from services.gateway.errors import TimedOut
 from services.gateway.http import HttpServer
+from services.gateway.http.connections import SINCE_S
 from services.gateway.http.exchange import Exchange
 from tandem.local import free_ports
 
@@ -23,9 +25,12 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": b""})
 
 
-@pytest.mark.parametrize(
+LISTENING = pytest.mark.parametrize(
     ("host", "url"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")]
 )
+
+
+@LISTENING
 async def test_it_answers_where_it_listens(host: str, url: str) -> None:
     (port,) = free_ports(1)
     server = HttpServer(app, host, port, False, header_timeout_s=5.0)
@@ -35,6 +40,36 @@ async def test_it_answers_where_it_listens(host: str, url: str) -> None:
             assert (await client.get(f"http://{url}:{port}/")).status_code == 204
     finally:
         await server.stop()
+
+
+@LISTENING
+async def test_a_request_with_a_deadline_is_as_old_as_its_bytes(host: str, url: str) -> None:
+    """However late the process comes to look at it, on a connection that was used before, too."""
+    ages: list[float] = []
+
+    async def aged(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        ages.append(scope.get(SINCE_S, -1.0))
+        await app(scope, receive, send)
+
+    (port,) = free_ports(1)
+    server = HttpServer(aged, host, port, False, header_timeout_s=5.0)
+    await server.start()
+    request = b"GET / HTTP/1.1\r\nhost: x\r\nx-request-timeout-ms: 100\r\n\r\n"
+    try:
+        reader, writer = await asyncio.open_connection(url.strip("[]"), port)
+        for pause_s in (0.3, 0.0, 0.3):
+            writer.write(request)  # goes out at once
+            time.sleep(pause_s)  # noqa: ASYNC251 - the loop is held up
+            async with asyncio.timeout(5.0):
+                assert b" 204 " in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        async with httpx.AsyncClient() as client:
+            await client.get(f"http://{url}:{port}/")
+    finally:
+        await server.stop()
+    assert min(ages[0], ages[2]) >= 0.28, ages
+    assert ages[1] < 0.2, ages
+    assert ages[3] == -1.0, "nobody asks the kernel where no deadline is said"
 
 
 async def test_an_end_that_the_client_did_not_read_is_not_followed_by_another() -> None:

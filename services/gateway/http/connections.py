@@ -14,7 +14,6 @@ import os
 import resource
 import socket
 import stat
-import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+
+from services.gateway.http.arrivals import SINCE_CAME, SINCE_SENT, TCP_INFO, Arrivals
 
 log = structlog.get_logger(__name__)
 LOOK_S, AGAIN_S = 0.25, 0.05
@@ -32,9 +33,9 @@ IDLE_MS = 500
 RESERVE = 64
 MOST = 2048
 OPEN = Path("/proc/self/fd")
-# struct tcp_info: eight bytes, then numbers of four; how long ago data was sent is the tenth, and has come the twelfth.
-TCP_INFO = struct.Struct("=8B16I")
-SINCE_SENT, SINCE_CAME = 8 + 9, 8 + 11
+# Who says a deadline means one from when it sent the request.
+SAYS_DEADLINE = frozenset((b"x-request-timeout-ms", b"x-request-timeout"))
+SINCE_S = "tandem.since_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +60,28 @@ def raise_limit() -> int:
 
 
 class Connections:
-    """Those of one port, at most `most`. An ASGI app around the one that is served; `run` closes idle ones."""
+    """Those of one port, at most `most`. An ASGI app around the one that is served; `run` closes idle ones.
+
+    SINCE_S of a scope: how long ago its request came, where that matters.
+    """
 
     def __init__(self, app: Any, port: int, most: int) -> None:
         self._app, self._port, self.most = app, port, most
+        self._arrivals = Arrivals(port)
         self._busy: set[Any] = set()  # addresses of clients whose request runs
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         client = scope["client"]
         self._busy.add(client)
+        if any(name in SAYS_DEADLINE for name, _ in scope["headers"]):
+            scope[SINCE_S] = self._arrivals.since_s(client)
         try:
             await self._app(scope, receive, send)
         finally:
             self._busy.discard(client)
+
+    def close(self) -> None:
+        self._arrivals.close()
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -34,7 +34,7 @@ from services.gateway.generation import (
     read_speculative,
     tracing,
 )
-from services.gateway.http.exchange import ClientLeft, Exchange, deadline_of
+from services.gateway.http.exchange import ClientLeft, Exchange, check_left
 from services.gateway.http.format import CheckTurn, Envelope, ParsedBody, joined
 from services.gateway.http.schema import GenerationBody
 from services.gateway.llm import LLM
@@ -95,7 +95,7 @@ class TextEndpoint(Endpoint):
 
     async def _serve(self, exchange: Exchange) -> None:
         llm = self._llm
-        client, deadline = llm.access.authenticate(exchange.headers), deadline_of(exchange.headers, llm)
+        client, deadline = llm.access.authenticate(exchange.headers), exchange.deadline(llm)
         tenant = llm.access.tenant(client, exchange.headers, "", "user")
         try:
             with llm.deadlines.until(deadline):
@@ -130,6 +130,7 @@ class GenerateEndpoint(Endpoint):
             with llm.deadlines.until(asked.deadline):
                 await llm.intake.begin()
                 body = await exchange.body(llm.settings.max_body_bytes, llm.settings.body_timeout_s, llm.deadlines)
+                check_left(asked.deadline)  # whose timer may be late itself
                 found = await self._read(llm, await asked.incoming(self._reduce, body), asked.check_turn)
             answer = llm.answer(asked.generation(found), found.param)
         except TimeoutError:
@@ -216,7 +217,7 @@ class _Asked:
         """
         self._llm, self._exchange = llm, exchange
         self.client = llm.access.authenticate(exchange.headers)
-        self.deadline = deadline_of(exchange.headers, llm)
+        self.deadline = exchange.deadline(llm)
         self._tenant, self._priority, self._targets = "", 0, NO_TARGETS
 
     async def incoming(self, reduce: Reduce, body: bytes) -> Incoming:

@@ -17,7 +17,8 @@ import structlog
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.deadlines import Deadlines
-from services.gateway.errors import BodyTimeout, BodyTooLarge, GatewayError, InvalidRequest
+from services.gateway.errors import BodyTimeout, BodyTooLarge, GatewayError, InvalidRequest, TimedOut
+from services.gateway.http.connections import SINCE_S
 from services.gateway.http.encodings import decompressed, is_compressed
 from services.gateway.llm import LLM
 
@@ -40,6 +41,7 @@ class Exchange:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = request_id_of(self.headers, new_id)
         self.arrived = asyncio.get_running_loop().time()
+        self._since_s: float = scope.get(SINCE_S, 0.0)
         self._receive = receive
         self._send = send
         self._keeps_alive = scope["http_version"].startswith("1")
@@ -50,6 +52,17 @@ class Exchange:
         self._event: Message = {"type": "http.response.body", "more_body": True}  # one for all: it is read at once
         self._unwritten: _Begun | None = None
         self.started = False
+
+    def deadline(self, llm: LLM) -> float:
+        """By x-request-timeout-ms or x-request-timeout (seconds), from when the request came, or the default.
+
+        Raises:
+            InvalidRequest
+            TimedOut: it has passed.
+        """
+        deadline = llm.deadline(*_seconds_said(self.headers)) - self._since_s
+        check_left(deadline)
+        return deadline
 
     async def body(self, limit: int, seconds: float, deadlines: Deadlines) -> bytes:
         """
@@ -175,20 +188,23 @@ def request_id_of(headers: Mapping[str, str], new_id: Callable[[], str]) -> str:
     return said if SANE_ID.fullmatch(said) else new_id()
 
 
-def deadline_of(headers: Mapping[str, str], llm: LLM) -> float:
-    """From x-request-timeout-ms or x-request-timeout (seconds), or the default.
-
-    Raises:
-        InvalidRequest
+def check_left(deadline: float) -> None:
     """
+    Raises:
+        TimedOut
+    """
+    if asyncio.get_running_loop().time() >= deadline:
+        raise TimedOut("the request's deadline passed before it was begun")
+
+
+def _seconds_said(headers: Mapping[str, str]) -> tuple[float | None, str | None]:
     for name, unit in (("x-request-timeout-ms", 1000.0), ("x-request-timeout", 1.0)):
         if name in headers:
             try:
-                seconds = float(headers[name]) / unit
+                return float(headers[name]) / unit, name
             except ValueError:
                 raise InvalidRequest(f"{name} must be a number, got {headers[name]!r}", name) from None
-            return llm.deadline(seconds, name)
-    return llm.deadline(None)
+    return None, None
 
 
 def _length(headers: Mapping[str, str]) -> int:

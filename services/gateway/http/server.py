@@ -87,6 +87,7 @@ class HttpServer:
             log.warning("HTTP connections did not end in time")
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._connections.close()
 
     async def _answers(self) -> bool:
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
