@@ -23,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
 test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## the tests, on real parts; one room's: ROOM=transfer
-	@$(PYTEST) -m "not long" $(ROOM_TESTS) $(ARGS)
+	@$(PYTEST) -m "not long and not alone" $(ROOM_TESTS) $(ARGS)
 
 fast: $(VENV)/dev.stamp ## what needs no process and no weights, in a minute
 	@$(BIN)/python -m pytest -q -p tests.fast -m fast $$(grep -rlE 'mark\.fast' tests --include='test_*.py') $(ARGS)
@@ -39,6 +39,7 @@ AT_LENGTH := SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypo
 check: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## what takes long: 2,000 schedules of faults, images, pods, Ray, hostile input
 	@$(PYTEST) -m long $(ARGS)
 	@$(AT_LENGTH)
+	@$(BIN)/python -m pytest -q -n0 -m alone tests/e2e
 
 test-gpu: $(VENV)/dev.stamp ## what needs a CUDA device, which it names where there is none; then what that device gives, as JSON
 	@$(BIN)/python -m pytest -q -rs tests/gpu $(ARGS)

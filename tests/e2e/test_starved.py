@@ -26,6 +26,8 @@ from tandem.engine import EngineConfig, Request, SamplingParams, StepTime
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 from tests.e2e.test_migration import Answers, all_linked, service, undisturbed
 
+pytestmark = pytest.mark.alone
+
 SPINNERS_A_CORE = 8
 STARVED_S = float(os.environ.get("STARVED_S", "12"))
 HALT_S, RUN_S = 2.5, 1.5
