@@ -49,7 +49,7 @@ async def url(model_folder: Path, redis: RedisServer) -> AsyncIterator[str]:
         yield url
 
 
-async def answers(url: str, seconds: float = 5.0) -> bool:
+async def answers(url: str, seconds: float = 30.0) -> bool:
     """On a connection of its own."""
     try:
         async with httpx.AsyncClient(timeout=seconds) as client:

@@ -90,6 +90,8 @@ async def test_malformed_messages_are_the_clients_fault(gateway: Gateway, method
 async def test_what_no_pool_could_hold_is_refused_at_once(
     gateway: Gateway, http: httpx.AsyncClient, peers: Peers
 ) -> None:
+    await peers.workers["d"].die()
+    await peers.registry.deregister("d", peers.workers.pop("d").info.incarnation)
     await peers.add_decode(num_blocks=4)
     await eventually(lambda: gateway.llm.max_model_len == 64)
     answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": [5] * 10, "max_tokens": 60})
