@@ -27,9 +27,9 @@ commands:
 # Each imported only when requested, so that it starts fast.
 COMMANDS = {
     "up": "up:main",
-    "status": "detached:status",
-    "down": "detached:down",
     "ps": "running:ps",
+    "down": "detached:down",
+    "status": "detached:status",
     "chat": "chat:main",
     "generate": "generate:main",
     "drain": "drain:main",
