@@ -76,7 +76,7 @@ def test_a_failing_schedule_is_shrunk_and_drawn(
     often = (s for s in (schedule_of(seed, bug.kinds) for seed in range(200)) if min(f.chance for f in s.faults) > 0.1)
     schedule = next(schedule for schedule in often if explorer.run(schedule).violations)
     result, kept = shrink(schedule, explorer.run)
-    assert len(result.schedule.requests) == 1
+    assert len(result.schedule.requests) < len(schedule.requests)
     assert {fault.kind for fault in result.schedule.faults} <= {"kv-drop", "kv-corrupt", "kv-reorder"}
     assert explorer.run(schedule.only(*parse(kept))).violations == result.violations
     drawn = draw(result.events)

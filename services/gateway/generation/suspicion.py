@@ -90,9 +90,9 @@ class Suspicion:
         self._losses |= {incarnation: Loss(num_written) for incarnation in incarnations}
         now = asyncio.get_running_loop().time
         patient_until = min(now() + self._patience_s, deadline)
-        await self._learn()
+        await self._learn(deadline - now())
         while len(self._losses) >= MAX_LOSSES and self._unknown() and now() < patient_until:
-            await self._learn()
+            await self._learn(patient_until - now())
         if len(self._losses) - len(self._unknown()) >= MAX_LOSSES:
             raise Poison(list(self._losses))
 
@@ -104,9 +104,9 @@ class Suspicion:
     def _unknown(self) -> list[str]:
         return [incarnation for incarnation, loss in self._losses.items() if loss.death is None]
 
-    async def _learn(self) -> None:
+    async def _learn(self, wait_s: float) -> None:
         for incarnation in self._unknown():
-            death = await self._deaths.of(incarnation, TOLD_S)
+            death = await self._deaths.of(incarnation, min(TOLD_S, max(wait_s, 0.0)))
             if death is not None and self._choice_id not in death.named:
                 del self._losses[incarnation]
             else:
