@@ -41,7 +41,7 @@ def dead_here(process: str, proc: Path = PROC) -> str:
 
 
 def gone_here(process: str) -> bool:
-    """Whether it was a process of this host and has ended; one that is stopped has not."""
+    """True if it was a process of this host and has ended; one that is stopped has not."""
     return dead_here(process) == GONE
 
 

@@ -46,7 +46,7 @@ class Bounds:
 
 
 def head_of(payload: bytes, bounds: Bounds) -> bytes:
-    """What a helper reads before a call, which is a pickled function and its arguments."""
+    """Head of a call, whose payload is a pickled function and its arguments: size and bounds."""
     return _CALL.pack(len(payload), bounds.cpu_s, bounds.wall_s, bounds.memory_bytes, bounds.stack_bytes)
 
 

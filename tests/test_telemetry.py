@@ -1,4 +1,4 @@
-"""Logs of a process: each line is an event, whoever wrote it."""
+"""Logs of a process: each line is an event, gRPC's too."""
 
 from __future__ import annotations
 

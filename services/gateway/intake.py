@@ -52,7 +52,7 @@ class Intake:
 
 
 class SequenceTurns:
-    """Of one event loop."""
+    """One event loop's."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -231,7 +231,7 @@ def suspect_nobody(patch: Patch) -> None:
 
 @planted("FAILED_PRECONDITION|I7", 40, "poison")
 def let_suspects_share_their_steps(patch: Patch) -> None:
-    """So whoever was with a poison twice is named twice."""
+    """So a neighbour that was with a poison twice is named twice."""
     patch.setattr(Suspicion, "alone_until", 0)
 
 

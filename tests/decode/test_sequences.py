@@ -245,7 +245,7 @@ async def test_an_id_is_free_again_once_it_is_released(decode: Decode) -> None:
 
 
 async def test_refused_while_it_is_aborted_it_is_released_once(decode: Decode) -> None:
-    """The engine's refusal is on its way: that is not the end of the abort, and nothing of whoever comes next."""
+    """The engine's refusal is on its way: not the end of the abort, nor anything of the sequence that comes next."""
     for turns in range(12):
         refused = asyncio.create_task(decode.reserve("huge", prompt=(BLOCKS + 1) * BLOCK))
         for _ in range(turns):

@@ -32,7 +32,7 @@ def tandem(state: dict[str, str], *arguments: str) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def url(state: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a cluster that was left running, whose answers take their time."""
+    """URL of a cluster that was left running, whose answers take their time."""
     http, grpc, redis = free_ports(3)
     ports = (f"--http-port={http}", f"--grpc-port={grpc}", f"--redis-port={redis}", "--engine=null")
     started = tandem(state, "up", "-d", *ports, f"--logs={tmp_path_factory.mktemp('logs')}")

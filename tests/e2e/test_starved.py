@@ -62,7 +62,7 @@ def halting(cluster: RunningCluster) -> Iterator[None]:
     pids, over = cluster.pids("prefill") + cluster.pids("decode"), Event()
     processes = [psutil.Process(pid) for pid in pids]
 
-    def halt() -> None:
+    def pause() -> None:
         while not over.wait(RUN_S):
             for process in processes:
                 process.suspend()
@@ -70,7 +70,7 @@ def halting(cluster: RunningCluster) -> Iterator[None]:
             for process in processes:
                 process.resume()
 
-    thread = Thread(target=halt)
+    thread = Thread(target=pause)
     thread.start()
     try:
         yield

@@ -141,7 +141,7 @@ def test_an_aborted_suspect_leaves_nothing(config_only: Path) -> None:
 
 
 def test_to_say_it_costs_little(config_only: Path, tmp_path: Path) -> None:
-    """A step of 512 that brings each a token writes one number, whoever they are."""
+    """A step of 512 that brings each a token writes one number for all of them."""
     page = CrashPage.at(tmp_path / "page")
     engine = make_engine(config_only, null=FAST, num_blocks=4096, max_num_batched_tokens=512, max_num_seqs=512)
     engine.crash_page = page

@@ -1,4 +1,4 @@
-"""A gateway with few files to open: idle connections make room, and health answers whoever else is connected."""
+"""A gateway with few files to open: idle connections make room, and health answers beside any number of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients of other servers send and expect: names, encodings, fields, routes."""
+"""Clients of other servers, what they send and expect: names, encodings, fields, routes."""
 
 from __future__ import annotations
 

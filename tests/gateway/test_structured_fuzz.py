@@ -155,7 +155,7 @@ async def still_serves(gateway: Gateway, http: httpx.AsyncClient) -> None:
 
 
 def compile_all(peers: Peers, model_folder: Path, vocab_size: int) -> int:
-    """Fails as a worker would: by a signal, or by an error that the gateway should have told of."""
+    """Fails as a worker would: by a signal, or by an error that the gateway should have reported."""
     grammars = Grammars(model_folder, vocab_size)
     found = {spec.sampling.grammar for spec in peers.decode.seen} - {""}
     refused = []

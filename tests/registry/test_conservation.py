@@ -122,7 +122,7 @@ async def test_reservations_of_a_dead_client_end_with_its_lease(
 async def test_no_call_releases_all_that_a_busy_dead_client_had(
     registry: Registry, redis: Redis, redis_server: RedisServer, namespace: str
 ) -> None:
-    """It would keep every gateway waiting: portions of 256, by whoever calls."""
+    """It would keep every gateway waiting: portions of 256, by each call."""
     await register_pool(registry)
     dead = Registry.connect(redis_server.url, namespace=namespace, client_lease_s=30.0, timeout=30.0)
     await asyncio.gather(*(reserve(dead) for _ in range(1000)))

@@ -46,7 +46,7 @@ async def registry_leftovers(registry: Registry) -> list[str]:
 
 
 def orphans(cluster: Cluster) -> list[str]:
-    """One line for each transfer that could still be written to blocks which its sequence has given back."""
+    """One line for each transfer that could still be written to blocks that its sequence has released."""
     services = [w._service for name, w in cluster.workers.items() if cluster.processes[name].alive]
     found: list[str] = []
     for service in services:

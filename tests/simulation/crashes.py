@@ -1,6 +1,6 @@
-"""Engines that crash in mid-step, as by SIGSEGV; and what is told of processes that died, by a launcher or not.
+"""Engines that crash in mid-step, as by SIGSEGV; and reports of processes that died, by a launcher or not.
 
-A prompt (POISON, 10 + n, id, …) crashes whoever computes token n of its answer: prefill workers and decode workers.
+A prompt (POISON, 10 + n, id, …) crashes the worker, of either role, that computes token n of its answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Crashes:
         self._world, self._registry_of, self._launched = world, registry_of, launched
         self._launcher = world.process("launcher")
         self._causes: dict[str, str] = {}
-        self._pages: dict[str, tuple[CrashPage, str]] = {}  # not told of yet: with the cause of death
+        self._pages: dict[str, tuple[CrashPage, str]] = {}  # not reported yet: with the cause of death
 
     def started(self, name: str) -> None:
         self._tell(name)

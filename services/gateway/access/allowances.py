@@ -66,7 +66,7 @@ class Allowances:
 
     @asynccontextmanager
     async def one(self, client: Client, tenant: str, request_id: str, seconds: float) -> AsyncIterator[dict[str, str]]:
-        """Inside, a request that costs no tokens is counted as one. Yields what the client is told of its limits.
+        """Inside, a request that costs no tokens is counted as one. Yields the headers that report its limits.
 
         Raises:
             RateLimited

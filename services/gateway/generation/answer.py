@@ -88,7 +88,7 @@ class Answer:
 
     @property
     def revision(self) -> str | None:
-        """Of the weights behind `path`."""
+        """The revision of the weights behind `path`."""
         return next((outcome.revision for outcome in self.outcomes if outcome.path.kind), None)
 
     def call_id(self, choice: int, index: int) -> str:

@@ -101,7 +101,7 @@ class ChatFormat(Format):
         return {"id": self._new_call_id(), "type": "function", "function": function}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """Of tokens that are shown: the one that ends an answer is none of its content."""
+        """Logprobs of tokens that are shown: the one that ends an answer is none of its content."""
         if not delta.tokens.logprobs:
             return None
         shown = delta.tokens.logprobs[:-1] if delta.ends_silently else delta.tokens.logprobs

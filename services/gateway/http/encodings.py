@@ -12,7 +12,7 @@ MOST_MEMBERS = 16  # each costs a copy of those behind it
 
 
 def is_compressed(said: str) -> bool:
-    """Of a content-encoding header.
+    """Read a content-encoding header.
 
     Raises:
         UnsupportedEncoding
@@ -28,7 +28,7 @@ def is_compressed(said: str) -> bool:
 
 
 def decompressed(data: bytes, limit: int) -> bytes:
-    """What it says, which may be in several members. No more than `limit` and a byte of it is ever made.
+    """Unpack it, in several members perhaps. No more than `limit` and a byte of it is ever made.
 
     Raises:
         BodyTooLarge: more than `limit` bytes.

@@ -120,7 +120,7 @@ class CallReader(ABC):
         return pieces
 
     def _marked(self, text: str) -> bool:
-        """Whether a body begins with what nothing but a call does."""
+        """True where a body begins with what nothing but a call does."""
         return text.startswith(self.begins)
 
     def _pieces(self) -> list[Piece]:
@@ -240,7 +240,7 @@ def parsed(text: str) -> Any:
 
 
 def may_be_json(text: str) -> bool:
-    """Whether more text could make it JSON."""
+    """True while more text could make it JSON."""
     try:
         from_json(json_text(text), allow_partial=True, allow_inf_nan=False)
     except ValueError:

@@ -43,7 +43,7 @@ class JsonCall:
         return self.begun(text[:end], start) or call_of(parsed(text[start:end]))
 
     def may_follow(self, text: str, start: int) -> bool:
-        """Whether more text could make it a call."""
+        """True while more text could make it a call."""
         return self.begun(text, start) is not None or may_be_json(text[start:])
 
 

@@ -123,7 +123,7 @@ class Landings:
             del self._links[sender]
 
     def _awaited(self, sender: str) -> list[Landing]:
-        """What this incarnation alone may begin, and has not."""
+        """Landings that this incarnation alone may begin, and has not."""
         return [landing for landing in self.live.values() if landing.link is None and landing.sender == sender]
 
     def commit(self, landing: Landing, payload: bytes) -> None:

@@ -320,7 +320,7 @@ class Run:
                 self._violation(f"{name} ended by itself: {error!r}")
 
     async def _outlived(self, registry: Registry) -> bool:
-        """Whether the lease of a gateway that has died still holds reservations: that of a starved one lasts longer."""
+        """True while a dead gateway's lease still holds reservations: that of a starved one lasts longer."""
         if self.faults.starved.isdisjoint(self.cluster.gateways):
             return False
         return (await registry.check_integrity()).held["clients"] > self.schedule.shape.gateways
