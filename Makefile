@@ -30,7 +30,7 @@ fast: $(VENV)/dev.stamp ## what needs no process and no weights, in a minute
 
 # What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`, and 10,000
 # random schedules of NCCL links.
-GUARD := tests/transfer/test_schedules.py tests/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
+GUARD := tests/transfer/test_schedules.py tests/checkpoints/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
   tests/registry/test_resp_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
   $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py structured_fuzz.py) \
   tests/e2e/test_secured.py

@@ -23,7 +23,7 @@ from services.gateway.__main__ import serve
 from services.gateway.errors import Unavailable
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.settings import GatewaySettings
-from tandem import telemetry
+from tandem.process import telemetry
 from tandem.registry import ClusterView, Registry, Role, Route
 from tandem.settings import load
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders
 
-from tandem.model_files import read_bytes
+from tandem.checkpoints import read_bytes
 
 
 def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tandem import telemetry
+from tandem.process import telemetry
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

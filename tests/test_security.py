@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from tandem import rpc
-from tandem.interceptor import PROOF
+from tandem.rpc.interceptor import PROOF
 from tandem.security import NO_SECRET, OPEN, TLS, ClusterSecret, Security
 from tandem.settings import load
 from tandem.transfer import Endpoint, Receiver, Sender, TransferError

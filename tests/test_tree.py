@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,20 @@ for module in pkgutil.walk_packages(room.__path__, "services.{room}."):
 """
 
 
+# From the ground up: a module imports what is on its floor or below. Modules that are in none of these rooms and lie
+# directly in `tandem/` are the ground, and the commands of `tandem` are above all.
+FLOORS = (
+    ("tandem.process", "tandem.liveness", "tandem.containment", "tandem.checkpoints", "tandem.vocabulary"),
+    ("tandem.rpc", "tandem.registry", "tandem.transfer", "tandem.grammar", "tandem.engine"),
+    ("tandem.local", "tandem.cluster"),
+    ("tandem.worker",),
+    ("tandem.local.ray", "services"),
+    ("tandem.commands",),
+)
+# What is made for others than the rooms: the program that compiles C into images, a client's library.
+OUTSIDE = {"tandem.precompile", "tandem.client", "tandem.cli", "tandem.__main__"}
+
+
 def imports_of(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -34,6 +49,64 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for top in ("tandem", "services"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Modules that a file imports names from while it runs, not for types alone."""
+    tree = ast.parse(path.read_text())
+    types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    unused = {id(node) for block in types for statement in block.body for node in ast.walk(statement)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in unused]
+    return {node.module for node in imports if node.module}
+
+
+def test_rooms_are_entered_by_their_doors() -> None:
+    doors = {name.removesuffix(".__init__") for name, path in modules() if "__all__ = [" in path.read_text()}
+    beside = [
+        f"{name} imports {module}"
+        for name, path in modules()
+        if name not in OUTSIDE
+        for module in modules_imported(path) - doors
+        for door in doors
+        if module.startswith(f"{door}.") and not f"{name}.".startswith(f"{door}.")
+    ]
+    assert beside == []
+
+
+def test_each_room_says_what_it_is_and_who_may_enter() -> None:
+    for name in sorted({room for floor in FLOORS for room in floor}):
+        door = ROOT / name.replace(".", "/") / "__init__.py"
+        if name.startswith("tandem.") and door.exists():
+            assert ast.get_docstring(ast.parse(door.read_text())), name
+
+
+def floor_of(name: str) -> int:
+    """The floor of its innermost room; -1 is the ground."""
+    rooms = [(room, floor) for floor, rooms in enumerate(FLOORS) for room in rooms]
+    around = [(len(room), floor) for room, floor in rooms if f"{name}.".startswith(f"{room}.")]
+    return max(around, default=(0, -1))[1]
+
+
+def test_no_import_leads_upstairs() -> None:
+    upwards = [
+        f"{name} imports {module}"
+        for name, path in modules()
+        if name not in OUTSIDE
+        for module in modules_imported(path)
+        if floor_of(module) > floor_of(name)
+    ]
+    assert upwards == []
+
+
+def test_places_that_are_named_here_are_there() -> None:
+    named = {*SHELLS, *EXCEPTIONS, *(name.replace(".", "/") for floor in FLOORS for name in floor)}
+    assert [name for name in sorted(named) if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()] == []
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -55,7 +128,7 @@ def test_rooms_without_torch(room: str) -> None:
 
 
 def test_ray_is_imported_only_where_it_is_asked_for() -> None:
-    code = "import sys, tandem.cli, tandem.local.cluster, tandem.commands.detached, tandem.commands.up, tandem.worker"
+    code = "import sys, tandem.cli, tandem.cluster, tandem.commands.detached, tandem.commands.up, tandem.worker"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'ray' not in sys.modules"], check=True, timeout=60)
 
 
@@ -67,7 +140,7 @@ def test_ray_is_imported_only_where_it_is_asked_for() -> None:
         ("ray", ("tandem/local/ray/",)),
         ("fastapi", ("services/gateway",)),
         ("llguidance", ("tandem/grammar/",)),
-        ("opentelemetry.sdk", ("tandem/telemetry.py",)),
+        ("opentelemetry.sdk", ("tandem/process/telemetry.py",)),
     ],
 )
 def test_one_third_party_one_place(package: str, homes: tuple[str, ...]) -> None:
@@ -92,12 +165,13 @@ def test_stubs_are_generated_from_the_protos(tmp_path: Path) -> None:
 
 # Time, chance, threads and sockets: a simulation replaces what these do, so they are used in these places only.
 SHELLS = (
-    "tandem/transfer/runtime/", "tandem/transfer/transports/", "tandem/worker/engine_thread.py",
-    "tandem/worker/process.py", "tandem/local/", "tandem/commands/", "tandem/rpc.py", "tandem/registry/connection.py",
-    "tandem/engine/cores.py", "tandem/engine/kernels/", "tandem/native.py", "tandem/sandbox.py", "tandem/sandboxed.py",
-    "services/gateway/http/server.py", "tandem/log_output.py", "tandem/work_threads.py", "tandem/deep_stack.py",
-    "tandem/hub.py", "tandem/engine/revision.py", "services/gateway/http/connections.py",
-    "services/gateway/http/arrivals.py",
+    "services/gateway/http/arrivals.py", "services/gateway/http/connections.py", "services/gateway/http/server.py",
+    "tandem/checkpoints/hub.py", "tandem/cluster.py", "tandem/commands/", "tandem/containment/deep_stack.py",
+    "tandem/containment/sandbox.py", "tandem/containment/sandboxed.py", "tandem/engine/cores.py",
+    "tandem/engine/kernels/", "tandem/engine/revision.py", "tandem/local/", "tandem/native.py",
+    "tandem/process/log_output.py", "tandem/process/work_threads.py", "tandem/registry/connection.py",
+    "tandem/rpc/endpoints.py", "tandem/transfer/runtime/", "tandem/transfer/transports/",
+    "tandem/worker/engine_thread.py", "tandem/worker/process.py",
 )  # fmt: skip
 SHELL_MODULES = {"time", "random", "secrets", "uuid", "socket", "threading", "multiprocessing", "subprocess", "queue"}
 # Of those, what everybody may use: types, and what says nothing by itself.

@@ -9,8 +9,8 @@ from typing import Any
 from services.decode.sequences import Reservation, Sequences
 from tandem import rpc
 from tandem.engine import SampledToken
-from tandem.integrity import IntegrityReport
 from tandem.liveness import Vitals
+from tandem.process import IntegrityReport
 from tandem.registry import Role
 from tandem.transfer import Endpoint, Receiver
 from tandem.v1 import worker_pb2

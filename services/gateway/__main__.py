@@ -23,13 +23,12 @@ from services.gateway.model import ServedModel
 from services.gateway.routing import Router
 from services.gateway.server import Gateway, Ports
 from services.gateway.settings import GatewaySettings
-from tandem import rpc, telemetry
-from tandem.loop_watch import ends_where_it_stands_still
+from tandem import rpc
+from tandem.containment import Sandbox
+from tandem.liveness import CpuPressure, dead_here
+from tandem.process import ends_where_it_stands_still, telemetry
 from tandem.registry import Registry
-from tandem.same_host import dead_here
-from tandem.sandbox import Sandbox
 from tandem.settings import load
-from tandem.starvation import CpuPressure
 
 # A request waits no longer for a silent Redis before it is routed without it.
 REGISTRY_WAIT_S = 0.5

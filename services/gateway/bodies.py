@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from services.gateway.errors import InvalidRequest, Overloaded
 from services.gateway.text import ChatTemplate, CheckedIds, TemplateOptions, TemplateRefused
-from tandem.sandbox import CallFailed, Sandbox, SandboxBusy
-from tandem.sandboxed import Bounds
+from tandem.containment import Bounds, CallFailed, Sandbox, SandboxBusy
 
 LARGE = 256 * 1024  # bytes
 MANY = 20_000  # values

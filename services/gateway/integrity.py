@@ -7,7 +7,7 @@ import asyncio
 from services.gateway.admission import Admission
 from services.gateway.generation import BackgroundTasks
 from services.gateway.llm import LLM
-from tandem.integrity import IntegrityReport
+from tandem.process import IntegrityReport
 
 
 def check_gateway(llm: LLM, admission: Admission, background: BackgroundTasks) -> IntegrityReport:

@@ -17,7 +17,7 @@ from pydantic import Field
 from services.gateway.text import MOST_TOKENS, ChatTemplate, Tokenizer
 from services.gateway.tools import FORMATS, TAGS, CallReader, Tags, detect_format, detect_tags
 from tandem.adapters import AdapterRef
-from tandem.model_files import GenerationFile, ModelFile, end_tokens, read_file, text_digests
+from tandem.checkpoints import GenerationFile, ModelFile, end_tokens, read_file, text_digests
 from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
 
 

@@ -48,11 +48,11 @@ from services.gateway.routing import Router
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.workers import Judging, WorkerPool
 from tandem import rpc
-from tandem.drain import DrainService
-from tandem.integrity import IntegrityReport
+from tandem.containment import Sandbox
+from tandem.liveness import Starvation, no_pressure
+from tandem.process import IntegrityReport
 from tandem.registry import BlockReplica, ClusterView, GatewayAddress, Registry, RegistryUnavailable
-from tandem.sandbox import Sandbox
-from tandem.starvation import Starvation, no_pressure
+from tandem.rpc import DrainService
 
 log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0

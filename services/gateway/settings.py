@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from tandem.api_keys import check_exposed
-from tandem.gguf import ModelPath
+from tandem.checkpoints import ModelPath
 from tandem.security import ClusterSettings
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@,]+")

@@ -9,7 +9,7 @@ import uvloop
 
 from services.kvstore.keeper import run
 from services.kvstore.settings import KVStoreSettings
-from tandem import telemetry
+from tandem.process import telemetry
 from tandem.settings import load
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from services.kvstore.server import KVStoreService
 from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
 from tandem.garbage import settled
-from tandem.integrity_service import IntegrityService
 from tandem.local import RedisServer
 from tandem.registry import Registry, RegistryUnavailable
+from tandem.rpc import IntegrityService
 
 log = structlog.get_logger(__name__)
 WATCH_S = 0.1

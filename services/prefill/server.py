@@ -13,8 +13,8 @@ from services.prefill.links import LinkKeeper
 from services.prefill.sequences import Sequences, Ticket
 from tandem import rpc
 from tandem.engine import Engine
-from tandem.integrity import IntegrityReport
 from tandem.liveness import Vitals
+from tandem.process import IntegrityReport
 from tandem.registry import ClusterView, Role
 from tandem.transfer import Endpoint, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2

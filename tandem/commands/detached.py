@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.cluster import DEFAULT_NAMESPACE
 from tandem.commands.running import down_here
-from tandem.local.cluster import DEFAULT_NAMESPACE
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.settings import Settings, load
 

@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem import rpc
+from tandem.checkpoints import described, machine_memory, misfit, weights_bytes
 from tandem.commands import UP_ADDRESSES, with_own_password
-from tandem.commands.up.settings import UpSettings
-from tandem.hub import weights_bytes
-from tandem.integrity import IntegrityReport
-from tandem.memory_fit import described, machine_memory, misfit
+from tandem.commands.up import UpSettings
+from tandem.process import IntegrityReport
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
 from tandem.security import ClusterSettings
 from tandem.settings import load

@@ -18,7 +18,7 @@ import fsspec
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from tandem.hub import fetch_files, is_hub_name, wanted_files
+from tandem.checkpoints import fetch_files, is_hub_name, wanted_files
 from tandem.settings import Settings, load
 
 Names = Callable[[], list[str]]

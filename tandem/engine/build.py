@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from tandem import native
+from tandem.checkpoints import WEIGHTS_FILE, Need, machine_memory, misfit
+from tandem.engine.cores import Cores
 from tandem.engine.decode_graphs import DecodeGraphs, cuda_capture, padded
 from tandem.engine.device import memory_checked, open_device
 from tandem.engine.flashinfer import paged_attention_for
@@ -40,9 +42,6 @@ from tandem.engine.speculation import (
     tapped_layers,
 )
 from tandem.engine.types import EngineConfig, Progress
-from tandem.gguf import WEIGHTS_FILE
-from tandem.local import Cores
-from tandem.memory_fit import Need, machine_memory, misfit
 
 log = structlog.get_logger(__name__)
 # For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or

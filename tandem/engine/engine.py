@@ -17,10 +17,11 @@ from itertools import chain
 
 import torch
 
-from tandem.crash_page import COMPUTING, NOBODY, SUSPECT, CrashPage
+from tandem.containment import COMPUTING, NOBODY, SUSPECT, CrashPage
 from tandem.engine.answer_lengths import AnswerLengths
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.build import build, max_prefill_beside_decode
+from tandem.engine.cores import Cores
 from tandem.engine.guided import NamedGuide
 from tandem.engine.layout import KVLayout
 from tandem.engine.pace import Pace
@@ -42,7 +43,6 @@ from tandem.engine.types import (
     SequenceOutput,
 )
 from tandem.grammar import Grammars
-from tandem.local import Cores
 from tandem.sampling import InvalidParameter
 from tandem.speculative import OFF, Speculative
 

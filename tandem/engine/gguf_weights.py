@@ -21,9 +21,8 @@ import torch
 from pydantic import Field, RootModel
 from torch import Tensor
 
+from tandem.checkpoints import TENSORS_FILE, ModelFile, read_bytes
 from tandem.engine.quantization import QuantizedWeight
-from tandem.gguf import TENSORS_FILE
-from tandem.model_files import ModelFile, read_bytes
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.crash_page import CrashPage
+from tandem.containment import CrashPage
 from tandem.engine.device import sent
 from tandem.engine.sequence import Row, Sequence
 from tandem.grammar import Guide

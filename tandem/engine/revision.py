@@ -14,7 +14,7 @@ from threading import Event
 
 from xxhash import xxh3_128
 
-from tandem.gguf import TENSORS_FILE
+from tandem.checkpoints import TENSORS_FILE
 
 CHUNK = 2**20
 # What says how the bytes of weights are read.

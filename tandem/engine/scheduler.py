@@ -32,7 +32,7 @@ from heapq import merge
 from itertools import chain
 from typing import NamedTuple
 
-from tandem.crash_page import NOBODY
+from tandem.containment import NOBODY
 from tandem.engine.pace import Pace
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.sequence_blocks import Need, SequenceBlocks

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.block_hash import next_hash, root_hash
-from tandem.crash_page import NOBODY
+from tandem.containment import NOBODY
 from tandem.engine.layout import KVLayout
 from tandem.engine.lora import Adapter
 from tandem.engine.types import FinishReason, KVSink, Request, SampledToken

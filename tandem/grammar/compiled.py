@@ -10,10 +10,10 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from tandem.deep_stack import on_deep_stack
+from tandem.checkpoints import end_tokens
+from tandem.containment import on_deep_stack
 from tandem.grammar.build import limits
 from tandem.grammar.errors import InvalidGrammar
-from tandem.model_files import end_tokens
 from tandem.vocabulary import Vocabulary, load_tokenizer
 
 MAX_COMPILED = 64

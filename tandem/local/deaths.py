@@ -9,9 +9,9 @@ from pathlib import Path
 
 import structlog
 
-from tandem.crash_page import Death, death_of, page_path
+from tandem.containment import Death, death_of, page_path
+from tandem.liveness import gone_here
 from tandem.registry import Registry, RegistryUnavailable
-from tandem.same_host import gone_here
 
 log = structlog.get_logger(__name__)
 REPORT_S = 1.0

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tandem.child_process import dying_with_parent
 from tandem.local.oom import OomKills, how_it_died
-from tandem.log_output import LogOutput
+from tandem.process import LogOutput, dying_with_parent
 
 STOP_WAIT_S = 10.0
 # What ends so soon after its start waits before it is started again: twice as long each time.

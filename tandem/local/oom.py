@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.crash_page import cause_of
+from tandem.containment import cause_of
 
 
 class OomKills:

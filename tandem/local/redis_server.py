@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import IO
 from urllib.parse import quote
 
-from tandem.child_process import dying_with_parent
 from tandem.local.ports import free_ports
+from tandem.process import dying_with_parent
 
 
 class RedisServer:

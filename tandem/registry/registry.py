@@ -21,9 +21,9 @@ from itertools import chain, count
 from typing import Any, Literal, TypeAlias
 
 from tandem.adapters import AdapterRef
-from tandem.crash_page import Death
-from tandem.integrity import IntegrityReport
+from tandem.containment import Death
 from tandem.liveness import stretched
+from tandem.process import IntegrityReport
 from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed

@@ -55,8 +55,8 @@ class WorkerInfo:
     max_model_len: int
     transports: tuple[str, ...]
     host: str
-    process: str = ""  # as tandem/same_host.py names it
-    text_digests: tuple[str, ...] = ()  # as tandem/model_files.py makes them
+    process: str = ""  # as tandem/liveness/same_host.py names it
+    text_digests: tuple[str, ...] = ()  # as tandem/checkpoints/model_files.py makes them
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "incarnation", "grpc_address", "model", "revision", "layout_hash"):

@@ -18,14 +18,14 @@ from typing import Any, Protocol
 import structlog
 
 from tandem import rpc
+from tandem.checkpoints import text_digests
 from tandem.engine import Engine
-from tandem.integrity import IntegrityReport
-from tandem.integrity_service import IntegrityService
-from tandem.model_files import text_digests
+from tandem.liveness import Starvation, no_pressure
+from tandem.process import IntegrityReport
 from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
 from tandem.registry import Worker as Registered
+from tandem.rpc import IntegrityService
 from tandem.security import NO_SECRET, ClusterSecret
-from tandem.starvation import Starvation, no_pressure
 from tandem.transfer import Driver, Network
 from tandem.worker.adapters import AdapterService
 from tandem.worker.block_publisher import BlockPublisher

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import structlog
 
-from tandem.crash_page import CrashPage, page_path
-from tandem.local.deaths import report_page
+from tandem.containment import CrashPage, page_path
+from tandem.local import report_page
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from tandem.crash_page import CrashPage
+from tandem.containment import CrashPage
 from tandem.engine import Engine, EngineConfig, SequenceOutput
 from tandem.worker.engine_port import Command, EnginePort, Event, OnDeath, OnEvents
 

@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 
 from tandem.adapters import AdapterRef
 from tandem.engine import AdapterStore, AdapterStoreFull, Engine, Request, SequenceOutput
-from tandem.work_threads import WorkThreads
+from tandem.process import WorkThreads
 from tandem.worker.errors import SequenceFailed
 from tandem.worker.fault_stack import own_fault_stack
 from tandem.worker.rates import Rates

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from tandem.engine import Engine
-from tandem.integrity import IntegrityReport
+from tandem.process import IntegrityReport
 from tandem.worker.engine_port import EnginePort
 
 

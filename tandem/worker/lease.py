@@ -13,7 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from tandem.liveness import stretched
-from tandem.local.deaths import end_lease_of_dead
+from tandem.local import end_lease_of_dead
 from tandem.registry import Registry, RegistryUnavailable, WorkerIdTaken, WorkerInfo, WorkerLoad
 
 log = structlog.get_logger(__name__)

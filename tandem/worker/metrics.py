@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from tandem.engine import EngineStats
-from tandem.integrity import IntegrityReport
+from tandem.process import IntegrityReport
 
 
 class WorkerCollector(Collector):

@@ -16,15 +16,13 @@ import structlog
 import uvloop
 from tqdm import tqdm
 
-from tandem import rpc, telemetry
-from tandem.drain import DrainService
+from tandem import rpc
 from tandem.engine import Engine
 from tandem.garbage import settled
-from tandem.integrity import IntegrityReport, lasting
-from tandem.loop_watch import ends_where_it_stands_still
+from tandem.liveness import CpuPressure, gone_here, this_process
+from tandem.process import IntegrityReport, ends_where_it_stands_still, lasting, telemetry
 from tandem.registry import Registry, Role
-from tandem.same_host import gone_here, this_process
-from tandem.starvation import CpuPressure
+from tandem.rpc import DrainService
 from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
 from tandem.worker.crash import open_crash_page

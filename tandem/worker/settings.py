@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import ByteSize, Field
 
+from tandem.checkpoints import ModelPath
 from tandem.engine import EngineConfig, StepTime
-from tandem.gguf import ModelPath
 from tandem.security import ClusterSettings
 from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 

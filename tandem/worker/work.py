@@ -2,7 +2,7 @@
 
 reservation, prefill ── begin ──> an answer, or why there is none ──> the outbox of the stream that it came by
 abort                ── what still begins is cancelled, the rest is released ──> `released`
-its gateway is silent ── the stream ends, see tandem/liveness.py
+its gateway is silent ── the stream ends, see tandem/liveness/silence.py
 the stream ends      ── all that still begins is cancelled; what it had begun ends by Streams' on_ended
 """
 

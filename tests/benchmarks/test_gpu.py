@@ -16,7 +16,7 @@ from benchmarks.gpu.rows import FULL, Row, Scale
 from benchmarks.gpu.serving import NAMES, cluster
 from benchmarks.models import Shape, made
 from services.gateway.settings import GatewaySettings
-from tandem.local.cluster import Cluster, check_settings
+from tandem.cluster import Cluster, check_settings
 from tandem.worker import WorkerSettings
 
 TINY = Scale(

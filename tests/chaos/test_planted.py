@@ -28,7 +28,7 @@ from services.gateway.routing import Router
 from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine import sequence
 from tandem.engine.null_runner import NullRunner
-from tandem.liveness import LIMIT_S, Liveness
+from tandem.liveness.silence import LIMIT_S, Liveness
 from tandem.transfer.protocol.receiver import ReceiverProtocol
 from tandem.worker import Streams, Worker
 from tests.chaos.explorer.run import Explorer

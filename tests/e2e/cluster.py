@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tandem.child_process import dying_with_parent
 from tandem.commands import REDIS_URL_FILE
 from tandem.local import free_ports
+from tandem.process.child_process import dying_with_parent
 
 # By far longer than it takes on any machine.
 START_BOUND_S = 200.0

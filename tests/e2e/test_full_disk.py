@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 
-from tandem.child_process import dying_with_parent
 from tandem.local import free_ports
+from tandem.process.child_process import dying_with_parent
 from tests.e2e.cluster import BOUND_S, START_BOUND_S, STOP_BOUND_S, RunningCluster, eventually
 
 SERVICES = ("gateway", "kvstore", "prefill-0", "decode-0", "decode-1")

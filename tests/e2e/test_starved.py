@@ -21,8 +21,8 @@ import httpx
 import psutil
 import pytest
 
-from tandem.child_process import dying_with_parent
 from tandem.engine import EngineConfig, Request, SamplingParams, StepTime
+from tandem.process.child_process import dying_with_parent
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 from tests.e2e.test_migration import Answers, all_linked, service, undisturbed
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tandem.crash_page import CrashPage, death_of
+from tandem.containment.crash_page import CrashPage, death_of
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.grammar import Grammars, Guide, of_regex
 from tests.engine.tiny import SIZES, assert_idle, generate, greedy, make_engine, prompt_of

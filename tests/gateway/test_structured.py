@@ -14,8 +14,8 @@ from grpc import aio
 
 from services.gateway.generation import grammars
 from tandem import grammar
-from tandem.sandbox import Sandbox
-from tandem.sandboxed import Bounds, MiB
+from tandem.containment.sandbox import Sandbox
+from tandem.containment.sandboxed import Bounds, MiB
 from tandem.v1 import llm_pb2
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_fields import service, unary

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.errors import Poison
 from services.gateway.generation.suspicion import TOLD_S, UNHEARD_TOKENS, Deaths, Suspicion
-from tandem.crash_page import Death
+from tandem.containment.crash_page import Death
 from tandem.registry import RegistryUnavailable
 
 PATIENCE_S = 5.0

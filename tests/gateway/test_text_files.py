@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from services.gateway import Gateway
-from tandem.model_files import differing, text_digests
+from tandem.checkpoints.model_files import differing, text_digests
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL, REVISION, Peers
 

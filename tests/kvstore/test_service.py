@@ -10,9 +10,9 @@ from grpc import aio
 
 from services.kvstore.server import MAX_HASHES, KVStoreService
 from tandem import rpc
-from tandem.integrity_service import IntegrityService
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role
+from tandem.rpc.integrity_service import IntegrityService
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc, process_pb2, process_pb2_grpc
 from tests.registry.cluster import register_pool, worker_info, worker_load
 

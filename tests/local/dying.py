@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from uuid import uuid4
 
-from tandem.crash_page import CrashPage, page_path
+from tandem.containment.crash_page import CrashPage, page_path
+from tandem.liveness.same_host import this_process
 from tandem.registry import Registry, Role
-from tandem.same_host import this_process
 from tests.registry.cluster import worker_info, worker_load
 
 LEASE_S = 300.0

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from tandem.local.cluster import Cluster, check_settings, read_cluster
+from tandem.cluster import Cluster, check_settings, read_cluster
 from tandem.worker import WorkerSettings
 
 MODEL = {"id": "demo", "name": "tandem-demo", "weights": {"path": "models/demo/target"}}

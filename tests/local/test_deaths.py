@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.crash_page import Death
+from tandem.containment.crash_page import Death
+from tandem.liveness.same_host import this_process
 from tandem.local import LocalLauncher, RedisServer, Service
 from tandem.local.deaths import report_death
 from tandem.local.oom import OomKills, how_it_died
 from tandem.registry import Registry, Role
-from tandem.same_host import this_process
 from tests.registry.cluster import worker_info, worker_load
 
 

@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from services.prefill.links import LinkKeeper
-from tandem.liveness import Liveness
+from tandem.liveness.silence import Liveness
 from tandem.local import RedisServer
 from tandem.registry import ClusterView, Registry, Role, WorkerInfo, WorkerLoad
 from tandem.transfer import Endpoint, Receiver, Sender, TransferError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from tandem.crash_page import Death
+from tandem.containment.crash_page import Death
 from tandem.registry import Registry
 from tests.registry.conftest import Connect
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from tandem.child_process import dying_with_parent
 from tandem.local import RedisServer, free_ports
+from tandem.process.child_process import dying_with_parent
 from tandem.registry import Registry, RegistryUnavailable
 from tests.registry.cluster import eventually, register_pool
 

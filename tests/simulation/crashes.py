@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from tandem.crash_page import CrashPage, death_of
+from tandem.containment.crash_page import CrashPage, death_of
 from tandem.registry import Registry, RegistryUnavailable
 from tests.simulation.world import Process, World
 

@@ -20,7 +20,7 @@ from grpc import ChannelConnectivity, StatusCode, aio
 from tests.simulation.network import End, Network
 from tests.simulation.world import Process
 
-# As tandem/rpc.py sets them: the first pause before another try, the longest, and how long a try may take.
+# As tandem/rpc/endpoints.py sets them: the first pause before another try, the longest, and how long a try may take.
 FIRST_PAUSE_S, LONGEST_PAUSE_S, ATTEMPT_S = 0.1, 1.0, 5.0
 Metadata = Sequence[tuple[str, str]]
 # Who calls with it waits for ever, and so shows whether the server keeps the call's deadline by itself.

@@ -1,4 +1,4 @@
-"""The server's side of gRPC over the simulated network: what tandem.rpc.serve asks of an aio.Server.
+"""The server's side of gRPC over the simulated network: what tandem.rpc.endpoints.serve asks of an aio.Server.
 
 A handler is a task. It is cancelled when its client cancels the call, when the call's deadline passes on the server's
 own clock, when the connection is lost, and by `stop` once the grace is over.

@@ -9,9 +9,9 @@ What may happen to one:
     blackhole    nothing arrives any more, in one direction or both
     hold         what is sent arrives later, in order: a slow network
 
-Where `pings` go over a connection, as tandem/rpc.py has them, each end learns of a blackhole within NOTICE_S; elsewhere
-it finds out by itself or never. A process that dies resets its connections. One that is paused answers no ping: the
-others give up on it, and it learns of that when it goes on.
+Where `pings` go over a connection, as tandem/rpc/endpoints.py has them, each end learns of a blackhole within
+NOTICE_S; elsewhere it finds out by itself or never. A process that dies resets its connections. One that is paused
+answers no ping: the others give up on it, and it learns of that when it goes on.
 """
 
 from __future__ import annotations

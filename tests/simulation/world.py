@@ -224,7 +224,7 @@ class Process(asyncio.AbstractEventLoop):
         self.share = share
 
     def pressure(self, seconds: float) -> float:
-        """As the system tells it: tandem/starvation.py."""
+        """As the system tells it: tandem/liveness/starvation.py."""
         return 1 / self.share - 1
 
     def tasks(self) -> set[asyncio.Task[Any]]:

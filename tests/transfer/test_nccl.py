@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.liveness import Liveness
+from tandem.liveness.silence import Liveness
 from tandem.transfer import Endpoint, Link, Receiver, Sender, TransferError
 from tandem.transfer.transports import TRANSPORTS, nccl
 from tandem.transfer.transports.nccl import NcclTransport

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.liveness import LIMIT_S, Vitals
+from tandem.liveness.silence import LIMIT_S, Vitals
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.receiver import Write

@@ -19,10 +19,10 @@ from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
+from tandem.checkpoints.model_files import text_digests
 from tandem.commands.doctor import DoctorSettings, examine
 from tandem.engine import Engine, Request, SamplingParams
 from tandem.local import RedisServer
-from tandem.model_files import text_digests
 from tandem.registry import Registry
 from tandem.worker import EngineStuck, Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
 from tandem.worker.build import LINK_CHECK_S

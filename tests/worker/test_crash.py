@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.crash_page import Death
+from tandem.containment.crash_page import Death
 from tandem.local import RedisServer
 from tandem.registry import Registry
 from tandem.v1 import worker_pb2

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from tandem.engine import EngineStats
-from tandem.integrity import IntegrityReport
 from tandem.local import free_ports
+from tandem.process.integrity import IntegrityReport
 from tandem.worker.metrics import metrics_served
 
 

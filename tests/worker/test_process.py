@@ -8,7 +8,7 @@ import sys
 
 STANDS_STILL = """
 import asyncio, time
-from tandem import loop_watch
+from tandem.process import loop_watch
 from tandem.worker import process
 
 class Worker:

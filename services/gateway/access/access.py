@@ -20,7 +20,7 @@ import structlog
 from services.gateway.errors import Forbidden, Unauthorized
 from services.gateway.priority import FAIRNESS_ID, tenant_of
 from tandem.api_keys import Keys, Tier, parse_keys
-from tandem.work_threads import WorkThreads
+from tandem.process import WorkThreads
 
 log = structlog.get_logger(__name__)
 FOLLOW_S = 0.5

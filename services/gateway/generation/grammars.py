@@ -15,9 +15,8 @@ from typing import Any
 
 from services.gateway.errors import InvalidRequest, Unavailable
 from services.gateway.generation.structured import Structure
+from tandem.containment import Bounds, CallDied, CallExhausted, Sandbox, SandboxBusy
 from tandem.grammar import STACK_BYTES, InvalidGrammar, grammar_of
-from tandem.sandbox import CallDied, CallExhausted, Sandbox, SandboxBusy
-from tandem.sandboxed import Bounds
 
 MAX_LENGTH = 256 * 1024  # of a schema or grammar, in characters
 MAX_KEPT = 16 * 2**20  # characters of grammars

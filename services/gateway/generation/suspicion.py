@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 from services.gateway.errors import Poison
-from tandem.crash_page import Death
+from tandem.containment import Death
 from tandem.registry import RegistryUnavailable
 
 # A launcher has reported a death by then.

@@ -27,7 +27,7 @@ from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.model import ServedModel
 from services.gateway.settings import GatewaySettings
 from tandem import __version__
-from tandem.integrity import Look, lasting
+from tandem.process import Look, lasting
 
 log = structlog.get_logger(__name__)
 

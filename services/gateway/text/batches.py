@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeAlias
 
 from services.gateway.text.checked_ids import CheckedIds
-from tandem.work_threads import WorkThreads
+from tandem.process import WorkThreads
 
 BATCH = 2**16
 LONG_AT_ONCE = 2

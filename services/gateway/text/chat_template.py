@@ -17,7 +17,7 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import ConfigDict
 
-from tandem.model_files import ModelFile, read_bytes, read_file
+from tandem.checkpoints import ModelFile, read_bytes, read_file
 
 # What clients call the roles, and what templates do.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -22,7 +22,7 @@ from grpc import aio
 from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.workers.connection import WorkerConnection
 from services.gateway.workers.stream import Judge
-from tandem.model_files import differing
+from tandem.checkpoints import differing
 from tandem.registry import ClusterView, Role, Worker, WorkerInfo
 
 log = structlog.get_logger(__name__)

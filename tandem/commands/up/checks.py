@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.api_keys import check_exposed
+from tandem.cluster import Cluster, Model, check_settings
 from tandem.commands.up.settings import UpSettings
 from tandem.local import check_free
-from tandem.local.cluster import Cluster, Model, check_settings
 
 
 def check(settings: UpSettings, cluster: Cluster) -> None:
@@ -39,7 +39,7 @@ def _check_model(settings: UpSettings, cluster: Cluster, model: Model) -> None:
 
 
 def _check_settings(cluster: Cluster) -> None:
-    from services.gateway.settings import GatewaySettings
+    from services.gateway import GatewaySettings
     from tandem.worker import WorkerSettings
 
     check_settings([(f"pools.{pool.name}.settings", pool.settings) for pool in cluster.pools], WorkerSettings)

@@ -57,7 +57,7 @@ def _refusal(variable: str, allowed: Iterable[str]) -> str:
 
 def _fields_of_gateways() -> set[str]:
     """And of the kvstore."""
-    from services.gateway.settings import GatewaySettings
+    from services.gateway import GatewaySettings
     from services.kvstore.settings import KVStoreSettings
 
     return {*GatewaySettings.model_fields, *KVStoreSettings.model_fields}

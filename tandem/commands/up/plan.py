@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tandem.cluster import Cluster
 from tandem.local import Service
-from tandem.local.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from secrets import token_urlsafe
 
+from tandem.cluster import Cluster
 from tandem.commands import REDIS_URL_FILE
 from tandem.local import Service
-from tandem.local.cluster import Cluster
 
 
 def redis_of(cluster: Cluster, folder: Path) -> tuple[str, Service]:

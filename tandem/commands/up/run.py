@@ -17,15 +17,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from tandem.cluster import DEFAULT_NAMESPACE, Cluster
 from tandem.commands.running import noted
 from tandem.commands.up.display import capacities, lines_to_try, note_of, progress, status, stream_sample
 from tandem.commands.up.plan import Plan
 from tandem.commands.up.redis import redis_of
 from tandem.commands.up.settings import UpSettings
-from tandem.local import Launcher, LocalLauncher, ServiceFailed, unless_failed, until_set
-from tandem.local.cluster import DEFAULT_NAMESPACE, Cluster
-from tandem.local.deaths import report_death
-from tandem.log_output import LogOutput, descriptor_of
+from tandem.local import Launcher, LocalLauncher, ServiceFailed, report_death, unless_failed, until_set
+from tandem.process import LogOutput, descriptor_of
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 
 

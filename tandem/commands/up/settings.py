@@ -8,11 +8,9 @@ from typing import Literal, Self
 
 from pydantic import ByteSize, Field
 
+from tandem.checkpoints import ModelPath, Need, as_folder, find_model, machine_memory, misfit
+from tandem.cluster import Cluster, read_cluster
 from tandem.commands import LOGS
-from tandem.gguf import ModelPath, as_folder
-from tandem.hub import find_model
-from tandem.local.cluster import Cluster, read_cluster
-from tandem.memory_fit import Need, machine_memory, misfit
 from tandem.security import ClusterSettings
 
 DEMO_MODEL = Path(__file__).parents[3] / "models" / "demo" / "target"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from tandem.checkpoints import ModelFile, read_file
 from tandem.engine.models import (
     MLP,
     Attention,
@@ -30,7 +31,6 @@ from tandem.engine.models import (
 )
 from tandem.engine.speculation.features import FeatureRows
 from tandem.engine.speculation.heads import HeadFile
-from tandem.model_files import ModelFile, read_file
 
 UNKNOWN = -1e30  # the logit of tokens that a head does not know
 

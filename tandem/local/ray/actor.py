@@ -104,8 +104,8 @@ class _WorkerLife:
 
     def __init__(self, service: Service) -> None:
         starting()
-        from tandem import telemetry
         from tandem.engine import Engine
+        from tandem.process import telemetry
         from tandem.worker import open_crash_page
 
         self._name, role = service.name, service.module.rpartition(".")[2].title()

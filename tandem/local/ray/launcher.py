@@ -13,7 +13,7 @@ from ray.util import list_named_actors, placement_group, remove_placement_group
 from ray.util.placement_group import get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from tandem.local.cluster import Cluster
+from tandem.cluster import Cluster
 from tandem.local.launcher import Service, ServiceFailed
 from tandem.local.ray.actor import ROLES, ServiceActor, State, node_address
 from tandem.local.ray.places import places, ray_names, shortage

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import torch
 
-from tandem.integrity import IntegrityReport
+from tandem.process import IntegrityReport
 from tandem.transfer.copy.rows import Rows, Source
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.sender import Outgoing

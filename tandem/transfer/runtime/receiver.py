@@ -13,8 +13,8 @@ from concurrent.futures import Future
 
 import torch
 
-from tandem.integrity import IntegrityReport
 from tandem.liveness import MOST_S, QUIET, Vitals
+from tandem.process import IntegrityReport
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError

@@ -13,8 +13,8 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from tandem.integrity import IntegrityReport
 from tandem.liveness import QUIET, Vitals
+from tandem.process import IntegrityReport
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.protocol.endpoint import Endpoint, TransferError
 from tandem.transfer.protocol.sender import SenderProtocol

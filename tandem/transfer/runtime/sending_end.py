@@ -23,7 +23,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.integrity import IntegrityReport
+from tandem.process import IntegrityReport
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol

@@ -1,0 +1,39 @@
+"""Models as files: found by name, fetched, checked, measured, opened from GGUF. Anyone may enter; no torch."""
+
+from tandem.checkpoints.gguf import TENSORS_FILE, WEIGHTS_FILE, ModelPath, as_folder
+from tandem.checkpoints.hub import fetch_files, find_model, is_hub_name, wanted_files, weights_bytes
+from tandem.checkpoints.memory_fit import Need, described, machine_memory, misfit
+from tandem.checkpoints.model_files import (
+    FAMILIES,
+    GenerationFile,
+    ModelFile,
+    differing,
+    end_tokens,
+    read_bytes,
+    read_file,
+    text_digests,
+)
+
+__all__ = [
+    "FAMILIES",
+    "TENSORS_FILE",
+    "WEIGHTS_FILE",
+    "GenerationFile",
+    "ModelFile",
+    "ModelPath",
+    "Need",
+    "as_folder",
+    "described",
+    "differing",
+    "end_tokens",
+    "fetch_files",
+    "find_model",
+    "is_hub_name",
+    "machine_memory",
+    "misfit",
+    "read_bytes",
+    "read_file",
+    "text_digests",
+    "wanted_files",
+    "weights_bytes",
+]

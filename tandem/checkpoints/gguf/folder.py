@@ -1,0 +1,131 @@
+"""A GGUF file as a Hugging Face folder, made once and kept in the cache.
+
+1 name     by the file's path, size and time of change: another file is another folder
+2 read     metadata and where each tensor lies; no weights
+3 write    into a folder of its own, which then gets its name: processes that do so at once find the same
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from tandem.checkpoints.gguf.config import FREQUENCIES, config_of, generation_of
+from tandem.checkpoints.gguf.metadata import Metadata
+
+SUFFIX = ".gguf"
+WEIGHTS_FILE, TENSORS_FILE = "model.gguf", "tensors.json"
+TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
+MAGIC = b"GGUF"
+_VERSION = b"1"  # of what is written
+
+
+def folder_of(file: Path, cache: Path | None = None) -> Path:
+    """The folder that serves as the model's, made on the first call for this file.
+
+    Raises:
+        OSError: the file cannot be read, or the cache not written.
+        ValueError: it is no GGUF file, or one that cannot be served; names the file and the key.
+    """
+    file = file.resolve()
+    said = file.stat()
+    named = blake2b(f"{file}\0{said.st_size}\0{said.st_mtime_ns}".encode() + _VERSION, digest_size=8).hexdigest()
+    place = (cache or _cache()) / named / file.stem
+    if not (place / TENSORS_FILE).is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as made:
+            _write(file, Path(made) / "model")
+            if not place.exists():
+                os.rename(Path(made) / "model", place)
+    return place
+
+
+def as_folder(path: Path) -> Path:
+    """A model's folder as it is; of a GGUF file the one that is made of it.
+
+    Raises:
+        ValueError: the file cannot be read, or not be served.
+    """
+    if path.suffix != SUFFIX or path.is_dir():
+        return path
+    try:
+        return folder_of(path)
+    except OSError as error:
+        raise ValueError(str(error)) from None
+
+
+# Of settings: a Hugging Face folder, or a GGUF file, which is the folder made of it once the settings are read.
+ModelPath = Annotated[Path, AfterValidator(as_folder)]
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "gguf"
+
+
+def _write(file: Path, folder: Path) -> None:
+    from tandem.checkpoints.gguf.tokenizer import (  # not every process that names models has it
+        special_tokens_of,
+        tokenizer_of,
+    )
+
+    metadata, reader = _read(file)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors}
+    if kinds - TYPES:
+        raise ValueError(f"{file}: tensors of {', '.join(sorted(kinds - TYPES))}; known: {', '.join(sorted(TYPES))}")
+    factor = _frequency_factor(tensors.get(FREQUENCIES), file)
+    written = {
+        "config.json": config_of(metadata, factor, kinds == {"F32"}),
+        "generation_config.json": generation_of(metadata),
+        "tokenizer_config.json": special_tokens_of(metadata) | _template(metadata),
+        TENSORS_FILE: {
+            name: {"type": tensor.tensor_type.name, "shape": list(map(int, reversed(tensor.shape))),
+                   "offset": int(tensor.data_offset), "nbytes": int(tensor.n_bytes)}
+            for name, tensor in tensors.items() if name != FREQUENCIES
+        },
+    }  # fmt: skip
+    tokenizer = tokenizer_of(metadata)
+    folder.mkdir()
+    for name, content in written.items():
+        (folder / name).write_text(json.dumps(content, indent=1))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / WEIGHTS_FILE).symlink_to(file)
+
+
+def _read(file: Path) -> tuple[Metadata, Any]:
+    from gguf import GGUFReader  # reads only what is asked of it, but takes a second to import
+
+    with file.open("rb") as opened:
+        if opened.read(len(MAGIC)) != MAGIC:
+            raise ValueError(f"{file}: is not a GGUF file")
+    try:
+        reader = GGUFReader(file)
+        values = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, KeyError, IndexError, TypeError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"{file}: is damaged: {error}") from None
+    size = file.stat().st_size
+    for tensor in reader.tensors:
+        if tensor.data_offset + tensor.n_bytes > size:
+            raise ValueError(f"{file}: is cut short: tensor {tensor.name} ends behind its end")
+    return Metadata(file, values, frozenset(tensor.name for tensor in reader.tensors)), reader
+
+
+def _template(metadata: Metadata) -> dict[str, str]:
+    template = metadata.get("tokenizer.chat_template", str)
+    return {"chat_template": template} if template else {}
+
+
+def _frequency_factor(tensor: Any, file: Path) -> float | None:
+    if tensor is None:
+        return None
+    factor = float(max(tensor.data))
+    if not math.isfinite(factor) or factor < 1:
+        raise ValueError(f"{file}: {FREQUENCIES}: {factor} is no factor of frequencies")
+    return factor

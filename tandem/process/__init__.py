@@ -1,0 +1,21 @@
+"""Parts of any process: logs, threads, children, a watch over its loop, a report of what it holds. Anyone may enter.
+
+`from tandem.process import telemetry` brings the OpenTelemetry SDK, so that it is a module by itself.
+"""
+
+from tandem.process.child_process import dying_with_parent
+from tandem.process.integrity import IntegrityReport, Look, lasting
+from tandem.process.log_output import LogOutput, descriptor_of
+from tandem.process.loop_watch import ends_where_it_stands_still
+from tandem.process.work_threads import WorkThreads
+
+__all__ = [
+    "IntegrityReport",
+    "LogOutput",
+    "Look",
+    "WorkThreads",
+    "descriptor_of",
+    "dying_with_parent",
+    "ends_where_it_stands_still",
+    "lasting",
+]

@@ -1,0 +1,124 @@
+"""Traces and logs. The only file that knows the OpenTelemetry SDK; everyone else uses its API.
+
+Traces leave by OTLP when OpenTelemetry's own variables say where to (OTEL_EXPORTER_OTLP_ENDPOINT or
+OTEL_EXPORTER_OTLP_TRACES_ENDPOINT); without them nothing is recorded. Every log line is one structured event that
+carries the trace and span ids of the request it belongs to. Logging raises nothing and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from typing import Any
+
+import structlog
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+
+from tandem.process.log_output import LogOutput, descriptor_of
+
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+class Telemetry:
+    """Parts that a process has to shut down at its end, so that the last spans and lines leave."""
+
+    def __init__(self, logs: LogOutput, provider: TracerProvider | None = None) -> None:
+        self._logs = logs
+        self._provider = provider
+
+    def close(self) -> None:
+        if self._provider:
+            self._provider.force_flush(2000)
+            self._provider.shutdown()
+        self._logs.close()
+
+
+def set_up(service: str, instance: str, log_level: str = "info") -> Telemetry:
+    """Configure logs and traces of this process. `service` becomes service.name unless OTEL_SERVICE_NAME is set."""
+    logs = _set_up_logs(service, instance, log_level)
+    if not any(os.environ.get(name) for name in ENDPOINT_VARIABLES):
+        return Telemetry(logs)
+    attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", service), "service.instance.id": instance}
+    provider = TracerProvider(resource=Resource.create(attributes))
+    provider.add_span_processor(BatchSpanProcessor(_exporter()))
+    trace.set_tracer_provider(provider)
+    return Telemetry(logs, provider)
+
+
+def _exporter() -> SpanExporter:
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    if protocol in ("http/protobuf", "http/json"):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+        return HttpExporter()
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+    return GrpcExporter()
+
+
+def _set_up_logs(service: str, instance: str, level: str) -> LogOutput:
+    output = LogOutput(descriptor_of(sys.__stderr__), _lost)
+    human = output.isatty()
+    console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+
+    def name_process(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        return {"service": service, "instance": instance, **event}
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            _add_trace_ids,
+            name_process,
+            *(() if human else (structlog.processors.format_exc_info,)),
+            console if human else structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=lambda *_: _Lines(output),
+    )
+    logging.basicConfig(handlers=[_Library()], force=True)
+    logging.captureWarnings(True)
+    return output
+
+
+class _Lines:
+    """structlog's end: its own loggers wait for each other, which a finalizer that logs within a log call must not."""
+
+    def __init__(self, output: LogOutput) -> None:
+        self._output = output
+
+    def msg(self, line: str) -> None:
+        self._output.write(f"{line}\n")
+
+    debug = info = warning = error = critical = exception = msg
+
+
+class _Library(logging.Handler):
+    """Makes a library's log record one of our events."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = record.getMessage()
+        except Exception as error:
+            message = f"{record.msg} ({error!r} with {record.args!r})"
+        level = min(record.levelno // 10 * 10, logging.CRITICAL)  # structlog has no levels in between
+        structlog.get_logger().log(level, message, logger=record.name, exc_info=record.exc_info)
+
+
+def _lost(lines: int, reason: str) -> str:
+    line = structlog.wrap_logger(structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger(0))
+    return f"{line.warning('log lines lost', lines=lines, reason=reason)}\n"
+
+
+def _add_trace_ids(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        event["trace_id"] = f"{span.trace_id:032x}"
+        event["span_id"] = f"{span.span_id:016x}"
+    return event

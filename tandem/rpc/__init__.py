@@ -1,0 +1,33 @@
+"""gRPC as every process uses it: servers, channels, and the services that all of them have. Anyone may enter."""
+
+from tandem.rpc.drain import DrainService
+from tandem.rpc.endpoints import (
+    CHANNEL_OPTIONS,
+    KEEPALIVE,
+    LIVE,
+    MAX_REQUEST_BYTES,
+    SERVER_OPTIONS,
+    Refused,
+    Server,
+    Servicer,
+    address,
+    channel,
+    serve,
+)
+from tandem.rpc.integrity_service import IntegrityService
+
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "KEEPALIVE",
+    "LIVE",
+    "MAX_REQUEST_BYTES",
+    "SERVER_OPTIONS",
+    "DrainService",
+    "IntegrityService",
+    "Refused",
+    "Server",
+    "Servicer",
+    "address",
+    "channel",
+    "serve",
+]

@@ -1,0 +1,239 @@
+"""gRPC the way every Tandem process uses it.
+
+    server    health and reflection on; an interceptor around every call (tandem/rpc/interceptor.py)
+    channel   quick reconnects
+    within the cluster, both prove the cluster's secret and speak TLS where there is one (tandem/security.py)
+    both      pings, so that a cut cable is noticed in the end; streams between gateway and workers have their own
+
+Handlers raise `Refused(status, message)`; anything else is a bug, logged whole and answered with INTERNAL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from tandem.rpc.interceptor import PROOF, Interceptor
+from tandem.rpc.interceptor import Refused as Refused
+from tandem.security import NAME, NO_SECRET, OPEN, TLS, Security
+
+# A health service that is SERVING from a process's start to its end; "" and the others say whether it is ready.
+LIVE = "live"
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+MAX_MESSAGE_BYTES = 64 * 2**20
+# A prompt of three million tokens.
+MAX_REQUEST_BYTES = 16 * 2**20
+# The last resort, for a slow peer is not dead: 20 s in all. What stands still is noticed by tandem/liveness/silence.py.
+# grpcio ignores keepalive_timeout_ms; a peer is lost when it leaves a ping unanswered for ping_timeout_ms.
+KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 15_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+LIMITS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+SERVER_OPTIONS = [
+    *KEEPALIVE,
+    *LIMITS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+]
+CHANNEL_OPTIONS = [
+    *KEEPALIVE,
+    *LIMITS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # how long an attempt may take, by another name
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Servicer:
+    """One service to serve: its full name, its implementation, and the generated function that adds it."""
+
+    name: str
+    implementation: Any
+    add: Callable[[Any, aio.Server], None]
+
+
+class Server:
+    """A running gRPC server and the health it reports."""
+
+    def __init__(
+        self, server: aio.Server, interceptor: Interceptor, health_servicer: Any, names: Sequence[str]
+    ) -> None:
+        self._server, self._interceptor = server, interceptor
+        self._health = health_servicer
+        self._names = names
+        self._probes: aio.Server | None = None
+        self.port = 0
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def add_probes(self, host: str, port: int, servicer: Servicer | None = None) -> None:
+        """Answer for the same health on a port of its own, where `servicer` is served beside it.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        self._probes = aio.server(options=SERVER_OPTIONS, interceptors=[Interceptor(NO_SECRET, time.time)])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
+        if servicer:
+            servicer.add(servicer.implementation, self._probes)
+        _bind(self._probes, host, port)
+        await self._probes.start()
+
+    async def stop(self, grace: float) -> None:
+        """Refuse new calls, let running ones end for `grace` seconds, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self._interceptor.turn_away()
+        await self._server.stop(grace)
+        if self._probes:
+            await self._probes.stop(None)
+
+
+async def serve(
+    servicers: Sequence[Servicer],
+    host: str,
+    port: int,
+    *,
+    security: Security = OPEN,
+    known_as: str = "",
+    max_receive_bytes: int = MAX_REQUEST_BYTES,
+    shared_port: bool = False,
+    max_connections: int | None = None,
+    make_server: Callable[..., aio.Server] = aio.server,
+    wall: Callable[[], float] = time.time,
+) -> Server:
+    """Start serving on host:port (0 chooses a free one, see `Server.port`); not healthy until `set_serving(True)`.
+
+    `known_as`: the host that callers know it by, where that is not `host`: with a secret, calls to another address are
+    refused. `shared_port`: other processes may listen there, too, and each gets a part of the connections.
+    `max_connections`: more are refused; None: as many as there are files to be opened.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    own = {
+        "grpc.max_receive_message_length": max_receive_bytes,
+        "grpc.so_reuseport": int(shared_port),
+    }
+    if max_connections is not None:
+        own["grpc.max_allowed_incoming_connections"] = max_connections
+    options = list({**dict(SERVER_OPTIONS), **own}.items())
+    interceptor = Interceptor(security.secret, wall)
+    server = make_server(options=options, interceptors=[interceptor])
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    for servicer in servicers:
+        servicer.add(servicer.implementation, server)
+    names = [servicer.name for servicer in servicers]
+    _add_reflection(server, (*names, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1))
+    started = Server(server, interceptor, health_servicer, names)
+    started.port = _bind(server, host, port, security.tls)
+    interceptor.address = address(known_as or host, started.port)
+    await health_servicer.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
+    await started.set_serving(False)
+    await server.start()
+    return started
+
+
+def _add_reflection(server: aio.Server, names: Sequence[str]) -> None:
+    """v1alpha, and v1: the same messages, under a name that newer clients ask for first."""
+    reflection.enable_server_reflection(names, server)
+    servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REFLECTION_V1, methods),))
+
+
+def _bind(server: aio.Server, host: str, port: int, tls: TLS | None = None) -> int:
+    try:
+        if tls:
+            return server.add_secure_port(address(host, port), _server_credentials(tls))
+        return server.add_insecure_port(address(host, port))
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address(host, port)}: {error}") from None
+
+
+def address(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def channel(address: str, security: Security = OPEN, wall: Callable[[], float] = time.time) -> aio.Channel:
+    """A channel to one process. The caller closes it. With a secret, each call proves it anew, to this address alone.
+
+    Raises:
+        OSError: a certificate cannot be read.
+    """
+    opened = _channel(address, security)
+    if not security.secret:
+        return opened
+    return cast(aio.Channel, _Proving(opened, lambda: (PROOF, security.secret.call_proof(address, wall()))))
+
+
+class _Proving:
+    """A channel whose calls carry a proof. gRPC's own interceptors would cost a stream some time for each message."""
+
+    def __init__(self, channel: aio.Channel, proof: Callable[[], tuple[str, str]]) -> None:
+        self._channel, self._proof = channel, proof
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            setattr(self, kind, partial(self._callable, getattr(channel, kind)))
+
+    def _callable(self, kind: Callable[..., Any], *about: Any, **options: Any) -> Callable[..., Any]:
+        call = kind(*about, **options)
+        return lambda *said, metadata=(), **given: call(*said, metadata=(*(metadata or ()), self._proof()), **given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    async def __aenter__(self) -> _Proving:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close(None)
+
+
+def _channel(address: str, security: Security) -> aio.Channel:
+    if security.tls is None:
+        return aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    key, certificate, ca = _read(security.tls)
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+    name = ("grpc.ssl_target_name_override", NAME)
+    return aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, name])
+
+
+def _read(tls: TLS) -> tuple[bytes, bytes, bytes]:
+    return tls.key.read_bytes(), tls.certificate.read_bytes(), tls.ca.read_bytes()
+
+
+def _server_credentials(tls: TLS) -> grpc.ServerCredentials:
+    """For peers with a certificate of the cluster, read anew for each of them."""
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        key, certificate, ca = _read(tls)
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
+
+    first = configuration()
+    return grpc.dynamic_ssl_server_credentials(first, configuration, require_client_authentication=True)

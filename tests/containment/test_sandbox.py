@@ -1,0 +1,206 @@
+"""Calls in the helper process: what they return, raise or die of, their bounds, turns, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.containment.sandbox import CallDied, CallExhausted, Sandbox, SandboxBusy
+from tandem.containment.sandboxed import Bounds, MiB
+
+HERE = Path(__file__).parents[2]
+SMALL = Bounds(cpu_s=0.3, memory_bytes=64 * MiB)
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def refuse(what: str) -> None:
+    raise LookupError(what)
+
+
+class TwoArguments(Exception):
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+def refuse_oddly() -> None:
+    raise TwoArguments("one", "two")
+
+
+def stop() -> None:
+    raise StopIteration
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def sleep(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getppid()
+
+
+def fill(mib: int) -> int:
+    return len(b"x" * (mib * MiB))
+
+
+def recurse_in_c(depth: int) -> str:
+    nested: tuple = ()
+    for _ in range(depth):
+        nested = (nested,)
+    sys.setrecursionlimit(10**9)
+    return str(len(repr(nested)))
+
+
+def echo(data: bytes) -> bytes:
+    return data
+
+
+def environment() -> list[str]:
+    return sorted(os.environ)
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    made = Sandbox(preload=(__name__,))
+    running = asyncio.create_task(made.run())
+    yield made
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    assert not [child for child in psutil.Process().children(recursive=True) if "tandem.containment" in child.cmdline()]
+
+
+async def test_a_call_returns_or_raises_what_its_function_does(sandbox: Sandbox) -> None:
+    assert await sandbox.call(double, 21) == 42
+    with pytest.raises(LookupError, match="this"):
+        await sandbox.call(refuse, "this")
+    with pytest.raises(RuntimeError, match="TwoArguments: onetwo"):
+        await sandbox.call(refuse_oddly)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await sandbox.call(stop)
+
+
+async def test_large_arguments_and_results_arrive_whole(sandbox: Sandbox) -> None:
+    data = os.urandom(16 * MiB)
+    assert await sandbox.call(echo, data) == data
+
+
+async def test_a_call_that_crashes_names_its_signal_and_ends_nobody_else(sandbox: Sandbox) -> None:
+    beside = asyncio.create_task(sandbox.call(sleep, 0.5))
+    for _ in range(5):
+        with pytest.raises(CallDied) as died:
+            await sandbox.call(crash, caller="another")
+        assert died.value.how == "SIGSEGV"
+    with pytest.raises(CallDied, match="exit status 3"):
+        await sandbox.call(leave, caller="another")
+    assert await beside == sandbox.pid, "served by a fork of the same helper"
+
+
+async def test_time_memory_and_stack_are_bounded(sandbox: Sandbox) -> None:
+    with pytest.raises(CallExhausted) as exhausted:
+        await sandbox.call(spin, bounds=SMALL)
+    assert exhausted.value.what == "CPU time"
+    with pytest.raises(CallExhausted) as exhausted:
+        await sandbox.call(fill, 100, bounds=SMALL)
+    assert exhausted.value.what == "memory"
+    assert await sandbox.call(fill, 32, bounds=SMALL) == 32 * MiB
+    with pytest.raises(SandboxBusy):
+        await sandbox.call(sleep, 60, bounds=Bounds(wall_s=0.2))
+
+
+async def test_the_stack_is_as_large_as_asked_for(sandbox: Sandbox) -> None:
+    assert await sandbox.call(recurse_in_c, 20_000, bounds=Bounds(stack_bytes=32 * MiB)) == "60002"
+    with pytest.raises(CallDied, match="SIGSEGV"):
+        await sandbox.call(recurse_in_c, 20_000, bounds=Bounds(stack_bytes=MiB))
+
+
+async def test_callers_take_turns(sandbox: Sandbox) -> None:
+    ended: list[str] = []
+
+    async def call(caller: str) -> None:
+        await sandbox.call(sleep, 0.1, caller=caller)
+        ended.append(caller)
+
+    await sandbox.call(double, 1)
+    many = [asyncio.create_task(call("many")) for _ in range(20)]
+    await asyncio.sleep(0)
+    await call("one")
+    assert len(ended) <= 5, "behind those that ran already, and one more turn"
+    await asyncio.gather(*many)
+
+
+async def test_a_lost_helper_is_replaced(sandbox: Sandbox) -> None:
+    await sandbox.call(double, 1)
+    assert sandbox.pid is not None
+    lost = asyncio.create_task(sandbox.call(sleep, 30))
+    await asyncio.sleep(0.2)
+    os.kill(sandbox.pid, signal.SIGKILL)
+    with pytest.raises(SandboxBusy):
+        await lost
+    assert await sandbox.call(double, 2) == 4
+
+
+async def test_who_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.containment.sandbox.WAIT_S", 0.05)
+    with pytest.raises(SandboxBusy, match="no lane"):
+        await Sandbox().call(double, 1)
+
+
+async def test_a_cancelled_caller_leaves_its_lane_to_others(sandbox: Sandbox) -> None:
+    gone = [asyncio.create_task(sandbox.call(sleep, 0.2)) for _ in range(4)]
+    await asyncio.sleep(0.1)
+    for task in gone:
+        task.cancel()
+    assert await sandbox.call(double, 3) == 6
+
+
+async def test_calls_see_nothing_of_the_owners_secrets(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CLUSTER_SECRET", "x")
+    assert "TANDEM_CLUSTER_SECRET" not in await sandbox.call(environment)
+
+
+OWNER = """
+import asyncio, uvloop
+from tandem.containment.sandbox import Sandbox
+from tests.containment.test_sandbox import sleep, spin
+async def main():
+    sandbox = Sandbox()  # under the loop that the gateway has
+    running = asyncio.create_task(sandbox.run())
+    print(await sandbox.call(sleep, 0), flush=True)
+    await sandbox.call(spin)
+uvloop.run(main())
+"""
+
+
+def test_nothing_outlives_an_owner_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], cwd=HERE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        helper = psutil.Process(int(owner.stdout.readline()))
+        family = [helper, *helper.children(recursive=True)]
+        assert len(family) >= 2
+        owner.kill()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
