@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tandem.engine.kv_cache import row_size, write_kv
-from tandem.engine.loader import load_weights
+from tandem.engine.kv.kv_cache import row_size, write_kv
 from tandem.engine.models import Decoder, read_model_config
+from tandem.engine.weights.loader import load_weights
 
 DEMO = Path(__file__).parents[1] / "models" / "demo" / "target"
 LENGTH = 512

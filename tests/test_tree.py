@@ -32,7 +32,14 @@ for module in pkgutil.walk_packages(room.__path__, "services.{room}."):
 # directly in `tandem/` are the ground, and the commands of `tandem` are above all.
 FLOORS = (
     ("tandem.process", "tandem.liveness", "tandem.containment", "tandem.checkpoints", "tandem.vocabulary"),
-    ("tandem.rpc", "tandem.registry", "tandem.transfer", "tandem.grammar", "tandem.engine"),
+    ("tandem.rpc", "tandem.registry", "tandem.transfer", "tandem.grammar"),
+    ("tandem.engine.types", "tandem.engine.step_cost", "tandem.engine.step_time", "tandem.engine.device"),
+    ("tandem.engine.scheduling", "tandem.engine.quantization"),
+    ("tandem.engine.kv", "tandem.engine.models"),
+    ("tandem.engine.lora", "tandem.engine.weights"),
+    ("tandem.engine.forward", "tandem.engine.sampling"),
+    ("tandem.engine.speculation", "tandem.engine.kernels"),
+    ("tandem.engine",),
     ("tandem.local", "tandem.cluster"),
     ("tandem.worker",),
     ("tandem.local.ray", "services"),
@@ -127,6 +134,11 @@ def test_rooms_without_torch(room: str) -> None:
     subprocess.run([sys.executable, "-c", BLOCKED.format(room=room)], check=True, timeout=60)
 
 
+def test_the_scheduler_needs_no_torch() -> None:
+    code = BLOCKED.partition("import importlib")[0].format() + "import tandem.engine.scheduling"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_ray_is_imported_only_where_it_is_asked_for() -> None:
     code = "import sys, tandem.cli, tandem.cluster, tandem.commands.detached, tandem.commands.up, tandem.worker"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'ray' not in sys.modules"], check=True, timeout=60)
@@ -168,7 +180,7 @@ SHELLS = (
     "services/gateway/http/arrivals.py", "services/gateway/http/connections.py", "services/gateway/http/server.py",
     "tandem/checkpoints/hub.py", "tandem/cluster.py", "tandem/commands/", "tandem/containment/deep_stack.py",
     "tandem/containment/sandbox.py", "tandem/containment/sandboxed.py", "tandem/engine/cores.py",
-    "tandem/engine/kernels/", "tandem/engine/revision.py", "tandem/local/", "tandem/native.py",
+    "tandem/engine/kernels/", "tandem/engine/weights/revision.py", "tandem/local/", "tandem/native.py",
     "tandem/process/log_output.py", "tandem/process/work_threads.py", "tandem/registry/connection.py",
     "tandem/rpc/endpoints.py", "tandem/transfer/runtime/", "tandem/transfer/transports/",
     "tandem/worker/engine_thread.py", "tandem/worker/process.py",

@@ -1,9 +1,11 @@
-"""The engine: token ids in, token ids out; knows no service and no proto. Others import from here only."""
+"""The engine: token ids in, token ids out; knows no service and no proto. Who runs engines may enter.
 
-from tandem.engine.engine import Engine
-from tandem.engine.layout import KVLayout
-from tandem.engine.lora import AdapterStore, AdapterStoreFull
-from tandem.engine.models import ModelConfig
+What needs torch is imported when it is asked for: a request, a sequence and the scheduler are there without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tandem.engine.step_time import StepTime
 from tandem.engine.types import (
     BlockRemoved,
@@ -18,6 +20,12 @@ from tandem.engine.types import (
     SequenceOutput,
 )
 from tandem.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from tandem.engine.engine import Engine
+    from tandem.engine.kv import KVLayout
+    from tandem.engine.lora import AdapterStore, AdapterStoreFull
+    from tandem.engine.models import ModelConfig
 
 __all__ = [
     "AdapterStore",
@@ -38,3 +46,12 @@ __all__ = [
     "SequenceOutput",
     "StepTime",
 ]
+_WITH_TORCH = {"Engine": "engine", "KVLayout": "kv", "ModelConfig": "models"}
+_WITH_TORCH |= dict.fromkeys(("AdapterStore", "AdapterStoreFull"), "lora")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    return value

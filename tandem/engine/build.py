@@ -20,19 +20,24 @@ from torch import Tensor
 from tandem import native
 from tandem.checkpoints import WEIGHTS_FILE, Need, machine_memory, misfit
 from tandem.engine.cores import Cores
-from tandem.engine.decode_graphs import DecodeGraphs, cuda_capture, padded
 from tandem.engine.device import memory_checked, open_device
-from tandem.engine.flashinfer import paged_attention_for
-from tandem.engine.forward import Forward, Prepare, Taps, TorchForward
+from tandem.engine.forward import (
+    DecodeGraphs,
+    Forward,
+    Prepare,
+    Taps,
+    TorchForward,
+    cuda_capture,
+    padded,
+    paged_attention_for,
+)
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
-from tandem.engine.layout import KVLayout, torch_dtype
-from tandem.engine.loader import find_weights, load_weights, shard_paths
+from tandem.engine.kv import KVLayout, torch_dtype
 from tandem.engine.lora import AdapterStore, Base
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
-from tandem.engine.revision import hashing
 from tandem.engine.runner import Runner
-from tandem.engine.sampler import Choose, choose
+from tandem.engine.sampling import Choose, choose
 from tandem.engine.speculation import (
     DraftProposer,
     NgramProposer,
@@ -42,6 +47,7 @@ from tandem.engine.speculation import (
     tapped_layers,
 )
 from tandem.engine.types import EngineConfig, Progress
+from tandem.engine.weights import find_weights, hashing, load_weights, shard_paths
 
 log = structlog.get_logger(__name__)
 # For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or

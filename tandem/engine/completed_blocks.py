@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.engine.scheduler import Scheduled
-from tandem.engine.sequence import Sequence
+from tandem.engine.scheduling import Scheduled, Sequence
 from tandem.engine.types import KVSink
 
 

@@ -18,18 +18,22 @@ from itertools import chain
 import torch
 
 from tandem.containment import COMPUTING, NOBODY, SUSPECT, CrashPage
-from tandem.engine.answer_lengths import AnswerLengths
-from tandem.engine.block_pool import BlockPool
 from tandem.engine.build import build, max_prefill_beside_decode
 from tandem.engine.cores import Cores
-from tandem.engine.guided import NamedGuide
-from tandem.engine.layout import KVLayout
-from tandem.engine.pace import Pace
-from tandem.engine.scheduler import Scheduled, Scheduler
-from tandem.engine.sequence import Sequence, Status, new_sequence
-from tandem.engine.sequence_blocks import SequenceBlocks
+from tandem.engine.kv import KVLayout, SwapSpace
+from tandem.engine.sampling import NamedGuide
+from tandem.engine.scheduling import (
+    AnswerLengths,
+    BlockPool,
+    Pace,
+    Scheduled,
+    Scheduler,
+    Sequence,
+    SequenceBlocks,
+    Status,
+    new_sequence,
+)
 from tandem.engine.speculation import Speculator
-from tandem.engine.swap import SwapSpace
 from tandem.engine.types import (
     BlockRemoved,
     BlockStored,

@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine.completed_blocks import completed_blocks
-from tandem.engine.layout import KVLayout
+from tandem.engine.kv import KVLayout
 from tandem.engine.runner import accepted
-from tandem.engine.scheduler import Scheduled
-from tandem.engine.sequence import Ahead, Row, Sequence
+from tandem.engine.scheduling import Ahead, Row, Scheduled, Sequence
 from tandem.engine.step_time import StepTime
 from tandem.engine.types import EngineConfig, SampledToken
 

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from tandem.engine.completed_blocks import completed_blocks
 from tandem.engine.forward import Chunk, Forward, Observer, Prepare, StepInput, step_input
-from tandem.engine.sampler import Choose, reported, sample
-from tandem.engine.scheduler import Scheduled
-from tandem.engine.sequence import Ahead, Row, Sequence
+from tandem.engine.sampling import Choose, reported, sample
+from tandem.engine.scheduling import Ahead, Row, Scheduled, Sequence
 from tandem.engine.types import SampledToken
 
 LOGITS_ROWS = 64  # of prompts, at once: a vocabulary is wide

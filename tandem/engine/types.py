@@ -11,17 +11,21 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tandem.adapters import AdapterRef
-from tandem.engine.kv_cache import KV_CACHE_DTYPES
-from tandem.engine.lora import Adapter
-from tandem.engine.quantization import METHODS
 from tandem.engine.step_time import StepTime
 from tandem.sampling import SamplingParams
 from tandem.speculative import OFF, Speculative
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tandem.engine.lora import Adapter
+
+
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
+KV_CACHE_DTYPES = ("auto", "int8")  # auto: what the model computes in
 
 
 class FinishReason(enum.Enum):
@@ -213,8 +217,8 @@ class EngineConfig:
             raise ValueError(f"swap_memory: {self.swap_memory} is not at least 0")
         if self.num_blocks is None and self.kv_budget_bytes is None:
             raise ValueError("kv_budget_bytes: set it or num_blocks")
-        if self.quantization not in METHODS:
-            raise ValueError(f"quantization: {self.quantization!r} is not one of {', '.join(METHODS)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization: {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
         if self.quantization == "fp8" and self.device == "cpu":

@@ -26,8 +26,8 @@ from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.suspicion import Suspicion
 from services.gateway.routing import Router
 from services.gateway.workers import Mailbox, WorkerPool
-from tandem.engine import sequence
 from tandem.engine.null_runner import NullRunner
+from tandem.engine.scheduling import sequence
 from tandem.liveness.silence import LIMIT_S, Liveness
 from tandem.transfer.protocol.receiver import ReceiverProtocol
 from tandem.worker import Streams, Worker

@@ -1,17 +1,23 @@
+"""Models and kernels, imported where a test asks for them: what schedules is tested without torch."""
+
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from transformers import PreTrainedModel
 
-from tandem.engine.kernels import load_library
-from tests.engine.tiny import Families, can_amx, can_compile, make
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tests.engine.tiny import Families
 
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    from tests.engine.tiny import make
+
     made: dict[str, tuple[PreTrainedModel, Path]] = {}
 
     def get(name: str) -> tuple[PreTrainedModel, Path]:
@@ -32,6 +38,9 @@ def llama(family: Families) -> Path:
 @pytest.fixture(scope="session", params=["any", "no AMX"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels, where this machine can have them."""
+    from tandem.engine.kernels import load_library
+    from tests.engine.tiny import can_amx, can_compile
+
     if not can_compile():
         pytest.skip("no CPU with AVX512-BF16, or no C compiler")
     library = load_library(tmp_path_factory.mktemp("kernels"), amx=request.param == "any")

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine import BlockRemoved, BlockStored
-from tandem.engine.block_pool import BlockPool
+from tandem.engine.scheduling import BlockPool
+
+pytestmark = pytest.mark.fast
 
 A, B, C, D = (bytes([n]) * 16 for n in range(4))
 ROOT = b"root"

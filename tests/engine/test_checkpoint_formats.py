@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.checkpoint_formats import checkpoint_format
-from tandem.engine.loader import load_weights
 from tandem.engine.models import Decoder, read_model_config
-from tandem.engine.quantization import QuantizedWeight
+from tandem.engine.quantization.checkpoint_formats import checkpoint_format
+from tandem.engine.quantization.quantization import QuantizedWeight
+from tandem.engine.weights.loader import load_weights
 from tests.engine import quantized_folders as made
 from tests.engine.tiny import Families, generate, greedy, make_engine, prompt_of
 

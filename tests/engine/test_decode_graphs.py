@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tandem.engine import Engine, Request, SampledToken, SamplingParams
-from tandem.engine.attention import PagedAttention, TorchAttention
-from tandem.engine.decode_graphs import SIZES, DecodeGraphs, padded
-from tandem.engine.flashinfer import FlashInfer
-from tandem.engine.forward import StepInput, TorchForward
-from tandem.engine.guided import Masks
-from tandem.engine.kv_cache import row_size, write_kv
-from tandem.engine.loader import load_weights
+from tandem.engine.forward.attention import PagedAttention, TorchAttention
+from tandem.engine.forward.decode_graphs import SIZES, DecodeGraphs, padded
+from tandem.engine.forward.flashinfer import FlashInfer
+from tandem.engine.forward.forward import StepInput, TorchForward
+from tandem.engine.kv.kv_cache import row_size, write_kv
 from tandem.engine.models import Decoder
 from tandem.engine.runner import Runner
-from tandem.engine.sampler import choose
-from tandem.engine.sequence import Row
+from tandem.engine.sampling.guided import Masks
+from tandem.engine.sampling.sampler import choose
+from tandem.engine.scheduling.sequence import Row
+from tandem.engine.weights.loader import load_weights
 from tests.engine import fake_flashinfer
 from tests.engine.test_kernels import VOCAB, Sizes, fill
 from tests.engine.tiny import make_engine, prompt_of

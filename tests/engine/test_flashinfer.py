@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import TorchAttention
-from tandem.engine.flashinfer import FlashInfer, misfit, paged_attention_for, tried
+from tandem.engine.forward.attention import TorchAttention
+from tandem.engine.forward.flashinfer import FlashInfer, misfit, paged_attention_for, tried
 from tests.engine import fake_flashinfer
 
 BLOCKS, SIZE, HEADS, KV_HEADS, HEAD_DIM = 60, 8, 4, 2, 64

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.quality import agreement, load
-from tandem.engine.checkpoint_formats import checkpoint_format
-from tandem.engine.fp8 import Fp8Weight, as_fp8, rounded
+from tandem.engine.quantization.checkpoint_formats import checkpoint_format
+from tandem.engine.quantization.fp8 import Fp8Weight, as_fp8, rounded
 from tests.engine.quantized_folders import LINEAR
 from tests.engine.tiny import Families, generate, greedy, make_engine, prompt_of
 

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from tandem.checkpoints.gguf import folder_of
 from tandem.engine import Request
-from tandem.engine.gguf_weights import BLOCKS, PLAIN
-from tandem.engine.loader import load_weights
 from tandem.engine.models import Decoder, read_model_config
-from tandem.engine.quantization import QuantizedWeight
+from tandem.engine.quantization.quantization import QuantizedWeight
+from tandem.engine.weights.gguf_weights import BLOCKS, PLAIN
+from tandem.engine.weights.loader import load_weights
 from tests.engine.gguf_files import WORDS, make_file
 from tests.engine.test_models import reference
 from tests.engine.tiny import greedy, make_engine, run, sampled, tokens

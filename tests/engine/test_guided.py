@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from benchmarks.structured import check_schemas
 from tandem import grammar
 from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams
-from tandem.engine.scheduler import Scheduled
+from tandem.engine.scheduling.scheduler import Scheduled
 from tandem.grammar import Grammars, InvalidGrammar
 from tandem.speculative import Speculative
 from tandem.vocabulary import Vocabulary, load_tokenizer

@@ -22,14 +22,14 @@ from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
 
 from tandem import native
 from tandem.engine import Request, SamplingParams
-from tandem.engine.forward import StepInput, TorchForward
+from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.kernels import AMX, CpuForward, load_library
 from tandem.engine.kernels.build import INSTRUCTIONS, SOURCE, library_path
 from tandem.engine.kernels.packed import PackedWeight
-from tandem.engine.kv_cache import opened, row_size, write_kv
+from tandem.engine.kv.kv_cache import opened, row_size, write_kv
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.models.decoder import rms_norm
-from tandem.engine.quantization import QuantizedWeight, quantize
+from tandem.engine.quantization.quantization import QuantizedWeight, quantize
 from tests.engine.tiny import SIZES, VOCAB, can_compile, greedy, make_engine, prompt_of, run, sampled, tokens
 
 WIDE = SIZES | {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32, "max_position_embeddings": 256}

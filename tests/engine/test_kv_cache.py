@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.engine import Engine, KVLayout, Request, SamplingParams
-from tandem.engine.kv_cache import opened, row_size, write_kv
+from tandem.engine.kv.kv_cache import opened, row_size, write_kv
 from tests.engine.tiny import can_compile, greedy, make_engine, prompt_of, tokens
 
 

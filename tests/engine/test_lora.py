@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tandem.engine import Engine, Request
-from tandem.engine.forward import StepInput, TorchForward
+from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.kernels import CpuForward
-from tandem.engine.loader import load_weights
 from tandem.engine.lora import AdapterStoreFull, Base, read_adapter
 from tandem.engine.models import Decoder, read_model_config
+from tandem.engine.weights.loader import load_weights
 from tandem.speculative import Speculative
 from tests.engine.peft_folders import make_adapter, merged
 from tests.engine.tiny import Families, generate, greedy, make_engine, prompt_of, run, tokens

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from tandem.checkpoints.gguf import folder_of
 from tandem.engine import Engine, EngineConfig, Request
-from tandem.engine.loader import shard_paths
 from tandem.engine.models import Rope, read_model_config
-from tandem.engine.revision import weights_revision
+from tandem.engine.weights.loader import shard_paths
+from tandem.engine.weights.revision import weights_revision
 from tests.engine.gguf_files import make_file
 from tests.engine.tiny import FAMILIES, VOCAB, Families, generate, greedy, make_engine, prompt_of, run, sampled, tokens
 

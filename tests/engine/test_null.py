@@ -11,8 +11,8 @@ import pytest
 
 from tandem.engine import Engine, EngineConfig, FinishReason, Request, SampledToken, SamplingParams, StepTime
 from tandem.engine.null_runner import NullRunner
-from tandem.engine.scheduler import Scheduled
-from tandem.engine.sequence import new_sequence
+from tandem.engine.scheduling.scheduler import Scheduled
+from tandem.engine.scheduling.sequence import new_sequence
 from tests.engine.test_handoff import BLOCK, disaggregated
 from tests.engine.tiny import SIZES, VOCAB, assert_idle, generate, greedy, make_engine, prompt_of, run, tokens
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine import Request, StepTime
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.layout import KVLayout
-from tandem.engine.pace import LEAST_CHUNK, Pace
-from tandem.engine.scheduler import Scheduled, Scheduler
-from tandem.engine.sequence import new_sequence
-from tandem.engine.sequence_blocks import SequenceBlocks
-from tandem.engine.swap import SwapSpace
+from tandem.engine.kv.layout import KVLayout
+from tandem.engine.kv.swap import SwapSpace
+from tandem.engine.scheduling.block_pool import BlockPool
+from tandem.engine.scheduling.pace import LEAST_CHUNK, Pace
+from tandem.engine.scheduling.scheduler import Scheduled, Scheduler
+from tandem.engine.scheduling.sequence import new_sequence
+from tandem.engine.scheduling.sequence_blocks import SequenceBlocks
 from tests.engine.tiny import greedy
 
 BLOCK, USUAL = 16, 512

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.quality import DEMO, agreement, held_out, load, logits_of, perplexity
-from tandem.engine.quantization import quantize
+from tandem.engine.quantization.quantization import quantize
 from tests.engine.tiny import Families, generate, greedy, make_engine, prompt_of
 
 

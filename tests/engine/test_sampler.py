@@ -16,9 +16,9 @@ import torch
 
 from tandem.engine import Request, SamplingParams
 from tandem.engine.kernels import CpuChoose, load_library
-from tandem.engine.sampler import Choose, chosen, sample, uniform
-from tandem.engine.sampler import choose as torch_choose
-from tandem.engine.sequence import BlockHashes, Sequence
+from tandem.engine.sampling.sampler import Choose, chosen, sample, uniform
+from tandem.engine.sampling.sampler import choose as torch_choose
+from tandem.engine.scheduling.sequence import BlockHashes, Sequence
 from tests.engine.fake_device import DeviceTensor, FakeDevice
 from tests.engine.tiny import generate, greedy, make_engine, prompt_of, run, sampled, tokens
 

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tandem.engine import Engine, EngineConfig, Request, SampledToken, SamplingParams, SequenceOutput
-from tandem.engine.sequence import BlockHashes, Sequence
+from tandem.engine.scheduling.sequence import BlockHashes, Sequence
 from tandem.engine.speculation import NgramProposer
 from tandem.engine.speculation.proposer import Wanted
 from tandem.speculative import Speculative

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tandem.engine import Engine, EngineConfig, Request, SampledToken
-from tandem.engine.scheduler import Scheduled
-from tandem.engine.sequence import Sequence
+from tandem.engine.scheduling.scheduler import Scheduled
+from tandem.engine.scheduling.sequence import Sequence
 from tandem.engine.speculation import Plan, Speculator
 from tandem.engine.speculation.account import LOSS, MOST, SPREAD, Account
 from tandem.engine.speculation.proposer import Wanted

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.engine import Engine, Request, SampledToken, SamplingParams
-from tandem.engine.swap import SwapSpace
+from tandem.engine.kv.swap import SwapSpace
 from tests.engine.tiny import (
     BLOCK_BYTES,
     assert_idle,

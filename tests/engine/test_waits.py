@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tandem.engine import Engine, Request, SamplingParams
-from tandem.engine.attention import PagedAttention, TorchAttention
-from tandem.engine.decode_graphs import DecodeGraphs, padded
-from tandem.engine.flashinfer import FlashInfer
-from tandem.engine.forward import TorchForward
-from tandem.engine.loader import load_weights
+from tandem.engine.forward.attention import PagedAttention, TorchAttention
+from tandem.engine.forward.decode_graphs import DecodeGraphs, padded
+from tandem.engine.forward.flashinfer import FlashInfer
+from tandem.engine.forward.forward import TorchForward
 from tandem.engine.models import Decoder
 from tandem.engine.runner import Runner
-from tandem.engine.sampler import choose
+from tandem.engine.sampling.sampler import choose
+from tandem.engine.weights.loader import load_weights
 from tests.engine import fake_flashinfer
 from tests.engine.fake_device import DeviceTensor, FakeDevice
 from tests.engine.tiny import VOCAB, greedy, make_engine, prompt_of, run, sampled

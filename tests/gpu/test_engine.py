@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
-from tandem.engine.attention import TorchAttention
-from tandem.engine.flashinfer import FlashInfer
-from tandem.engine.sampler import chosen
+from tandem.engine.forward.attention import TorchAttention
+from tandem.engine.forward.flashinfer import FlashInfer
+from tandem.engine.sampling.sampler import chosen
 from tandem.transfer.copy.copier import load_copier
 from tandem.transfer.copy.device_sum import DeviceSum
 from tests.e2e.test_exact import prompt_of

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import StepInput, Taps
-from tandem.engine.fp8 import Fp8Weight
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.kernels.structs import Layer, LoraPart, Model, Step
 from tandem.engine.lora import PARTS, Adapter, LowRank, shapes_of
 from tandem.engine.models import Decoder, DecoderLayer, ModelConfig
+from tandem.engine.quantization import Fp8Weight
 
 _MAX_THREADS, _PANEL_OUTPUTS, _TILE_ROWS, _TILE_PAIRS = 128, 32, 32, 16
 _MAX_HEAD_DIM = 256  # MAX_DIM of context.h

@@ -1,4 +1,4 @@
-/* From a row of logits to its token, as tandem/engine/sampler.py does it, for rows whose logits need no change but
+/* From a row of logits to its token, as tandem/engine/sampling/sampler.py does it, for rows whose logits need no change but
    perhaps a mask.
 
    max ─┬─ temperature 0 ──────────────────────────────────────────────────────> token

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Rows
 
 from torch import Tensor
 
-from tandem.engine.guided import Masks
-from tandem.engine.sequence import Row
+from tandem.engine.sampling import Masks
+from tandem.engine.scheduling import Row
 
 _LOGITS_A_THREAD = 2**20  # half a millisecond: to wake another thread takes a tenth
 

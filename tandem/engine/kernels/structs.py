@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from tandem.engine.sequence import DRAW
+from tandem.engine.scheduling import DRAW
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 

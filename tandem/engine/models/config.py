@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from tandem.checkpoints import FAMILIES, ModelFile, end_tokens, read_file
-from tandem.engine.checkpoint_formats import CheckpointFormat, checkpoint_format
+from tandem.engine.quantization import CheckpointFormat, checkpoint_format
 
 # Far beyond any model there is: what is larger would fill the machine before it is found to be wrong.
 Size = Annotated[int, Field(ge=1, le=2**22)]

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.fp8 import Fp8Weight, rounded
 from tandem.engine.models.config import ModelConfig
 from tandem.engine.models.rope import cos_sin, inverse_frequencies, rotate
-from tandem.engine.quantization import QuantizedWeight, quantize
+from tandem.engine.quantization import Fp8Weight, QuantizedWeight, quantize, rounded
 
 
 class Attend(Protocol):

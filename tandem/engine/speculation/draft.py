@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import Chunk, Forward, step_input
-from tandem.engine.sampler import Choose, draw
-from tandem.engine.sequence import Ahead, Row, Sequence
+from tandem.engine.sampling import Choose, draw
+from tandem.engine.scheduling import Ahead, Row, Sequence
 from tandem.engine.speculation.proposer import Wanted
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import Chunk
-from tandem.engine.sampler import Choose, draw
-from tandem.engine.sequence import Ahead, Sequence
+from tandem.engine.sampling import Choose, draw
+from tandem.engine.scheduling import Ahead, Sequence
 from tandem.engine.speculation.eagle_head import Context, EagleHead, Place
 from tandem.engine.speculation.proposer import Wanted
 from tandem.speculative import MAX_NUM_TOKENS

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import Observer, Taps
-from tandem.engine.loader import read_tensors
 from tandem.engine.models import ModelConfig, rms_norm
-from tandem.engine.sampler import Choose
+from tandem.engine.sampling import Choose
 from tandem.engine.speculation.eagle import EagleProposer
 from tandem.engine.speculation.eagle_head import EagleHead, Ends
 from tandem.engine.speculation.heads import HeadFile
 from tandem.engine.speculation.medusa import MedusaProposer, medusa_heads
 from tandem.engine.speculation.proposer import Proposer
+from tandem.engine.weights import read_tensors
 
 NORM, EMBED, LM_HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
 

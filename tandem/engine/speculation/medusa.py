@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.forward import Chunk
-from tandem.engine.sampler import Choose, draw
-from tandem.engine.sequence import Ahead, Sequence
+from tandem.engine.sampling import Choose, draw
+from tandem.engine.scheduling import Ahead, Sequence
 from tandem.engine.speculation.features import FeatureRows
 from tandem.engine.speculation.heads import HeadFile
 from tandem.engine.speculation.proposer import Wanted

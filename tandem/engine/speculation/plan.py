@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from tandem.engine.sequence import Sequence
+from tandem.engine.scheduling import Sequence
 from tandem.engine.speculation.account import Account
 from tandem.engine.step_cost import StepCost
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tandem.engine.sequence import Sequence
+from tandem.engine.scheduling import Sequence
 
 SHORTEST, LONGEST = 2, 16  # tokens at the end of a sequence that are looked for in what came before
 

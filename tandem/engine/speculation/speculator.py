@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import groupby
 from math import inf
 
-from tandem.engine.scheduler import Scheduled, Scheduler
-from tandem.engine.sequence import Sequence
+from tandem.engine.scheduling import Scheduled, Scheduler, Sequence
 from tandem.engine.speculation.plan import Plan
 from tandem.engine.speculation.proposer import Proposer, Wanted
 

@@ -14,8 +14,8 @@ from services.gateway.admission import Admission
 from services.gateway.generation.migration import Migration
 from services.gateway.workers.stream import WorkerStream
 from services.prefill.links import LinkKeeper
-from tandem.engine.scheduler import Scheduler
-from tandem.engine.swap import SwapSpace
+from tandem.engine.kv.swap import SwapSpace
+from tandem.engine.scheduling.scheduler import Scheduler
 
 
 def _goes_on_waiting(queue: BlockQueue, _: object) -> bool:

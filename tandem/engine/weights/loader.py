@@ -17,12 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.checkpoints import WEIGHTS_FILE, ModelFile, read_file
-from tandem.engine.checkpoint_formats import CheckpointFormat
-from tandem.engine.fp8 import Fp8Weight, as_fp8
-from tandem.engine.gguf_weights import joined, open_gguf
 from tandem.engine.models import Decoder, Linear
-from tandem.engine.quantization import QuantizedWeight
+from tandem.engine.quantization import CheckpointFormat, Fp8Weight, QuantizedWeight, as_fp8
 from tandem.engine.types import Progress
+from tandem.engine.weights.gguf_weights import joined, open_gguf
 
 Shapes = dict[str, list[int]]
 

@@ -22,8 +22,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from tandem.checkpoints import ModelFile
-from tandem.engine.fp8 import Fp8, Fp8Weight
-from tandem.engine.quantization import QuantizedWeight
+from tandem.engine.quantization.fp8 import Fp8, Fp8Weight
+from tandem.engine.quantization.quantization import QuantizedWeight
 
 Shapes = dict[str, tuple[int, ...]]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs lies in each place, the lowest first

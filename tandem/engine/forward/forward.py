@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import Attend, PagedAttention, TorchAttention
 from tandem.engine.device import sent
-from tandem.engine.kv_cache import write_kv
+from tandem.engine.forward.attention import Attend, PagedAttention, TorchAttention
+from tandem.engine.kv import write_kv
 from tandem.engine.lora import Adapter, RowAdapters, part_sizes
 from tandem.engine.models import Decoder
-from tandem.engine.sequence import Sequence as TokenSequence
+from tandem.engine.scheduling import Sequence as TokenSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,18 @@ import enum
 import struct
 from array import array
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tandem.block_hash import next_hash, root_hash
 from tandem.containment import NOBODY
-from tandem.engine.layout import KVLayout
-from tandem.engine.lora import Adapter
 from tandem.engine.types import FinishReason, KVSink, Request, SampledToken
-from tandem.grammar import Guide
 from tandem.sampling import SamplingParams
 from tandem.speculative import OFF, Speculative
+
+if TYPE_CHECKING:
+    from tandem.engine.kv import KVLayout
+    from tandem.engine.lora import Adapter
+    from tandem.grammar import Guide
 
 DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
 

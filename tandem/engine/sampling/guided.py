@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.containment import CrashPage
 from tandem.engine.device import sent
-from tandem.engine.sequence import Row, Sequence
+from tandem.engine.scheduling import Row, Sequence
 from tandem.grammar import Guide
 
 

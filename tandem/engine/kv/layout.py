@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import torch
 
-from tandem.engine.kv_cache import row_size
+from tandem.engine.kv.kv_cache import row_size
 
 
 @dataclass(frozen=True)

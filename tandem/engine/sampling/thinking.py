@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Items
 
-from tandem.engine.sequence import Row
+from tandem.engine.scheduling import Row
 
 SPACE = 1  # tokens of white space before the mark that begins thoughts
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tandem.engine.device import sent
-from tandem.engine.guided import Masks, forbidden, masks_of
-from tandem.engine.sequence import Row
-from tandem.engine.thinking import end_of_thoughts
+from tandem.engine.sampling.guided import Masks, forbidden, masks_of
+from tandem.engine.sampling.thinking import end_of_thoughts
+from tandem.engine.scheduling import Row
 from tandem.engine.types import SampledToken
 from tandem.sampling import SamplingParams
 

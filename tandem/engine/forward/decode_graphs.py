@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import FixedAttend, PagedAttention
-from tandem.engine.forward import Forward, StepInput
-from tandem.engine.kv_cache import write_kv
+from tandem.engine.forward.attention import FixedAttend, PagedAttention
+from tandem.engine.forward.forward import Forward, StepInput
+from tandem.engine.kv import write_kv
 from tandem.engine.models import Decoder
 
 SIZES = (1, 2, 4, *range(8, 257, 8))

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tandem.engine.block_pool import BlockPool
+from tandem.engine.scheduling import BlockPool
 from tandem.engine.step_cost import StepCost
 
 # Of blocks, (from, to).

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 GROUP = 128
-METHODS = ("none", "int8", "int4", "fp8")
 _SHARES = (1.0, 0.9, 0.8)  # of a group's range, to choose from
 
 

@@ -33,9 +33,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from tandem.containment import NOBODY
-from tandem.engine.pace import Pace
-from tandem.engine.sequence import Sequence, Status
-from tandem.engine.sequence_blocks import Need, SequenceBlocks
+from tandem.engine.scheduling.pace import Pace
+from tandem.engine.scheduling.sequence import Sequence, Status
+from tandem.engine.scheduling.sequence_blocks import Need, SequenceBlocks
 
 
 class Scheduled(NamedTuple):

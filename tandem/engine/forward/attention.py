@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.device import sent
-from tandem.engine.kv_cache import opened
+from tandem.engine.kv import opened
 
 # q, k, v of a step's tokens (tokens, heads, head_dim), k and v as the cache holds them, and that cache ──> as q.
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

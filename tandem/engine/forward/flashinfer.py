@@ -19,8 +19,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import Attend, FixedAttend, PagedAttention, TorchAttention
 from tandem.engine.device import sent
+from tandem.engine.forward.attention import Attend, FixedAttend, PagedAttention, TorchAttention
 
 log = structlog.get_logger(__name__)
 # What FlashInfer advises. Its kernels for graphs keep plans between replays, so each of those has its own.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-KV_CACHE_DTYPES = ("auto", "int8")  # auto: what the model computes in
 SCALE_BYTES = 2
 LEAST = 1e-20  # of a row's greatest number, so that no scale is 0
 

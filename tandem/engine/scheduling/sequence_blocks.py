@@ -10,12 +10,14 @@ A block that a sink still reads when its sequence leaves is lent: it is released
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.sequence import Sequence
-from tandem.engine.swap import Copies, SwapSpace
+from tandem.engine.scheduling.block_pool import BlockPool
+from tandem.engine.scheduling.sequence import Sequence
 from tandem.engine.types import KVSink
+
+if TYPE_CHECKING:
+    from tandem.engine.kv import Copies, SwapSpace
 
 
 class Need(NamedTuple):

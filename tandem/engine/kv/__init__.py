@@ -1,0 +1,14 @@
+"""KV as bytes: how numbers lie in it, which engines may exchange it, host memory for preempted KV. For the engine."""
+
+from tandem.engine.kv.kv_cache import opened, write_kv
+from tandem.engine.kv.layout import KVLayout, torch_dtype
+from tandem.engine.kv.swap import Copies, SwapSpace
+
+__all__ = [
+    "Copies",
+    "KVLayout",
+    "SwapSpace",
+    "opened",
+    "torch_dtype",
+    "write_kv",
+]

@@ -1,0 +1,15 @@
+"""Weights in few bits: as checkpoints have them, and as they are made here. For models, weights and kernels."""
+
+from tandem.engine.quantization.checkpoint_formats import CheckpointFormat, checkpoint_format
+from tandem.engine.quantization.fp8 import Fp8Weight, as_fp8, rounded
+from tandem.engine.quantization.quantization import QuantizedWeight, quantize
+
+__all__ = [
+    "CheckpointFormat",
+    "Fp8Weight",
+    "QuantizedWeight",
+    "as_fp8",
+    "checkpoint_format",
+    "quantize",
+    "rounded",
+]

@@ -1,0 +1,23 @@
+"""What is computed next, in which blocks: sequences, turns, the pool. For the engine and its runners; no torch."""
+
+from tandem.engine.scheduling.answer_lengths import AnswerLengths
+from tandem.engine.scheduling.block_pool import BlockPool
+from tandem.engine.scheduling.pace import Pace
+from tandem.engine.scheduling.scheduler import Scheduled, Scheduler
+from tandem.engine.scheduling.sequence import DRAW, Ahead, Row, Sequence, Status, new_sequence
+from tandem.engine.scheduling.sequence_blocks import SequenceBlocks
+
+__all__ = [
+    "DRAW",
+    "Ahead",
+    "AnswerLengths",
+    "BlockPool",
+    "Pace",
+    "Row",
+    "Scheduled",
+    "Scheduler",
+    "Sequence",
+    "SequenceBlocks",
+    "Status",
+    "new_sequence",
+]

@@ -1,0 +1,12 @@
+"""Weights from files into a model, and the revision that names them. For who builds an engine."""
+
+from tandem.engine.weights.loader import find_weights, load_weights, read_tensors, shard_paths
+from tandem.engine.weights.revision import hashing
+
+__all__ = [
+    "find_weights",
+    "hashing",
+    "load_weights",
+    "read_tensors",
+    "shard_paths",
+]
