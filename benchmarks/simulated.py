@@ -15,7 +15,7 @@ from benchmarks.fleet import Fleet, model_folder
 from benchmarks.grpc_load import TIMEOUT_S, Replayed, replay_through
 from benchmarks.mooncake import Request
 from benchmarks.routing import POLICIES
-from services.gateway.model import ServedModel
+from services.gateway.model.served import ServedModel
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer
 from tandem.v1 import llm_pb2_grpc

@@ -11,8 +11,7 @@ from typing import Any
 from opentelemetry.trace import Tracer
 
 from services.gateway.access import ANYONE, Access, Allowances, Client, check_tier
-from services.gateway.adapters import ServedAdapters
-from services.gateway.admission import TextTurns
+from services.gateway.admission import Intake, TextTurns
 from services.gateway.bodies import Incoming, LargeBodies, PromptBounds, Reduce, is_large, rendered
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
@@ -26,9 +25,8 @@ from services.gateway.generation import (
     check_prompt,
     read_sampling,
 )
-from services.gateway.intake import Intake
 from services.gateway.metrics import Metrics
-from services.gateway.model import ServedModel
+from services.gateway.model import ServedAdapters, ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.text import CheckedIds, TemplateOptions, TooManyTokens
 from services.gateway.workers import WorkerPool

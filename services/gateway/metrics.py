@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from services.gateway.admission import Admission
-from services.gateway.priority import PriorityClass
+from services.gateway.admission import Admission, PriorityClass
 from tandem.registry import BlockReplica, Role, Worker
 from tandem.v1 import llm_pb2
 

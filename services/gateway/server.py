@@ -22,8 +22,16 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from services.gateway.access import Access, Allowances
-from services.gateway.adapters import ServedAdapters
-from services.gateway.admission import Admission, FairQueue, TextTurns, Weights, capacity_of
+from services.gateway.admission import (
+    Admission,
+    FairQueue,
+    Intake,
+    PriorityClass,
+    SequenceTurns,
+    TextTurns,
+    Weights,
+    capacity_of,
+)
 from services.gateway.bodies import LargeBodies
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import Unavailable
@@ -36,14 +44,12 @@ from services.gateway.generation import (
     Pipeline,
     tracing,
 )
+from services.gateway.grpc import LLMService
 from services.gateway.http import build_app
-from services.gateway.intake import Intake, SequenceTurns
 from services.gateway.integrity import check_gateway
 from services.gateway.llm import LLM
-from services.gateway.llm_service import LLMService
 from services.gateway.metrics import Metrics
-from services.gateway.model import ServedModel
-from services.gateway.priority import PriorityClass
+from services.gateway.model import ServedAdapters, ServedModel
 from services.gateway.routing import Router
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.workers import Judging, WorkerPool

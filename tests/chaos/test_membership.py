@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from services.gateway.model import ServedModel
+from services.gateway.model.served import ServedModel
 from services.gateway.settings import Disaggregation
 from tandem.v1 import llm_pb2
 from tests.chaos.explorer.run import SETTLE_S

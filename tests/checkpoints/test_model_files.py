@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.model import ServedModel
+from services.gateway.model.served import ServedModel
 from tests.engine.tiny import make, make_engine
 from tests.fuzzing import fuzzed
 from tests.gateway.tiny_model import write_model

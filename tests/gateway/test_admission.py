@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from services.gateway.admission import Admission, Capacity, FairQueue, Weights, Work, capacity_of
+from services.gateway.admission.priority import PriorityClass
 from services.gateway.errors import GatewayError, Overloaded, TimedOut, Unavailable
-from services.gateway.priority import PriorityClass
 from tandem.registry import Role, Worker, WorkerInfo, WorkerLoad
 
 pytestmark = pytest.mark.fast

@@ -12,8 +12,8 @@ from grpc import aio
 
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.admission import Work
+from services.gateway.admission.priority import PriorityClass
 from services.gateway.errors import Overloaded
-from services.gateway.priority import PriorityClass
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.peers import MODEL
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
 from services.gateway.admission import FairQueue, Weights, Work
-from services.gateway.priority import PriorityClass
+from services.gateway.admission.priority import PriorityClass
 
 pytestmark = pytest.mark.fast
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
-from services.gateway.intake import LONG, MOST, REST_TURNS, Intake, SequenceTurns
+from services.gateway.admission.intake import LONG, MOST, REST_TURNS, Intake, SequenceTurns
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.peers import MODEL, Peers

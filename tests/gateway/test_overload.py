@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from services.gateway.admission import Admission, Capacity, FairQueue, Weights, Work
+from services.gateway.admission.priority import PriorityClass
 from services.gateway.errors import GatewayError, Overloaded
-from services.gateway.priority import PriorityClass
 from tests.simulation.world import World
 
 pytestmark = pytest.mark.fast

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from services.gateway.__main__ import make_gateway
 from services.gateway.admission import Admission, Capacity, FairQueue, Weights, Work
+from services.gateway.admission.priority import PriorityClass
 from services.gateway.admission.shares import MAX_TOLD, demand_of, fill, share_of
-from services.gateway.priority import PriorityClass
 from services.gateway.settings import GatewaySettings
 from tandem.local import free_ports
 from tandem.registry import Demand

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
+from services.gateway.admission.targets import Targets, targets_of
 from services.gateway.errors import InvalidRequest
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.settings import Disaggregation, GatewaySettings
-from services.gateway.targets import Targets, targets_of
 from tandem import rpc
 from tandem.registry import Route
 from tandem.v1 import llm_pb2, llm_pb2_grpc

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from services.gateway.admission import TextTurns, Weights
-from services.gateway.priority import PriorityClass
+from services.gateway.admission.priority import PriorityClass
 from services.gateway.text import Tokenizer
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_http import CHAT, TEXTUAL

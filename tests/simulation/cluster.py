@@ -21,7 +21,7 @@ from grpc import aio
 from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.gateway.__main__ import REGISTRY_WAIT_S, RESERVATIONS_LEASE_S
-from services.gateway.model import ServedModel
+from services.gateway.model.served import ServedModel
 from services.gateway.routing import Router
 from services.gateway.server import Gateway, Ports
 from services.gateway.settings import Disaggregation, GatewaySettings

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.gateway.model import ServedModel
+from services.gateway.model.served import ServedModel
 from tests.simulation.cluster import MODEL, Cluster, ClusterSettings, Prompt, Reference, Reply, Shape
 from tests.simulation.redis import Store
 from tests.simulation.world import World

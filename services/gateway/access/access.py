@@ -17,8 +17,8 @@ from pathlib import Path
 
 import structlog
 
+from services.gateway.admission import FAIRNESS_ID, tenant_of
 from services.gateway.errors import Forbidden, Unauthorized
-from services.gateway.priority import FAIRNESS_ID, tenant_of
 from tandem.api_keys import Keys, Tier, parse_keys
 from tandem.process import WorkThreads
 

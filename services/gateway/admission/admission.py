@@ -20,9 +20,9 @@ from math import inf
 from services.gateway.admission.capacity import Admitted, Capacity
 from services.gateway.admission.fair_queue import FairQueue, Work
 from services.gateway.admission.forecast import Forecast
+from services.gateway.admission.priority import PriorityClass
 from services.gateway.admission.shares import demand_of, share_of
 from services.gateway.errors import GatewayError, Overloaded, TimedOut
-from services.gateway.priority import PriorityClass
 from tandem.registry import ClusterView, Demand
 
 FOLLOW_S = 0.25

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.gateway.admission.fair_queue import Work
-from services.gateway.priority import PriorityClass
+from services.gateway.admission.priority import PriorityClass
 from tandem.registry import Role, Worker
 
 PROMPTS_PER_READER = 4

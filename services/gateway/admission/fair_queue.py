@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from services.gateway.admission.fair_share import FairShare, Party
-from services.gateway.priority import PriorityClass
+from services.gateway.admission.priority import PriorityClass
 
 # So many idle tenants are remembered at least before those with nothing owed are forgotten.
 MIN_REMEMBERED = 64

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from services.gateway.admission.capacity import Admitted
 from services.gateway.admission.fair_queue import Work
-from services.gateway.priority import PriorityClass
+from services.gateway.admission.priority import PriorityClass
 
 WEIGHT = 1 / 16
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from services.gateway.admission.capacity import Capacity
 from services.gateway.admission.fair_queue import Weights, Work
-from services.gateway.priority import PriorityClass
+from services.gateway.admission.priority import PriorityClass
 from tandem.registry import Demand
 
 # Of the tenants with most demand; others are few, small or both.

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from services.gateway.admission.admission import Admission
 from services.gateway.admission.capacity import Capacity
 from services.gateway.admission.fair_queue import FairQueue, Weights, Work
-from services.gateway.priority import PriorityClass
+from services.gateway.admission.priority import PriorityClass
 
 AT_ONCE = 4
 # Of all at once; one has its turn whatever its size.

@@ -22,11 +22,11 @@ import structlog
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
+from services.gateway.admission import SequenceTurns
 from services.gateway.deadlines import Deadlines, Entry
 from services.gateway.errors import TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.suspicion import Deaths
-from services.gateway.intake import SequenceTurns
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.workers import Mailbox, Taker, Tokens, WorkerConnection, WorkerPool
 from tandem.registry import Route, WorkerInfo

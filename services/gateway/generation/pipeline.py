@@ -17,7 +17,7 @@ from math import inf
 
 from opentelemetry.context import Context
 
-from services.gateway.admission import Admission, Work
+from services.gateway.admission import Admission, PriorityClass, Work
 from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess, Outcome
@@ -25,7 +25,6 @@ from services.gateway.generation.migration import Migration, MigrationLimits
 from services.gateway.generation.shared_prompt import SharedPrompt
 from services.gateway.generation.suspicion import Suspicion
 from services.gateway.metrics import Metrics
-from services.gateway.priority import PriorityClass
 from services.gateway.workers import Tokens
 from tandem.v1 import worker_pb2
 

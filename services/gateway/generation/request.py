@@ -14,9 +14,9 @@ from typing import Any
 from opentelemetry.context import Context
 
 from services.gateway.access import ANYONE, Client
+from services.gateway.admission import NO_TARGETS, Targets
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import ServedModel
-from services.gateway.targets import NO_TARGETS, Targets
 from services.gateway.text import CheckedIds
 from services.gateway.tools import ReadingPlan
 from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, check_token_ids

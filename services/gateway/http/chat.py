@@ -11,7 +11,7 @@ from services.gateway.generation import Delta, held_to, truncated
 from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
-from services.gateway.reasoning import budget_of, template_variables
+from services.gateway.model import budget_of, template_variables
 from services.gateway.text import ROLES, TemplateOptions, Tokenizer
 from services.gateway.tools import Call, CallPart, ToolUse, plan_reading, read_call, read_tools
 

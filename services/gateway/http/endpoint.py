@@ -21,6 +21,7 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.access import Client
+from services.gateway.admission import NO_TARGETS, priority_of, targets_of
 from services.gateway.bodies import Incoming, Reduce, is_large
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, unexpected
@@ -38,8 +39,6 @@ from services.gateway.http.exchange import ClientLeft, Exchange, check_left
 from services.gateway.http.format import CheckTurn, Envelope, ParsedBody, joined
 from services.gateway.http.schema import GenerationBody
 from services.gateway.llm import LLM
-from services.gateway.priority import priority_of
-from services.gateway.targets import NO_TARGETS, targets_of
 
 log = structlog.get_logger(__name__)
 ADMIN_BYTES = 64 * 1024

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from services.gateway.model import ServedModel
+from services.gateway.model.served import ServedModel
 from tandem.local import RedisServer
 from tests.chaos.explorer.run import SETTLE_S
 from tests.chaos.explorer.schedule import SHAPES, VOCABULARY

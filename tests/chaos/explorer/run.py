@@ -21,7 +21,7 @@ from typing import Any
 
 from grpc import StatusCode
 
-from services.gateway.model import ServedModel
+from services.gateway.model.served import ServedModel
 from tandem.registry import Registry
 from tandem.v1 import llm_pb2
 from tests.chaos.explorer.faults import SLOWEST_S, Faults

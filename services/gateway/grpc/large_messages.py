@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from services.gateway.bodies import LARGE, MANY, MOST_BESIDE, Incoming, PromptBounds, rendered
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import check_prompt, truncated
-from services.gateway.llm_messages import messages_of, options_of, tools_of
+from services.gateway.grpc.messages import messages_of, options_of, tools_of
 from services.gateway.text import ChatTemplate
 from tandem.grammar import MAX_CHOICES
 from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, given_in

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.gateway.admission.priority import PriorityClass
 from services.gateway.errors import InvalidRequest
-from services.gateway.priority import PriorityClass
 from services.gateway.settings import GatewaySettings
 
 TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.model import ServedModel
+from services.gateway.model.served import ServedModel
 
 # Of tokens; None is no limit.
 BUDGETS: Mapping[str, int | None] = {

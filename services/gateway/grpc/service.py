@@ -15,13 +15,13 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from opentelemetry import context as otel_context
 
-from services.gateway import large_messages
+from services.gateway.admission import PriorityClass, targets_of
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut
 from services.gateway.generation import TOO_MANY, Answer, Generation, check_salt, held_to, truncated
-from services.gateway.large_messages import has_many_parts, unless_large
-from services.gateway.llm import LLM
-from services.gateway.llm_messages import (
+from services.gateway.grpc import large_messages
+from services.gateway.grpc.large_messages import has_many_parts, unless_large
+from services.gateway.grpc.messages import (
     choice_of,
     messages_of,
     options_of,
@@ -30,9 +30,8 @@ from services.gateway.llm_messages import (
     structure_of,
     tools_of,
 )
-from services.gateway.priority import PriorityClass
-from services.gateway.reasoning import budget_of
-from services.gateway.targets import targets_of
+from services.gateway.llm import LLM
+from services.gateway.model import budget_of
 from services.gateway.text import CheckedIds
 from services.gateway.tools import ReadingPlan, ToolUse, plan_reading
 from tandem import rpc
