@@ -15,6 +15,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -306,7 +307,7 @@ class Gateway:
         await asyncio.wait({going}, timeout=drain_s)
         going.cancel()
         self.llm.stopping = True
-        stopping = Unavailable("the gateway is stopping", code="stopping")
+        stopping = partial(Unavailable, "the gateway is stopping", code="stopping")
         self.admission.stop(stopping)
         self.llm.pool.stop(stopping)
         stops = (door.stop() for door in self._doors)

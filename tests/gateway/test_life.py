@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from grpc import ChannelConnectivity
 
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
+from services.gateway.generation import Answer
 from tandem.commands.doctor import DoctorSettings, examine
 from tandem.local import free_ports
 from tests.gateway.conftest import TEXT, eventually
@@ -147,6 +149,8 @@ async def test_ending_is_bounded_and_typed(settings: GatewaySettings, peers: Pee
         await eventually(lambda: len(parts) > 1)
         await gateway.__aexit__(None, None, None)
         await reading
+        gc.collect()
+        assert not any(type(one) is Answer for one in gc.get_objects())
     assert json.loads(parts[-1])["error"]["code"] == "stopping"
     assert not peers.decode.held
     assert await peers.reserved() == 0

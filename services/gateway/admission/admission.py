@@ -42,7 +42,7 @@ class Admission:
         self._max_queued = self._room = max_queued
         # Done when it is let in, or with why not.
         self._turns: dict[Work, asyncio.Future[GatewayError | None]] = {}
-        self._stopped: GatewayError | None = None
+        self._stopped: Callable[[], GatewayError] | None = None
 
     def __len__(self) -> int:
         """How many wait."""
@@ -69,10 +69,10 @@ class Admission:
         Raises:
             Overloaded: it would come too late, or too many wait and this is the one to go.
             TimedOut: the deadline came first.
-            GatewayError: the error passed to `stop`.
+            GatewayError: made by what was passed to `stop`.
         """
         if self._stopped:
-            raise self._stopped
+            raise self._stopped()
         turn = self._turns[work] = asyncio.get_running_loop().create_future()
         self._queue.push(work)
         self._let_in()
@@ -124,11 +124,15 @@ class Admission:
             self.resize(capacity(), others())
             await view.wait_changed(FOLLOW_S)
 
-    def stop(self, error: GatewayError) -> None:
-        """Nobody is let in any more; those that wait end with this error."""
+    def stop(self, error: Callable[[], GatewayError]) -> None:
+        """Let nobody in any more, and end those that wait.
+
+        Args:
+            error: makes one for each: one that many raise keeps, in its traceback, all that they hold.
+        """
         self._stopped = error
         for work in list(self._turns):
-            self._refuse(work, error)
+            self._refuse(work, error())
 
     def check_integrity(self) -> list[str]:
         """One line for each contradiction; none is what should be."""

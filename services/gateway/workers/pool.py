@@ -140,8 +140,8 @@ class WorkerPool:
             elif connection.absent_s > RENEW_S and not connection.running and not self._stopped:
                 self._try(self._renew, connection)
 
-    def stop(self, error: GatewayError) -> None:
-        """No more sequences; those that run end with this error. Aborts still get through."""
+    def stop(self, error: Callable[[], GatewayError]) -> None:
+        """No more sequences; those that run end with an error each. Aborts still get through."""
         self._stopped = True
         for connection in self._connections.values():
             connection.stream.stop(error)

@@ -13,6 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import structlog
@@ -65,7 +66,7 @@ class WorkerStream:
         self._to_send = asyncio.Event()
         self._waiting: set[Reply] = set()  # for the stream to be open
         self._closed_because = ""
-        self._stopped: GatewayError | None = None
+        self._stopped: Callable[[], GatewayError] | None = None
 
     def __len__(self) -> int:
         """Sequences that wait for something from here."""
@@ -150,7 +151,7 @@ class WorkerStream:
 
     def _check_open(self) -> None:
         if self._stopped:
-            raise self._stopped
+            raise self._stopped()
         if self._closed_because or not self.open.is_set():
             raise WorkerLost(self._worker.worker_id, self._closed_because or "its stream is not open")
 
@@ -180,13 +181,13 @@ class WorkerStream:
         was_open = self.open.is_set()
         self.open.clear()
         self._unsent.clear()
-        lost = WorkerLost(self._worker.worker_id, reason, ended=ended)
+        lost = partial(WorkerLost, self._worker.worker_id, reason, ended=ended)
         mailboxes, self._mailboxes = self._mailboxes, {}
         for mailbox in mailboxes.values():
-            mailbox.fail(lost)
+            mailbox.fail(lost())
         asked, self._asked = self._asked, {}
         for reply in asked.values():
-            _answer(reply, lost)
+            _answer(reply, lost())
         aborting, self._aborting = self._aborting, {}
         for reply in aborting.values():
             _answer(reply, None)
@@ -200,11 +201,11 @@ class WorkerStream:
         self.fail(reason)
         self._decided()
 
-    def stop(self, error: GatewayError) -> None:
-        """No more sequences; those that run end with this error. The stream itself stays."""
+    def stop(self, error: Callable[[], GatewayError]) -> None:
+        """No more sequences; those that run end with an error each. The stream itself stays."""
         self._stopped = error
         for mailbox in self._mailboxes.values():
-            mailbox.fail(error)
+            mailbox.fail(error())
 
     async def _talk(self) -> str:
         """One call, until it breaks; returns why."""
