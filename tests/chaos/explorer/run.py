@@ -229,7 +229,9 @@ class Run:
     def _judge_patience(self) -> None:
         """Who was only slow is not taken for dead where nobody else could take its place."""
         shape, kinds = self.schedule.shape, {fault.kind for fault in self.schedule.faults}
-        sole = [f"worker {role}0:" for role, count in (("p", shape.prefills), ("d", shape.decodes)) if count == 1]
+        sole = ["worker d0:"] * (shape.decodes == 1)
+        if shape.prefills == 1 and shape.disaggregation == "require":
+            sole.append("worker p0:")  # elsewhere a decode worker prefills in its place
         lost = [e[4]["reason"] for e in self.world.events if e[1] == "log" and e[4]["event"] == "going on elsewhere"]
         if kinds == {"starve"}:
             for reason in lost:
