@@ -88,7 +88,7 @@ def mutated_json(draw: st.DrawFn, real: list[Any]) -> Any:
         parent = part_at(holder, tuple(outer))
         match draw(st.sampled_from(["odd", "other", "nested", "gone", "named", "whole"])):
             case "odd":
-                parent[key] = draw(ODD)
+                parent[key] = deepcopy(draw(ODD))  # what is put in may be changed itself
             case "other":
                 parent[key] = one_of(draw, SCHEMAS)
             case "nested":
