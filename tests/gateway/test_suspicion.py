@@ -21,7 +21,7 @@ class Told:
     def __init__(self) -> None:
         self.deaths: dict[str, Death] = {}
         self.asked: Counter[str] = Counter()
-        self.gone = False
+        self.gone = self.silent = False
         self.of = Deaths(self._ask)
 
     def tell(self, incarnation: str, cause: str = "SIGSEGV", **named: int) -> None:
@@ -32,7 +32,7 @@ class Told:
 
     async def _ask(self, incarnation: str) -> Death | None:
         self.asked[incarnation] += 1
-        await asyncio.sleep(0.001)
+        await (asyncio.Event().wait() if self.silent else asyncio.sleep(0.001))
         if self.gone:
             raise RegistryUnavailable("gone")
         return self.deaths.get(incarnation)
@@ -51,6 +51,13 @@ async def test_who_is_not_named_is_no_suspect() -> None:
     await one.lost(["crashed"], 5, later())
     await one.lost([], 5, later())
     assert one.alone_until == 0
+
+
+async def test_a_silent_registry_is_not_waited_for_beyond_the_deadline() -> None:
+    told = Told()
+    told.silent = True
+    async with asyncio.timeout(TOLD_S):
+        await told.suspicion().lost(["crashed"], 5, later(TOLD_S / 10))
 
 
 async def test_who_is_named_is_one_until_past_the_place() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from services.gateway.errors import Poison
@@ -39,11 +40,12 @@ class Deaths:
 
     async def of(self, incarnation: str, wait_s: float) -> Death | None:
         """None if nothing becomes known within `wait_s`."""
-        now = asyncio.get_running_loop().time
-        end = now() + wait_s
-        while (death := await self._look(incarnation)) is None and (left := end - now()) > 0:
-            await asyncio.sleep(min(ASK_S, left))
-        return death
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while (death := await self._look(incarnation)) is None:
+                    await asyncio.sleep(ASK_S)
+                return death
+        return None
 
     async def _look(self, incarnation: str) -> Death | None:
         if incarnation in self._known:

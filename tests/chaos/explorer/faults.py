@@ -46,6 +46,7 @@ class Faults:
         # Processes that were starved, and for how long all faults of that kind may have held anything up.
         self.starved: set[str] = set()
         self.starved_s = 0.0
+        self.paused: set[str] = set()
         # Processes that a fault struck by themselves, and when first.
         self.struck: dict[str, float] = {}
         # By then every connection that has gone dead so far is known to be, what was held up has arrived, and leases
@@ -141,10 +142,11 @@ class Faults:
         return True
 
     def _pause(self, fault: Fault) -> bool:
+        self.paused.update(fault.targets)
         (name,) = fault.targets
-        return self._paused(self._process(name), fault.seconds)
+        return self._pause_for(self._process(name), fault.seconds)
 
-    def _paused(self, process: Process, seconds: float) -> bool:
+    def _pause_for(self, process: Process, seconds: float) -> bool:
         if not process.alive or process.paused:
             return False
         process.pause()
@@ -260,7 +262,7 @@ class Faults:
         return True
 
     def _redis_pause(self, fault: Fault) -> bool:
-        return self._paused(self._cluster.redis.process, fault.seconds)
+        return self._pause_for(self._cluster.redis.process, fault.seconds)
 
     def _redis_clock(self, fault: Fault) -> bool:
         self._cluster.redis.clock_offset_s += self._random.choice((-1.0, 1.0)) * fault.seconds

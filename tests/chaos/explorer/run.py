@@ -207,11 +207,14 @@ class Run:
         return wrong
 
     def _judge_poisons(self) -> None:
-        """None has ended more than two processes; where nothing else has happened, it is refused for that."""
+        """None has ended more than two processes, but for those that stood still and computed it when they went on.
+        Where nothing else has happened, it is refused for that.
+        """
+        late = len((self.faults.paused | self.faults.starved) & self.cluster.workers.keys())
         for number, poison in self.faults.poisons.items():
             reply, crashed = poison.reply, self.cluster.crashes.of_prompt[number]
             self.result.codes[f"poison {reply.code.name}" if reply.code else "poison"] += 1
-            if crashed > MOST_CRASHES:
+            if crashed > MOST_CRASHES + late:
                 self._violation(f"I7: a request has ended {crashed} workers: {reply}")
             if reply.code is StatusCode.OK or len(reply.token_ids) > poison.place:
                 self._violation(f"I7: an answer beyond what crashes: {reply}")
