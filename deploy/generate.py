@@ -1,5 +1,6 @@
 """`python -m deploy.generate`: what is written once and shown twice.
 
+tandem.metrics ──> docs/metrics.md
 settings classes ──> docs/settings.md; `settings` in values.schema.json        values.yaml ──> the table in docs/helm.md
 picture.py ──> docs/architecture.svg        tandem.__version__ ──> chart, images
 """
@@ -19,7 +20,7 @@ from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
 from services.prefill.settings import PrefillSettings
-from tandem import __version__
+from tandem import __version__, metrics
 from tandem.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,7 @@ def documents() -> dict[Path, str]:
     schema = CHART / "values.schema.json"
     return {
         ROOT / "docs" / "settings.md": settings_page(),
+        ROOT / "docs" / "metrics.md": metrics_page(),
         guide: with_version(_between(guide.read_text(), values_table((CHART / "values.yaml").read_text()))),
         DOCKERFILE: with_version(DOCKERFILE.read_text()),
         schema: with_settings(json.loads(schema.read_text())),
@@ -136,6 +138,25 @@ def with_settings(schema: Schema) -> str:
         known = {"type": "object", "additionalProperties": False, "properties": fields}
         schema["$defs"][f"{service}Settings"] = known
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+# --- metrics ---
+
+
+def metrics_page() -> str:
+    lines = ["# Metrics", "", "<!-- Written by `make docs`. -->", ""]
+    lines += [
+        "Prometheus reads them at `/metrics`: of a gateway on its HTTP port, of a worker on its `--metrics-port`.",
+        "Names and meanings are vLLM's (`vllm:…`) where vLLM has the thing. Counters are shown with their `_total`; a",
+        "histogram has `_bucket`, `_sum` and `_count`. A choice that ended well is one that came to a finish reason.",
+    ]
+    for title, catalogue in (("Gateway", metrics.GATEWAY), ("Prefill and decode workers", metrics.WORKER)):
+        lines += ["", f"## {title}", "", "| metric | kind | labels | |", "| --- | --- | --- | --- |"]
+        for one in catalogue.values():
+            labels = ", ".join(map(_code, one.labels))
+            reach = f" Buckets from {one.buckets[0]:g} to {one.buckets[-1]:g}." if one.buckets else ""
+            lines.append(f"| {_code(one.exposed_as)} | {one.kind} | {labels} | {one.text}{reach} |")
+    return "\n".join(lines) + "\n"
 
 
 # --- values ---

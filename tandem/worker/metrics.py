@@ -7,49 +7,54 @@ Read from the engine's last statistics when Prometheus asks; served on a thread 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from tandem.engine import EngineStats
+from tandem.metrics import WORKER
 from tandem.process import IntegrityReport
 
 
 class WorkerCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
+    def __init__(self, stats: Callable[[], EngineStats], labels: Sequence[str]) -> None:
+        """`labels`: values of WORKER_LABELS."""
+        self._stats, self._labels = stats, labels
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        used = stats.num_blocks - stats.free_blocks
-        for name, text, value in (
-            ("queued_tokens", "Prompt tokens accepted and not yet computed.", stats.queued_tokens),
-            ("running_sequences", "Sequences that run or wait.", stats.num_running + stats.num_waiting),
-            ("kv_blocks", "KV blocks.", stats.num_blocks),
-            ("kv_usage", "Part of the KV blocks that live sequences use, from 0 to 1.", used / stats.num_blocks),
-        ):
-            yield GaugeMetricFamily(f"tandem_{name}", text, value=value)
-        yield CounterMetricFamily("tandem_read_tokens", "Prompt tokens computed.", value=stats.num_read_tokens)
-        yield CounterMetricFamily("tandem_written_tokens", "Tokens decoded.", value=stats.num_written_tokens)
-        preempted, swapped = "Sequences that had to leave their blocks.", "Of these, those with KV in host memory."
-        yield CounterMetricFamily("vllm:num_preemptions", preempted, value=stats.num_preempted)
-        yield CounterMetricFamily("tandem_swapped_preemptions", swapped, value=stats.num_swapped)
-        released = "KV blocks that aborted sequences released."
-        yield CounterMetricFamily("tandem_aborted_sequences", "Sequences aborted.", value=stats.num_aborted)
-        yield CounterMetricFamily("tandem_aborted_blocks", released, value=stats.num_aborted_blocks)
+        for name, value in _values(self._stats()).items():
+            family = WORKER[name].family()
+            family.add_metric(self._labels, value)
+            yield family
+
+
+def _values(stats: EngineStats) -> dict[str, float]:
+    return {
+        "tandem_queued_tokens": stats.queued_tokens,
+        "tandem_running_sequences": stats.num_running + stats.num_waiting,
+        "tandem_kv_blocks": stats.num_blocks,
+        "tandem_kv_usage": (stats.num_blocks - stats.free_blocks) / stats.num_blocks,
+        "tandem_read_tokens": stats.num_read_tokens,
+        "tandem_written_tokens": stats.num_written_tokens,
+        "tandem_proposed_tokens": stats.num_proposed_tokens,
+        "tandem_accepted_tokens": stats.num_accepted_tokens,
+        "vllm:num_preemptions": stats.num_preempted,
+        "tandem_swapped_preemptions": stats.num_swapped,
+        "tandem_aborted_sequences": stats.num_aborted,
+        "tandem_aborted_blocks": stats.num_aborted_blocks,
+    }
 
 
 @contextmanager
 def metrics_served(
-    stats: Callable[[], EngineStats], integrity: Callable[[], IntegrityReport], host: str, port: int | None
+    collector: WorkerCollector, integrity: Callable[[], IntegrityReport], host: str, port: int | None
 ) -> Iterator[None]:
     """Inside, http://host:port answers at /metrics and /debug/integrity; nothing where there is no port.
 
-    `integrity` is called on the server's thread.
+    Both are called on the server's thread.
 
     Raises:
         OSError: the address cannot be bound.
@@ -58,7 +63,7 @@ def metrics_served(
         yield
         return
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(stats))
+    registry.register(collector)
     server, thread = start_http_server(port, host, registry)
     server.set_app(_with_integrity(server.get_app(), integrity))
     try:

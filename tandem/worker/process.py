@@ -28,7 +28,7 @@ from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
 from tandem.worker.crash import open_crash_page
 from tandem.worker.engine_port import EngineStuck
 from tandem.worker.engine_thread import EngineThread
-from tandem.worker.metrics import metrics_served
+from tandem.worker.metrics import WorkerCollector, metrics_served
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -42,7 +42,7 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
     try:
         page = open_crash_page(settings, worker_id)
         engine = Engine(settings.engine_config(), on_progress=_Progress(worker_id), crash_page=page)
-        uvloop.run(_run(settings, worker_id, engine, build))
+        uvloop.run(_run(settings, worker_id, role, engine, build))
     except (OSError, ValueError, EngineStuck) as error:
         raise SystemExit(f"{worker_id}: {error}") from error
     finally:
@@ -69,7 +69,11 @@ def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
 
 
 async def _run(
-    settings: WorkerSettings, worker_id: str, engine: Engine, build: Callable[[WorkerContext], WorkerService]
+    settings: WorkerSettings,
+    worker_id: str,
+    role: Role,
+    engine: Engine,
+    build: Callable[[WorkerContext], WorkerService],
 ) -> None:
     async def serve(servicers: Sequence[rpc.Servicer], host: str, port: int) -> rpc.Server:
         server = await rpc.serve(
@@ -84,7 +88,9 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     integrity = partial(_from_a_thread, asyncio.get_running_loop(), worker)
-    with metrics_served(lambda: ports.engine.stats, integrity, settings.host, settings.metrics_port):
+    labels = settings.served_name, role, worker_id
+    collector = WorkerCollector(lambda: ports.engine.stats, labels)
+    with metrics_served(collector, integrity, settings.host, settings.metrics_port):
         await run_to_its_end(worker)
 
 

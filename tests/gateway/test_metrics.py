@@ -15,6 +15,7 @@ from services.gateway.generation import WORKER_LOST
 from services.gateway.metrics import Metrics
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer
+from tandem.metrics import GATEWAY
 from tandem.registry import Fallback
 from tandem.v1 import llm_pb2
 from tests.gateway.conftest import eventually, make_settings
@@ -50,6 +51,39 @@ def test_times_between_tokens_fall_into_the_buckets_that_they_reach() -> None:
     assert 'vllm:generation_tokens_total{model_name="m"} 7.0' in metrics.exposition().decode()
 
 
+def test_times_and_lengths_of_choices_that_ended_well() -> None:
+    metrics = Metrics(CollectorRegistry(), "m")
+    times = iter((10.0, 13.0, 13.5, 15.0, 15.25))
+    good = metrics.choice(lambda: next(times))
+    for num_tokens in (1, 2, 3):
+        good.count(num_tokens)
+    good.success("stop", prompt_tokens=300, queued_s=1.0)
+    lost = metrics.choice(iter((0.0, 40.0)).__next__)
+    lost.count(1)
+    lost.close()  # without success: it moves none of these
+    said = sums(metrics)
+    assert said["vllm:request_prefill_time_seconds"] == (1, 2.0)  # three seconds, one of them in the queue
+    assert said["vllm:request_decode_time_seconds"] == (1, 2.0)
+    assert said["vllm:request_time_per_output_token_seconds"] == (1, 0.4)
+    assert said["vllm:e2e_request_latency_seconds"] == (1, 5.25)
+    assert said["vllm:request_prompt_tokens"] == (1, 300)
+    assert said["vllm:request_generation_tokens"] == (1, 6)
+    assert said["vllm:time_to_first_token_seconds"] == (2, 43.0)
+
+
+def test_a_first_token_just_before_a_deadline_is_told_from_a_later_one() -> None:
+    metrics = Metrics(CollectorRegistry(), "m")
+    for seconds in (599.0, 601.0):
+        metrics.choice(iter((0.0, seconds)).__next__).count(1)
+    assert 'vllm:time_to_first_token_seconds_bucket{le="600.0",model_name="m"} 1.0' in metrics.exposition().decode()
+
+
+async def test_a_gateway_exposes_the_catalogue_and_nothing_else(auto: httpx.AsyncClient) -> None:
+    text = (await auto.get("/metrics")).text
+    exposed = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {name for name in exposed if not name.endswith("_created")} == {one.exposed_as for one in GATEWAY.values()}
+
+
 @pytest.fixture
 async def auto(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway that chooses by cost."""
@@ -80,6 +114,14 @@ async def test_auto_that_wanted_a_prefill_worker_and_got_none_is_one(auto: httpx
 
 async def ways(client: httpx.AsyncClient, *bodies: dict[str, object]) -> list[str]:
     return [(await client.post("/v1/completions", json=body)).headers["x-tandem-path"] for body in bodies]
+
+
+def sums(metrics: Metrics) -> dict[str, tuple[float, float]]:
+    """Of each histogram, how many were observed and their sum."""
+    said = dict(line.rsplit(" ", 1) for line in metrics.exposition().decode().splitlines())
+    label = '{model_name="m"}'
+    names = [name.removesuffix(f"_count{label}") for name in said if name.endswith(f"_count{label}")]
+    return {name: (float(said[f"{name}_count{label}"]), float(said[f"{name}_sum{label}"])) for name in names}
 
 
 def fallbacks(exposition: str) -> list[str]:

@@ -7,33 +7,40 @@ import pytest
 
 from tandem.engine import EngineStats
 from tandem.local import free_ports
+from tandem.metrics import WORKER, WORKER_LABELS
 from tandem.process.integrity import IntegrityReport
-from tandem.worker.metrics import metrics_served
+from tandem.worker.metrics import WorkerCollector, metrics_served
+
+LABELS = ("m", "decode", "d0")
 
 
 def stats(**changes: int) -> EngineStats:
     known = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
     known |= {"num_waiting": 2, "num_running": 3, "free_blocks": 6, "num_blocks": 8, "queued_tokens": 77}
     known |= {"num_read_tokens": 1000, "num_written_tokens": 500, "num_preempted": 7, "num_swapped": 4}
-    known |= {"num_aborted": 3, "num_aborted_blocks": 12}
+    known |= {"num_aborted": 3, "num_aborted_blocks": 12, "num_proposed_tokens": 9, "num_accepted_tokens": 8}
     return EngineStats(**(known | changes))
 
 
 def read(host: str, port: int) -> dict[str, float]:
     text = httpx.get(f"http://{host}:{port}/metrics").text
-    return {k: float(v) for k, v in (line.split() for line in text.splitlines() if not line.startswith("#"))}
+    labels = ",".join(f'{name}="{value}"' for name, value in sorted(zip(WORKER_LABELS, LABELS, strict=True)))
+    lines = (line.split() for line in text.splitlines() if not line.startswith("#"))
+    return {name.replace(f"{{{labels}}}", ""): float(value) for name, value in lines}
 
 
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
 def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None:
     now = [stats()]
     [port] = free_ports(1)
-    with metrics_served(lambda: now[0], lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, port):
+    collector = WorkerCollector(lambda: now[0], LABELS)
+    with metrics_served(collector, lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, port):
+        assert set(read(url, port)) == {series.exposed_as for series in WORKER.values()}
         assert read(url, port) == {
             "tandem_queued_tokens": 77, "tandem_running_sequences": 5, "tandem_kv_blocks": 8, "tandem_kv_usage": 0.25,
             "tandem_read_tokens_total": 1000, "tandem_written_tokens_total": 500, "vllm:num_preemptions_total": 7,
             "tandem_swapped_preemptions_total": 4, "tandem_aborted_sequences_total": 3,
-            "tandem_aborted_blocks_total": 12,
+            "tandem_aborted_blocks_total": 12, "tandem_proposed_tokens_total": 9, "tandem_accepted_tokens_total": 8,
         }  # fmt: skip
         now[0] = stats(free_blocks=0, queued_tokens=0)
         assert read(url, port)["tandem_kv_usage"] == 1

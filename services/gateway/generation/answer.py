@@ -189,7 +189,8 @@ class Answer:
                     yield delta
                     if delta.finish_reason:
                         break
-            meter.success(REASONS.get(choice.finish_reason, "abort"), len(request.prompts[choice.index // request.n]))
+            prompt = request.prompts[choice.index // request.n]
+            meter.success(REASONS.get(choice.finish_reason, "abort"), len(prompt), outcome.queued_s)
         finally:
             outcome.taker = None  # which knows the answer: together they would be garbage that only a search finds
             meter.close()
@@ -233,6 +234,7 @@ class Answer:
         if status == 200:
             metrics.prefix_cache_queries.inc(usage.prompt_tokens)
             metrics.prefix_cache_hits.inc(usage.cached_tokens)
+            metrics.max_generated.observe(max(choice.num_tokens for choice in self._choices))
         if usage.proposed_tokens:
             metrics.proposed_tokens.inc(usage.proposed_tokens)
             metrics.accepted_tokens.inc(usage.accepted_tokens)

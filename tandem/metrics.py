@@ -1,0 +1,143 @@
+"""The catalogue of metrics: each series that a process exposes, and what moves it. docs/metrics.md is written from it.
+
+Names and meanings are vLLM's where vLLM has the thing, so that its dashboards work. A series that is not here cannot
+be made: those who fill one ask for it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric. A counter's name is without its `_total`."""
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exposed_as(self) -> str:
+        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+
+    def counter(self, registry: CollectorRegistry) -> Counter:
+        return Counter(self.name, self.text, self.labels, registry=registry)
+
+    def gauge(self, registry: CollectorRegistry) -> Gauge:
+        return Gauge(self.name, self.text, self.labels, registry=registry)
+
+    def histogram(self, registry: CollectorRegistry) -> Histogram:
+        return Histogram(self.name, self.text, self.labels, registry=registry, buckets=self.buckets)
+
+    def family(self) -> CounterMetricFamily | GaugeMetricFamily:
+        """For a collector that adds the value of a counter or gauge when it is asked."""
+        family = CounterMetricFamily if self.kind is Kind.COUNTER else GaugeMetricFamily
+        return family(self.name, self.text, labels=self.labels)
+
+    def histogram_family(self) -> HistogramMetricFamily:
+        """For a collector that adds buckets when it is asked."""
+        return HistogramMetricFamily(self.name, self.text, labels=self.labels)
+
+
+# Deadlines are minutes long: the last bounds tell those that nearly missed one from those that came soon after.
+LONG = (120.0, 240.0, 480.0, 600.0)
+TTFT = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 320.0, 600.0,
+)  # fmt: skip
+ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, *LONG)
+E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, *LONG)
+REFUSED = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+TOKENS = tuple(float(2**power) for power in range(18))
+
+MODEL = ("model_name",)
+CLASS = (*MODEL, "priority_class")
+WORKER_LABELS = (*MODEL, "role", "worker")
+
+
+def _by_name(series: Iterator[Series]) -> Mapping[str, Series]:
+    return {one.name: one for one in series}
+
+
+def _gateway() -> Iterator[Series]:
+    counter, gauge, histogram = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+    yield Series("vllm:num_requests_waiting", gauge, "Choices accepted that have no token yet, queued ones too.", MODEL)
+    yield Series("vllm:num_requests_running", gauge, "Choices between their first token and their last.", MODEL)
+    text = "From a choice's acceptance to its first token."
+    yield Series("vllm:time_to_first_token_seconds", histogram, text, MODEL, TTFT)
+    text = "Between messages of one choice, per token."
+    yield Series("vllm:inter_token_latency_seconds", histogram, text, MODEL, ITL)
+    text = "Mean time between a choice's tokens, its first left out; of choices that ended well with two or more."
+    yield Series("vllm:request_time_per_output_token_seconds", histogram, text, MODEL, ITL)
+    text = "From a choice's acceptance to its last token, if it ended well."
+    yield Series("vllm:e2e_request_latency_seconds", histogram, text, MODEL, E2E)
+    text = "Time that a choice waited for its turn at the gateway, if it then got one or not."
+    yield Series("vllm:request_queue_time_seconds", histogram, text, CLASS, QUEUE)
+    text = "From a choice's turn to its first token, if it ended well: route, reserve, prefill and KV transfer."
+    yield Series("vllm:request_prefill_time_seconds", histogram, text, MODEL, E2E)
+    text = "From a choice's first token to its last, if it ended well."
+    yield Series("vllm:request_decode_time_seconds", histogram, text, MODEL, E2E)
+    yield Series("vllm:request_prompt_tokens", histogram, "Prompt tokens of a choice that ended well.", MODEL, TOKENS)
+    text = "Tokens of a choice that ended well."
+    yield Series("vllm:request_generation_tokens", histogram, text, MODEL, TOKENS)
+    text = "Tokens of the longest choice of a request that was answered with 200."
+    yield Series("vllm:request_max_num_generation_tokens", histogram, text, MODEL, TOKENS)
+    yield Series("vllm:prompt_tokens", counter, "Prompt tokens of choices that ended well.", MODEL)
+    yield Series("vllm:generation_tokens", counter, "Tokens of all choices, as they come; of failed ones too.", MODEL)
+    yield Series("vllm:request_success", counter, "Choices that ended well.", (*MODEL, "finished_reason"))
+    yield Series("vllm:prefix_cache_queries", counter, "Prompt tokens of requests that were answered with 200.", MODEL)
+    yield Series("vllm:prefix_cache_hits", counter, "Of these, those found in prefix caches.", MODEL)
+    yield Series("vllm:spec_decode_num_draft_tokens", counter, "Tokens proposed ahead.", MODEL)
+    yield Series("vllm:spec_decode_num_accepted_tokens", counter, "Proposed tokens that were right.", MODEL)
+    text = "Share of the decode workers' KV blocks that sequences hold, as last reported; 1 is all."
+    yield Series("vllm:kv_cache_usage_perc", gauge, text, MODEL)
+    text = "Requests that ended, by path (remote, local, none) and HTTP status; 499 is a client that left."
+    yield Series("tandem_requests", counter, text, ("path", "status"))
+    text = "From a request's arrival to its 429, inside the gateway."
+    yield Series("tandem_refused_after_seconds", histogram, text, MODEL, REFUSED)
+    yield Series("tandem_kv_transfer_bytes", counter, "KV bytes moved for requests.", ("transport",))
+    text = "Choices that did not take the path they should: no pair could take them, Redis was gone, a worker died."
+    yield Series("tandem_fallbacks", counter, text, ("path", "reason"))
+    yield Series("tandem_migrations", counter, "Times that a choice went on on other workers.", MODEL)
+    yield Series("tandem_num_requests_queued", gauge, "Choices that wait for their turn.", CLASS)
+    yield Series("tandem_admitted_requests", gauge, "Choices let into the cluster.", MODEL)
+    yield Series("tandem_admitted_tokens", gauge, "Their prompts and all that they may write.", MODEL)
+    yield Series("tandem_replica_blocks", gauge, "KV blocks whose holders are known.")
+    text = "KV blocks forgotten because more were reported than fit."
+    yield Series("tandem_replica_dropped_blocks", counter, text)
+    yield Series("tandem_replica_rereads", counter, "Workers whose blocks were read anew, whole.")
+
+
+def _worker() -> Iterator[Series]:
+    counter, gauge, labels = Kind.COUNTER, Kind.GAUGE, WORKER_LABELS
+    yield Series("tandem_queued_tokens", gauge, "Prompt tokens accepted and not yet computed.", labels)
+    yield Series("tandem_running_sequences", gauge, "Sequences that run or wait.", labels)
+    yield Series("tandem_kv_blocks", gauge, "KV blocks.", labels)
+    yield Series("tandem_kv_usage", gauge, "Share of the KV blocks that live sequences use; 1 is all.", labels)
+    yield Series("tandem_read_tokens", counter, "Prompt tokens computed.", labels)
+    yield Series("tandem_written_tokens", counter, "Tokens decoded.", labels)
+    yield Series("tandem_proposed_tokens", counter, "Tokens proposed ahead.", labels)
+    yield Series("tandem_accepted_tokens", counter, "Proposed tokens that were right.", labels)
+    yield Series("vllm:num_preemptions", counter, "Sequences that had to leave their blocks.", labels)
+    yield Series("tandem_swapped_preemptions", counter, "Of these, those whose KV went to host memory.", labels)
+    yield Series("tandem_aborted_sequences", counter, "Sequences aborted.", labels)
+    yield Series("tandem_aborted_blocks", counter, "KV blocks that aborted sequences released.", labels)
+
+
+GATEWAY = _by_name(_gateway())
+WORKER = _by_name(_worker())
