@@ -1,0 +1,112 @@
+"""The dashboard that vLLM publishes, filled by Tandem: its queries, asked of a real Prometheus that scrapes it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem.local import free_ports
+from tandem.process.child_process import dying_with_parent
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually
+
+PROMETHEUS = shutil.which("prometheus") or ""
+pytestmark = pytest.mark.skipif(not PROMETHEUS, reason="no prometheus on the PATH")
+MODEL, RANGE = '{model_name="tandem-demo"}', "[10s]"
+
+
+def quantiles(name: str) -> list[str]:
+    """A latency panel: four quantiles and the mean."""
+    buckets = f"sum by(le) (rate(vllm:{name}_bucket{MODEL}{RANGE}))"
+    mean = f"{rate(f'{name}_sum')} / {rate(f'{name}_count')}"
+    return [*(f"histogram_quantile({q}, {buckets})" for q in (0.99, 0.95, 0.9, 0.5)), mean]
+
+
+def rate(name: str) -> str:
+    return f"rate(vllm:{name}{MODEL}{RANGE})"
+
+
+def growth(name: str, label: str) -> str:
+    return f"sum by({label}) (increase(vllm:{name}{MODEL}{RANGE}))"
+
+
+PANELS = {
+    "E2E Request Latency": quantiles("e2e_request_latency_seconds"),
+    "Token Throughput": [rate("prompt_tokens_total"), rate("generation_tokens_total")],
+    "Inter Token Latency": quantiles("inter_token_latency_seconds"),
+    "Scheduler State": [f"vllm:num_requests_running{MODEL}", f"vllm:num_requests_waiting{MODEL}"],
+    "Time To First Token Latency": quantiles("time_to_first_token_seconds"),
+    "Cache Utilization": [f"vllm:kv_cache_usage_perc{MODEL}"],
+    "Request Prompt Length": [growth("request_prompt_tokens_bucket", "le")],
+    "Request Generation Length": [growth("request_generation_tokens_bucket", "le")],
+    "Finish Reason": [growth("request_success_total", "finished_reason")],
+    "Queue Time": [rate("request_queue_time_seconds_sum")],
+    "Requests Prefill and Decode Time": [
+        rate("request_prefill_time_seconds_sum"), rate("request_decode_time_seconds_sum"),
+    ],
+    "Max Generation Token in Sequence Group": [rate("request_max_num_generation_tokens_sum")],
+}  # fmt: skip
+# Read at one moment, they may well be 0.
+MOMENTARY = ("Scheduler State", "Cache Utilization")
+
+
+@pytest.fixture
+def prometheus(shm_cluster: RunningCluster, tmp_path: Path) -> Iterator[str]:
+    """Its address. It scrapes the gateway twice a second."""
+    target = shm_cluster.http.removeprefix("http://")
+    jobs = [{"job_name": "gateway", "static_configs": [{"targets": [target]}]}]
+    (tmp_path / "prometheus.yml").write_text(
+        json.dumps({"global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"}, "scrape_configs": jobs})
+    )
+    [port] = free_ports(1)
+    command = dying_with_parent(
+        PROMETHEUS, f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    )  # fmt: skip
+    with (tmp_path / "prometheus.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(BOUND_S)
+
+
+def values(prometheus: str, query: str) -> list[float]:
+    answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=BOUND_S)
+    return [float(series["value"][1]) for series in answer.raise_for_status().json()["data"]["result"]]
+
+
+def is_filled(prometheus: str, panel: str) -> bool:
+    found = [values(prometheus, query) for query in PANELS[panel]]
+    if panel in MOMENTARY:
+        return all(map(len, found))
+    return all(any(value > 0 and not math.isnan(value) for value in one) for one in found)
+
+
+def test_every_panel_of_vllms_dashboard_is_filled(shm_cluster: RunningCluster, prometheus: str) -> None:
+    def up() -> bool:
+        try:
+            return values(prometheus, "up") == [1.0]
+        except httpx.TransportError:
+            return False
+
+    body = {"model": "tandem-demo", "prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True}
+    empty = set(PANELS)
+
+    def filled() -> bool:
+        httpx.post(f"{shm_cluster.http}/v1/completions", json=body, timeout=BOUND_S).raise_for_status()
+        empty.difference_update([panel for panel in sorted(empty) if is_filled(prometheus, panel)])
+        return not empty
+
+    eventually(up, BOUND_S, "Prometheus scrapes the gateway")
+    try:
+        eventually(filled, BOUND_S, "every panel is filled")
+    except AssertionError:
+        pytest.fail(f"empty: {sorted(empty)}")
