@@ -111,7 +111,12 @@ def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Colle
     assert moved["kv.transfer.overlap_ratio"] == pytest.approx(1 - moved["kv.transfer.exposed_s"] / lasted, abs=0.1)
     pushes = [event for event in transfer.events if event.name == "layer"]
     assert len(pushes) == 8 * sum(event.name == "chunk" for event in by_id[transfer.parent_span_id.hex()].events)
+    decode = next(span for service, span in spans if (service, span.name) == ("tandem-gateway", "decode"))
+    assert attributes(decode)["decode.tokens"] == 8
+    assert [event.name for event in root.events] == ["first_token"]
     usage = attributes(root)
+    assert 0 < usage["gen_ai.latency.time_to_first_token"] < 60
+    assert usage["http.response.status_code"] == 200
     assert usage["gen_ai.request.model"] == "tandem-demo"
     assert usage["gen_ai.usage.output_tokens"] == 8
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano for _, span in spans)
@@ -152,3 +157,31 @@ def test_a_failed_request_has_a_failed_span(cluster: RunningCluster, collector: 
     eventually(lambda: root_name in collector[0].names(trace_id), BOUND_S, "the root span arrives")
     root = next(s for _, s in collector[0].spans[trace_id] if s.name == "text_completion tandem-demo")
     assert root.status.code == 2
+    known = attributes(root)
+    assert known["http.response.status_code"] == 504
+    if "first_token" not in [event.name for event in root.events]:
+        assert not any(name.startswith("gen_ai.usage") for name in known)
+
+
+@pytest.mark.parametrize(
+    ("trace", "body", "status", "kind"),
+    [
+        ("4a", {"model": "tandem-demo", "prompt": "def ", "max_tokens": -1}, 400, "invalid_request_error"),
+        ("4b", {"model": "another", "prompt": "def "}, 404, "invalid_request_error"),
+    ],
+)
+def test_a_refused_request_is_one_failed_span(
+    cluster: RunningCluster, collector: tuple[Collector, str],
+    trace: str, body: dict[str, object], status: int, kind: str,
+) -> None:  # fmt: skip
+    trace_id, parent_id = f"{trace}f7651916cd43dd8448eb211c80319d", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace_id}-{parent_id}-01", "x-request-id": f"req-{trace}"}
+    assert httpx.post(f"{cluster.http}/v1/completions", json=body, headers=headers, timeout=60).status_code == status
+    eventually(lambda: bool(collector[0].names(trace_id)), BOUND_S, "the span arrives")
+    [(service, span)] = collector[0].spans[trace_id]
+    assert (service, span.name, span.parent_span_id.hex()) == ("tandem-gateway", "refused", parent_id)
+    assert span.status.code == 2
+    known = attributes(span)
+    assert (known["http.response.status_code"], known["error.type"]) == (status, kind)
+    assert known["gen_ai.request.id"] == f"req-{trace}"
+    assert 0 <= known["tandem.refused.after_s"] < 60

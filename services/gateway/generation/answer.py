@@ -123,7 +123,11 @@ class Answer:
         try:
             taken = await self._take()
             async with aclosing(self._merged(span)) as deltas:
+                started = False
                 async for delta in deltas:
+                    if not started and delta.tokens.ids:
+                        started = True
+                        tracing.note_first(span, asyncio.get_running_loop().time() - self.request.arrived)
                     yield delta
             status = 200
         except GatewayError as error:
@@ -215,11 +219,13 @@ class Answer:
         usage, metrics = self.usage, self._metrics
         path, kind = self.path, PATHS.get(self.path.kind, "none")
         if span.is_recording():
-            tracing.set_usage(span, usage)
+            if usage.completion_tokens or status == 200:
+                tracing.set_usage(span, usage)
             reasons = [REASONS.get(choice.finish_reason, "error") for choice in self._choices]
             span.set_attributes(
                 {
                     "gen_ai.response.finish_reasons": reasons,
+                    "http.response.status_code": status,
                     "gen_ai.latency.time_in_queue": max(outcome.queued_s for outcome in self.outcomes),
                     "tandem.path": kind,
                     "tandem.path.reason": path.reason,

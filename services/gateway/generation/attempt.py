@@ -147,12 +147,14 @@ class Attempt:
                 assert self._outcome.taker is not None
                 return self._outcome.taker(tokens)
 
-            while not mailbox.finish_reason:
-                begun = mailbox.next_index > self._sequence.num_prior_tokens
-                tokens = await mailbox.get(take if begun and self._outcome.taker else None)
-                self._note_progress(route, mailbox, tokens)
-                yield tokens
-            span.set_attribute("decode.tokens", mailbox.next_index - self._sequence.num_prior_tokens)
+            try:
+                while not mailbox.finish_reason:
+                    begun = mailbox.next_index > self._sequence.num_prior_tokens
+                    tokens = await mailbox.get(take if begun and self._outcome.taker else None)
+                    self._note_progress(route, mailbox, tokens)
+                    yield tokens
+            finally:  # readers leave at the last token, and those that are lost had some
+                span.set_attribute("decode.tokens", mailbox.next_index - self._sequence.num_prior_tokens)
         if mailbox.finish_reason == llm_pb2.FINISH_REASON_ABORT:
             raise WorkerLost(route.decode.info.worker_id, "it aborted the sequence")
 

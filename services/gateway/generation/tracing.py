@@ -77,6 +77,27 @@ def start_root(spans: Tracer, request: Generation) -> Span:
     return span
 
 
+def refused(spans: Tracer, headers: Mapping[str, str], request_id: str, error: GatewayError, after_s: float) -> None:
+    """A whole trace's root, for a request that failed so long after it came, before anything was generated."""
+    span = spans.start_span("refused", context=incoming(headers), kind=SpanKind.SERVER)
+    if span.is_recording():
+        span.set_attributes(
+            {
+                "gen_ai.request.id": request_id,
+                "http.response.status_code": error.status,
+                "tandem.refused.after_s": after_s,
+            }
+        )
+        fail(span, error)
+    span.end()
+
+
+def note_first(span: Span, after_s: float) -> None:
+    """The first token of a request has come, so long after the request."""
+    span.add_event("first_token")
+    span.set_attribute("gen_ai.latency.time_to_first_token", after_s)
+
+
 def set_usage(span: Span, usage: llm_pb2.Usage) -> None:
     span.set_attributes(
         {

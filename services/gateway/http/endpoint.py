@@ -133,17 +133,23 @@ class GenerateEndpoint(Endpoint):
                 found = await self._read(llm, await asked.incoming(self._reduce, body), asked.check_turn)
             answer = llm.answer(asked.generation(found), found.param)
         except TimeoutError:
-            llm.metrics.request("none", TimedOut.status)
-            raise TimedOut("the request's deadline passed while its body was read") from None
+            late = TimedOut("the request's deadline passed while its body was read")
+            self._note_refused(exchange, late)
+            raise late from None
         except GatewayError as error:
-            llm.metrics.request("none", error.status)
-            if error.status == TOO_MANY:
-                llm.metrics.refused(asyncio.get_running_loop().time() - exchange.arrived)
+            self._note_refused(exchange, error)
             raise
         try:
             await self._supervise(exchange, self._write(exchange, found, answer), asked.deadline)
         except GatewayError as error:
             await exchange.fail(error, answer.path_headers())
+
+    def _note_refused(self, exchange: Exchange, error: GatewayError) -> None:
+        after_s = asyncio.get_running_loop().time() - exchange.arrived
+        self._llm.metrics.request("none", error.status)
+        if error.status == TOO_MANY:
+            self._llm.metrics.refused(after_s)
+        tracing.refused(self._llm.spans, exchange.headers, exchange.request_id, error, after_s)
 
     async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
         """Write the answer for as long as there is anyone to write it to."""
