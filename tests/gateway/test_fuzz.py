@@ -19,7 +19,8 @@ from tests.gateway.peers import MODEL
 FIELDS = (
     "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "stop", "seed",
     "user", "temperature", "top_p", "top_k", "logprobs", "logit_bias", "cache_salt", "priority", "service_tier",
-    "echo", "tools",
+    "echo", "tools", "input", "instructions", "text", "reasoning", "metadata", "include", "tool_choice",
+    "max_output_tokens",
 )  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -28,10 +29,11 @@ VALUES = st.recursive(
 )
 BODIES = st.one_of(
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(
-        lambda said: json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2, **said}).encode()
+        lambda said: json.dumps({"model": MODEL, "prompt": "x", "input": "x", "max_tokens": 2, **said}).encode()
     ),
     st.binary(max_size=200),
 )
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 METHODS = {"Generate": True, "GenerateUnary": False, "ListModels": False}
 
 
@@ -50,8 +52,7 @@ async def test_bodies_of_http(gateway: Gateway, http: httpx.AsyncClient) -> None
     seen: list[tuple[int, bytes]] = []
     bodies = collected(BODIES)
     for number, body in enumerate(bodies):
-        path = "/v1/chat/completions" if number % 2 else "/v1/completions"
-        answer = await http.post(path, content=body, headers={"x-request-timeout-ms": "30000"})
+        answer = await http.post(PATHS[number % len(PATHS)], content=body, headers={"x-request-timeout-ms": "30000"})
         seen.append((answer.status_code, body))
     assert [body for status, body in seen if status >= 500] == []
     assert {status for status, _ in seen} >= {200, 400}

@@ -259,6 +259,7 @@ async def test_openapi_describes_what_generation_takes(http: httpx.AsyncClient) 
     for path, fields in {
         "/v1/chat/completions": {"messages", "temperature", "logprob_token_ids", "structured_outputs", "top_logprobs"},
         "/v1/completions": {"prompt", "echo", "prompt_logprobs", "stop"},
+        "/v1/responses": {"input", "instructions", "max_output_tokens"},
         "/tokenize": {"messages"},
         "/detokenize": {"tokens"},
         "/v1/load_lora_adapter": {"lora_name", "lora_path"},

@@ -83,7 +83,7 @@ async def test_an_end_that_the_client_did_not_read_is_not_followed_by_another() 
 
     scope: Scope = {"headers": [], "http_version": "1.1"}
     exchange = Exchange(scope, asyncio.Future, send, lambda: "id", lambda: False)
-    await exchange.open({})
+    await exchange.open({}, lambda error: b"")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await exchange.close()

@@ -21,6 +21,7 @@ from services.gateway.http.endpoint import AdminEndpoint, GenerateEndpoint, Text
 from services.gateway.http.exchange import request_id_of
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
+from services.gateway.http.responses import read_response
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
@@ -45,6 +46,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     generating = (
         ("/v1/chat/completions", read_chat, large.chat),
         ("/v1/completions", read_completion, large.completion),
+        ("/v1/responses", read_response, large.response),
     )
     for path, read, reduce in generating:
         endpoint = GenerateEndpoint(llm, read, reduce, wall)

@@ -36,7 +36,7 @@ from services.gateway.generation import (
     tracing,
 )
 from services.gateway.http.exchange import ClientLeft, Exchange, check_left
-from services.gateway.http.format import CheckTurn, Envelope, ParsedBody, joined
+from services.gateway.http.format import CheckTurn, Framing, ParsedBody, joined
 from services.gateway.http.schema import GenerationBody
 from services.gateway.llm import LLM
 
@@ -175,11 +175,11 @@ class GenerateEndpoint(Endpoint):
             left.cancel()
 
     async def _write(self, exchange: Exchange, found: ParsedBody, answer: Answer) -> None:
-        envelope = Envelope(found, answer, int(self._wall()))
+        envelope = found.framing(answer, int(self._wall()))
         async with aclosing(answer.deltas()) as deltas:
             first = await anext(deltas)
             if answer.request.streamed:
-                await exchange.open(answer.path_headers())
+                await exchange.open(answer.path_headers(), envelope.failure)
                 await self._write_event(exchange, envelope, first)
                 answer.write_at_once(partial(self._write_at_once, exchange, envelope))
                 async for delta in deltas:
@@ -187,11 +187,10 @@ class GenerateEndpoint(Endpoint):
             else:
                 await self._write_whole(exchange, envelope, answer, first, deltas)
         if answer.request.streamed:
-            if envelope.with_usage:
-                exchange.hold(envelope.usage_chunk())
+            exchange.hold(envelope.last())
             await exchange.close()
 
-    async def _write_event(self, exchange: Exchange, envelope: Envelope, delta: Delta) -> None:
+    async def _write_event(self, exchange: Exchange, envelope: Framing, delta: Delta) -> None:
         """The last one waits for the end of the stream, which comes at once."""
         await exchange.written()
         if envelope.ends_with(delta):
@@ -199,11 +198,11 @@ class GenerateEndpoint(Endpoint):
         elif envelope.shows(delta):
             await exchange.event(envelope.chunk(delta))
 
-    def _write_at_once(self, exchange: Exchange, envelope: Envelope, delta: Delta) -> bool:
+    def _write_at_once(self, exchange: Exchange, envelope: Framing, delta: Delta) -> bool:
         return not envelope.shows(delta) or exchange.event_at_once(envelope.chunk(delta))
 
     async def _write_whole(
-        self, exchange: Exchange, envelope: Envelope, answer: Answer, first: Delta, deltas: AsyncIterator[Delta]
+        self, exchange: Exchange, envelope: Framing, answer: Answer, first: Delta, deltas: AsyncIterator[Delta]
     ) -> None:
         choices: list[list[Delta]] = [[] for _ in answer.outcomes]
         choices[first.choice].append(first)

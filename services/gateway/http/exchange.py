@@ -46,7 +46,8 @@ class Exchange:
         self._send = send
         self._keeps_alive = scope["http_version"].startswith("1")
         self._leaving = leaving
-        self._streaming = self._closing = False
+        self._closing = False
+        self._failure: Callable[[GatewayError], bytes] | None = None  # of a stream
         self._last = False  # the connection is of no more use
         self._held = b""
         self._event: Message = {"type": "http.response.body", "more_body": True}  # one for all: it is read at once
@@ -110,9 +111,9 @@ class Exchange:
         await self._start(status, "application/json", headers)
         await self._write(orjson.dumps(content), more=False)
 
-    async def open(self, headers: Mapping[str, str]) -> None:
-        """Begin a stream of events."""
-        self._streaming = True
+    async def open(self, headers: Mapping[str, str], failure: Callable[[GatewayError], bytes]) -> None:
+        """Begin a stream of events. `failure`: what its last one is after an error."""
+        self._failure = failure
         await self._start(200, "text/event-stream; charset=utf-8", {**headers, "cache-control": "no-cache"})
 
     async def event(self, event: bytes) -> None:
@@ -153,8 +154,8 @@ class Exchange:
                 await self.written()
                 if not self.started:
                     await self.json(error.status, error.body(), {**headers, **error.headers})
-                elif self._streaming:
-                    await self._write(self._held + b"data: " + orjson.dumps(error.body()) + b"\n\n", more=False)
+                elif self._failure is not None:
+                    await self._write(self._held + self._failure(error), more=False)
         except TimeoutError:
             log.warning("a client did not read its error", request_id=self.request_id, error=error.message)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from services.gateway.errors import InvalidRequest
+from services.gateway.errors import GatewayError, InvalidRequest
 from services.gateway.generation import REASONS, Answer, Delta, Outcome, Structure, read_response_format, read_structure
 from services.gateway.http.schema import GenerationBody
 from services.gateway.metrics import PATHS
@@ -44,6 +44,22 @@ class Format(Protocol):
     def choice(self, delta: Delta) -> dict[str, Any]: ...
 
 
+class Framing(Protocol):
+    """An endpoint's words for an answer: the events of its stream, or all of it. One object serves one answer."""
+
+    def shows(self, delta: Delta) -> bool: ...
+
+    def ends_with(self, delta: Delta) -> bool: ...
+
+    def chunk(self, delta: Delta) -> bytes: ...
+
+    def last(self) -> bytes: ...
+
+    def failure(self, error: GatewayError) -> bytes: ...
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
     """A body that was read and checked, except for the length of its prompts."""
@@ -58,6 +74,10 @@ class ParsedBody:
     format: Format
     with_prompt_logprobs: bool
     reading: ReadingPlan | None = None
+    envelope: Callable[[ParsedBody, Answer, int], Framing] | None = None  # another than `Envelope`
+
+    def framing(self, answer: Answer, created: int) -> Framing:
+        return (self.envelope or Envelope)(self, answer, created)
 
 
 def structure_of(body: GenerationBody) -> Structure | None:
@@ -131,8 +151,13 @@ class Envelope:
         self._num_ended += 1
         return self._num_ended == self._answer.request.num_choices
 
-    def usage_chunk(self) -> bytes:
-        return self._event([], {"usage": usage(self._answer)})
+    def last(self) -> bytes:
+        """What stands before the end of a stream."""
+        return self._event([], {"usage": usage(self._answer)}) if self.with_usage else b""
+
+    def failure(self, error: GatewayError) -> bytes:
+        """What stands there instead where the answer failed."""
+        return b"data: " + orjson.dumps(error.body()) + b"\n\n"
 
     def _event(self, choices: list[dict[str, Any]], beside: Mapping[str, Any]) -> bytes:
         end = b"," + orjson.dumps(beside)[1:] if beside else b"}"

@@ -1,0 +1,90 @@
+"""The body of POST /v1/responses. What would change the answer and is not done here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.http.schema import Body, StreamOptions, validated
+
+MAX_METADATA = 16
+MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
+LOGPROBS = "message.output_text.logprobs"
+# What needs responses that are kept, or a prompt that is kept elsewhere.
+NEEDS_STORE = ("previous_response_id", "conversation", "prompt")
+
+
+class Reasoning(Body):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextConfig(Body):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponseBody(Body):
+    model: str
+    input: Any
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    service_tier: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+def read_body(body: bytes) -> ResponseBody:
+    """
+    Raises:
+        InvalidRequest: naming the first field that is wrong.
+    """
+    found = validated(ResponseBody, body)
+    for name in NEEDS_STORE:
+        if getattr(found, name) is not None:
+            raise _unsupported(name, "this server keeps no responses")
+    if found.background:
+        raise _unsupported("background", "this server keeps no responses")
+    if found.tools:
+        kind = found.tools[0].get("type") if isinstance(found.tools[0], dict) else None
+        raise _unsupported("tools", f"tools of type {kind!r} are not supported here")
+    if found.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice: there are no tools to choose from", "tool_choice")
+    if found.top_logprobs or LOGPROBS in (found.include or ()):
+        raise _unsupported("top_logprobs" if found.top_logprobs else "include", "logprobs are not supported here")
+    if found.text and found.text.verbosity not in (None, "medium"):
+        raise _unsupported("text.verbosity", "not supported by this server")
+    _check_metadata(found.metadata or {})
+    return found
+
+
+def _unsupported(param: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: {why}", param, "unsupported_parameter")
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(f"metadata: at most {MAX_METADATA} entries, got {len(metadata)}", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            most = f"keys of at most {MAX_METADATA_KEY} and values of at most {MAX_METADATA_VALUE} characters"
+            raise InvalidRequest(f"metadata: {most}", "metadata")
