@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from benchmarks.models import Shape
-from tandem.transfer import Endpoint, Link, Receiver, Sender
+from tandem.transfer import Link, LinkPeer, Receiver, Sender
 
 BLOCK_SIZE = 16
 ORDERS = ("in runs", "scattered")
-PREFILL, DECODE = Endpoint("prefill", "p", "layout"), Endpoint("decode", "d", "layout")
+PREFILL, DECODE = LinkPeer("prefill", "p", "layout"), LinkPeer("decode", "d", "layout")
 BOUND_S = 60.0
 
 

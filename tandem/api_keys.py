@@ -29,7 +29,7 @@ class Part(BaseModel):
 
 
 class Tier(Part):
-    """What each tenant of a tier may use. Prices are for a million tokens, in the unit of the budget."""
+    """Limits of each tenant of a tier. Prices are for a million tokens, in the unit of the budget."""
 
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)

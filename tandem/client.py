@@ -46,7 +46,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | llm_pb2.GenerateReq
 
 
 class Options(TypedDict, total=False):
-    """What is asked for most; a GenerateRequest takes everything."""
+    """The options that are used most; a GenerateRequest takes everything."""
 
     model: str
     max_tokens: int
@@ -84,7 +84,7 @@ def request_of(prompt: Prompt, options: Options) -> llm_pb2.GenerateRequest:
 
 
 def field_violations(error: grpc.RpcError) -> dict[str, str]:
-    """What is wrong, by field; empty where no field is."""
+    """Faults of a request by field; empty where no field is."""
     trailers: Any = getattr(error, "trailing_metadata", tuple)() or ()
     found: dict[str, str] = {}
     for packed in (value for name, value in trailers if name == DETAILS):

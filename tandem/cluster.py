@@ -1,4 +1,4 @@
-"""What a cluster consists of: models, pools of workers, gateways, Redis. One schema for every launcher.
+"""A cluster as one schema for every launcher: models, pools of workers, gateways, Redis. One schema for every launcher.
 
     cluster.yaml ─┐
     options ──────┴─> Cluster ──> services, each with all its settings ──> Launcher
@@ -54,7 +54,7 @@ class Resources(_Part):
         return self
 
 
-class Weights(_Part):
+class ModelWeights(_Part):
     """A folder: on every machine at `path`, or one that Ray brings there, at `path` within its working_dir."""
 
     kind: Literal["baked", "runtime_env"] = "baked"
@@ -69,7 +69,7 @@ class Weights(_Part):
 class Model(_Part):
     id: Name
     name: str = Field(min_length=1)
-    weights: Weights
+    weights: ModelWeights
 
 
 class Replicas(_Part):
@@ -93,7 +93,8 @@ class Redis(_Part):
 
 
 class Ray(_Part):
-    """Of `tandem up --ray` alone. `runtime_env`: what Ray brings to each node; its words, docs.ray.io says which."""
+    """Settings of `tandem up --ray` alone. `runtime_env`: what Ray brings to each node; its words, docs.ray.io says
+    which."""
 
     runtime_env: dict[str, Any] = {}
 
@@ -178,8 +179,8 @@ class Cluster(_Part):
         return [worker(pool, f"{pool.name}-{number}") for pool in self.pools for number in range(pool.replicas)]
 
     def gateway_services(self, redis_url: str) -> list[Service]:
-        """Of each model, with ports that count up from those of the settings: of each process, or, where the settings
-        have an own_http_port, that of each process and the others of each model."""
+        """Services of each model's gateways, with ports that count up from those of the settings: of each process,
+        or, where the settings have an own_http_port, that of each process and the others of each model."""
         replicas = [
             (model.id, number) for number, model in enumerate(self.models) for _ in range(self.gateway.replicas)
         ]
@@ -200,7 +201,7 @@ class Cluster(_Part):
         return Service("kvstore", "services.kvstore", settings)
 
     def expected(self, model: str) -> dict[str, int]:
-        """What the gateway of a model, by its name, reports when all is ready."""
+        """The worker counts that each model's gateway reports when all is ready, by the model's name."""
         ids = [known.id for known in self.models if known.name == model]
         of_role = {
             role: sum(pool.replicas for pool in self.pools if pool.role == role and pool.model in ids)

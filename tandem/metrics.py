@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -25,14 +25,14 @@ class Series:
     """One metric. A counter's name is without its `_total`."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     text: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
     @property
     def exposed_as(self) -> str:
-        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+        return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
 
     def counter(self, registry: CollectorRegistry) -> Counter:
         return Counter(self.name, self.text, self.labels, registry=registry)
@@ -45,7 +45,7 @@ class Series:
 
     def family(self) -> CounterMetricFamily | GaugeMetricFamily:
         """For a collector that adds the value of a counter or gauge when it is asked."""
-        family = CounterMetricFamily if self.kind is Kind.COUNTER else GaugeMetricFamily
+        family = CounterMetricFamily if self.kind is MetricKind.COUNTER else GaugeMetricFamily
         return family(self.name, self.text, labels=self.labels)
 
     def histogram_family(self) -> HistogramMetricFamily:
@@ -75,7 +75,7 @@ def _by_name(series: Iterator[Series]) -> Mapping[str, Series]:
 
 
 def _gateway() -> Iterator[Series]:
-    counter, gauge, histogram = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+    counter, gauge, histogram = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
     yield Series("vllm:num_requests_waiting", gauge, "Choices accepted that have no token yet, queued ones too.", MODEL)
     yield Series("vllm:num_requests_running", gauge, "Choices between their first token and their last.", MODEL)
     text = "From a choice's acceptance to its first token."
@@ -124,7 +124,7 @@ def _gateway() -> Iterator[Series]:
 
 
 def _worker() -> Iterator[Series]:
-    counter, gauge, labels = Kind.COUNTER, Kind.GAUGE, WORKER_LABELS
+    counter, gauge, labels = MetricKind.COUNTER, MetricKind.GAUGE, WORKER_LABELS
     yield Series("tandem_queued_tokens", gauge, "Prompt tokens accepted and not yet computed.", labels)
     yield Series("tandem_running_sequences", gauge, "Sequences that run or wait.", labels)
     yield Series("tandem_kv_blocks", gauge, "KV blocks.", labels)

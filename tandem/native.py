@@ -50,7 +50,7 @@ def compiled(
 
 
 def cpu_instructions() -> frozenset[str]:
-    """What this CPU can do, as /proc/cpuinfo spells it; nothing where there is no such file."""
+    """Instruction sets of this CPU as /proc/cpuinfo spells them; empty without that file."""
     try:
         return frozenset(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
     except OSError:

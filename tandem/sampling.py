@@ -80,7 +80,8 @@ class SamplingParams:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """What a client gave, by name, checked. -1 is another word for `top_k` 0 and no `thinking_token_budget`.
+        """Makes parameters of what a client gave, by name, and checks them. -1 is another word for `top_k` 0 and no
+        `thinking_token_budget`.
 
         Raises:
             InvalidParameter

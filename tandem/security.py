@@ -96,7 +96,7 @@ OPEN = Security()
 
 
 class ClusterSettings(Settings):
-    """Of every process of a cluster."""
+    """Settings of every process of a cluster."""
 
     cluster_secret: Path | None = Field(None, description="file with the secret that all processes of a cluster share")
     tls_cert: Path | None = Field(None, description=f"PEM certificate for {NAME}: gRPC within the cluster is then TLS")

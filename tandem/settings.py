@@ -43,7 +43,7 @@ def load(settings: type[S], arguments: Sequence[str] | None = None, program: str
 
 
 def _origin(field: tuple[int | str, ...], arguments: Sequence[str]) -> str:
-    """What the user wrote to set `field`: an option, or an environment variable."""
+    """The option or environment variable by which the user set `field`."""
     option, variable = f"--{field[0]}".replace("_", "-"), f"TANDEM_{field[0]}".upper()
     given = any(argument.partition("=")[0] == option for argument in arguments)
     name = variable if variable in os.environ and not given else option

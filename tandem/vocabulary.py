@@ -1,4 +1,4 @@
-"""What each token of a model says, in bytes: from its tokenizer.json."""
+"""The bytes of each token of a model: from its tokenizer.json."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Vocabulary:
         self.size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token says by itself, special or not; perhaps a part of a character."""
+        """Bytes of one token by itself, special or not; perhaps a part of a character."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._read_bytes(token_id)

@@ -19,7 +19,7 @@ from tandem import rpc
 from tandem.rpc.interceptor import PROOF
 from tandem.security import NO_SECRET, OPEN, TLS, ClusterSecret, Security
 from tandem.settings import load
-from tandem.transfer import Endpoint, Receiver, Sender, TransferError
+from tandem.transfer import LinkPeer, Receiver, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.worker import conversion
 from tandem.worker.settings import WorkerSettings
@@ -210,7 +210,7 @@ def receiver() -> Iterator[Receiver]:
     receiver.close()
 
 
-def link(receiver: Receiver, secret: ClusterSecret, worker: Endpoint = PREFILL) -> None:
+def link(receiver: Receiver, secret: ClusterSecret, worker: LinkPeer = PREFILL) -> None:
     """Opens one, and moves a block. Raises TransferError."""
     sender = Sender(worker, transports=("tcp",), secret=secret)
     try:

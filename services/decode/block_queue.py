@@ -18,7 +18,7 @@ from tandem.worker import Added, Ended, EnginePort, Event
 
 
 @dataclass(order=True, slots=True)
-class Waiting:
+class QueuedSequence:
     """`answered` is set on the engine's thread: the event that takes it out of the line is on its way."""
 
     priority: int
@@ -33,8 +33,8 @@ class BlockQueue:
 
     def __init__(self, engine: EnginePort) -> None:
         self._engine = engine
-        self._line: list[Waiting] = []
-        self._waiting: dict[str, Waiting] = {}
+        self._line: list[QueuedSequence] = []
+        self._waiting: dict[str, QueuedSequence] = {}
         self._arrivals = count()
         self._looking = False  # submitted, and not begun yet
 
@@ -46,7 +46,9 @@ class BlockQueue:
         as it is this one's turn and there is room."""
         added = None if self._line else self._engine.beside_step(lambda engine: _take_free(engine, request))
         if added is None:
-            waiting = self._waiting[request.request_id] = Waiting(request.priority, next(self._arrivals), request)
+            waiting = self._waiting[request.request_id] = QueuedSequence(
+                request.priority, next(self._arrivals), request
+            )
             insort(self._line, waiting)
             self.look_again()
         return added

@@ -35,7 +35,7 @@ tracer = trace.get_tracer("tandem.decode")
 
 
 class KVReceiver(Protocol):
-    """Where KV frames land. Callbacks may come on any thread."""
+    """The part of a Receiver that sequences use. Callbacks may come on any thread."""
 
     def expect(
         self, transfer_id: str, *, block_ids: Sequence[int], first_block: int, timeout_s: float,
@@ -75,7 +75,7 @@ class Held:
     released: asyncio.Future[None] | None = None
 
 
-class Sequences:
+class DecodeSequences:
     """`reserved(stream_id, request_id, reservation)` is called once one has entered: without a reservation where its
     prompt is prefilled here. `first_token` parses a commit's payload. `stuck` is set, with the reason, when a transfer
     cannot be fenced."""
@@ -108,7 +108,7 @@ class Sequences:
         return set(self._held)
 
     def transfer_ids(self) -> set[str]:
-        """Of those, once their prompt's KV is expected."""
+        """Ids of the transfers that are expected now."""
         return {held.transfer_id for held in self._held.values()}
 
     def num_entering_suspects(self) -> int:

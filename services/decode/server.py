@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from services.decode.sequences import Reservation, Sequences
+from services.decode.sequences import DecodeSequences, Reservation
 from tandem import rpc
 from tandem.engine import SampledToken
 from tandem.liveness import Vitals
 from tandem.process import IntegrityReport
 from tandem.registry import Role
-from tandem.transfer import Endpoint, Receiver
+from tandem.transfer import LinkPeer, Receiver
 from tandem.v1 import worker_pb2
 from tandem.worker import Entry, Event, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
 
@@ -25,7 +25,7 @@ class DecodeWorker:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         settings, engine = context.settings, context.engine
-        self._endpoint = Endpoint(context.worker_id, context.incarnation, engine.layout.hash)
+        self._endpoint = LinkPeer(context.worker_id, context.incarnation, engine.layout.hash)
         self._receiver = Receiver(
             self._endpoint, engine.kv_cache, host=settings.host, port=settings.transfer_port,
             transports=settings.transports, network=context.ports.network, driver=context.ports.driver,
@@ -36,7 +36,7 @@ class DecodeWorker:
         self._streams = Streams(
             context.incarnation, lambda stream_id: self._sequences.stream_ended(stream_id), context.starvation
         )
-        self._sequences = Sequences(
+        self._sequences = DecodeSequences(
             context.ports.engine,
             self._receiver,
             self._streams,

@@ -21,7 +21,7 @@ from services.gateway.access import Access
 from services.gateway.http import HttpServer, Room, raise_limit
 from services.gateway.model import ServedModel
 from services.gateway.routing import Router
-from services.gateway.server import Gateway, Ports
+from services.gateway.server import Gateway, GatewayPorts
 from services.gateway.settings import GatewaySettings
 from tandem import rpc
 from tandem.containment import Sandbox
@@ -84,7 +84,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
     http = partial(
         HttpServer, header_timeout_s=settings.header_timeout_s, most=room.http // (1 + settings.shares_ports)
     )
-    ports = Ports(
+    ports = GatewayPorts(
         registry=Registry.connect(
             settings.redis_url,
             namespace=settings.namespace,

@@ -79,7 +79,7 @@ class Incoming:
     prompts: Sequence[str | bytes] | None = None
 
     def checked(self) -> list[str | CheckedIds]:
-        """Where a helper has taken them out."""
+        """The prompts that a helper has taken out of the body."""
         return [one if isinstance(one, str) else CheckedIds.of(one) for one in self.prompts or ()]
 
     @property

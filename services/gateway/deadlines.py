@@ -19,7 +19,7 @@ MOST_EMPTY = 64  # slots that are kept until their time, beside as many as there
 
 
 class Deadlines:
-    """Of one event loop."""
+    """Deadlines of one event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
-from services.gateway.access import ANYONE, Access, Allowances, Client, check_tier
+from services.gateway.access import ANYONE, Access, Allowances, Caller, check_tier
 from services.gateway.admission import Intake, TextTurns
 from services.gateway.bodies import Incoming, LargeBodies, PromptBounds, Reduce, is_large, rendered
 from services.gateway.deadlines import Deadlines
@@ -30,7 +30,7 @@ from services.gateway.model import ServedAdapters, ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.text import CheckedIds, TemplateOptions, TooManyTokens
 from services.gateway.workers import WorkerPool
-from tandem.registry import ClusterView, Role, Worker
+from tandem.registry import ClusterView, LiveWorker, Role
 from tandem.sampling import SamplingParams
 
 MAX_TIMEOUT_S = 24 * 3600.0
@@ -59,7 +59,7 @@ class LLM:
     accepted: int = 0
     leaving: bool = False  # balancers should send nothing more; what comes is served
     stopping: bool = False
-    _longest: tuple[Sequence[Worker] | None, int] = (None, 0)
+    _longest: tuple[Sequence[LiveWorker] | None, int] = (None, 0)
 
     @property
     def max_model_len(self) -> int:
@@ -77,7 +77,7 @@ class LLM:
         longest = min([self.model.max_model_len, *(info.max_model_len for info in infos)])
         return min(longest, max(pools, default=longest))
 
-    def served(self, name: str, client: Client = ANYONE) -> ServedModel:
+    def served(self, name: str, client: Caller = ANYONE) -> ServedModel:
         """The model, by whichever of its names, or one of its adapters.
 
         Raises:
@@ -97,11 +97,11 @@ class LLM:
         adapter = self.adapters.find(name)
         return None if adapter is None else self.model.adapted(adapter)
 
-    def _allows(self, client: Client, name: str) -> bool:
+    def _allows(self, client: Caller, name: str) -> bool:
         """A key for the model is one for all of its names."""
         return client.may_use(name) or (name in self.settings.served_names and client.may_use(self.model.name))
 
-    def models(self, client: Client) -> list[ServedModel]:
+    def models(self, client: Caller) -> list[ServedModel]:
         """Those that the client may use."""
         names = dict.fromkeys((self.model.name, *self.settings.served_names, *self.adapters.names))
         return [self.served(name, client) for name in names if self._allows(client, name)]
@@ -212,7 +212,7 @@ class LLM:
         )  # fmt: skip
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """Whether a request would be served now, and what there is and is not."""
+        """Says if a request would be served now, and which workers there are."""
         workers = [worker for worker in self.pool.workers if not worker.load.draining]
         prefills = [w for w in workers if w.info.role is Role.PREFILL and self.pool.connected(w.info)]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]

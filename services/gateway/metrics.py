@@ -1,4 +1,4 @@
-"""What Prometheus reads of a gateway; tandem/metrics.py says what each series means.
+"""Metrics of a gateway for Prometheus; tandem/metrics.py says what each series means.
 
 queued    accepted, not let into the cluster yet
 waiting   accepted, no token yet: queued ones too        running   from the first token to the last
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission, PriorityClass
 from tandem.metrics import GATEWAY, ITL
-from tandem.registry import BlockReplica, Role, Worker
+from tandem.registry import BlockReplica, LiveWorker, Role
 from tandem.v1 import llm_pb2
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,7 +43,7 @@ class Metrics:
         self.ttft = histogram("vllm:time_to_first_token_seconds")
         self.ended = _Ended(histogram, counter)
         self.max_generated = histogram("vllm:request_max_num_generation_tokens")
-        self.written = _Written(model)
+        self.written = _TokenCollector(model)
         registry.register(self.written)
         self.prefix_cache_queries = counter("vllm:prefix_cache_queries")
         self.prefix_cache_hits = counter("vllm:prefix_cache_hits")
@@ -64,7 +64,7 @@ class Metrics:
         self._queued = cache(lambda kind: queued.labels(model, kind.label))
 
     def choice(self, now: Callable[[], float]) -> Meter:
-        """Of one choice that is accepted now."""
+        """Counts one choice that is accepted now."""
         return Meter(self, now)
 
     def success(self, reason: str) -> None:
@@ -99,7 +99,7 @@ class Metrics:
         ):
             GATEWAY[name].gauge(self._registry).labels(self._model).set_function(count)
 
-    def watch_workers(self, workers: Callable[[], Sequence[Worker]]) -> None:
+    def watch_workers(self, workers: Callable[[], Sequence[LiveWorker]]) -> None:
         """Report how full the decode workers' KV caches are, as last seen."""
 
         def used() -> float:
@@ -165,7 +165,7 @@ class Meter:
 
 
 class _Ended:
-    """What is observed once for each choice that ended well."""
+    """Observes each choice that ended well, once."""
 
     def __init__(self, histogram: Callable[[str], Histogram], counter: Callable[[str], Counter]) -> None:
         self.e2e = histogram("vllm:e2e_request_latency_seconds")
@@ -177,7 +177,7 @@ class _Ended:
         self.prompt_tokens = counter("vllm:prompt_tokens")
 
 
-class _Written(Collector):
+class _TokenCollector(Collector):
     """Tokens and the times between them. Counted by one thread, without the locks of prometheus_client's own."""
 
     def __init__(self, model: str) -> None:

@@ -89,8 +89,8 @@ class Door(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
-    """What a gateway reaches the world through. The gateway closes the registry when it ends."""
+class GatewayPorts:
+    """A gateway's ways to the world. The gateway closes the registry when it ends."""
 
     registry: Registry
     connect: Callable[[str], aio.Channel]
@@ -115,7 +115,7 @@ class Gateway:
     """
 
     def __init__(
-        self, settings: GatewaySettings, model: ServedModel, ports: Ports, make_router: type[Router] = Router
+        self, settings: GatewaySettings, model: ServedModel, ports: GatewayPorts, make_router: type[Router] = Router
     ) -> None:
         self.settings = settings
         self._model = model
@@ -175,12 +175,7 @@ class Gateway:
         starvation = Starvation(self._ports.pressure)
         self._run(starvation.run())
         self._run(registry.hold_client_lease(starvation.now))
-        view = ClusterView(registry)
-        try:
-            await view.refresh()
-        except RegistryUnavailable as error:
-            log.warning("registry unavailable: no workers known yet", error=str(error))
-        self._run(view.run())
+        view = await self._first_view()
         self._run(self._ports.access.run())
         if self._ports.sandbox:
             self._run(self._ports.sandbox.run())
@@ -200,13 +195,29 @@ class Gateway:
             await adapters.refresh()
         self._run(adapters.run())
         self._admit(view, pool, metrics)
-        spans = tracing.tracer()
-        deadlines = Deadlines()
-        deaths = Deaths(registry.death)
-        cluster = ClusterAccess(router, pool, spans, self._background, deadlines, SequenceTurns(), deaths)
-        self.llm = LLM(
+        self.llm = self._make_llm(view, pool, metrics, router, adapters)
+        await self._serve()
+
+    async def _first_view(self) -> ClusterView:
+        view = ClusterView(self._ports.registry)
+        try:
+            await view.refresh()
+        except RegistryUnavailable as error:
+            log.warning("registry unavailable: no workers known yet", error=str(error))
+        self._run(view.run())
+        return view
+
+    def _make_llm(
+        self, view: ClusterView, pool: WorkerPool, metrics: Metrics, router: Router, adapters: ServedAdapters
+    ) -> LLM:
+        settings, registry = self.settings, self._ports.registry
+        spans, deadlines = tracing.tracer(), Deadlines()
+        cluster = ClusterAccess(
+            router, pool, spans, self._background, deadlines, SequenceTurns(), Deaths(registry.death)
+        )
+        return LLM(
             settings=settings,
-            model=model,
+            model=self._model,
             view=view,
             pool=pool,
             pipeline=Pipeline(
@@ -229,7 +240,6 @@ class Gateway:
             text_turns=self.text_turns,
             grammars=CheckedGrammars(self._ports.sandbox),
         )
-        await self._serve()
 
     def _admit(self, view: ClusterView, pool: WorkerPool, metrics: Metrics) -> None:
         settings = self.settings

@@ -136,7 +136,7 @@ class GatewaySettings(ClusterSettings):
         return self.own_http_port is not None
 
     def reachable_host(self, hostname: str) -> str:
-        """Where others reach it; `hostname` is the machine's."""
+        """Host at which others reach it; `hostname` is the machine's."""
         return self.advertise_host or (hostname if self.host in ("0.0.0.0", "::") else self.host)
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from grpc import aio
 
 from tandem import rpc
 from tandem.block_hash import HASH_BYTES
-from tandem.registry import Registry, RegistryUnavailable, Worker
+from tandem.registry import LiveWorker, Registry, RegistryUnavailable
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 NAME = "tandem.v1.KVStoreService"
@@ -62,7 +62,7 @@ def _check(hashes: list[bytes]) -> None:
             raise rpc.Refused(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-def _worker(worker: Worker) -> kvstore_pb2.Worker:
+def _worker(worker: LiveWorker) -> kvstore_pb2.Worker:
     info, load = worker.info, worker.load
     return kvstore_pb2.Worker(
         worker_id=info.worker_id,

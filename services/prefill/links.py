@@ -15,8 +15,8 @@ from collections.abc import Callable
 import structlog
 
 from tandem.liveness import MOST_S
-from tandem.registry import ClusterView, Role, Worker, WorkerInfo
-from tandem.transfer import Endpoint, Link, Sender
+from tandem.registry import ClusterView, LiveWorker, Role, WorkerInfo
+from tandem.transfer import Link, LinkPeer, Sender
 
 OPEN_TIMEOUT_S = 1.5
 CLOSE_WAIT_S = 2.0
@@ -53,7 +53,7 @@ class LinkKeeper:
             self._publish()
             await self._view.wait_changed(every_s)
 
-    async def link_to(self, remote: Endpoint, address: str) -> Link:
+    async def link_to(self, remote: LinkPeer, address: str) -> Link:
         """The link to this incarnation, opened now if need be.
 
         Raises:
@@ -64,7 +64,7 @@ class LinkKeeper:
             return link
         return await asyncio.shield(self._open(remote, address))
 
-    def _open(self, remote: Endpoint, address: str) -> asyncio.Task[Link]:
+    def _open(self, remote: LinkPeer, address: str) -> asyncio.Task[Link]:
         """Bounded by OPEN_TIMEOUT_S; one at a time to each incarnation."""
         task = self._opening.get(remote.incarnation)
         if task is None:
@@ -73,10 +73,10 @@ class LinkKeeper:
             task.add_done_callback(lambda done: self._opened(remote, done))
         return task
 
-    async def _opening_link(self, remote: Endpoint, address: str) -> Link:
+    async def _opening_link(self, remote: LinkPeer, address: str) -> Link:
         return await asyncio.wrap_future(self._sender.open_link(remote, address, timeout_s=OPEN_TIMEOUT_S))
 
-    def _opened(self, remote: Endpoint, task: asyncio.Task[Link]) -> None:
+    def _opened(self, remote: LinkPeer, task: asyncio.Task[Link]) -> None:
         self._opening.pop(remote.incarnation, None)
         if task.cancelled():
             return
@@ -95,7 +95,7 @@ class LinkKeeper:
             log.warning("no link", decode_worker=remote.worker_id, reason=str(error))
         self._publish()
 
-    def _follow(self, workers: list[Worker], grace_s: float) -> None:
+    def _follow(self, workers: list[LiveWorker], grace_s: float) -> None:
         live = {w.info.worker_id: w.info for w in workers if w.info.role is Role.DECODE}
         roles = [worker.info.role for worker in workers if worker.info.layout_hash == self._layout_hash]
         self.is_sole, self.has_sole_peer = (roles.count(role) <= 1 for role in (Role.PREFILL, Role.DECODE))
@@ -114,10 +114,10 @@ class LinkKeeper:
                 self._refuse(info)
             elif not self._sender.link(info.worker_id, info.incarnation):
                 # Not awaited: a worker that does not answer holds up no other.
-                self._open(Endpoint(info.worker_id, info.incarnation, info.layout_hash), info.transfer_address)
+                self._open(LinkPeer(info.worker_id, info.incarnation, info.layout_hash), info.transfer_address)
 
     def _is_spared(self, info: WorkerInfo, grace_s: float) -> bool:
-        """Whether this absent worker still answers, and has not been absent for too long."""
+        """True while this absent worker still answers, and has not been absent for too long."""
         now = asyncio.get_running_loop().time()
         since = self._absent_since.setdefault(info.worker_id, now)
         return now - since < grace_s and self._sender.link(info.worker_id, info.incarnation) is not None

@@ -19,7 +19,7 @@ from opentelemetry.trace import Span
 
 from services.prefill.push import TracedPush
 from tandem.engine import Engine, Request, SequenceOutput
-from tandem.transfer import Endpoint, Link, TransferError
+from tandem.transfer import Link, LinkPeer, TransferError
 from tandem.worker import Added, Ended, EnginePort, Event, SequenceFailed
 
 tracer = trace.get_tracer("tandem.prefill")
@@ -27,10 +27,10 @@ tracer = trace.get_tracer("tandem.prefill")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Where a prompt's KV may land."""
+    """The decode worker's permission: the blocks that a prompt's KV may go to."""
 
     transfer_id: str
-    decode: Endpoint
+    decode: LinkPeer
     address: str
     num_cached_blocks: int
     num_prompt_blocks: int
@@ -46,13 +46,13 @@ class Prefilled:
     refused_transports: dict[str, str]
 
 
-class Sequences:
+class PrefillSequences:
     """`link_to` opens links; `payload` is what the decode worker gets of the first token; `now` works on any thread."""
 
     def __init__(
         self,
         engine: EnginePort,
-        link_to: Callable[[Endpoint, str], Awaitable[Link]],
+        link_to: Callable[[LinkPeer, str], Awaitable[Link]],
         *,
         payload: Callable[[SequenceOutput], bytes],
         now: Callable[[], float],
@@ -70,7 +70,7 @@ class Sequences:
         return set(self._computing)
 
     def transfer_ids(self) -> set[str]:
-        """Of the pushes that are not committed yet."""
+        """Ids of the pushes that are not committed yet."""
         return set(self._pushing)
 
     async def prefill(self, request: Request, ticket: Ticket, timeout_s: float) -> Prefilled:

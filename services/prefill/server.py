@@ -10,13 +10,13 @@ import grpc
 from grpc import aio
 
 from services.prefill.links import LinkKeeper
-from services.prefill.sequences import Sequences, Ticket
+from services.prefill.sequences import PrefillSequences, Ticket
 from tandem import rpc
 from tandem.engine import Engine
 from tandem.liveness import Vitals
 from tandem.process import IntegrityReport
 from tandem.registry import ClusterView, Role
-from tandem.transfer import Endpoint, Sender, TransferError
+from tandem.transfer import LinkPeer, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from tandem.worker import Entry, Event, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
 
@@ -30,7 +30,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     transfer_address = ""
 
     def __init__(self, context: WorkerContext) -> None:
-        local = Endpoint(context.worker_id, context.incarnation, context.engine.layout.hash)
+        local = LinkPeer(context.worker_id, context.incarnation, context.engine.layout.hash)
         self._sender = Sender(
             local, transports=context.settings.transports, network=context.ports.network,
             driver=context.ports.driver, nonce=context.ports.new_nonce, arena_bytes=_arena_bytes(context.engine),
@@ -43,7 +43,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self._engine = context.ports.engine
         self._view = ClusterView(context.ports.registry)
         self._links = LinkKeeper(self._sender, self._view, local.layout_hash, context.renew_lease)
-        self._sequences = Sequences(
+        self._sequences = PrefillSequences(
             context.ports.engine,
             self._links.link_to,
             payload=conversion.first_token,
@@ -93,7 +93,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             raise SequenceFailed("INVALID_ARGUMENT", f"ticket.{said}")
         ticket = Ticket(
             entry.ticket.transfer_id,
-            Endpoint(entry.ticket.decode_worker, entry.ticket.decode_incarnation, entry.ticket.kv_layout_hash),
+            LinkPeer(entry.ticket.decode_worker, entry.ticket.decode_incarnation, entry.ticket.kv_layout_hash),
             entry.ticket.transfer_address,
             entry.ticket.num_cached_blocks,
             entry.ticket.num_prompt_blocks,
@@ -115,7 +115,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         peer = self._links.peer(request.decode_worker)
         if peer is None:
             raise rpc.Refused(grpc.StatusCode.NOT_FOUND, f"decode_worker: {request.decode_worker!r} is not registered")
-        remote = Endpoint(peer.worker_id, peer.incarnation, peer.layout_hash)
+        remote = LinkPeer(peer.worker_id, peer.incarnation, peer.layout_hash)
         try:
             link = await self._links.link_to(remote, peer.transfer_address)
             elapsed = await asyncio.wrap_future(link.probe(PROBE_BYTES, timeout_s=PROBE_TIMEOUT_S))
@@ -128,6 +128,6 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 def _arena_bytes(engine: Engine) -> int:
-    """What a link may hold of KV under way: never more than the cache that it comes from."""
+    """Bytes of KV that a link may have under way: never more than the cache that it comes from."""
     cache = sum(layer.nbytes for layer in engine.kv_cache)
     return min(max(cache, MIN_ARENA_BYTES), MAX_ARENA_BYTES)

@@ -2,7 +2,7 @@
 
 from tandem.checkpoints.gguf import TENSORS_FILE, WEIGHTS_FILE, ModelPath, as_folder
 from tandem.checkpoints.hub import fetch_files, find_model, is_hub_name, wanted_files, weights_bytes
-from tandem.checkpoints.memory_fit import Need, described, machine_memory, misfit
+from tandem.checkpoints.memory_fit import MemoryNeed, described, machine_memory, misfit
 from tandem.checkpoints.model_files import (
     FAMILIES,
     GenerationFile,
@@ -19,9 +19,9 @@ __all__ = [
     "TENSORS_FILE",
     "WEIGHTS_FILE",
     "GenerationFile",
+    "MemoryNeed",
     "ModelFile",
     "ModelPath",
-    "Need",
     "as_folder",
     "described",
     "differing",

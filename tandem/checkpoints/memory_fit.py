@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Bytes of one worker."""
 
     weights: int
@@ -26,14 +26,14 @@ class Need:
         return self.weights + self.kv + WORKER_OVERHEAD
 
 
-def misfit(needs: list[Need], available: int) -> str:
+def misfit(needs: list[MemoryNeed], available: int) -> str:
     """Why workers with these needs do not fit into so many bytes, or ""."""
     if sum(need.total for need in needs) <= available:
         return ""
     return f"does not fit: {described(needs, available)}"
 
 
-def described(needs: list[Need], available: int) -> str:
+def described(needs: list[MemoryNeed], available: int) -> str:
     """The sum, by its parts."""
     total = sum(need.total for need in needs)
     each = "; ".join(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DetachedSettings(Settings):
-    """Of a cluster that `tandem up --ray --detach` left running."""
+    """Settings of a command about a cluster that `tandem up --ray --detach` left running."""
 
     ray: str = Field("auto", description="address of the Ray cluster; auto: the one of this machine")
     ray_namespace: str = Field("tandem", min_length=1, description="Ray's name for the cluster's actors")

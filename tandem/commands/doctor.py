@@ -19,7 +19,7 @@ from tandem.checkpoints import described, machine_memory, misfit, weights_bytes
 from tandem.commands import UP_ADDRESSES, with_own_password
 from tandem.commands.up import UpSettings
 from tandem.process import IntegrityReport
-from tandem.registry import RedisAddress, Registry, RegistryUnavailable, Role, Worker
+from tandem.registry import LiveWorker, RedisAddress, Registry, RegistryUnavailable, Role
 from tandem.security import ClusterSettings
 from tandem.settings import load
 from tandem.v1 import llm_pb2, llm_pb2_grpc, prefill_pb2, prefill_pb2_grpc, process_pb2, process_pb2_grpc
@@ -128,12 +128,12 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
     return [*findings, *await asyncio.gather(*checks)]
 
 
-def _same_weights(prefill: Worker, decode: Worker) -> bool:
+def _same_weights(prefill: LiveWorker, decode: LiveWorker) -> bool:
     """Others are not meant to pair: of another model, or of the revision that is being rolled out beside this one."""
     return (prefill.info.model, prefill.info.revision) == (decode.info.model, decode.info.revision)
 
 
-async def _worker(worker: Worker, settings: DoctorSettings) -> Finding:
+async def _worker(worker: LiveWorker, settings: DoctorSettings) -> Finding:
     info, load_ = worker.info, worker.load
     try:
         async with rpc.channel(info.grpc_address, settings.security) as channel:
@@ -151,7 +151,7 @@ def _whole(who: str, report: IntegrityReport) -> Finding:
     return Finding(f"{who}, integrity", not report.violations, str(report))
 
 
-async def _worker_integrity(worker: Worker, settings: DoctorSettings) -> Finding:
+async def _worker_integrity(worker: LiveWorker, settings: DoctorSettings) -> Finding:
     try:
         async with rpc.channel(worker.info.grpc_address, settings.security) as channel:
             stub = process_pb2_grpc.IntegrityServiceStub(channel)
@@ -175,7 +175,7 @@ def _unchecked(why: str) -> IntegrityReport:
     return IntegrityReport(violations=(f"not checked: {why}",))
 
 
-async def _pair(prefill: Worker, decode: Worker, settings: DoctorSettings) -> Finding:
+async def _pair(prefill: LiveWorker, decode: LiveWorker, settings: DoctorSettings) -> Finding:
     what = f"{prefill.info.worker_id} -> {decode.info.worker_id}"
     if prefill.info.layout_hash != decode.info.layout_hash:
         return Finding(what, False, "their KV layouts differ (dtype or block size): they never pair")

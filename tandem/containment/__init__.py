@@ -1,4 +1,4 @@
-"""What a crash may cost: calls in a helper process, deep stacks, a page that outlives the process. Anyone may enter."""
+"""Bounds on what a crash costs: calls in a helper process, deep stacks, a page that outlives a process. For anyone."""
 
 from tandem.containment.crash_page import COMPUTING, NOBODY, SUSPECT, CrashPage, Death, cause_of, death_of, page_path
 from tandem.containment.deep_stack import on_deep_stack

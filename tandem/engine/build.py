@@ -1,4 +1,4 @@
-"""What an engine is made of: models read and loaded, KV caches within one budget, and what runs a step.
+"""The parts of an engine: models read and loaded, KV caches within one budget, and what runs a step.
 
 config ── the model ──> layout, KV cache, Forward, Choose ──> Runner
        └─ the draft model, if any ──> the same, over as many blocks ──> DraftProposer
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem import native
-from tandem.checkpoints import WEIGHTS_FILE, Need, machine_memory, misfit
+from tandem.checkpoints import WEIGHTS_FILE, MemoryNeed, machine_memory, misfit
 from tandem.engine.cores import Cores
 from tandem.engine.device import memory_checked, open_device
 from tandem.engine.forward import (
@@ -74,7 +74,7 @@ class Parts(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """What a Runner is made of."""
+    """The parts of a Runner."""
 
     forward: Forward
     kv_cache: list[Tensor]
@@ -238,7 +238,7 @@ def _check_memory(path: Path, model: ModelConfig, layout: KVLayout, num_blocks: 
     weights = held * torch_dtype(layout.dtype).itemsize
     if model.quantized is not None or (path / WEIGHTS_FILE).exists():
         weights = min(weights, sum(shard.stat().st_size for shard in shard_paths(path)))
-    if why := misfit([Need(weights, num_blocks * layout.block_bytes * layout.num_layers)], machine_memory()):
+    if why := misfit([MemoryNeed(weights, num_blocks * layout.block_bytes * layout.num_layers)], machine_memory()):
         raise ValueError(f"model_path: {why}")
 
 

@@ -31,7 +31,7 @@ class CompletedBlocks:
 
 
 def completed_blocks(item: Scheduled, block_size: int) -> CompletedBlocks | None:
-    """What `item` completes of a prompt that somebody takes away, if anything."""
+    """The prompt blocks that `item` completes for a sink, if any."""
     seq, end = item.seq, item.seq.num_computed_tokens + item.num_tokens
     if seq.sink is None:
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Cuda(Protocol):
-    """What is used of torch.cuda."""
+    """The part of torch.cuda that is used here."""
 
     def init(self) -> None: ...
     def device_count(self) -> int: ...

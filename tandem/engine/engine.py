@@ -142,7 +142,7 @@ class Engine:
         self._check(request, self._max_tokens(request), request.speculative or self._speculative)
 
     def landing_blocks(self, request_id: str) -> list[int]:
-        """Where a reserved sequence's prompt lies in the cache: physical ids in logical order, cached ones included."""
+        """Blocks of a reserved sequence's prompt: physical ids in logical order, cached ones included."""
         seq = self._reserved(request_id)
         return seq.block_table[: self._blocks.blocks_for(seq.num_prompt_tokens)]
 
@@ -197,7 +197,7 @@ class Engine:
         return outputs
 
     def has_work(self) -> bool:
-        """Whether a step could bring something on: reservations that were not joined are not work."""
+        """True if a step would compute something: reservations that were not joined are not work."""
         scheduler = self._scheduler
         return bool(scheduler.waiting or scheduler.running or self._blocks.lent)
 
@@ -229,7 +229,7 @@ class Engine:
         return len(self._scheduler.suspects)
 
     def request_ids(self) -> list[str]:
-        """Of every sequence in the engine."""
+        """Ids of every sequence in the engine."""
         return list(self._live)
 
     def check_integrity(self) -> None:
@@ -239,7 +239,7 @@ class Engine:
         assert held == len(self._live), f"{held} sequences are scheduled, {len(self._live)} live"
 
     def take_block_events(self) -> list[BlockStored | BlockRemoved]:
-        """What the prefix cache gained and lost since the last call, removals first."""
+        """Blocks that the prefix cache gained and lost since the last call, removals first."""
         return self._pool.take_events()
 
     def _rest_when_idle(self) -> None:

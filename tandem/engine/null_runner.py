@@ -34,8 +34,8 @@ Cells = tuple[NDArray[np.int64], slice, NDArray[np.int64]]
 NO_DIGESTS: Digests = np.empty(0, np.uint64)
 
 
-class Slots(NamedTuple):
-    """Where the KV of a sequence's tokens lies, those of the step under way last: blocks and offsets (tokens,)."""
+class TokenSlots(NamedTuple):
+    """Slots of the KV of a sequence's tokens, those of the step under way last: blocks and offsets (tokens,)."""
 
     blocks: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -83,7 +83,7 @@ class NullRunner:
         self._run_layers(whole)
         return {item.seq.request_id: self._sample(item.seq) for item, _ in whole if item.samples}
 
-    def _run_layers(self, whole: list[tuple[Scheduled, Slots]]) -> None:
+    def _run_layers(self, whole: list[tuple[Scheduled, TokenSlots]]) -> None:
         completed = [blocks for item, _ in whole if (blocks := completed_blocks(item, self._block_size))]
         new = [(self._next_digests(item), at.since(item.seq.num_computed_tokens)) for item, at in whole]
         share = self._step_time.seconds(item.num_tokens for item, _ in whole) / len(self._cells)
@@ -96,7 +96,7 @@ class NullRunner:
         for blocks in completed:
             blocks.done()
 
-    def _attend(self, seq: Sequence, slots: Slots) -> None:
+    def _attend(self, seq: Sequence, slots: TokenSlots) -> None:
         length = seq.num_computed_tokens
         if length == 0:
             return
@@ -109,7 +109,7 @@ class NullRunner:
                 return
 
     def _expected_of(self, seq: Sequence, length: int) -> Digests:
-        """What the first `length` tokens say; known tokens never change, so their digests are kept."""
+        """Digests of the first `length` tokens; known tokens never change, so their digests are kept."""
         known = self._expected.get(seq, NO_DIGESTS)
         if len(known) < length:
             more = np.cumsum(_mix(seq, len(known), length))
@@ -143,9 +143,9 @@ class NullRunner:
             return SampledToken(token_id)
         return _certain(token_id)._replace(top=((token_id, 0.0),)[: sampling.logprobs])
 
-    def _slots(self, item: Scheduled) -> Slots:
+    def _slots(self, item: Scheduled) -> TokenSlots:
         positions = np.arange(item.seq.num_computed_tokens + item.num_tokens)
-        return Slots(np.array(item.seq.block_table)[positions // self._block_size], positions % self._block_size)
+        return TokenSlots(np.array(item.seq.block_table)[positions // self._block_size], positions % self._block_size)
 
 
 def _certain(token_id: int) -> SampledToken:

@@ -68,7 +68,8 @@ class Runner:
         return self._sample(batch, hidden)
 
     def _look_ahead(self, batch: list[Scheduled]) -> None:
-        """Where each sequence writes one token: the next step, but for those that will have all they may write."""
+        """Rows of a step in which each sequence writes one token: the next step, but for those that will have all
+        they may write."""
         if self._prepare is None or any(item.num_tokens > 1 or not item.samples for item in batch):
             return
         staying = (item.seq for item in batch if item.seq.num_output_tokens + 1 < item.seq.sampling.max_tokens)

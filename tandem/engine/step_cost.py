@@ -1,4 +1,4 @@
-"""What a step costs by the number of its tokens, as measured."""
+"""The cost of a step by the number of its tokens, as measured."""
 
 from __future__ import annotations
 

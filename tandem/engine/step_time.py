@@ -29,7 +29,7 @@ class StepTime:
                 )
 
     def seconds(self, num_tokens: Iterable[int]) -> float:
-        """Of a step with so many tokens of each sequence; a single one is taken for a decode."""
+        """Seconds of a step with so many tokens of each sequence; a single one counts as decode."""
         counts = list(num_tokens)
         decodes = counts.count(1)
         decode = self.decode_step_s + decodes * self.decode_sequence_s if decodes else 0.0

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: token ids, how to sample them, and where KV blocks go.
+"""Input and output of the engine: token ids, how to sample them, and where KV blocks go.
 
 Request ── add / reserve ──> Engine ── step ──> SequenceOutput (SampledToken, FinishReason)
                                │ └── push ──> KVSink               a prefill's blocks, as they are computed
@@ -75,7 +75,7 @@ class SampledToken(NamedTuple):
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What one step did for one sequence. `tokens[0]` is token `first_index` of its answer, counted from 0.
+    """One step's result for one sequence. `tokens[0]` is token `first_index` of its answer, counted from 0.
 
     `finished`: the sequence left the engine: with a finish reason, with an `error`, or (prefill only) with neither when
     decode should go on. Of `num_proposed_tokens` proposed so far `num_accepted_tokens` were right, each a step saved.
@@ -106,7 +106,8 @@ class KVSink(Protocol):
 
     @property
     def reading(self) -> bool:
-        """Whether pushed blocks are still to be copied: until then nobody else gets them, though the sequence left."""
+        """True while pushed blocks are still to be copied: until then nobody else gets them, though the sequence
+        left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made from. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds.
+    """Settings of an engine. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds.
 
     A step computes up to `max_num_batched_tokens`; one that decodes, only `max_prefill_beside_decode` of prompts, so
     that running answers go on. None makes that, on CPUs, as many as take about a tenth of a second, which arithmetic in

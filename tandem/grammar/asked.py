@@ -143,7 +143,7 @@ def _parts_within(value: Any, place: str = "") -> Iterator[tuple[str, Mapping[st
 
 
 def _place(value: Any, problem: str) -> str:
-    """Where in a schema the part is that is refused for this reason, as a path."""
+    """Path to the part of a schema that is refused for this reason."""
     found, looked_at = "", 0
     parts = _parts(_parsed_or_none(value))
     while parts and looked_at < MAX_PLACES:

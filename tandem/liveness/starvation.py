@@ -47,7 +47,7 @@ class Starvation:
 
 
 def no_pressure(seconds: float) -> float:
-    """Where nothing competes, or nothing says so."""
+    """Reports no pressure: nothing competes for the CPU, or nobody could say so."""
     return 0.0
 
 

@@ -66,7 +66,7 @@ class Launcher(Protocol):
         """
 
     def loading(self) -> Mapping[str, tuple[int, int]]:
-        """Of each service, how much of its weights is loaded, and of how much; (0, 0) before it has begun."""
+        """Weights that each service has loaded, and of how many; (0, 0) before it has begun."""
 
     async def stop(self) -> None:
         """End all services, in bounded time."""
@@ -264,7 +264,7 @@ def threads_environment(threads: int) -> dict[str, str]:
 
 
 def is_setting(variable: str) -> bool:
-    """Whether a service would read this environment variable as one of its settings."""
+    """True if a service would read this environment variable as a setting."""
     return variable.startswith(("TANDEM_", "REDIS_URL"))
 
 

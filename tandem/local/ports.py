@@ -47,7 +47,7 @@ def _is_free(port: int) -> bool:
 
 
 def check_free(addresses: Mapping[str, tuple[str, int]]) -> None:
-    """Whether all of these could be listened on at once.
+    """Checks that all of these can be listened on at once.
 
     Raises:
         ValueError: one cannot; by its name in `addresses`.

@@ -129,7 +129,7 @@ class RedisServer:
             time.sleep(0.01)
 
     def _answers(self) -> bool:
-        """Whether the server on this port is the one we started, and ready."""
+        """True if the server on this port is the one we started, and ready."""
         hello = f'AUTH "{self._password}"\r\n' if self._password else ""
         address = (self.host, self.port)
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=1) as connection:

@@ -1,4 +1,4 @@
-"""What a process holds, and what of it nothing accounts for: one report, the same of every process.
+"""The resources that a process holds, and those that nothing accounts for: one report, the same of every process.
 
     held         what -> how many, at this moment
     violations   each names one thing and what is wrong with it; none is what should be
@@ -23,7 +23,7 @@ class IntegrityReport:
     violations: tuple[str, ...] = ()
 
     def __add__(self, other: IntegrityReport) -> IntegrityReport:
-        """Of another part of the same process."""
+        """Adds the report of another part of the same process."""
         return IntegrityReport({**self.held, **other.held}, self.violations + other.violations)
 
     def json(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry
 from tandem.registry.replica import BlockReplica
 from tandem.registry.view import ClusterView
-from tandem.registry.worker import Fallback, Place, Role, Route, Worker, WorkerInfo, WorkerLoad
+from tandem.registry.worker import Fallback, LiveWorker, Place, Role, Route, WorkerInfo, WorkerLoad
 
 __all__ = [
     "Adapters",
@@ -27,6 +27,7 @@ __all__ = [
     "GatewayAddress",
     "IncompatibleLayout",
     "Limits",
+    "LiveWorker",
     "NoWorkers",
     "Place",
     "PrefillPolicy",
@@ -43,7 +44,6 @@ __all__ = [
     "Swept",
     "Taken",
     "Usage",
-    "Worker",
     "WorkerIdTaken",
     "WorkerInfo",
     "WorkerLoad",

@@ -1,4 +1,4 @@
-"""Where Redis is and how one gets in, as a URL says it.
+"""The address of Redis, and the way in, as a URL.
 
 redis://[user][:password]@host[:port][/database]      rediss:// over TLS      unix://[user][:password]@/path[?db=n]
 redis+sentinel://[user][:password]@host[:port][,host[:port]...]/master[/database]      rediss+sentinel:// over TLS
@@ -90,7 +90,7 @@ class RedisAddress:
         return self.path or f"{self.host}:{self.port}"
 
     def handshake(self) -> list[tuple[str, ...]]:
-        """What a new connection says first."""
+        """Commands that a new connection sends first."""
         login = [("AUTH", *filter(None, (self.username, self.password)))] if self.password else []
         return login + ([("SELECT", str(self.database))] if self.database else [])
 

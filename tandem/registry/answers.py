@@ -1,4 +1,4 @@
-"""What the registry answers with, besides workers and routes."""
+"""Answers of the registry, besides workers and routes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tandem.adapters import AdapterRef
-from tandem.registry.worker import Worker
+from tandem.registry.worker import LiveWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Swept:
 
 @dataclass(frozen=True, order=True, slots=True)
 class GatewayAddress:
-    """Where clients reach a gateway, which serves `model`: host:port each."""
+    """Addresses at which clients reach a gateway that serves `model`: host:port each."""
 
     model: str
     http: str
@@ -39,7 +39,7 @@ class Snapshot:
     """The live workers, by id. `epoch` changes when Redis has lost its memory; empty when it has none yet."""
 
     epoch: str
-    workers: list[Worker]
+    workers: list[LiveWorker]
 
 
 @dataclass(frozen=True, slots=True)

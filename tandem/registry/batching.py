@@ -29,7 +29,7 @@ PATIENCE_S = 0.004
 MAX_WAIT_S = 1.0
 
 
-class Waiting(NamedTuple, Generic[T]):
+class PendingCall(NamedTuple, Generic[T]):
     argument: T
     answer: asyncio.Future[Any]
     since: float  # on the loop's clock
@@ -45,7 +45,7 @@ class CallBatcher(Generic[T]):
         self._run = run
         self._most = most
         self._patience_s = patience_s
-        self._waiting: list[Waiting[T]] = []
+        self._waiting: list[PendingCall[T]] = []
         self._due = False  # what waits is to go with the next call
         self._tasks: set[asyncio.Task[None] | None] = set()
         self._patience: asyncio.Task[None] | None = None
@@ -57,7 +57,7 @@ class CallBatcher(Generic[T]):
             RegistryUnavailable: the call that it went with, or one that it waited for, was not answered.
         """
         loop = asyncio.get_running_loop()
-        waiting = Waiting(argument, loop.create_future(), loop.time())
+        waiting = PendingCall(argument, loop.create_future(), loop.time())
         self._waiting.append(waiting)
         if not patient:
             self._start()
@@ -86,7 +86,7 @@ class CallBatcher(Generic[T]):
             self._start()
 
     async def _run_all(self) -> None:
-        going: list[Waiting[T]] = []
+        going: list[PendingCall[T]] = []
         try:
             while going := self._next():
                 await self._answer(going)
@@ -97,14 +97,14 @@ class CallBatcher(Generic[T]):
         finally:
             self._tasks.discard(asyncio.current_task())
 
-    async def _answer(self, going: Sequence[Waiting[T]]) -> None:
+    async def _answer(self, going: Sequence[PendingCall[T]]) -> None:
         try:
             await self._ask(going)
         except RegistryUnavailable as error:
             late = asyncio.get_running_loop().time() - MAX_WAIT_S
             self._fail([*going, *(waiting for waiting in self._waiting if waiting.since <= late)], error)
 
-    async def _ask(self, going: Sequence[Waiting[T]]) -> None:
+    async def _ask(self, going: Sequence[PendingCall[T]]) -> None:
         try:
             answers = await self._run([waiting.argument for waiting in going])
         except RegistryUnavailable:
@@ -120,7 +120,7 @@ class CallBatcher(Generic[T]):
                 if not waiting.answer.done():
                     waiting.answer.set_result(answer)
 
-    def _next(self) -> list[Waiting[T]]:
+    def _next(self) -> list[PendingCall[T]]:
         """Those whose caller still waits; none where only patient ones do."""
         if not self._due:
             return []
@@ -129,7 +129,7 @@ class CallBatcher(Generic[T]):
         self._due = bool(self._waiting)
         return going
 
-    def _fail(self, entries: Sequence[Waiting[T]], error: BaseException) -> None:
+    def _fail(self, entries: Sequence[PendingCall[T]], error: BaseException) -> None:
         for waiting in entries:
             if not waiting.answer.done():
                 waiting.answer.set_exception(error) if isinstance(error, Exception) else waiting.answer.cancel()

@@ -1,4 +1,4 @@
-"""What Redis knows of prefix caches: a stream of numbered batches, and pages of what each worker holds.
+"""Prefix caches as Redis knows them: a stream of numbered batches, and pages of what each worker holds.
 
 heads   the last event, and each live worker's last batch      what a reader that has all of it must have come to
 read    the events behind a cursor                             what changed
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.registry.connection import Connection, Entry
+from tandem.registry.connection import Entry, RegistryConnection
 
 STREAM = "events"
 # At most so many events at once: applying them must not stop the process for long.
@@ -53,7 +53,7 @@ class Page:
 class BlockFeed:
     """Every call may raise RegistryUnavailable."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: RegistryConnection) -> None:
         self._connection = connection
 
     async def heads(self) -> Heads:

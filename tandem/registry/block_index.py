@@ -78,7 +78,8 @@ class BlockIndex:
             self._keep(shard, name, shard.get(name, 0) & ~(1 << slot))
 
     def holders(self, names: Sequence[int]) -> list[tuple[int, int]]:
-        """Of a prompt's blocks in order: (so many of them from the first on, mask of slots that hold just so many)."""
+        """Holders of a prompt's blocks in order: (so many of them from the first on, mask of slots that hold just so
+        many)."""
         found, mask, before = [], self._live, None
         for count, name in enumerate(names):
             held = self._shards[name % SHARDS].get(name, 0)

@@ -1,4 +1,4 @@
-"""What the registry needs of Redis, and Redis itself: scripts called by hash, a channel, every failure one error.
+"""The registry's use of Redis, and Redis itself: scripts called by hash, a channel, every failure one error.
 
 call      EVALSHA, one round trip; EVAL where the server does not know the script yet (first call, or it restarted);
           all on one wire, one behind the other, for none of them waits in the server
@@ -17,7 +17,7 @@ from uuid import uuid4
 from tandem.registry.address import RedisAddress
 from tandem.registry.errors import RegistryUnavailable
 from tandem.registry.master import Master
-from tandem.registry.resp import Argument, ConnectionLost, Line, ReplyError, Wire
+from tandem.registry.resp import Argument, ConnectionLost, ReplyError, RespConnection, Wire
 from tandem.registry.scripts import Script, key_prefix, load_scripts
 
 # Of a stream: its id and its fields.
@@ -44,7 +44,7 @@ class Changes(Protocol):
         """
 
 
-class Connection(Protocol):
+class RegistryConnection(Protocol):
     """Every call may raise RegistryUnavailable: Redis did not answer; the script may have run all the same."""
 
     client_id: str
@@ -161,7 +161,7 @@ class RedisConnection:
 
 
 class _Subscription:
-    def __init__(self, line: Line, pushed: asyncio.Event, connection: RedisConnection) -> None:
+    def __init__(self, line: RespConnection, pushed: asyncio.Event, connection: RedisConnection) -> None:
         self._line = line
         self._pushed = pushed
         self._connection = connection
@@ -180,6 +180,6 @@ class _Subscription:
 
 
 def entries_of(reply: Any) -> list[Entry]:
-    """Of one stream, as XREAD replies."""
+    """Entries of one stream in a reply to XREAD."""
     entries = reply[0][1] if reply else ()
     return [(entry_id.decode(), dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import structlog
 
-from tandem.registry.connection import Connection
+from tandem.registry.connection import RegistryConnection
 from tandem.registry.errors import RegistryUnavailable
 
 log = structlog.get_logger(__name__)
@@ -20,7 +20,7 @@ CLOSE_WAIT_S = 1.0
 class LateReleases:
     """Owns a task for each, until `close`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: RegistryConnection) -> None:
         self._connection = connection
         self._tasks: set[asyncio.Task[None]] = set()
 

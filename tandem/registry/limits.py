@@ -1,4 +1,4 @@
-"""What a tenant may use, counted in Redis, so that it holds across gateways.
+"""Limits of tenants, counted in Redis, so that it holds across gateways.
 
     take      before a request begins: one of its requests per minute, tokens for prompt and answer, a place among
               those that run at once, and their cost of the day's budget; all or nothing, as one atomic step
@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What came of a request's `take`. Seconds until a bucket is full again; -1 left where there is no limit."""
+    """Result of a request's `take`. Seconds until a bucket is full again; -1 left where there is no limit."""
 
     request: str
     tenant: str
@@ -49,7 +49,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one tenant, today (UTC)."""
+    """Use by one tenant, today (UTC)."""
 
     requests: int
     prompt_tokens: int

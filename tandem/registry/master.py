@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.registry.address import RedisAddress
-from tandem.registry.resp import Line, ReplyError
+from tandem.registry.resp import ReplyError, RespConnection
 
 
 class Master:
@@ -20,7 +20,7 @@ class Master:
         self._address = address
         self._first = 0  # of the sentinels to ask
 
-    async def open(self, on_push: Callable[[], None] = lambda: None) -> Line:
+    async def open(self, on_push: Callable[[], None] = lambda: None) -> RespConnection:
         """
         Raises:
             ReplyError: user, password or database are refused.
@@ -28,7 +28,7 @@ class Master:
         """
         sentinels = self._address.sentinels
         if not sentinels:
-            return await Line.open(self._address, on_push)
+            return await RespConnection.open(self._address, on_push)
         reasons = []
         for number in [(self._first + turn) % len(sentinels) for turn in range(len(sentinels))]:
             self._first = (number + 1) % len(sentinels)
@@ -41,8 +41,8 @@ class Master:
                 return line
         raise OSError("; ".join(reasons))
 
-    async def _named_by(self, sentinel: RedisAddress, on_push: Callable[[], None]) -> Line:
-        asking = await Line.open(sentinel)
+    async def _named_by(self, sentinel: RedisAddress, on_push: Callable[[], None]) -> RespConnection:
+        asking = await RespConnection.open(sentinel)
         try:
             named = await asking.ask(("SENTINEL", "get-master-addr-by-name", self._address.master), binary=False)
         finally:
@@ -50,7 +50,7 @@ class Master:
         if not named:
             raise OSError(f"knows no master {self._address.master}")
         host, port = named
-        line = await Line.open(replace(self._address, host=host, port=int(port)), on_push)
+        line = await RespConnection.open(replace(self._address, host=host, port=int(port)), on_push)
         try:
             # Unlike ROLE, a user may ask this without the rights of an administrator.
             said = await line.ask(("HELLO", "2"), binary=False)

@@ -31,7 +31,7 @@ class PromptPrefix:
 
     @classmethod
     def of(cls, revision: str, block_size: int, block_hashes: Sequence[bytes], held: Held = ()) -> PromptPrefix:
-        """Of a prompt whose full blocks have these names, in order."""
+        """Makes the prefix of a prompt whose full blocks have these names, in order."""
         marks = b"".join([prefix + block_hashes[i][:MARKED_HASH_BYTES] for i, prefix in _marks(len(block_hashes))])
         return cls(revision, block_size, marks, " ".join([_said(*part) for part in held]))
 

@@ -27,7 +27,7 @@ from tandem.process import IntegrityReport
 from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
-from tandem.registry.connection import Changes, Connection, RedisConnection
+from tandem.registry.connection import Changes, RedisConnection, RegistryConnection
 from tandem.registry.errors import (
     IncompatibleLayout,
     NoWorkers,
@@ -40,7 +40,7 @@ from tandem.registry.late_releases import LateReleases
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.resp import Argument
-from tandem.registry.worker import Fallback, Place, Route, Worker, WorkerInfo, WorkerLoad, decode, encode
+from tandem.registry.worker import Fallback, LiveWorker, Place, Route, WorkerInfo, WorkerLoad, decode, encode
 
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
 # So many choices and releases in one call: more would keep other gateways waiting.
@@ -58,7 +58,7 @@ class Registry:
     such a call, or a cancelled one, should have released is released in the background once Redis answers.
     """
 
-    def __init__(self, connection: Connection, client_lease_s: float | None = None) -> None:
+    def __init__(self, connection: RegistryConnection, client_lease_s: float | None = None) -> None:
         """With `client_lease_s`, what this client reserves is released so many seconds after it has last called or
         `hold_client_lease` has last renewed; without, each reservation ends by its own `ttl` alone."""
         self._client_lease_s = client_lease_s
@@ -107,7 +107,7 @@ class Registry:
         self._announced = gateway, demand
 
     def other_demands(self) -> Sequence[Demand]:
-        """What other gateways of its model had to do when this one last renewed its lease."""
+        """Demand of other gateways of its model when this one last renewed its lease."""
         return self._others
 
     async def gateways(self) -> list[GatewayAddress]:
@@ -145,7 +145,7 @@ class Registry:
         """End the lease, if this incarnation has it. It cannot come back."""
         await self._connection.call("deregister", worker_id, incarnation)
 
-    async def workers(self) -> list[Worker]:
+    async def workers(self) -> list[LiveWorker]:
         """Workers with a live lease, by id."""
         return (await self.snapshot()).workers
 
@@ -199,8 +199,8 @@ class Registry:
     ) -> Route:
         """Choose the pair of workers for a request and hold room on both, as one atomic step.
 
-        Reserves the uncached prompt tokens on the worker that reads the prompt and blocks for the whole sequence on
-        the one that decodes, until released or for `ttl` seconds. `exclude` names worker ids or incarnations.
+        Reserves the uncached prompt tokens on the worker that prefills and blocks for the whole sequence on the one
+        that decodes, until released or for `ttl` seconds. `exclude` names worker ids or incarnations.
         `require` takes only a pair, `prefer` falls back to a decode worker alone, `never` takes one alone, and `auto`
         takes what costs less by the rates that the workers have measured. With `itl_target_s`, the most between the
         request's tokens, a prompt costs a decode worker that has room below that no pause of what runs there; with
@@ -208,7 +208,7 @@ class Registry:
 
         Workers that hold the beginning of the prompt, by `prefix`, are preferred as far as load allows; from now on
         the chosen ones are expected to hold all of it, until they have reported their blocks. Of a request with a LoRA
-        adapter `adapted` are the generations of the workers that have it in memory: they are preferred, too.
+        adapter `adapted` are the incarnations of the workers that have it in memory: they are preferred, too.
 
         Raises:
             NoWorkers: nobody can take it now; the message says what is missing.
@@ -217,14 +217,15 @@ class Registry:
         if prompt_tokens < 1 or max_new_tokens < 0:
             raise ValueError(f"prompt_tokens and max_new_tokens must not be {prompt_tokens} and {max_new_tokens}")
         reservation = f"{request_id}/{self._connection.client_id}/{next(self._numbers)}"
-        excluded = json.dumps(sorted(exclude)) if exclude else "[]"
-        arguments = (
-            reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl), excluded, prefix.revision,
-            prefix.block_size, prefix.marks, prefix.held, "-" if adapted is None else " ".join(adapted),
-            round(1000 * ttft_target_s), round(1000 * itl_target_s),
+        return await self._selected(
+            reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl), json.dumps(sorted(exclude)),
+            prefix.revision, prefix.block_size, prefix.marks, prefix.held,
+            "-" if adapted is None else " ".join(adapted), round(1000 * ttft_target_s), round(1000 * itl_target_s),
         )  # fmt: skip
+
+    async def _selected(self, reservation: str, *asked: str | bytes | int) -> Route:
         try:
-            status, why, *chosen = await self._batcher.call(("select", arguments))
+            status, why, *chosen = await self._batcher.call(("select", (reservation, *asked)))
             if status == "ok":
                 fallback = Fallback(chosen[0]) if chosen[0] else None
                 places = [await self._place(*chosen[i : i + 3]) for i in range(1, len(chosen), 3)]

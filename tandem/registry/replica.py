@@ -31,7 +31,7 @@ MAX_NAMES = 4096
 
 @dataclass(slots=True)
 class Copy:
-    """What is known of one worker's cache: everything up to batch `number` of this generation."""
+    """The known content of one worker's cache: everything up to batch `number` of this generation."""
 
     generation: str
     number: int
@@ -69,7 +69,8 @@ class BlockReplica:
         return self._index.dropped
 
     def holders(self, hashes: Sequence[bytes]) -> list[tuple[int, tuple[str, ...]]]:
-        """Of a prompt's blocks in order: (so many of them from the first on, generations that hold just so many)."""
+        """Holders of a prompt's blocks in order: (so many of them from the first on, generations that hold just so
+        many)."""
         return [(count, self._generations(mask)) for count, mask in self._index.holders(names_of(hashes))]
 
     async def run(self) -> None:

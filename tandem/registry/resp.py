@@ -41,10 +41,10 @@ class ReplyError(Exception):
 class Wire:
     """Connects when first used, and again after that connection ended. `close` ends it."""
 
-    def __init__(self, open_line: Callable[[], Awaitable[Line]]) -> None:
+    def __init__(self, open_line: Callable[[], Awaitable[RespConnection]]) -> None:
         self.lines = 0  # opened so far
         self._open_line = open_line
-        self._line: Line | None = None
+        self._line: RespConnection | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
 
@@ -75,7 +75,7 @@ class Wire:
         self._closed = True
         self.renew("closed")
 
-    async def _connected(self) -> Line:
+    async def _connected(self) -> RespConnection:
         if self._line and not self._line.ended:
             return self._line
         async with self._connecting:
@@ -87,7 +87,7 @@ class Wire:
         return self._line
 
 
-class Line(asyncio.Protocol):
+class RespConnection(asyncio.Protocol):
     """One connection, from its handshake until `end`. `on_push` is called for each message that answers no command
     (of a channel subscribed to), and when the connection ends."""
 
@@ -101,7 +101,7 @@ class Line(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     @classmethod
-    async def open(cls, address: RedisAddress, on_push: Callable[[], None] = lambda: None) -> Line:
+    async def open(cls, address: RedisAddress, on_push: Callable[[], None] = lambda: None) -> RespConnection:
         """
         Raises:
             ReplyError: user, password or database are refused.

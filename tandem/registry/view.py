@@ -1,4 +1,4 @@
-"""What a gateway sees of the cluster, kept up to date in the background and kept when Redis is gone.
+"""A gateway's view of the cluster, kept up to date in the background and kept when Redis is gone.
 
 refresh on start ──> on every change (pub/sub) and every `poll` seconds ──> until cancelled
 
@@ -15,7 +15,7 @@ import structlog
 from tandem.registry.answers import Snapshot
 from tandem.registry.errors import RegistryUnavailable
 from tandem.registry.registry import Registry
-from tandem.registry.worker import Worker
+from tandem.registry.worker import LiveWorker
 
 log = structlog.get_logger(__name__)
 # Bursts of changes, such as a cluster starting, are read once.
@@ -40,15 +40,15 @@ class ClusterView:
         self._stale_after = stale_after
         self._grace = grace
         self._epoch = ""
-        self._all: list[Worker] = []
-        self._workers: dict[str, Worker] = {}
-        self._orphans: dict[str, Worker] = {}
+        self._all: list[LiveWorker] = []
+        self._workers: dict[str, LiveWorker] = {}
+        self._orphans: dict[str, LiveWorker] = {}
         self._orphaned_at = 0.0
         self._read_at: float | None = None
         self._changed = asyncio.Event()
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[LiveWorker]:
         """By id, as of `age` seconds ago; a new list when the view was read again, never changed."""
         return self._all
 

@@ -1,4 +1,4 @@
-"""What the registry knows of a worker, and how it is written in Redis.
+"""A worker as the registry knows it, and as it is written in Redis.
 
     info   fixed for one incarnation: where it listens, what it serves
     load   changes with every heartbeat: room and queue
@@ -69,7 +69,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker says of itself in a heartbeat. Blocks kept only as prefix cache count as free."""
+    """A worker's report in a heartbeat. Blocks kept only as prefix cache count as free."""
 
     free_blocks: int
     num_waiting: int
@@ -92,7 +92,7 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class LiveWorker:
     """A worker with a live lease."""
 
     info: WorkerInfo
@@ -112,7 +112,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where one request goes. `prefill` is None where the decode worker reads the prompt itself."""
+    """The workers of one request. `prefill` is None if the decode worker prefills the prompt itself."""
 
     prefill: Place | None
     decode: Place
@@ -150,11 +150,11 @@ def encode(part: WorkerInfo | WorkerLoad) -> list[str]:
     return [text for field in fields(part) for text in (field.name, _write(getattr(part, field.name)))]
 
 
-def decode(flat: Sequence[str]) -> Worker:
+def decode(flat: Sequence[str]) -> LiveWorker:
     """The worker of one hash, given as name, value, name, value …"""
     row = dict(zip(flat[::2], flat[1::2], strict=True))
     reserved = int(row["reserved_tokens"]), int(row["reserved_blocks"])
-    return Worker(_read(WorkerInfo, row), _read(WorkerLoad, row), *reserved, row["generation"])
+    return LiveWorker(_read(WorkerInfo, row), _read(WorkerLoad, row), *reserved, row["generation"])
 
 
 def _write(value: object) -> str:

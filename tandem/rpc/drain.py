@@ -35,7 +35,7 @@ class DrainService(process_pb2_grpc.ProcessServiceServicer):
 
 
 def is_local(peer: str) -> bool:
-    """Of a gRPC peer, such as ipv4:127.0.0.1:5000 or ipv6:%5B::1%5D:5000."""
+    """True for a gRPC peer on this machine, such as ipv4:127.0.0.1:5000 or ipv6:%5B::1%5D:5000."""
     family, _, rest = unquote(peer).partition(":")
     if family not in ("ipv4", "ipv6"):
         return False

@@ -130,13 +130,7 @@ async def serve(
     Raises:
         OSError: the address cannot be bound.
     """
-    own = {
-        "grpc.max_receive_message_length": max_receive_bytes,
-        "grpc.so_reuseport": int(shared_port),
-    }
-    if max_connections is not None:
-        own["grpc.max_allowed_incoming_connections"] = max_connections
-    options = list({**dict(SERVER_OPTIONS), **own}.items())
+    options = _options(max_receive_bytes, shared_port, max_connections)
     interceptor = Interceptor(security.secret, wall)
     server = make_server(options=options, interceptors=[interceptor])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -152,6 +146,13 @@ async def serve(
     await started.set_serving(False)
     await server.start()
     return started
+
+
+def _options(max_receive_bytes: int, shared_port: bool, max_connections: int | None) -> list[tuple[str, int]]:
+    own = {"grpc.max_receive_message_length": max_receive_bytes, "grpc.so_reuseport": int(shared_port)}
+    if max_connections is not None:
+        own["grpc.max_allowed_incoming_connections"] = max_connections
+    return list({**dict(SERVER_OPTIONS), **own}.items())
 
 
 def _add_reflection(server: aio.Server, names: Sequence[str]) -> None:

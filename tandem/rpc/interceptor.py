@@ -1,4 +1,4 @@
-"""What every gRPC server of Tandem does around a call.
+"""Wraps every call to a gRPC server of Tandem.
 
 refuse     a caller without the cluster's secret; everyone, once the server is stopping
 join       the caller's trace

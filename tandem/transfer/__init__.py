@@ -6,7 +6,7 @@
 Frames name logical blocks; only the receiver knows where they lie. Nothing becomes visible before all of it verified.
 """
 
-from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.link import Link, Push
 from tandem.transfer.runtime.receiver import Receiver
@@ -18,8 +18,8 @@ from tandem.transfer.transports.tcp import SocketNetwork
 
 __all__ = [
     "Driver",
-    "Endpoint",
     "Link",
+    "LinkPeer",
     "MemoryNetwork",
     "Network",
     "Push",

@@ -1,6 +1,6 @@
-"""What prefill and decode workers share: settings, the engine's port, the lease, building a worker, its process."""
+"""The common part of prefill and decode workers: settings, the engine, the lease, building a worker, its process."""
 
-from tandem.worker.build import Ports, Server, Worker, WorkerContext, WorkerService
+from tandem.worker.build import RunningServer, Worker, WorkerContext, WorkerPorts, WorkerService
 from tandem.worker.crash import open_crash_page
 from tandem.worker.engine_inline import InlineEngine
 from tandem.worker.engine_port import Added, Ended, EngineDied, EnginePort, EngineStuck, Event
@@ -23,14 +23,14 @@ __all__ = [
     "Entry",
     "Event",
     "InlineEngine",
-    "Ports",
+    "RunningServer",
     "SequenceFailed",
-    "Server",
     "Streams",
     "SuspectTurns",
     "WorkService",
     "Worker",
     "WorkerContext",
+    "WorkerPorts",
     "WorkerService",
     "WorkerSettings",
     "failure_of",

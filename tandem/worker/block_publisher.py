@@ -1,4 +1,4 @@
-"""What this worker's prefix cache holds, published to the registry in batches.
+"""Publishes the content of this worker's prefix cache, published to the registry in batches.
 
     engine's block events --> held (a set) --> stored / removed since the last time --> registry, in numbered batches
 

@@ -22,8 +22,7 @@ from tandem.checkpoints import text_digests
 from tandem.engine import Engine
 from tandem.liveness import Starvation, no_pressure
 from tandem.process import IntegrityReport
-from tandem.registry import Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
-from tandem.registry import Worker as Registered
+from tandem.registry import LiveWorker, Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
 from tandem.rpc import IntegrityService
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import Driver, Network
@@ -44,7 +43,7 @@ STUCK_TIMES, STUCK_S = 4, 1.0
 MAX_REPORTED_ADAPTERS = 256  # in a heartbeat, the latest used
 
 
-class Server(Protocol):
+class RunningServer(Protocol):
     """A gRPC server that runs."""
 
     port: int
@@ -54,12 +53,12 @@ class Server(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
-    """What a worker reaches the world through. The worker closes the engine and the registry when it ends."""
+class WorkerPorts:
+    """A worker's ways to the world. The worker closes the engine and the registry when it ends."""
 
     engine: EnginePort
     registry: Registry
-    serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[Server]]
+    serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[RunningServer]]
     network: Network  # that carries KV
     driver: Driver  # of KV links
     new_nonce: Callable[[], int]
@@ -73,12 +72,12 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a role's service is built from."""
+    """The parts that a role's service is built from."""
 
     settings: WorkerSettings
     worker_id: str
     incarnation: str
-    ports: Ports
+    ports: WorkerPorts
     renew_lease: Callable[[], None]
     starvation: Callable[[], float] = lambda: 0.0
 
@@ -89,7 +88,7 @@ class WorkerContext:
 
 
 class WorkerService(Protocol):
-    """What a role adds: its gRPC services, its side of the KV transfer, and its background tasks."""
+    """The part that a role adds: its gRPC services, its side of the KV transfer, and its background tasks."""
 
     role: Role
     servicers: Sequence[rpc.Servicer]
@@ -108,10 +107,10 @@ class WorkerService(Protocol):
         """Requests that still run here."""
 
     def request_ids(self) -> set[str]:
-        """Of the requests that run here, those that are just being released included."""
+        """Ids of the requests that run here, those that are just being released included."""
 
     def check_integrity(self) -> IntegrityReport:
-        """Of the role's side of the KV transfer."""
+        """Report of the role's side of the KV transfer."""
 
     async def hand_over(self) -> None:
         """End what still runs, so that it goes on elsewhere."""
@@ -123,7 +122,11 @@ class Worker:
     """Made inside a running event loop; `run` once."""
 
     def __init__(
-        self, settings: WorkerSettings, worker_id: str, build: Callable[[WorkerContext], WorkerService], ports: Ports
+        self,
+        settings: WorkerSettings,
+        worker_id: str,
+        build: Callable[[WorkerContext], WorkerService],
+        ports: WorkerPorts,
     ) -> None:
         self.ready = asyncio.Event()  # registered and healthy
         self.address = ""  # of its gRPC service, as peers reach it
@@ -193,7 +196,7 @@ class Worker:
             self._draining = asyncio.create_task(self._drain())
         return await asyncio.shield(self._draining)
 
-    def _start(self, server: Server) -> list[asyncio.Task[None]]:
+    def _start(self, server: RunningServer) -> list[asyncio.Task[None]]:
         context, registry = self.context, self._ports.registry
         publisher = BlockPublisher(self._ports.engine, registry, context.worker_id, context.incarnation)
         info = _info(context, self._service, server.port)
@@ -212,7 +215,7 @@ class Worker:
             task.add_done_callback(self._task_ended)
         return tasks
 
-    async def _announce(self, server: Server) -> None:
+    async def _announce(self, server: RunningServer) -> None:
         """Healthy once registered, or linked; not while draining."""
         await self._lease.held.wait()
         while self.context.settings.ready_when == "linked" and not await self._any_of(self._is_linked):
@@ -223,15 +226,15 @@ class Worker:
         await server.set_serving(False)
         await asyncio.Event().wait()
 
-    def _is_linked(self, worker: Registered) -> bool:
-        """Whether this is a link of ours: we have moved a block to someone, or someone to us."""
+    def _is_linked(self, worker: LiveWorker) -> bool:
+        """True for a link of ours: we have moved a block to someone, or someone to us."""
         return self.context.incarnation in worker.load.linked or bool(self._is_us(worker) and worker.load.linked)
 
-    def _is_us(self, worker: Registered) -> bool:
+    def _is_us(self, worker: LiveWorker) -> bool:
         return worker.info.incarnation == self.context.incarnation
 
-    async def _any_of(self, holds: Callable[[Registered], bool]) -> bool:
-        """Whether it holds for any worker in the registry; False where there is no registry."""
+    async def _any_of(self, holds: Callable[[LiveWorker], bool]) -> bool:
+        """True if it holds for any worker in the registry; False without a registry."""
         try:
             return any(map(holds, await self._ports.registry.workers()))
         except RegistryUnavailable:
@@ -272,8 +275,8 @@ class Worker:
             return False
         return True
 
-    def _is_reserved(self, worker: Registered) -> bool:
-        """Whether these are reservations on us: a gateway is about to send work, or has yet to release it."""
+    def _is_reserved(self, worker: LiveWorker) -> bool:
+        """True for reservations on us: a gateway is about to send work, or has yet to release it."""
         return self._is_us(worker) and bool(worker.reserved_tokens or worker.reserved_blocks)
 
     def _load(self) -> WorkerLoad:

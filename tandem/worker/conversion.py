@@ -61,7 +61,7 @@ def token_of(output: worker_pb2.SequenceOutput) -> SampledToken:
 
 
 def first_token(output: SequenceOutput) -> bytes:
-    """What `token_of` reads: a prefill's output, less what only its caller wants."""
+    """The payload that `token_of` parses: a prefill's output, less what only its caller wants."""
     return output_to_proto(replace(output, prompt_logprobs=[])).SerializeToString()
 
 

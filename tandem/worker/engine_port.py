@@ -85,7 +85,7 @@ class EnginePort(ABC):
 
     @abstractmethod
     def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
-        """What `fn` returns, run on the caller's thread at once, also while a step computes; None where that is not to
+        """Runs `fn` on the caller's thread at once, also while a step computes; None where that is not to
         be had. `fn` may change nothing that a step uses: of all that changes an engine, only `reserve` without
         `outranks` is such."""
 

@@ -137,7 +137,7 @@ class EngineThread(EnginePort):
                 self._loop.call_soon_threadsafe(self._deliver, events)
 
     def _step(self) -> bool:
-        """Whether it brought anything on."""
+        """Computes one step; True if there was anything to do."""
         started = self._busy_since = time.monotonic()
         with self._held:
             outputs = self.engine.step(self._released()) if self.engine.has_work() else []

@@ -10,13 +10,13 @@ from tandem.process import IntegrityReport
 from tandem.worker.engine_port import EnginePort
 
 
-class Role(Protocol):
+class SequenceHolder(Protocol):
     def request_ids(self) -> Collection[str]: ...
 
     def check_integrity(self) -> IntegrityReport: ...
 
 
-async def check_worker(engine: EnginePort, service: Role) -> IntegrityReport:
+async def check_worker(engine: EnginePort, service: SequenceHolder) -> IntegrityReport:
     """A sequence in the engine belongs to a request, which may be just being released."""
     ids = set(await engine.call(lambda engine: engine.request_ids()))
     leaked = ids - set(service.request_ids())

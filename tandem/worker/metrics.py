@@ -1,4 +1,4 @@
-"""What a worker is short of, for Prometheus and so for autoscalers: prefill of time to read, decode of blocks.
+"""A worker's load, for Prometheus and so for autoscalers: prefill of time to read, decode of blocks.
 
 Read from the engine's last statistics when Prometheus asks; served on a thread of its own. Beside it, at
 /debug/integrity, what the worker holds.

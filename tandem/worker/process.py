@@ -24,7 +24,7 @@ from tandem.process import IntegrityReport, ends_where_it_stands_still, lasting,
 from tandem.registry import Registry, Role
 from tandem.rpc import DrainService
 from tandem.transfer import SocketNetwork, Threads, new_nonce
-from tandem.worker.build import Ports, Worker, WorkerContext, WorkerService
+from tandem.worker.build import Worker, WorkerContext, WorkerPorts, WorkerService
 from tandem.worker.crash import open_crash_page
 from tandem.worker.engine_port import EngineStuck
 from tandem.worker.engine_thread import EngineThread
@@ -49,10 +49,10 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
         traces.close()
 
 
-def process_ports(settings: WorkerSettings, engine: Engine) -> Ports:
+def process_ports(settings: WorkerSettings, engine: Engine) -> WorkerPorts:
     """A thread for the engine, sockets for everything else. For any process, an actor's too."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=settings.registry_wait_s)
-    return Ports(
+    return WorkerPorts(
         engine=EngineThread(engine),
         registry=registry,
         serve=partial(rpc.serve, security=settings.security, known_as=settings.reachable_host(socket.gethostname())),

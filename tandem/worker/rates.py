@@ -1,4 +1,4 @@
-"""What this worker's hardware does, as seen in its own work: nothing is run only to be measured.
+"""The speed of this worker's hardware, as seen in its own work: nothing is run only to be measured.
 
     step of prompt tokens          seconds ──────────────────────────> prefill
     step of decodes                seconds ──────> decode

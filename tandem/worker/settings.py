@@ -109,7 +109,7 @@ class WorkerSettings(ClusterSettings):
         return self.model_name or self.model_path.resolve().name
 
     def reachable_host(self, hostname: str) -> str:
-        """Where others reach it; `hostname` is the machine's."""
+        """Host at which others reach it; `hostname` is the machine's."""
         return self.advertise_host or (hostname if self.host in ("0.0.0.0", "::") else self.host)
 
     def engine_config(self) -> EngineConfig:

@@ -29,7 +29,7 @@ MOST_AHEAD = 32
 
 
 class Outbox:
-    """What a gateway hears next."""
+    """Messages that go to a gateway next."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from services.decode.block_queue import BlockQueue
-from services.decode.sequences import Sequences as DecodeSequences
+from services.decode.sequences import DecodeSequences
 from services.gateway.admission import Admission
 from services.gateway.errors import WorkerLost
 from services.gateway.generation import pipeline

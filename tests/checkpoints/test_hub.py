@@ -18,7 +18,7 @@ import pytest
 
 from tandem.checkpoints import hub
 from tandem.checkpoints.hub import find_model
-from tandem.checkpoints.memory_fit import GIB, Need, machine_memory, misfit
+from tandem.checkpoints.memory_fit import GIB, MemoryNeed, machine_memory, misfit
 
 SHA = "ab" * 20
 WEIGHTS = bytes(range(256)) * 4096
@@ -231,7 +231,7 @@ def test_a_wheel_of_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_memory_is_weighed_for_all_workers_together() -> None:
-    need = Need(weights=3 * GIB, kv=GIB)
+    need = MemoryNeed(weights=3 * GIB, kv=GIB)
     assert misfit([need], 5 * GIB) == ""
     assert misfit([need, need], 8 * GIB) == (
         "does not fit: 2 workers (weights 3.0 + KV 1.0 + overhead 0.4 GiB) need 8.8 GiB of 8.0 GiB"

@@ -15,7 +15,7 @@ from tandem.engine import Engine, Request, SequenceOutput
 from tandem.transfer import SocketNetwork, Threads, new_nonce
 from tandem.v1 import llm_pb2, worker_pb2
 from tandem.worker import EngineThread, WorkerContext
-from tandem.worker.build import Ports
+from tandem.worker.build import WorkerPorts
 
 ANSWERS = 40
 
@@ -52,7 +52,7 @@ async def test_answers_of_one_token_end_once_and_are_never_aborted(demo_model: P
     settings = DecodeSettings(model_path=demo_model, worker_id="d0", engine="null", num_blocks=64, host="127.0.0.1")
     engine, numbers = Engine(settings.engine_config()), count()
     thread = EngineThread(engine)
-    ports = Ports(
+    ports = WorkerPorts(
         engine=thread, registry=None, serve=None, network=SocketNetwork(), driver=Threads(),  # type: ignore[arg-type]
         new_nonce=new_nonce, new_id=lambda: f"id{next(numbers)}", hostname="127.0.0.1",
     )  # fmt: skip

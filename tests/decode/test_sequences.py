@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.decode.sequences import Reservation, Sequences
+from services.decode.sequences import DecodeSequences, Reservation
 from tandem.engine import EngineConfig, Request, SampledToken, SamplingParams, StepTime
-from tandem.transfer import Endpoint, Push, Receiver, Sender, TransferError
+from tandem.transfer import LinkPeer, Push, Receiver, Sender, TransferError
 from tandem.v1 import worker_pb2
 from tandem.worker import InlineEngine, SequenceFailed, Streams
 
@@ -26,7 +26,7 @@ INCARNATION = "p-1"
 class Decode:
     engine: InlineEngine
     receiver: Receiver
-    sequences: Sequences
+    sequences: DecodeSequences
     streams: Streams
     answers: dict[str, asyncio.Future[Reservation | None]] = field(default_factory=dict)
     readers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -77,12 +77,12 @@ class Decode:
 @pytest.fixture
 async def decode(demo_model: Path) -> AsyncIterator[Decode]:
     engine = InlineEngine(EngineConfig(demo_model, "demo", block_size=BLOCK, num_blocks=BLOCKS, null=StepTime()))
-    local = Endpoint("decode-0", "d-1", engine.engine.layout.hash)
+    local = LinkPeer("decode-0", "d-1", engine.engine.layout.hash)
     receiver = Receiver(local, engine.engine.kv_cache, host="127.0.0.1")
     numbers = count()
 
     streams = Streams("d-1", lambda stream_id: made.sequences.stream_ended(stream_id))
-    sequences = Sequences(
+    sequences = DecodeSequences(
         engine, receiver, streams, reserved=lambda *answer: made.reserved(*answer),
         first_token=lambda payload: SampledToken(int(payload)), new_id=lambda: f"t{next(numbers)}",
         worker_id="decode-0",
@@ -101,7 +101,7 @@ async def decode(demo_model: Path) -> AsyncIterator[Decode]:
 
 @pytest.fixture
 def sender(decode: Decode) -> AsyncIterator[Sender]:
-    sender = Sender(Endpoint("prefill-0", INCARNATION, decode.engine.engine.layout.hash))
+    sender = Sender(LinkPeer("prefill-0", INCARNATION, decode.engine.engine.layout.hash))
     yield sender  # type: ignore[misc]
     sender.close()
 

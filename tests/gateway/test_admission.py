@@ -12,7 +12,7 @@ import pytest
 from services.gateway.admission import Admission, Capacity, FairQueue, Weights, Work, capacity_of
 from services.gateway.admission.priority import PriorityClass
 from services.gateway.errors import GatewayError, Overloaded, TimedOut, Unavailable
-from tandem.registry import Role, Worker, WorkerInfo, WorkerLoad
+from tandem.registry import LiveWorker, Role, WorkerInfo, WorkerLoad
 
 pytestmark = pytest.mark.fast
 
@@ -304,13 +304,13 @@ async def test_whatever_is_cancelled_when_everything_is_given_back(seed: int) ->
 # --- capacity ---
 
 
-def worker(role: Role, draining: bool = False, **other: int) -> Worker:
+def worker(role: Role, draining: bool = False, **other: int) -> LiveWorker:
     sizes = {"block_size": 16, "num_blocks": 100, "max_num_seqs": 8, "max_model_len": 512, **other}
     info = WorkerInfo(
         worker_id="w", role=role, incarnation="i", grpc_address="x:1", transfer_address="x:2", model="m", revision="r",
         layout_hash="l", transports=("tcp",), host="h", **sizes,
     )  # fmt: skip
-    return Worker(info, WorkerLoad(0, 0, 0, 0, draining=draining), 0, 0, "")
+    return LiveWorker(info, WorkerLoad(0, 0, 0, 0, draining=draining), 0, 0, "")
 
 
 P, D = worker(Role.PREFILL), worker(Role.DECODE)
@@ -329,7 +329,7 @@ P, D = worker(Role.PREFILL), worker(Role.DECODE)
         ([P, D], 1000, Capacity(1600, 16, 50, 4, 1000)),
     ],
 )
-def test_capacity(workers: Sequence[Worker], max_tokens: int | None, expected: Capacity | None) -> None:
+def test_capacity(workers: Sequence[LiveWorker], max_tokens: int | None, expected: Capacity | None) -> None:
     assert capacity_of(workers, 50, max_tokens, decodes_read=False) == expected
 
 

@@ -27,7 +27,7 @@ from ray.cluster_utils import Cluster as Raylets
 from tandem.commands.detached import down, status
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.local import RedisServer, free_ports
-from tandem.local.ray import RayLauncher, State
+from tandem.local.ray import ActorState, RayLauncher
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import eventually
 
@@ -71,17 +71,17 @@ class OnRay:
         command = [sys.executable, "-m", "tandem", "up", *self.options, "--detach", f"--file={file}", timeout]
         return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
 
-    def states(self) -> dict[str, State | str]:
+    def states(self) -> dict[str, ActorState | str]:
         return asyncio.run(RayLauncher(print, detached=True).states())
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> ActorState:
         state = self.states()[name]
-        assert isinstance(state, State), state
+        assert isinstance(state, ActorState), state
         return state
 
     def whole(self, num_services: int = 5) -> bool:
         states = self.states().values()
-        return len(states) == num_services and all(isinstance(state, State) and state.ready for state in states)
+        return len(states) == num_services and all(isinstance(state, ActorState) and state.ready for state in states)
 
     async def load(self, during: Coroutine[Any, Any, object]) -> list[grpc.StatusCode]:
         """The status of each of many requests, sent while `during` runs, and for a moment longer."""
@@ -229,13 +229,15 @@ async def test_scaling_up_fails_no_request_and_what_cannot_be_placed_is_named(on
 
     def rest_is_whole() -> bool:
         states = on_ray.states()
-        return isinstance(states.pop("gpu-0"), str) and all(isinstance(s, State) and s.ready for s in states.values())
+        return isinstance(states.pop("gpu-0"), str) and all(
+            isinstance(s, ActorState) and s.ready for s in states.values()
+        )
 
     await asyncio.to_thread(eventually, rest_is_whole, RESTART_S, "all services but one are ready")
 
 
 def test_down_leaves_nothing(on_ray: OnRay, capsys: pytest.CaptureFixture[str]) -> None:
-    pids = [state.pid for state in on_ray.states().values() if isinstance(state, State)]
+    pids = [state.pid for state in on_ray.states().values() if isinstance(state, ActorState)]
     assert len(pids) == 5
     down(on_ray.options)
     assert capsys.readouterr().out == "stopped decode-0, decode-1, gateway, gpu-0, kvstore, prefill-0\n"

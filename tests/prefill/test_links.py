@@ -17,7 +17,7 @@ from services.prefill.links import LinkKeeper
 from tandem.liveness.silence import Liveness
 from tandem.local import RedisServer
 from tandem.registry import ClusterView, Registry, Role, WorkerInfo, WorkerLoad
-from tandem.transfer import Endpoint, Receiver, Sender, TransferError
+from tandem.transfer import LinkPeer, Receiver, Sender, TransferError
 
 LAYOUT = "layout-a"
 HEAL_S = 60.0  # by far longer than it takes
@@ -42,7 +42,7 @@ class Pool:
 
     def receiver(self, worker_id: str, incarnation: str, port: int = 0, layout: str = LAYOUT) -> Receiver:
         cache = [torch.zeros(8, 2, 1, 4, 8) for _ in range(2)]
-        endpoint = Endpoint(worker_id, incarnation, layout)
+        endpoint = LinkPeer(worker_id, incarnation, layout)
         self.receivers.append(Receiver(endpoint, cache, host="127.0.0.1", port=port))
         return self.receivers[-1]
 
@@ -72,7 +72,7 @@ async def within(seconds: float, check: Callable[[], bool]) -> float:
 @pytest.fixture
 async def pool(request: pytest.FixtureRequest, redis_server: RedisServer) -> AsyncIterator[Pool]:
     registry = Registry.connect(redis_server.url, namespace=uuid4().hex, timeout=30.0)
-    sender, changes = Sender(Endpoint("prefill-0", "p-1", LAYOUT)), list[tuple[str, ...]]()
+    sender, changes = Sender(LinkPeer("prefill-0", "p-1", LAYOUT)), list[tuple[str, ...]]()
     view = ClusterView(registry)
     keeper = LinkKeeper(sender, view, LAYOUT, lambda: changes.append(keeper.linked()))
     pool = Pool(registry, keeper, changes)
@@ -115,14 +115,14 @@ async def test_a_worker_restarted_at_its_address_is_linked_anew(pool: Pool) -> N
     await pool.register("decode-0", "d-2", old.address)
     await pool.linked("d-2")
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*d-1.*d-2"):
-        await pool.keeper.link_to(Endpoint("decode-0", "d-1", LAYOUT), old.address)
-    link = await pool.keeper.link_to(Endpoint("decode-0", "d-2", LAYOUT), old.address)
+        await pool.keeper.link_to(LinkPeer("decode-0", "d-1", LAYOUT), old.address)
+    link = await pool.keeper.link_to(LinkPeer("decode-0", "d-2", LAYOUT), old.address)
     assert link.healthy
 
 
 async def test_a_request_need_not_wait_for_the_registry(pool: Pool) -> None:
     receiver = pool.receiver("decode-0", "d-1")
-    link = await pool.keeper.link_to(Endpoint("decode-0", "d-1", LAYOUT), receiver.address)
+    link = await pool.keeper.link_to(LinkPeer("decode-0", "d-1", LAYOUT), receiver.address)
     assert link.healthy
     assert 0 < link.rtt < HEAL_S
 
@@ -136,7 +136,7 @@ async def test_another_layout_is_refused_with_the_reason(pool: Pool) -> None:
         ("no link: KV layouts differ", "layout-b", "layout-a")
     ]
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION: layout_hash.*layout-a.*layout-b"):
-        await pool.keeper.link_to(Endpoint("decode-0", "d-1", "layout-b"), other.address)
+        await pool.keeper.link_to(LinkPeer("decode-0", "d-1", "layout-b"), other.address)
     assert pool.keeper.linked() == ()
 
 
@@ -159,7 +159,7 @@ async def test_a_worker_that_does_not_answer_is_gone_and_no_deadline_has_passed(
     with nobody() as silent:
         for address in (f"127.0.0.1:{silent.getsockname()[1]}", "192.0.2.1:9"):  # the latter is routed nowhere
             with pytest.raises(TransferError) as failed:
-                await pool.keeper.link_to(Endpoint("decode-0", "d-0", LAYOUT), address)
+                await pool.keeper.link_to(LinkPeer("decode-0", "d-0", LAYOUT), address)
             assert failed.value.code == "UNAVAILABLE"
 
 
@@ -181,14 +181,14 @@ async def test_a_lease_that_runs_out_costs_no_transfer_on_a_link_that_works(
     await pool.register("decode-0", "d-1", receiver.address)
     await pool.linked("d-1")
     await pool.register("decode-0", "d-1", receiver.address, ttl=0.5)
-    link = await pool.keeper.link_to(Endpoint("decode-0", "d-1", LAYOUT), receiver.address)
+    link = await pool.keeper.link_to(LinkPeer("decode-0", "d-1", LAYOUT), receiver.address)
     async with asyncio.timeout(HEAL_S):
         while await pool.registry.workers():
             await asyncio.sleep(0.01)
     await asyncio.sleep(LONG_GRACE_S / 6)
     assert link.healthy
     await pool.register("decode-0", "d-1", receiver.address, ttl=1.0)
-    assert await pool.keeper.link_to(Endpoint("decode-0", "d-1", LAYOUT), receiver.address) is link
+    assert await pool.keeper.link_to(LinkPeer("decode-0", "d-1", LAYOUT), receiver.address) is link
     assert pool.changes == [("d-1",)]
     other = pool.receiver("decode-1", "d-2")
     await pool.register("decode-1", "d-2", other.address)  # or else nobody could take its place

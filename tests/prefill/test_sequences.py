@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.prefill.sequences import Prefilled, Sequences, Ticket
+from services.prefill.sequences import Prefilled, PrefillSequences, Ticket
 from tandem.adapters import AdapterRef
 from tandem.engine import EngineConfig, Request, SamplingParams, SequenceOutput, StepTime
-from tandem.transfer import Endpoint, Link, Receiver, Sender, TransferError
+from tandem.transfer import Link, LinkPeer, Receiver, Sender, TransferError
 from tandem.worker import InlineEngine, SequenceFailed
 
 BLOCKS, BLOCK, PROMPT = 16, 16, 8 * 16
@@ -24,7 +24,7 @@ SLOW = StepTime(prefill_tokens_per_s=320)
 @dataclass
 class Prefill:
     engine: InlineEngine
-    sequences: Sequences
+    sequences: PrefillSequences
     receiver: Receiver
     ends: list[str] = field(default_factory=list)
     reachable: bool = True
@@ -62,11 +62,11 @@ async def prefill(demo_model: Path) -> AsyncIterator[Prefill]:
     engine = InlineEngine(config)
     layout = engine.engine.layout.hash
     receiver = Receiver(
-        Endpoint("decode-0", "d-1", layout), [torch.zeros_like(kv) for kv in engine.engine.kv_cache], host="127.0.0.1"
+        LinkPeer("decode-0", "d-1", layout), [torch.zeros_like(kv) for kv in engine.engine.kv_cache], host="127.0.0.1"
     )
-    sender = Sender(Endpoint("prefill-0", "p-1", layout))
+    sender = Sender(LinkPeer("prefill-0", "p-1", layout))
 
-    async def link_to(remote: Endpoint, address: str) -> Link:
+    async def link_to(remote: LinkPeer, address: str) -> Link:
         if not made.reachable:
             raise TransferError("UNAVAILABLE", "nobody answers")
         return await asyncio.wrap_future(sender.open_link(remote, address, timeout_s=60))
@@ -78,7 +78,7 @@ async def prefill(demo_model: Path) -> AsyncIterator[Prefill]:
             raise ValueError("this token is in no message")
         return made.payload
 
-    sequences = Sequences(engine, link_to, payload=payload, now=loop.time, worker_id="prefill-0")
+    sequences = PrefillSequences(engine, link_to, payload=payload, now=loop.time, worker_id="prefill-0")
     made = Prefill(engine, sequences, receiver)
     engine.start(sequences.on_events, lambda error: None)
     yield made

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from tandem.local import RedisServer
 from tandem.registry import (
+    LiveWorker,
     NoWorkers,
     PrefillPolicy,
     PromptPrefix,
     Registry,
     Role,
     Route,
-    Worker,
     WorkerInfo,
     WorkerLoad,
 )
@@ -85,7 +85,7 @@ def of_one(rate: float, usual: float) -> float:
 class Costs:
     """The cost model in plain words."""
 
-    def __init__(self, wanted: Wanted, workers: list[Worker]) -> None:
+    def __init__(self, wanted: Wanted, workers: list[LiveWorker]) -> None:
         self.wanted = wanted
         prefills = [worker for worker in workers if worker.info.role is Role.PREFILL]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
@@ -97,19 +97,19 @@ class Costs:
         self.own_work = 16 if wanted.policy == "auto" else 1 + 15 * busy**2
         self.step_s, self.usual_step = leveled(decodes, lambda load: load.step_s, 1 / 64)
 
-    def able(self, worker: Worker) -> bool:
+    def able(self, worker: LiveWorker) -> bool:
         info, wanted = worker.info, self.wanted
         size = wanted.prompt_tokens + (wanted.new_tokens if info.role is Role.DECODE else 0)
         fits = size <= min(info.max_model_len, info.num_blocks * info.block_size)
         return fits and not worker.load.draining and info.worker_id not in wanted.exclude
 
-    def uncached(self, worker: Worker) -> int:
+    def uncached(self, worker: LiveWorker) -> int:
         return self.wanted.prompt_tokens - BLOCK_SIZE * self.wanted.hits.get(worker.info.worker_id, 0)
 
-    def queue(self, worker: Worker) -> int:
+    def queue(self, worker: LiveWorker) -> int:
         return max(worker.reserved_tokens, worker.load.queued_tokens)
 
-    def writing(self, d: Worker) -> float:
+    def writing(self, d: LiveWorker) -> float:
         answer = min(self.wanted.new_tokens, d.load.likely_tokens or self.wanted.new_tokens)
         blocks = math.ceil((self.wanted.prompt_tokens + answer) / BLOCK_SIZE)
         used, num_blocks = max(d.reserved_blocks, d.info.num_blocks - d.load.free_blocks), d.info.num_blocks
@@ -122,7 +122,7 @@ class Costs:
         target_s = self.wanted.ttft_target_s
         return 16 * max(first_s - 0.9 * target_s, 0) if target_s else 0
 
-    def pair(self, p: Worker, d: Worker) -> float:
+    def pair(self, p: LiveWorker, d: LiveWorker) -> float:
         tokens = max(self.uncached(p), 1)
         token_s = self.token_s[p.info.worker_id]
         one_more = of_one(token_s, self.usual) + (self.own_work - 1) * self.usual
@@ -131,7 +131,7 @@ class Costs:
         moving = self.uncached(d) * self.moved_s[p.info.worker_id]
         return reading + STUCK_S * p.load.stuck + moving + self.writing(d)
 
-    def alone(self, d: Worker) -> float:
+    def alone(self, d: LiveWorker) -> float:
         usual = self.usual
         measured, uncached = d.load.prefill_tokens_per_s, max(self.uncached(d), 1)
         token_s = 1 / measured if measured else usual
@@ -147,7 +147,7 @@ class Costs:
         late = self.late(pause)
         return waiting + 16 * uncached * token_s + paused * pause**2 / step_s + late + self.writing(d)
 
-    def best(self, workers: list[Worker]) -> float:
+    def best(self, workers: list[LiveWorker]) -> float:
         """The cheapest allowed route's cost; infinite if there is none."""
         policy = self.wanted.policy
         able = [worker for worker in workers if self.able(worker)]
@@ -161,7 +161,7 @@ class Costs:
             return min(remote + 0.002, local)
         return remote if pairs or policy == "require" else local
 
-    def of(self, route: Route, workers: list[Worker]) -> float:
+    def of(self, route: Route, workers: list[LiveWorker]) -> float:
         by_id = {worker.info.worker_id: worker for worker in workers}
         d = by_id[route.decode.info.worker_id]
         if route.prefill is not None:
@@ -175,7 +175,7 @@ def per(rate: float) -> float:
 
 
 def leveled(
-    workers: list[Worker], seconds: Callable[[WorkerLoad], float], nominal: float
+    workers: list[LiveWorker], seconds: Callable[[WorkerLoad], float], nominal: float
 ) -> tuple[dict[str, float], float]:
     """By worker id: the mean of those measured, where a worker is not or is within a quarter of it; and the mean."""
     values = {worker.info.worker_id: seconds(worker.load) for worker in workers}
@@ -184,7 +184,7 @@ def leveled(
     return {name: mean if not s or abs(s - mean) <= 0.25 * mean else s for name, s in values.items()}, mean
 
 
-def linked_pairs(able: list[Worker], decodes: list[Worker]) -> Iterator[tuple[Worker, Worker]]:
+def linked_pairs(able: list[LiveWorker], decodes: list[LiveWorker]) -> Iterator[tuple[LiveWorker, LiveWorker]]:
     for p in able:
         for d in decodes:
             linked = d.info.incarnation in p.load.linked and d.info.role is Role.DECODE
@@ -192,7 +192,7 @@ def linked_pairs(able: list[Worker], decodes: list[Worker]) -> Iterator[tuple[Wo
                 yield p, d
 
 
-async def ask(registry: Registry, wanted: Wanted, workers: list[Worker]) -> Route:
+async def ask(registry: Registry, wanted: Wanted, workers: list[LiveWorker]) -> Route:
     generations = {worker.info.worker_id: worker.generation for worker in workers}
     held = [(count, (generations[name],)) for name, count in wanted.hits.items() if name in generations]
     return await registry.select_and_reserve(

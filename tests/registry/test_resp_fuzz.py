@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.registry.address import RedisAddress
-from tandem.registry.resp import Line, ReplyError
+from tandem.registry.resp import ReplyError, RespConnection
 from tests.fuzzing import fuzzed
 
 pytestmark = pytest.mark.fast
@@ -39,7 +39,7 @@ async def _ask(said: bytes, binary: bool) -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, asyncio.timeout(30.0):
-        line = await Line.open(RedisAddress.parse(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        line = await RespConnection.open(RedisAddress.parse(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
         try:
             await line.ask(("PING",), binary)
         except (ReplyError, OSError):

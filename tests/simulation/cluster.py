@@ -23,7 +23,7 @@ from services.decode.settings import DecodeSettings
 from services.gateway.__main__ import REGISTRY_WAIT_S, RESERVATIONS_LEASE_S
 from services.gateway.model.served import ServedModel
 from services.gateway.routing import Router
-from services.gateway.server import Gateway, Ports
+from services.gateway.server import Gateway, GatewayPorts
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
@@ -32,8 +32,7 @@ from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingP
 from tandem.registry import Registry
 from tandem.transfer.runtime.loop import LoopDriver
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tandem.worker import InlineEngine, Worker
-from tandem.worker import Ports as WorkerPorts
+from tandem.worker import InlineEngine, Worker, WorkerPorts
 from tests.simulation.crashes import Crashes
 from tests.simulation.grpc_client import PATIENT, Channel
 from tests.simulation.grpc_server import Server
@@ -244,7 +243,7 @@ class Cluster:
         await worker.run()
 
     async def _gateway(self, name: str, process: Process) -> None:
-        ports = Ports(
+        ports = GatewayPorts(
             registry=self._registry(process, REGISTRY_WAIT_S, RESERVATIONS_LEASE_S),
             connect=partial(Channel, self.network, process),  # type: ignore[arg-type]
             serve=self._serve(process),

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.transfer import Endpoint, Link, MemoryNetwork, Network, Push, Receiver, Sender, SocketNetwork
+from tandem.transfer import Link, LinkPeer, MemoryNetwork, Network, Push, Receiver, Sender, SocketNetwork
 from tests.transfer.toy import buffers
 
-PREFILL = Endpoint("prefill-0", "p-1", "layout-a")
-DECODE = Endpoint("decode-0", "d-1", "layout-a")
+PREFILL = LinkPeer("prefill-0", "p-1", "layout-a")
+DECODE = LinkPeer("decode-0", "d-1", "layout-a")
 BLOCK = (2, 2, 4, 8)  # K and V, num_kv_heads, block_size, head_dim
 NUM_LAYERS = 3
 SOON = 30.0  # by far longer than anything takes on any machine
@@ -65,7 +65,7 @@ class Pair:
     def link(self) -> Link:
         return self.opened(self.sender, DECODE)
 
-    def opened(self, sender: Sender, remote: Endpoint = DECODE) -> Link:
+    def opened(self, sender: Sender, remote: LinkPeer = DECODE) -> Link:
         return sender.open_link(remote, self.receiver.address, timeout_s=SOON).result(SOON)
 
     def expect(

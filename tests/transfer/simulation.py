@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem.transfer.copy.copier import Copier
-from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.receiver import ReceiverProtocol, Write
 from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
-from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Hello, Message, checksum, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Hello, LinkMessage, checksum, parse_header
 from tandem.transfer.transports.base import ReceiveSide
 from tandem.transfer.transports.host import HostReceiveSide
 
 BLOCK_BYTES, NUM_BLOCKS, NUM_LAYERS, FRAME_BLOCKS = 32, 24, 2, 2
 ARENA_SLOTS = 6
-SENDER, RECEIVER = Endpoint("p", "p-1", "layout"), Endpoint("d", "d-1", "layout")
+SENDER, RECEIVER = LinkPeer("p", "p-1", "layout"), LinkPeer("d", "d-1", "layout")
 DEADLINE = 20.0
 
 Wire = deque[bytes]
@@ -69,10 +69,10 @@ class SharedSide(HostReceiveSide):
         super().__init__("shared", Copier())
         self._arena = arena
 
-    def payload(self, message: Message) -> memoryview:
+    def payload(self, message: LinkMessage) -> memoryview:
         return self._arena[message.offset : message.offset + message.length].data
 
-    def fault(self, message: Message) -> str:
+    def fault(self, message: LinkMessage) -> str:
         return "" if message.offset + message.length <= len(self._arena) else "outside the arena"
 
 
@@ -262,7 +262,7 @@ class World:
             self.sender.fail(error)
             self.receiver.fail(error)
 
-    def _collect(self, outbox: deque[Message], wire: Wire) -> None:
+    def _collect(self, outbox: deque[LinkMessage], wire: Wire) -> None:
         while outbox:
             message = outbox.popleft()
             body = bytes(message.body)
@@ -279,7 +279,7 @@ class World:
         self.free += self.sender.credits
         self.sender.credits.clear()
 
-    def _release(self, messages: Iterable[Message]) -> None:
+    def _release(self, messages: Iterable[LinkMessage]) -> None:
         for message in messages:
             self.sender.returned(message.slot if message.slot >= 0 else message.offset)
 
@@ -317,7 +317,7 @@ class World:
         return chance > 0 and self.random.random() < chance
 
 
-def parsed(data: bytes) -> Message:
+def parsed(data: bytes) -> LinkMessage:
     message = parse_header(data[:HEADER_BYTES])
     message.body = memoryview(data)[HEADER_BYTES:]
     return message

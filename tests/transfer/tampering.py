@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from tandem.transfer import Network
-from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Bytes, Kind, Message, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Bytes, Kind, LinkMessage, parse_header
 from tandem.transfer.transports.base import Listener, Stream
 from tests.transfer import fake_nccl
 from tests.transfer.toy import buffers
@@ -60,7 +60,7 @@ def flipped(data: memoryview, at: int) -> memoryview:
     return memoryview(damaged)
 
 
-def damage_payload(message: Message) -> None:
+def damage_payload(message: LinkMessage) -> None:
     """Flips a bit of a payload that is not on the stream, behind everybody's back."""
     offset = message.offset + message.length // 2
     fds = [fd for fd in os.listdir("/proc/self/fd") if "memfd:tandem-kv" in _target(fd)]

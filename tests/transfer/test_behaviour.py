@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tandem.transfer import Endpoint, MemoryNetwork, Push, Receiver, Sender, SocketNetwork, TransferError
+from tandem.transfer import LinkPeer, MemoryNetwork, Push, Receiver, Sender, SocketNetwork, TransferError
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, kv_cache, open_things, until
 
 
@@ -130,11 +130,11 @@ def test_a_full_arena_does_not_block_push_from_a_device(meet: Meet, transport: s
 
 
 def test_layouts_that_differ_are_refused_by_both_sides(pair: Pair) -> None:
-    other = Endpoint(DECODE.worker_id, DECODE.incarnation, "layout-b")
+    other = LinkPeer(DECODE.worker_id, DECODE.incarnation, "layout-b")
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*layout-a.*layout-b"):
         pair.opened(pair.sender, other)
     stranger = Sender(
-        Endpoint("prefill-9", "p-9", "layout-b"), transports=(pair.transport,), network=pair.network
+        LinkPeer("prefill-9", "p-9", "layout-b"), transports=(pair.transport,), network=pair.network
     )  # believes, wrongly, that the receiver has its layout
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*layout-b.*layout-a"):
         pair.opened(stranger, other)
@@ -142,7 +142,7 @@ def test_layouts_that_differ_are_refused_by_both_sides(pair: Pair) -> None:
 
 
 def test_another_incarnation_is_refused_by_name(pair: Pair) -> None:
-    dead = Endpoint(DECODE.worker_id, "d-0", DECODE.layout_hash)
+    dead = LinkPeer(DECODE.worker_id, "d-0", DECODE.layout_hash)
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*d-0.*d-1"):
         pair.opened(pair.sender, dead)
     assert pair.sender.link(DECODE.worker_id, "d-0") is None
@@ -158,7 +158,7 @@ def test_a_receiver_restarted_at_its_address_is_linked_anew(pair: Pair) -> None:
     old = pair.link()
     host, _, port = pair.receiver.address.rpartition(":")
     pair.receiver.close()
-    reborn = Endpoint(DECODE.worker_id, "d-2", DECODE.layout_hash)
+    reborn = LinkPeer(DECODE.worker_id, "d-2", DECODE.layout_hash)
     pair.receiver = Receiver(
         reborn, pair.cache, host=host, port=int(port), transports=(pair.transport,), network=pair.network
     )
@@ -297,7 +297,7 @@ def test_only_one_sender_gets_a_transfer(pair: Pair) -> None:
     push.push(0, 0, [4, 5], pair.source[0])
     assert until(lambda: not push.reading)
     pair.link().probe(64, timeout_s=SOON).result(SOON)
-    rival = Sender(Endpoint("prefill-1", "p-7", "layout-a"), transports=(pair.transport,), network=pair.network)
+    rival = Sender(LinkPeer("prefill-1", "p-7", "layout-a"), transports=(pair.transport,), network=pair.network)
     intruder = pair.opened(rival, DECODE)
     stolen = intruder.begin("t", first_block=0, num_blocks=2, num_layers=NUM_LAYERS, timeout_s=SOON)
     with pytest.raises(TransferError, match="FAILED_PRECONDITION"):
@@ -336,7 +336,7 @@ def test_a_named_sender_that_is_lost_before_it_began_ends_its_transfers_alone(pa
 def test_links_beyond_the_limit_are_refused_and_harm_no_other(meet: Meet, transport: str) -> None:
     pair = meet(transport, max_links=1)
     first = pair.link()
-    rival = Sender(Endpoint("prefill-1", "p-7", "layout-a"), transports=(transport,), network=pair.network)
+    rival = Sender(LinkPeer("prefill-1", "p-7", "layout-a"), transports=(transport,), network=pair.network)
     with pytest.raises(TransferError, match=r"RESOURCE_EXHAUSTED|UNAVAILABLE"):  # a reset may overtake the refusal
         pair.opened(rival, DECODE)
     assert first.healthy

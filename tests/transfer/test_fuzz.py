@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.transfer import Receiver, Sender
-from tandem.transfer.protocol.wire import Hello, Kind, Message, control
+from tandem.transfer.protocol.wire import Hello, Kind, LinkMessage, control
 from tests.fuzzing import fuzzed
 from tests.transfer.pair import DECODE, PREFILL, kv_cache, until
 
@@ -17,7 +17,7 @@ HELLO = Hello(sender=PREFILL, receiver=DECODE, nonce=1, offers={"tcp": {}}).pack
 NUMBERS = st.integers(0, 2**32 - 1)
 
 
-def on_the_wire(message: Message) -> bytes:
+def on_the_wire(message: LinkMessage) -> bytes:
     return message.header() + bytes(message.body)
 
 
@@ -31,7 +31,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 FRAMES = st.builds(
-    Message, st.sampled_from(list(Kind)), NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS
+    LinkMessage, st.sampled_from(list(Kind)), NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS
 ).map(on_the_wire)
 STREAMS = st.one_of(
     st.binary(max_size=200),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.liveness.silence import Liveness
-from tandem.transfer import Endpoint, Link, Receiver, Sender, TransferError
+from tandem.transfer import Link, LinkPeer, Receiver, Sender, TransferError
 from tandem.transfer.transports import TRANSPORTS, nccl
 from tandem.transfer.transports.nccl import NcclTransport
 from tests.transfer import fake_nccl
@@ -63,7 +63,7 @@ def test_a_sender_that_stops_within_a_send_ends_the_link_and_no_other(
 ) -> None:
     monkeypatch.setattr(Liveness, "lost", lambda self, now: False)  # should this machine stand still
     link, outcome = pair.link(), pair.expect("t", [1, 2])
-    rival = Sender(Endpoint("prefill-1", "p-7", "layout-a"), transports=("nccl",), network=pair.network)
+    rival = Sender(LinkPeer("prefill-1", "p-7", "layout-a"), transports=("nccl",), network=pair.network)
     other = pair.opened(rival, DECODE)
     fakes[0].device.close()  # nothing that is queued at the sender is done any more
     push = pair.begin("t", 2)

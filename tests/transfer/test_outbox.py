@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable
 
 from tandem.transfer.protocol.sender import SenderProtocol
-from tandem.transfer.protocol.wire import Message
+from tandem.transfer.protocol.wire import LinkMessage
 from tandem.transfer.runtime.sending_end import SendingEnd
 from tandem.transfer.runtime.threads import Threads
 from tests.transfer.pair import DECODE, PREFILL
 
 
-class Outbox(deque[Message]):
+class Outbox(deque[LinkMessage]):
     """Calls `looked` once, when somebody has seen that there is something in it."""
 
     looked: Callable[[], None] | None = None

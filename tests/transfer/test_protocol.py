@@ -14,7 +14,7 @@ from tandem.liveness.silence import LIMIT_S, Vitals
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.receiver import Write
-from tandem.transfer.protocol.wire import HEADER_BYTES, Kind, Message, control, parse_header, pulse_of
+from tandem.transfer.protocol.wire import HEADER_BYTES, Kind, LinkMessage, control, parse_header, pulse_of
 from tandem.transfer.runtime.shared_landings import SharedLandings
 from tests.transfer.simulation import ARENA_SLOTS, DEADLINE, NUM_BLOCKS, Chances, World
 
@@ -185,7 +185,7 @@ def nonce_of(world: World) -> int:
 def test_a_header_survives_the_wire_and_no_flipped_bit_does(
     kind: Kind, handle: int, layer: int, length: int, bit: int
 ) -> None:
-    message = Message(kind, 7, handle, layer, 5, 6, length, 64, 9)
+    message = LinkMessage(kind, 7, handle, layer, 5, 6, length, 64, 9)
     header = message.header()
     assert parse_header(header) == message
     damaged = bytearray(header)

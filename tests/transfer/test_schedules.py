@@ -18,7 +18,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tandem.transfer import Endpoint, Link, MemoryNetwork, Push, Receiver, Sender, TransferError
+from tandem.transfer import Link, LinkPeer, MemoryNetwork, Push, Receiver, Sender, TransferError
 from tandem.transfer.protocol.wire import HEADER_BYTES, Bytes, Kind, parse_header
 from tandem.transfer.runtime.driver import Task
 from tandem.transfer.transports import TRANSPORTS
@@ -30,7 +30,7 @@ from tests.transfer.fake_nccl import FakeDevice, FakeNccl
 SCHEDULES = int(os.environ.get("SCHEDULES", "200"))
 TURNS, TURN_S, END_S = 400, 0.002, 10.0
 LAYERS, BLOCKS = 2, 12
-SENDER, RECEIVER = Endpoint("p", "p-1", "layout"), Endpoint("d", "d-1", "layout")
+SENDER, RECEIVER = LinkPeer("p", "p-1", "layout"), LinkPeer("d", "d-1", "layout")
 
 
 class World:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from tandem.transfer.copy.copier import Copier
-from tandem.transfer.protocol.wire import Message
+from tandem.transfer.protocol.wire import LinkMessage
 from tandem.transfer.transports.base import ReceiveSide, SendSide, Transport, Unusable
 from tandem.transfer.transports.host import HostReceiveSide, HostSendSide
 
@@ -37,13 +37,13 @@ class ToyReceiveSide(HostReceiveSide):
         super().__init__("toy", copier)
         self._sender = sender
 
-    def payload(self, message: Message) -> memoryview:
+    def payload(self, message: LinkMessage) -> memoryview:
         return self._sender.view[message.offset : message.offset + message.length]
 
-    def fault(self, message: Message) -> str:
+    def fault(self, message: LinkMessage) -> str:
         return "" if message.offset + message.length <= self._sender.size else "outside the buffer"
 
-    def release(self, messages: Iterable[Message]) -> None:
+    def release(self, messages: Iterable[LinkMessage]) -> None:
         self._sender.read.extend(message.offset for message in messages)
 
 

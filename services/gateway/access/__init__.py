@@ -1,6 +1,6 @@
 """Who asks, and how much they may have."""
 
-from services.gateway.access.access import ANYONE, Access, Client
+from services.gateway.access.access import ANYONE, Access, Caller
 from services.gateway.access.allowances import Allowances, check_tier, headers_of
 
-__all__ = ["ANYONE", "Access", "Allowances", "Client", "check_tier", "headers_of"]
+__all__ = ["ANYONE", "Access", "Allowances", "Caller", "check_tier", "headers_of"]

@@ -28,7 +28,7 @@ SCHEME = "bearer "
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class Caller:
     """Whose request it is, as far as its key says."""
 
     tenant: str
@@ -49,7 +49,7 @@ class Client:
             raise Forbidden("this API key may not load or unload adapters: its `manages_models` is not set")
 
 
-ANYONE = Client("", Tier(), names_tenants=True)
+ANYONE = Caller("", Tier(), names_tenants=True)
 
 
 class Access:
@@ -67,7 +67,7 @@ class Access:
         self._problem = ""
         self._thread = WorkThreads("api-keys", 1)
 
-    def authenticate(self, headers: Mapping[str, str]) -> Client:
+    def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """
         Args:
             headers: of HTTP, or gRPC metadata.
@@ -83,11 +83,11 @@ class Access:
         key = self._keys.find(said[len(SCHEME) :].strip()) if said[: len(SCHEME)].lower() == SCHEME else None
         if key is None:
             raise Unauthorized("the API key is not valid", code="invalid_api_key")
-        return Client(
+        return Caller(
             key.tenant, self._keys.tiers[key.tier], key.names_tenants, key.models, manages_models=key.manages_models
         )
 
-    def tenant(self, client: Client, headers: Mapping[str, str], said: str, param: str) -> str:
+    def tenant(self, client: Caller, headers: Mapping[str, str], said: str, param: str) -> str:
         """Whom the request counts for, where its own field `param` names `said`.
 
         Raises:

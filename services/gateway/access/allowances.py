@@ -1,4 +1,4 @@
-"""What a request takes from its tenant's limits before it begins, and returns at its end.
+"""Takes from a tenant's limits before a request begins, and returns at its end what was not used.
 
 While Redis is gone nothing is counted and nobody is refused: the limits guard shares, not the cluster.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from services.gateway.access.access import ANYONE, Client
+from services.gateway.access.access import ANYONE, Caller
 from services.gateway.errors import InvalidRequest, RateLimited
 from tandem.api_keys import Tier
 from tandem.registry import Limits, Registry, RegistryUnavailable, Taken
@@ -33,7 +33,7 @@ class Allowances:
         self._in_background = in_background
 
     async def take(
-        self, client: Client, tenant: str, request_id: str, prompt_tokens: int, new_tokens: int, seconds: float
+        self, client: Caller, tenant: str, request_id: str, prompt_tokens: int, new_tokens: int, seconds: float
     ) -> Taken | None:
         """None where nothing is counted.
 
@@ -65,7 +65,7 @@ class Allowances:
         return taken
 
     @asynccontextmanager
-    async def one(self, client: Client, tenant: str, request_id: str, seconds: float) -> AsyncIterator[dict[str, str]]:
+    async def one(self, client: Caller, tenant: str, request_id: str, seconds: float) -> AsyncIterator[dict[str, str]]:
         """Inside, a request that costs no tokens is counted as one. Yields the headers that report its limits.
 
         Raises:
@@ -78,7 +78,7 @@ class Allowances:
             if taken:
                 self.settle(client, taken, 0, 0)
 
-    def settle(self, client: Client, taken: Taken, prompt_tokens: int, completion_tokens: int) -> None:
+    def settle(self, client: Caller, taken: Taken, prompt_tokens: int, completion_tokens: int) -> None:
         cost = client.tier.cost(prompt_tokens, completion_tokens)
         self._in_background(self._settle(taken, prompt_tokens, completion_tokens, cost))
 

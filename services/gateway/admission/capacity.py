@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from services.gateway.admission.fair_queue import Work
 from services.gateway.admission.priority import PriorityClass
-from tandem.registry import Role, Worker
+from tandem.registry import LiveWorker, Role
 
 PROMPTS_PER_READER = 4
 
@@ -50,7 +50,7 @@ class Capacity:
 
 
 def capacity_of(
-    workers: Sequence[Worker], prefill_queue_tokens: int, max_tokens: int | None, decodes_read: bool
+    workers: Sequence[LiveWorker], prefill_queue_tokens: int, max_tokens: int | None, decodes_read: bool
 ) -> Capacity | None:
     """None without a decode worker: nothing is known then, and the router says best what is missing.
 
@@ -74,7 +74,7 @@ def capacity_of(
 
 
 class Admitted:
-    """What is inside. Anything fits an empty cluster, and while its capacity is not known."""
+    """The requests inside the cluster. Anything fits an empty cluster, and while its capacity is not known."""
 
     def __init__(self) -> None:
         self.capacity: Capacity | None = None

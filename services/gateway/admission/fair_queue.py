@@ -59,7 +59,8 @@ class _Tenant(Party):
         self.tokens = 0  # of all of them
 
     def tokens_before(self, work: Work) -> int:
-        """Of those that go before this one, which waits too or does not yet. Newcomers stand at the end as a rule."""
+        """Tokens of those that go before this one, which waits too or does not yet. Newcomers stand at the end as a
+        rule."""
         place = bisect_left(self.works, _last_first(work), key=_last_first)
         behind = place + (self.works[place : place + 1] == [work])
         return self.tokens - sum(other.cost for other in self.works[:behind])
@@ -75,7 +76,7 @@ class _Class(Party):
 
     @property
     def tokens(self) -> int:
-        """Of all that waits."""
+        """Tokens of all that waits."""
         return sum(tenant.tokens for tenant in self.tenants.values())
 
 
@@ -134,7 +135,7 @@ class FairQueue:
         group.num_waiting += 1
 
     def first(self) -> Work | None:
-        """What `take` would take."""
+        """The item that `take` would take."""
         if not self._share.waiting:
             return None
         return self._share.waiting[0].share.waiting[0].works[-1]
@@ -185,8 +186,8 @@ class FairQueue:
             group.share.correct(tenant, work.unused, bool(tenant.works))
 
     def last(self) -> Work:
-        """What goes when there are too many: the last of the tenant with most waiting; of equals, of the least urgent
-        class, then of the tenant that came last."""
+        """The item to drop when there are too many: the last of the tenant with most waiting; of equals, of the least
+        urgent class, then of the tenant that came last."""
         tenants = (
             ((len(tenant.works), kind, tenant.rank), tenant)
             for kind, group in self._classes.items()

@@ -67,7 +67,7 @@ class FairShare(Generic[P]):
             insort(self.waiting, party, key=_order)
 
     def holds(self, parties: Iterable[P]) -> bool:
-        """Whether it is these that wait, in the right order."""
+        """True if exactly these wait, in the right order."""
         return sorted(parties, key=_order) == self.waiting
 
     def _remove(self, party: P) -> None:

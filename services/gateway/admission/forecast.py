@@ -20,7 +20,7 @@ WEIGHT = 1 / 16
 
 
 class Average:
-    """Of recent values, with their usual deviation."""
+    """Average of recent values, with their usual deviation."""
 
     def __init__(self) -> None:
         self.mean = self._deviation = 0.0
@@ -31,7 +31,7 @@ class Average:
 
     @property
     def high(self) -> float:
-        """What few values exceed."""
+        """A bound that few values exceed."""
         return self.mean + self._deviation
 
     def add(self, value: float) -> None:

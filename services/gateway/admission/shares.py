@@ -37,7 +37,7 @@ class Share:
 
 
 def demand_of(works: Iterable[Work], capacity: Capacity) -> Demand:
-    """What these would fill of whatever of the cluster's room they would fill most of."""
+    """The greatest part that these would fill of any of the cluster's resources."""
     filled: defaultdict[tuple[int, str], float] = defaultdict(float)
     for work in works:
         filled[int(work.priority_class), work.tenant] += capacity.filled_by(work)
@@ -46,7 +46,7 @@ def demand_of(works: Iterable[Work], capacity: Capacity) -> Demand:
 
 
 def share_of(own: Demand, others: Sequence[Demand], weights: Weights) -> Share:
-    """Of one gateway among all; alone it has everything."""
+    """Share of one gateway among all; alone it has everything."""
     if not others:
         return Share()
     demands: dict[PriorityClass, defaultdict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""What a request's latency should be: its own headers, HTTP or gRPC metadata, else its class's settings.
+"""A request's latency targets: its own headers, HTTP or gRPC metadata, else its class's settings.
 
 x-llm-d-slo-ttft-ms    to the first token: routing weighs who would be late; what would get it later is refused at once
 x-llm-d-slo-tpot-ms    between tokens: no step beside its own reads more of others' prompts than keeps this

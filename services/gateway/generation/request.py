@@ -13,7 +13,7 @@ from typing import Any
 
 from opentelemetry.context import Context
 
-from services.gateway.access import ANYONE, Client
+from services.gateway.access import ANYONE, Caller
 from services.gateway.admission import NO_TARGETS, Targets
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import ServedModel
@@ -43,7 +43,7 @@ class Generation:
     priority: int = 0
     targets: Targets = NO_TARGETS
     tenant: str = ""
-    client: Client = ANYONE
+    client: Caller = ANYONE
     cache_salt: str = ""
     speculative: Speculative | None = None
     streamed: bool = False

@@ -1,4 +1,4 @@
-"""Which gRPC messages are large, and what a helper process makes of them: see services/gateway/bodies.py."""
+"""Large gRPC messages, and their preparation in a helper process: see services/gateway/bodies.py."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _check_sampling(said: llm_pb2.SamplingParams, bounds: PromptBounds) -> None:
 
 
 def _take_prompt(request: llm_pb2.GenerateRequest, bounds: PromptBounds, template: ChatTemplate | None) -> str | bytes:
-    """Which of the three it was stays to be seen in the request."""
+    """Takes the prompt out; the request still shows which of the three fields had it."""
     match request.WhichOneof("input"):
         case "prompt":
             text, request.prompt = request.prompt, ""

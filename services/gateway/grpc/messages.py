@@ -67,7 +67,7 @@ def messages_of(said: llm_pb2.ChatMessages) -> list[Mapping[str, Any]]:
 
 
 def choice_of(answer: Answer, delta: Delta) -> llm_pb2.Choice:
-    """What is new of one choice."""
+    """The message about one choice's new part."""
     return llm_pb2.Choice(
         index=delta.choice,
         text=delta.text,

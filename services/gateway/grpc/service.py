@@ -170,12 +170,9 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         if not request.model:
             raise InvalidRequest("model is required", "model")
         model = llm.served(request.model, client)
-        n = request.n or 1
-        llm.bounds.check_choices(1, n)
+        llm.bounds.check_choices(1, request.n or 1)
         use = tools_of(request)
-        if request.priority not in PRIORITIES:
-            raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
-        priority = PRIORITIES[request.priority].priority
+        priority = _priority_of(request)
         deadline = llm.deadline(_left(context), "grpc-timeout")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
         given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
@@ -189,7 +186,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             request_id=request.request_id[:128] or llm.new_id(),
             model=model,
             prompts=[truncated(prompt, request.truncate_prompt_tokens or None)],
-            n=n,
+            n=request.n or 1,
             given=given,
             sampling=sampling,
             deadline=deadline,
@@ -222,6 +219,16 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
                 reading = plan_reading(llm.model.thoughts, llm.model.calls, use, read)
                 return await llm.encode(read, "messages", add_special_tokens=False), "messages", reading
         raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
+
+
+def _priority_of(request: llm_pb2.GenerateRequest) -> int:
+    """
+    Raises:
+        InvalidRequest
+    """
+    if request.priority not in PRIORITIES:
+        raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
+    return PRIORITIES[request.priority].priority
 
 
 def _add(service: LLMService, server: Any) -> None:

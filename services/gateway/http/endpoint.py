@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.access import Client
+from services.gateway.access import Caller
 from services.gateway.admission import NO_TARGETS, priority_of, targets_of
 from services.gateway.bodies import Incoming, Reduce, is_large
 from services.gateway.deadlines import STALLED_S
@@ -88,7 +88,7 @@ class AdminEndpoint(Endpoint):
 class TextEndpoint(Endpoint):
     """One body in, one out, nothing of the cluster asked for: of the gateway itself, in turns."""
 
-    def __init__(self, llm: LLM, respond: Callable[[LLM, Incoming, Client], Awaitable[Any]], reduce: Reduce) -> None:
+    def __init__(self, llm: LLM, respond: Callable[[LLM, Incoming, Caller], Awaitable[Any]], reduce: Reduce) -> None:
         super().__init__(llm)
         self._respond, self._reduce = respond, reduce
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.access import Client
+from services.gateway.access import Caller
 from services.gateway.bodies import Incoming
 from services.gateway.generation import check_prompt
 from services.gateway.http import schema
@@ -17,7 +17,7 @@ from services.gateway.text import CheckedIds
 from services.gateway.tools import read_tools
 
 
-async def tokenize(llm: LLM, body: Incoming, client: Client) -> dict[str, Any]:
+async def tokenize(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
     """
     Raises:
         GatewayError
@@ -38,7 +38,7 @@ async def tokenize(llm: LLM, body: Incoming, client: Client) -> dict[str, Any]:
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": list(tokens), "token_strs": texts}
 
 
-async def detokenize(llm: LLM, body: Incoming, client: Client) -> dict[str, Any]:
+async def detokenize(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
     """
     Raises:
         GatewayError

@@ -37,7 +37,7 @@ def template_variables(said: Mapping[str, Any] | None, effort: str | None) -> di
 
 
 def budget_of(effort: str | None, model: ServedModel) -> dict[str, int]:
-    """What the effort says of sampling, where the model's template does not read it."""
+    """Sampling parameters that the effort sets, where the model's template does not read it."""
     budget = BUDGETS.get(effort or "")
     if budget is None or model.thoughts is None or (model.chat_template and EFFORT in model.chat_template.source):
         return {}

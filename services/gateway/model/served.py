@@ -56,7 +56,7 @@ class ServedModel:
         source = template.source if template else ""
         calls = detect_format(source) if tool_parser == "auto" else tool_parser
         thoughts = detect_tags(source) if reasoning_parser == "auto" else reasoning_parser
-        max_model_len = read_file(_ConfigFile, folder / "config.json").max_position_embeddings
+        max_model_len = read_file(_ContextFile, folder / "config.json").max_position_embeddings
         return cls(
             name=name or folder.resolve().name,
             tokenizer=Tokenizer.load(folder, max(MOST_TOKENS, max_model_len)),
@@ -71,7 +71,7 @@ class ServedModel:
         )
 
 
-class _ConfigFile(ModelFile):
+class _ContextFile(ModelFile):
     max_position_embeddings: int = Field(ge=1, lt=2**31)
 
 

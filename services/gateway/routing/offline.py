@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from services.gateway.errors import Unavailable
 from services.gateway.routing.route_request import RouteRequest
-from tandem.registry import ClusterView, Fallback, Place, Role, Route, Worker
+from tandem.registry import ClusterView, Fallback, LiveWorker, Place, Role, Route
 
 # As in the registry's costs: reading a token delays the next request, too.
 OWN_WORK = 16
@@ -52,11 +52,11 @@ class OfflineRouter:
         pairs = [(p, d) for p in usable if p.info.role is Role.PREFILL for d in decodes if _linked(p, d)]
         reason = f"chosen from the last view, {why}"
 
-        def work(worker: Worker, tokens_times: int) -> float:
+        def work(worker: LiveWorker, tokens_times: int) -> float:
             missing = request.prompt_tokens - held.get(worker.generation, 0)
             return self._own[worker.info.worker_id] * request.prompt_tokens + tokens_times * missing
 
-        def place(worker: Worker) -> Place:
+        def place(worker: LiveWorker) -> Place:
             return Place(worker.info, held.get(worker.generation, 0))
 
         if pairs:
@@ -72,19 +72,19 @@ def _places(route: Route) -> list[Place]:
     return [route.decode] if route.prefill is None else [route.prefill, route.decode]
 
 
-def _usable(worker: Worker, exclude: Collection[str]) -> bool:
+def _usable(worker: LiveWorker, exclude: Collection[str]) -> bool:
     info = worker.info
     return not worker.load.draining and info.worker_id not in exclude and info.incarnation not in exclude
 
 
-def _stuck(*workers: Worker) -> bool:
+def _stuck(*workers: LiveWorker) -> bool:
     return any(worker.load.stuck for worker in workers)
 
 
-def _fits(worker: Worker, request: RouteRequest) -> bool:
+def _fits(worker: LiveWorker, request: RouteRequest) -> bool:
     tokens = request.prompt_tokens + request.max_new_tokens
     return tokens <= min(worker.info.max_model_len, worker.info.num_blocks * worker.info.block_size)
 
 
-def _linked(prefill: Worker, decode: Worker) -> bool:
+def _linked(prefill: LiveWorker, decode: LiveWorker) -> bool:
     return prefill.info.layout_hash == decode.info.layout_hash and decode.info.incarnation in prefill.load.linked

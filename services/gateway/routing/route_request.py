@@ -1,4 +1,4 @@
-"""What one sequence asks of the cluster."""
+"""The demands of one sequence on the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pair of workers takes a request.
+"""Chooses the pair of workers for a request.
 
 hash      the prompt's blocks, as most workers of the model name them
 look up   who holds how much of it: the gateway's own replica, no round trip
@@ -23,6 +23,7 @@ from tandem.registry import (
     BlockReplica,
     ClusterView,
     Fallback,
+    LiveWorker,
     NoWorkers,
     PrefillPolicy,
     PromptPrefix,
@@ -31,7 +32,6 @@ from tandem.registry import (
     RequestTooLarge,
     Role,
     Route,
-    Worker,
 )
 
 log = structlog.get_logger(__name__)
@@ -53,7 +53,7 @@ class Router:
         self._replica = replica
         self._model = model
         self._policy = POLICIES[policy]
-        self._kind_of: tuple[Sequence[Worker], tuple[str, int] | None] = ((), None)
+        self._kind_of: tuple[Sequence[LiveWorker], tuple[str, int] | None] = ((), None)
         self._offline = OfflineRouter(view, model, may_be_local=policy is not Disaggregation.REQUIRE)
 
     async def choose(self, request: RouteRequest, exclude: Collection[str]) -> Route:

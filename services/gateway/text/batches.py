@@ -25,7 +25,7 @@ Waiting: TypeAlias = "tuple[str, asyncio.Future[Outcome]]"
 
 
 class Batches:
-    """Of one event loop."""
+    """Batches of one event loop."""
 
     def __init__(self, encode: Encode) -> None:
         """`encode` must let other threads run."""

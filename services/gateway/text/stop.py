@@ -24,7 +24,8 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """What may be shown now. Once `matched` is set the answer has ended and nothing more is returned."""
+        """Returns the text that may be shown now. Once `matched` is set the answer has ended and nothing more is
+        returned."""
         if not self._stops:
             return text
         if self.matched is not None:
@@ -43,7 +44,7 @@ class StopStrings:
         return held
 
     def _match(self, text: str) -> int | None:
-        """Where the answer ends, if a stop string is complete: that which is complete first."""
+        """The end of the answer, if a stop string is complete: that which is complete first."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop)

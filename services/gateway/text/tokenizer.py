@@ -64,7 +64,7 @@ class Tokenizer:
         return await asyncio.gather(*map(self._with_special.encode, texts))
 
     def token_ids(self, mark: str) -> tuple[int, ...]:
-        """Of a few characters."""
+        """Token ids of a few characters."""
         return tuple(result(self._encode(False, [mark])[0]))
 
     def mark(self, text: str) -> str | int:

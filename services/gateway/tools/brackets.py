@@ -1,4 +1,4 @@
-"""Where a bracketed text ends, followed as it grows: each character is looked at once."""
+"""Finds the end of a bracketed text, followed as it grows: each character is looked at once."""
 
 from __future__ import annotations
 

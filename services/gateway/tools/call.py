@@ -1,4 +1,4 @@
-"""What all formats of tool calls have in common.
+"""The common part of all formats of tool calls.
 
     text ... begin  body  closer  text ...
              └─ held until the body is complete; meanwhile what is certain of its calls comes in parts
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """What is new of call `index` of an answer: its name, once, and more of its arguments."""
+    """A new part of call `index` of an answer: its name, once, and more of its arguments."""
 
     index: int
     name: str
@@ -57,7 +57,7 @@ def joined_parts(parts: Sequence[CallPart]) -> list[CallPart]:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class CompleteCall:
     """A complete body: `length` characters from its begin; no calls where it was text after all."""
 
     length: int
@@ -90,7 +90,7 @@ class CallReader(ABC):
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
-        """What may be a special token of the model's."""
+        """Marks that may be special tokens of the model."""
         return (*cls.begins, *cls.parts, *cls.closers)
 
     def _open(self) -> None:
@@ -98,7 +98,7 @@ class CallReader(ABC):
         self._inside, self._brackets, self._begun = True, Brackets(self.quotes, self.separators), []
 
     @abstractmethod
-    def _take(self, text: str) -> Taken | None:
+    def _take(self, text: str) -> CompleteCall | None:
         """The body that `text` begins with; None while it is not complete."""
 
     def _sketch(self, text: str) -> Sequence[Call]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.tools.call import Call, CallReader, Piece, Schemas, Taken, json_text
+from services.gateway.tools.call import Call, CallReader, CompleteCall, Piece, Schemas, json_text
 from services.gateway.tools.json_call import JsonCalls
 
 LIST = "[, \t\r\n]"
@@ -50,11 +50,11 @@ class NamedCall(CallReader):
         super().__init__(schemas)
         (self._name,) = schemas
 
-    def _take(self, text: str) -> Taken | None:
+    def _take(self, text: str) -> CompleteCall | None:
         end = self._brackets.end(text, 0)
         if end is None:
             return None
-        return Taken(end, self._sketch(text[:end]))
+        return CompleteCall(end, self._sketch(text[:end]))
 
     def _sketch(self, text: str) -> Sequence[Call]:
         return [Call(self._name, json_text(text))]

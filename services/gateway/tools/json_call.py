@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from services.gateway.tools.brackets import Brackets
-from services.gateway.tools.call import Call, CallReader, Taken, call_of, json_text, may_be_json, parsed
+from services.gateway.tools.call import Call, CallReader, CompleteCall, call_of, json_text, may_be_json, parsed
 
 # How an object begins that may be a call.
 OPENING = re.compile(r'\{\s*(?:"|$)')
@@ -56,13 +56,13 @@ class JsonCalls(CallReader):
 
     @abstractmethod
     def _object(self, text: str) -> int | None:
-        """Where in a body the object is; None while it has not come."""
+        """Position of the object in a body; None while it has not come."""
 
     def _offered(self, text: str, name: str) -> bool:
-        """Whether a body may call this."""
+        """True if a body may call this."""
         return True
 
-    def _take(self, text: str) -> Taken | None:
+    def _take(self, text: str) -> CompleteCall | None:
         start = self._object(text)
         if start is None:
             return None
@@ -73,12 +73,12 @@ class JsonCalls(CallReader):
             return self._no_call(text) if self._ended and not self._call.may_follow(text, start) else None
         call = self._call.made(text, start, end)
         if call and self._offered(text, call.name):
-            return Taken(end, [call])
-        return self._no_call(text) if parsed(text[start:end]) is None else Taken(end)
+            return CompleteCall(end, [call])
+        return self._no_call(text) if parsed(text[start:end]) is None else CompleteCall(end)
 
-    def _no_call(self, text: str) -> Taken:
+    def _no_call(self, text: str) -> CompleteCall:
         """One may begin right behind the mark."""
-        return Taken(max([1, *(len(begin) for begin in self.begins if text.startswith(begin))]))
+        return CompleteCall(max([1, *(len(begin) for begin in self.begins if text.startswith(begin))]))
 
     def _sketch(self, text: str) -> Sequence[Call]:
         start = self._object(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from services.gateway.tools.call import Call, Schemas, Taken, begun, json_text
+from services.gateway.tools.call import Call, CompleteCall, Schemas, begun, json_text
 from services.gateway.tools.json_call import JsonCalls
 
 BEGIN = "[TOOL_CALLS]"
@@ -35,10 +35,10 @@ class Mistral(JsonCalls):
         entry = ENTRY.match(text)
         return entry.end() if entry else None
 
-    def _take(self, text: str) -> Taken | None:
+    def _take(self, text: str) -> CompleteCall | None:
         if head := HEAD.match(text):
             end = self._brackets.end(text, head.end())
-            return None if end is None else Taken(end, self._sketch(text[:end]))
+            return None if end is None else CompleteCall(end, self._sketch(text[:end]))
         if ENTRY.match(text):
             taken = super()._take(text)
             self._listed = bool(taken and taken.calls)

@@ -28,7 +28,7 @@ class ReadingPlan:
 
     @property
     def thoughts_end(self) -> str:
-        """What ends the thoughts that an answer begins within; "" where it does not."""
+        """The mark that ends the thoughts an answer begins within; "" if it begins outside them."""
         return self.tags.end if self.tags and self.opened else ""
 
     def call_id(self, unique: str) -> str:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Sequence
 
-from services.gateway.tools.call import Call, CallReader, Taken, to_json
+from services.gateway.tools.call import Call, CallReader, CompleteCall, to_json
 
 TAG = "<|python_start|>"
 OPENING = re.compile(r"\[\s*(?:[^\W\d][\w.]*\s*(?:\(|$)|$)")
@@ -27,18 +27,18 @@ class Pythonic(CallReader):
         self._parsed: list[Call] = []
         self._comma = (0, 0)  # behind those
 
-    def _take(self, text: str) -> Taken | None:
+    def _take(self, text: str) -> CompleteCall | None:
         tag = len(TAG) if text.startswith(TAG) else 0
         start = len(text) - len(text[tag:].lstrip())
         if start == len(text):
             return None
         if not OPENING.match(text, start):
-            return Taken(start or 1)
+            return CompleteCall(start or 1)
         end = self._brackets.end(text, start)
         if end is None:
             return None
         found = calls_of(text[start:end])
-        return Taken(end, found) if found else self._broken(text, end)
+        return CompleteCall(end, found) if found else self._broken(text, end)
 
     def _sketch(self, text: str) -> Sequence[Call]:
         """Up to the last comma, between calls or between arguments of one, before which all is as it should be."""
@@ -52,18 +52,18 @@ class Pythonic(CallReader):
             self._parsed, self._comma = found, (comma, depth)
         return self._parsed
 
-    def _broken(self, text: str, end: int) -> Taken:
+    def _broken(self, text: str, end: int) -> CompleteCall:
         """A list that is none of calls: those that its sketch has, the last one as it is written."""
         if not (calls := list(self._sketch(text))):
-            return Taken(end)
+            return CompleteCall(end)
         comma, depth = self._comma
         if depth == 1:
-            return Taken(comma, calls)
+            return CompleteCall(comma, calls)
         later = (at for at, depth in self._brackets.separators if depth == 1 and at > comma)
         behind = next(later, end - 1)
         rest = text[comma + 1 : behind].strip().removesuffix(")")
         calls[-1] = Call(calls[-1].name, f"{calls[-1].arguments}, {rest}}}")
-        return Taken(end if behind == end - 1 else behind, calls)
+        return CompleteCall(end if behind == end - 1 else behind, calls)
 
 
 def _calls_up_to(text: str, start: int, comma: int, depth: int) -> list[Call]:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.gateway.tools.call import Call, CallReader, Schemas, Taken, begun, parsed, to_json
+from services.gateway.tools.call import Call, CallReader, CompleteCall, Schemas, begun, parsed, to_json
 
 BEGIN, FUNCTION, END = "<tool_call>", "<function=", "</function>"
 NAME = re.compile(r"<function=(?=[^>\n]{1,256}>)[^\S\n]*([^\s>][^>\n]*)>\s*")
@@ -49,24 +49,24 @@ class Qwen3Coder(CallReader):
 
     def _open(self) -> None:
         super()._open()
-        self._written = _Written(self._schemas)
+        self._written = _PartialCall(self._schemas)
 
     def _sketch(self, text: str) -> Sequence[Call]:
         return self._written.read(text, _start(text))
 
-    def _take(self, text: str) -> Taken | None:
+    def _take(self, text: str) -> CompleteCall | None:
         start = _start(text)
         body = text[start:]
         if not body.startswith(FUNCTION):
-            return None if FUNCTION.startswith(body) else Taken(start)
+            return None if FUNCTION.startswith(body) else CompleteCall(start)
         head = NAME.match(text, start)
         if head is None:
-            return None if MAY_BE_NAME.fullmatch(text, start) else Taken(start + len(FUNCTION))
+            return None if MAY_BE_NAME.fullmatch(text, start) else CompleteCall(start + len(FUNCTION))
         if END not in text:
-            return None if _may_go_on(text, head.end()) else Taken(head.end())
+            return None if _may_go_on(text, head.end()) else CompleteCall(head.end())
         return self._function(text, head)
 
-    def _function(self, text: str, head: re.Match[str]) -> Taken | None:
+    def _function(self, text: str, head: re.Match[str]) -> CompleteCall | None:
         name, value_end = head[1].strip(), LAST_VALUE_END if self._ended else VALUE_END
         given: dict[str, str] = {}
         at = head.end()
@@ -77,13 +77,13 @@ class Qwen3Coder(CallReader):
             given.setdefault(found[1].strip(), text[found.end() : max(end.start(), found.end())])
             at = SPACE.match(text, end.end()).end()  # type: ignore[union-attr]
         if not text.startswith(END, at):
-            return None if _may_go_on(text, at) else Taken(at)
+            return None if _may_go_on(text, at) else CompleteCall(at)
         types = _types(self._schemas, name)
         arguments = {key: typed(value, types.get(key, {})) for key, value in given.items()}
-        return Taken(at + len(END), [Call(name, to_json(arguments))])
+        return CompleteCall(at + len(END), [Call(name, to_json(arguments))])
 
 
-class _Written:
+class _PartialCall:
     """A call while it is written: each value when it is complete, a string as far as it cannot have ended."""
 
     def __init__(self, schemas: Schemas) -> None:
@@ -108,7 +108,7 @@ class _Written:
         return [Call(self._name, complete + self._open if self._given or self._open else "")]
 
     def _value_read(self, text: str) -> bool:
-        """Whether the present value is complete, and another may follow."""
+        """True if the present value is complete, and another may follow."""
         if self._key is None and not self._found(text):
             return False
         assert self._key is not None

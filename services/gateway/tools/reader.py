@@ -11,7 +11,7 @@ from services.gateway.tools.thinking import Thinking
 
 @dataclass(slots=True)
 class Reading:
-    """What is new of an answer."""
+    """New parts of an answer."""
 
     text: str = ""
     reasoning: str = ""

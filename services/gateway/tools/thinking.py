@@ -16,7 +16,7 @@ class Tags:
     end: str
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether a prompt's end is already within thoughts."""
+        """True if a prompt's end is already within thoughts."""
         return prompt.rstrip().endswith(self.begin)
 
 

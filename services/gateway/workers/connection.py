@@ -45,7 +45,7 @@ class WorkerConnection:
 
     @property
     def connected(self) -> bool:
-        """Whether the worker answers now."""
+        """True while the worker answers."""
         answers = self.stream.open.is_set()
         if answers:
             self.met, self._seen_at = True, self._loop.time()
@@ -58,7 +58,7 @@ class WorkerConnection:
 
     @property
     def lost(self) -> bool:
-        """Whether the worker has answered once, and no longer does."""
+        """True if the worker has answered once, and no longer does."""
         return not self.connected and self.met
 
     @property

@@ -77,7 +77,7 @@ class Mailbox:
             await self._news()
 
     async def answered(self, reply: asyncio.Future[Any]) -> Any:
-        """What a worker replies, unless the sequence fails first: by its deadline, or the decode worker's death.
+        """Waits for a worker's reply, unless the sequence fails first: by its deadline, or the decode worker's death.
 
         Raises:
             GatewayError
@@ -135,7 +135,7 @@ class Mailbox:
         return new
 
     def _takes(self, output: worker_pb2.SequenceOutput) -> bool:
-        """Whether the taker had it: where nothing is before it and it is not the answer's end."""
+        """Hands it to the taker, if nothing is before it and it is not the answer's end; True if it did."""
         taker, waiting = self._taker, self._waiting
         if taker is None or waiting is None or waiting.done():
             return False

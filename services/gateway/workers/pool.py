@@ -23,7 +23,7 @@ from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.workers.connection import WorkerConnection
 from services.gateway.workers.stream import Judge
 from tandem.checkpoints import differing
-from tandem.registry import ClusterView, Role, Worker, WorkerInfo
+from tandem.registry import ClusterView, LiveWorker, Role, WorkerInfo
 
 log = structlog.get_logger(__name__)
 FOLLOW_S = 1.0
@@ -62,7 +62,7 @@ class WorkerPool:
         self._connect = connect
         self._judging = judging
         self._text_digests = text_digests
-        self._sorted: tuple[Sequence[Worker] | None, list[Worker], dict[str, str]] = (None, [], {})
+        self._sorted: tuple[Sequence[LiveWorker] | None, list[LiveWorker], dict[str, str]] = (None, [], {})
         self._judge = Judge(judging.starvation, self.is_sole, judging.dead_here)
         self._connections: dict[str, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -71,7 +71,7 @@ class WorkerPool:
         self._replaced: deque[str] = deque(maxlen=MAX_REPLACED)
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[LiveWorker]:
         """Workers of the model, as last seen, but for those that are refused."""
         return self._sort()[0]
 
@@ -101,7 +101,7 @@ class WorkerPool:
         return self._make(info)
 
     def connected(self, info: WorkerInfo) -> bool:
-        """Whether this incarnation answers."""
+        """True if this incarnation answers."""
         known = self._connections.get(info.worker_id)
         return known is not None and known.info.incarnation == info.incarnation and known.connected
 
@@ -126,7 +126,7 @@ class WorkerPool:
             self.follow(self.workers)
             await self._view.wait_changed(FOLLOW_S)
 
-    def follow(self, workers: Sequence[Worker]) -> None:
+    def follow(self, workers: Sequence[LiveWorker]) -> None:
         for worker in workers:
             if worker.info.incarnation not in self._replaced:
                 self._try(self.connection, worker.info)
@@ -151,7 +151,7 @@ class WorkerPool:
             self._retire(connection, "the gateway is stopping")
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _sort(self) -> tuple[list[Worker], dict[str, str]]:
+    def _sort(self) -> tuple[list[LiveWorker], dict[str, str]]:
         """Sorted once for each time that the view is read."""
         seen, workers, before = self._sorted
         if seen is not self._view.workers:

@@ -263,7 +263,7 @@ class WorkerStream:
         return "it is silent" if liveness.lost(now) else ""
 
     async def _write(self, call: Any) -> None:
-        """What was gathered since the last message is the next, up to FULL_BYTES and one entry more."""
+        """Sends what was gathered since the last message as the next one, up to FULL_BYTES and one entry more."""
         try:
             while True:
                 await self._to_send.wait()

@@ -1,4 +1,4 @@
-"""What would fail later, refused before anything starts, by the option or the line of the file that says it."""
+"""Refuses what would fail later, before anything starts, by the option or the line of the file that says it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tandem up` prints: the cluster as it runs, one answer, and lines to try."""
+"""Prints for `tandem up`: the cluster as it runs, one answer, and lines to try."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from tandem.commands import REDIS_URL_FILE, generate
-from tandem.commands.up.plan import Plan
+from tandem.commands.up.plan import ClusterPlan
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher
 from tandem.registry import RedisAddress
@@ -32,7 +32,7 @@ def progress(launcher: Launcher) -> Table:
     return table
 
 
-async def capacities(plan: Plan) -> dict[str, str]:
+async def capacities(plan: ClusterPlan) -> dict[str, str]:
     """By model, how much of it decode workers run and hold at once."""
     at_once = {}
     async with httpx.AsyncClient(timeout=2.0) as client:
@@ -44,7 +44,7 @@ async def capacities(plan: Plan) -> dict[str, str]:
     return at_once
 
 
-def note_of(settings: UpSettings, plan: Plan) -> dict[str, str]:
+def note_of(settings: UpSettings, plan: ClusterPlan) -> dict[str, str]:
     """The cluster as `tandem ps` lists it."""
     return {
         "model": ", ".join(model.name for model in plan.cluster.models),
@@ -55,7 +55,7 @@ def note_of(settings: UpSettings, plan: Plan) -> dict[str, str]:
     }
 
 
-def status(settings: UpSettings, plan: Plan, seconds: float, capacities: Mapping[str, str]) -> Panel:
+def status(settings: UpSettings, plan: ClusterPlan, seconds: float, capacities: Mapping[str, str]) -> Panel:
     table = Table.grid(padding=(0, 2))
     for model in plan.cluster.models:
         table.add_row("model", f"{model.name}  ({model.weights.path})")
@@ -79,7 +79,7 @@ def status(settings: UpSettings, plan: Plan, seconds: float, capacities: Mapping
     return Panel(table, title=f"Tandem is ready after {seconds:.1f} s", title_align="left", expand=False)
 
 
-async def stream_sample(settings: UpSettings, plan: Plan, console: Console) -> None:
+async def stream_sample(settings: UpSettings, plan: ClusterPlan, console: Console) -> None:
     address = plan.url(plan.gateways[0], "grpc_port")
     console.print()
     await generate.run([settings.sample, f"--address={address}", f"--max-tokens={SAMPLE_TOKENS}", "--temperature=0"])
@@ -93,7 +93,7 @@ def command(name: str) -> str:
     return name if on_path and Path(on_path).absolute() == here else os.path.relpath(here)
 
 
-def lines_to_try(settings: UpSettings, plan: Plan) -> str:
+def lines_to_try(settings: UpSettings, plan: ClusterPlan) -> str:
     gateway, closed = plan.gateways[0], plan.cluster.gateway.settings.get("api_keys")
     http, name = f"http://{plan.url(gateway)}/v1", gateway.settings["model_name"]
     key = ("-H 'authorization: Bearer tk-...' ", "tk-...", " --api-key tk-...") if closed else ("", "none", "")

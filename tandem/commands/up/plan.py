@@ -1,4 +1,4 @@
-"""What `tandem up` starts."""
+"""The services that `tandem up` starts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tandem.local import Service
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is started, in this order, and where it will answer."""
+class ClusterPlan:
+    """Services in the order of their start, and their addresses."""
 
     cluster: Cluster
     redis_url: str
@@ -23,7 +23,7 @@ class Plan:
     @classmethod
     def of(
         cls, cluster: Cluster, redis_url: str, kvstore: Service, folder: Path, environment: Mapping[str, str]
-    ) -> Plan:
+    ) -> ClusterPlan:
         """`environment`: variables of settings that no service's own settings name."""
         workers = [replace(one, environment=environment) for one in cluster.worker_services(redis_url, folder)]
         gateways = [replace(one, environment=environment) for one in cluster.gateway_services(redis_url)]

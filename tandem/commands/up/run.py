@@ -20,7 +20,7 @@ from rich.markup import escape
 from tandem.cluster import DEFAULT_NAMESPACE, Cluster
 from tandem.commands.running import noted
 from tandem.commands.up.display import capacities, lines_to_try, note_of, progress, status, stream_sample
-from tandem.commands.up.plan import Plan
+from tandem.commands.up.plan import ClusterPlan
 from tandem.commands.up.redis import redis_of
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher, LocalLauncher, ServiceFailed, report_death, unless_failed, until_set
@@ -32,7 +32,7 @@ async def up_here(settings: UpSettings, cluster: Cluster, environment: Mapping[s
     for left in ("cores", "crashes"):
         shutil.rmtree(settings.logs / left, ignore_errors=True)
     redis_url, kvstore = redis_of(cluster, settings.logs)
-    plan = Plan.of(cluster, redis_url, kvstore, settings.logs, environment)
+    plan = ClusterPlan.of(cluster, redis_url, kvstore, settings.logs, environment)
     console = _console()
     launcher = LocalLauncher(
         settings.logs, lambda text: console.print(escape(text), style="yellow"), on_death=report_death
@@ -52,7 +52,7 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping
     kvstore = running or kvstore_on_ray(cluster)
     redis_url = service_address(kvstore)
     shared = Path(gettempdir()) / f"tandem-{settings.ray_namespace}"  # of each node
-    plan = Plan.of(cluster, redis_url, kvstore, shared, environment)
+    plan = ClusterPlan.of(cluster, redis_url, kvstore, shared, environment)
     if not settings.detach:
         await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
         return
@@ -84,13 +84,13 @@ async def _until_stopped(life: Coroutine[Any, Any, None], launcher: Launcher, co
         await launcher.stop()
 
 
-async def _serve(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
+async def _serve(settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console) -> None:
     await _start(settings, plan, launcher, console)
     with noted(note_of(settings, plan)):
         await launcher.watch(restart=True)
 
 
-async def _start(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
+async def _start(settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console) -> None:
     """A service that ends before the cluster is ready ends it; from then on it is started again."""
     now = asyncio.get_running_loop().time
     started = now()
@@ -120,7 +120,7 @@ async def _registry_answers(settings: UpSettings, url: str) -> None:
         await registry.close()
 
 
-async def _wait_until_ready(settings: UpSettings, plan: Plan, launcher: Launcher, console: Console) -> None:
+async def _wait_until_ready(settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console) -> None:
     """Until each gateway says that every worker is there and every prefill-decode pair has moved a real block."""
     missing = "no gateway answers"
     try:

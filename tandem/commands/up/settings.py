@@ -1,4 +1,4 @@
-"""What `tandem up` may be asked for."""
+"""Options of `tandem up`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import ByteSize, Field
 
-from tandem.checkpoints import ModelPath, Need, as_folder, find_model, machine_memory, misfit
+from tandem.checkpoints import MemoryNeed, ModelPath, as_folder, find_model, machine_memory, misfit
 from tandem.cluster import Cluster, read_cluster
 from tandem.commands import LOGS
 from tandem.security import ClusterSettings
@@ -155,11 +155,11 @@ class UpSettings(ClusterSettings):
     def _misfit(self, weights: int) -> str:
         return misfit(self.needs(weights), machine_memory())
 
-    def needs(self, weights: int) -> list[Need]:
+    def needs(self, weights: int) -> list[MemoryNeed]:
         """Memory of the cluster's workers, each with weights of so many bytes in the checkpoint."""
         held = int(weights * {"float32": 2.0}.get(self.dtype, 1.0) * SHARES[self.quantization])
         kv = {"prefill": self.prefill_kv_memory, "decode": self.decode_kv_memory}
-        needs = {role: Need(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}
+        needs = {role: MemoryNeed(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}
         return [needs["prefill"]] * self.prefill + [needs["decode"]] * self.decode
 
     def _own_ports(self) -> dict[str, object]:

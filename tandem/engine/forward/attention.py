@@ -29,7 +29,8 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FixedAttend(Protocol):
-    """Of decode steps that are replayed from static memory: no shape and no branch depends on what that holds."""
+    """Attention of decode steps that are replayed from static memory: no shape and no branch depends on what that
+    holds."""
 
     def prepare(self, lengths: Tensor, tables: Tensor) -> None:
         """Before each replay, with what it will find: (rows,) and (rows, blocks), on the host."""

@@ -62,7 +62,7 @@ class DecodeGraphs:
             self._ahead = graph, step
 
     def _is_ahead(self, graph: Graph, step: StepInput) -> bool:
-        """What was written is what has come: sequences may have ended, come, or been given other blocks."""
+        """True if what was written is what has come: sequences may have ended, come, or been given other blocks."""
         if self._ahead is None or self._ahead[0] is not graph:
             return False
         guess = self._ahead[1]
@@ -124,7 +124,7 @@ class Graph:
         tables[:count] = _rectangle(step.tables, tables.shape[1])
 
     def run(self, input_ids: Tensor) -> Tensor:
-        """What was written last, by one copy to the device."""
+        """Copies what was written last to the device, in one copy, and replays the graph."""
         host = self._host
         host[: len(input_ids)] = input_ids
         self.turn = 1 - self.turn
@@ -139,7 +139,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class StaticContext:
-    """What a model's `attend` means: no shape and no branch depends on what the inputs hold."""
+    """The `attend` that a model gets in a graph: no shape and no branch depends on what the inputs hold."""
 
     cache: list[Tensor]
     inputs: StaticInputs
@@ -176,7 +176,7 @@ def cuda_capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def _padded_sizes(step: StepInput) -> tuple[int, int]:
-    """Of the graph for it: rows and blocks a row."""
+    """Rows, and blocks a row, of the graph for it."""
     size = next(size for size in SIZES if size >= len(step.counts))
     return size, 1 << (max(map(len, step.tables)) - 1).bit_length()
 

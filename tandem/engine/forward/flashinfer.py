@@ -30,7 +30,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Library(Protocol):
-    """What is used of flashinfer."""
+    """The part of flashinfer that is used here."""
 
     BatchPrefillWithPagedKVCacheWrapper: Any
     BatchDecodeWithPagedKVCacheWrapper: Any
@@ -142,7 +142,7 @@ class FlashInfer:
 
     @property
     def _wide(self) -> bool:
-        """Whether so many query heads share a KV head that tensor cores pay."""
+        """True if enough query heads share a KV head for tensor cores to pay."""
         return self._num_heads // self._kv.shape[2] >= 4
 
 

@@ -80,7 +80,7 @@ def _tensor(values: array[int]) -> Tensor:
 
 @dataclass(slots=True)
 class Taps:
-    """What went into the layers `at` in the last step: `rows[i]` (tokens, hidden_size) into layer `at[i]`."""
+    """Inputs of the layers `at` in the last step: `rows[i]` (tokens, hidden_size) into layer `at[i]`."""
 
     at: tuple[int, ...] = ()
     rows: list[Tensor] = field(default_factory=list)
@@ -133,7 +133,7 @@ class TorchForward:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """What a model's `attend` means in one step: `slots` (tokens,) are where each token's KV goes."""
+    """The `attend` that a model gets in one step: `slots` (tokens,) are where each token's KV goes."""
 
     kv_cache: list[Tensor]
     slots: Tensor

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.engine.forward import StepInput, Taps
 from tandem.engine.kernels.packed import PackedWeight
-from tandem.engine.kernels.structs import Layer, LoraPart, Model, Step
+from tandem.engine.kernels.structs import Layer, LoraPart, ModelStruct, Step
 from tandem.engine.lora import PARTS, Adapter, LowRank, shapes_of
 from tandem.engine.models import Decoder, DecoderLayer, ModelConfig
 from tandem.engine.quantization import Fp8Weight
@@ -186,9 +186,9 @@ def _layer(layer: DecoderLayer, weights: list[PackedWeight], kv: Tensor) -> Laye
 
 def _struct(
     model: Decoder, layers: ctypes.Array[Layer], head: PackedWeight, kv: Tensor, opened: Tensor, x_sums: Tensor
-) -> Model:
+) -> ModelStruct:
     config = model.config
-    return Model(
+    return ModelStruct(
         ctypes.addressof(layers), head.struct, model.norm.data_ptr(), opened.data_ptr(), opened.shape[1],
         x_sums.data_ptr(), model.inverse.data_ptr(), config.hidden_size, config.num_heads, config.num_kv_heads,
         config.head_dim, config.intermediate_size, kv.shape[3], kv.dtype == torch.int8, config.rms_norm_eps,
@@ -196,7 +196,7 @@ def _struct(
 
 
 def _joined(step: StepInput) -> tuple[array[int], array[int], array[int]]:
-    """Where each sequence's rows begin and end, where its blocks do, and the blocks of all."""
+    """Bounds of each sequence's rows and of its blocks, and the blocks of all."""
     starts = array("q", accumulate(step.counts, initial=0))
     table_starts = array("q", accumulate(map(len, step.tables), initial=0))
     return starts, table_starts, array("i", chain.from_iterable(step.tables))

@@ -41,7 +41,7 @@ class Layer(ctypes.Structure):
     ]
 
 
-class Model(ctypes.Structure):
+class ModelStruct(ctypes.Structure):
     """`struct model` of model.h."""
 
     _fields_ = [
@@ -75,5 +75,5 @@ class Step(ctypes.Structure):
     ]
 
 
-SIZES = {struct.__name__: ctypes.sizeof(struct) for struct in (Weight, Panel, Rare, Layer, Model, LoraPart, Step)}
+SIZES = {struct.__name__: ctypes.sizeof(struct) for struct in (Weight, Panel, Rare, Layer, ModelStruct, LoraPart, Step)}
 SIZES["Draw"] = DRAW.size  # `struct draw` of sampling.h

@@ -1,4 +1,4 @@
-"""What a layer's KV cache holds of keys and values: their numbers as they are, or in int8, half of bfloat16's bytes.
+"""Keys and values as a layer's KV cache holds them: their numbers as they are, or in int8, half of bfloat16's bytes.
 
 A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row). A row is head_dim numbers; in int8, head_dim codes
 and behind them the bytes of a bfloat16 scale: a block has, for each head of K and of V, a scale for each of its slots.

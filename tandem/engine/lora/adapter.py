@@ -37,7 +37,8 @@ class Adapter:
 
 
 class RowAdapters:
-    """What adapters add in one step. `counts[i]` rows, one after the other, are adapted by `adapters[i]`, if any.
+    """The products that adapters add in one step. `counts[i]` rows, one after the other, are adapted by
+    `adapters[i]`, if any.
 
     `sizes` has the outputs of each part of a fused layer.
     """

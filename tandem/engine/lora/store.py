@@ -42,7 +42,7 @@ class AdapterStore:
             return tuple(self._recent)
 
     def cached(self, revision: str) -> Adapter | None:
-        """Where it is in memory; at once."""
+        """The adapter if it is in memory; at once."""
         with self._lock:
             adapter = self._alive.get(revision)
             if adapter is not None:

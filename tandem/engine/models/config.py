@@ -60,7 +60,7 @@ class ModelConfig:
 
     @property
     def multiplications(self) -> int:
-        """Of one token with all layers' weights; attention, embedding and head are left out."""
+        """Multiplications of one token with all layers' weights; attention, embedding and head are left out."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
@@ -78,7 +78,7 @@ class RopeFile(ModelFile):
 
 
 class ConfigFile(ModelFile):
-    """What is read of config.json."""
+    """The fields of config.json that are used."""
 
     model_type: str
     vocab_size: Size

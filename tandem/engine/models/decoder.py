@@ -33,7 +33,7 @@ class Attend(Protocol):
 
 
 class Adapt(Protocol):
-    """What is added to the outputs of linear layers."""
+    """A function that adds to the outputs of linear layers."""
 
     def __call__(self, layer: int, name: str, x: Tensor, out: Tensor) -> None:
         """To `out`, what the linear layer `name` (qkv, o, gate_up or down) made of `x`."""

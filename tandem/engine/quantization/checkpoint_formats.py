@@ -182,7 +182,7 @@ class _Weights(ModelFile):
 
 
 class _Activations(ModelFile):
-    """Of 8-bit floats only, and not from the checkpoint: each row by its greatest number."""
+    """8-bit floats only, and not scaled by the checkpoint: each row by its greatest number."""
 
     type: Literal["float"]
     dynamic: Literal[True]
@@ -208,7 +208,7 @@ _SAID: TypeAdapter[_Said] = TypeAdapter(_Said)
 
 
 def checkpoint_format(said: Any) -> CheckpointFormat:
-    """What `quantization_config` says. ValueError names the field that is not supported."""
+    """The format that `quantization_config` names. ValueError names the field that is not supported."""
     try:
         found = _SAID.validate_python(said)
     except ValidationError as error:

@@ -64,7 +64,7 @@ def masks_of(seqs: Rows[Row], vocab_size: int) -> Masks | None:
 
 
 def forbidden(masks: Masks, logits: Tensor) -> Tensor:
-    """Where a bit is not set: bool, shaped as `logits` and on its device."""
+    """True where a bit is not set: bool, shaped as `logits` and on its device."""
     words = sent(torch.from_numpy(masks), logits.device)
     bits = words[:, :, None] >> torch.arange(32, device=logits.device, dtype=torch.int32) & 1
     return bits.view(len(masks), -1)[:, : logits.shape[1]] == 0

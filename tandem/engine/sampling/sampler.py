@@ -158,7 +158,7 @@ def _mask_bad_words(logits: Tensor, seqs: Rows[Row]) -> None:
 
 
 def _end_thoughts(logits: Tensor, seqs: Rows[Row]) -> None:
-    """Where they have used up their budget."""
+    """Forces the end mark on rows whose thoughts have used up their budget."""
     for row, seq in enumerate(seqs):
         if (token_id := end_of_thoughts(seq)) is not None:
             logits[row] = -math.inf
@@ -171,7 +171,7 @@ def _ids(seq: Row, start: int) -> Tensor:
 
 
 def _seen(rows: list[int], ids: list[Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token its row, and its place in all of `logits`."""
+    """Row of each token, and its place in all of `logits`."""
     of_each = torch.tensor(rows).repeat_interleave(torch.tensor([len(row_ids) for row_ids in ids]))
     return sent(of_each, logits.device), sent(of_each * logits.shape[1] + torch.cat(ids), logits.device)
 
@@ -189,7 +189,7 @@ def choose(logits: Tensor, seqs: Rows[Row], masks: Masks | None = None) -> list[
 
 
 def chosen(logits: Tensor, seqs: Rows[Row]) -> Tensor:
-    """What `choose` reads: (rows,) on the device, asked for without waiting for it."""
+    """Tokens that `choose` has picked: (rows,) on the device, asked for without waiting for it."""
     best = logits.max(dim=-1)
     token_ids = best.indices
     drawn = [row for row, seq in enumerate(seqs) if seq.sampling.temperature > 0]
@@ -289,7 +289,7 @@ def _best(values: Tensor, width: int) -> Tensor:
 
 
 def _needed(best: Tensor, total: Tensor, top_p: list[float]) -> Tensor:
-    """Which of the values of `best` (rows, width), descending, the nucleus of top_p needs.
+    """Marks the values of `best` (rows, width), descending, that the nucleus of top_p needs.
 
     `total` (rows,) is the mass that top_p is a part of.
     """

@@ -28,7 +28,7 @@ def end_of_thoughts(seq: Row) -> int | None:
 
 
 def _start(answer: array[int], begin: Items[int]) -> int | None:
-    """Where thoughts begin; None where the answer has none."""
+    """The index at which thoughts begin; None where the answer has none."""
     if not begin:
         return 0
     found = _find(answer[: SPACE + len(begin)], begin, 0)

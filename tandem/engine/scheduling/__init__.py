@@ -1,4 +1,4 @@
-"""What is computed next, in which blocks: sequences, turns, the pool. For the engine and its runners; no torch."""
+"""Chooses what is computed next, in which blocks: sequences, turns, the pool. For the engine and runners; no torch."""
 
 from tandem.engine.scheduling.answer_lengths import AnswerLengths
 from tandem.engine.scheduling.block_pool import BlockPool

@@ -16,7 +16,7 @@ class AnswerLengths:
 
     @property
     def likely_left(self) -> int:
-        """What room to keep for an answer: half its usual length, as much as those under way hold on average."""
+        """Tokens to keep room for in an answer: half its usual length, as much as those under way hold on average."""
         return max(1, ceil(self._mean / 2))
 
     def ended(self, num_tokens: int) -> None:

@@ -56,7 +56,7 @@ class BlockPool:
     def has_room(
         self, num_new: int, cached: Sequence[int] = (), spare: int = 0, leaving: Iterable[Sequence[int]] = ()
     ) -> bool:
-        """Whether `take` gets these and leaves `spare` ones free, once the tables `leaving` have been released."""
+        """True if `take` gets these and leaves `spare` ones free, once the tables `leaving` have been released."""
         held = Counter(block for table in leaving for block in table)
         freed = {block for block, count in held.items() if count == self._references[block]}
         free = len(self._free) + len(freed) - sum(block in self._free or block in freed for block in cached)
@@ -124,7 +124,7 @@ class BlockPool:
             self._removed[name] = None
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
-        """What changed since the last call. Only the net change is kept, so a slow reader costs bounded memory."""
+        """Changes since the last call. Only the net change is kept, so a slow reader costs bounded memory."""
         events: list[BlockStored | BlockRemoved] = []
         if self._removed:
             events.append(BlockRemoved(tuple(self._removed)))

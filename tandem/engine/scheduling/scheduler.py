@@ -1,4 +1,4 @@
-"""Which tokens are computed next: one token budget a step, shared by decode and chunked prefill.
+"""Chooses the tokens of the next step: one budget, shared by decode and chunked prefill.
 
     1 outrank   a waiting sequence takes blocks and seat of running ones of a lower priority, the last in order first,
                 where it needs them
@@ -35,7 +35,7 @@ from typing import NamedTuple
 from tandem.containment import NOBODY
 from tandem.engine.scheduling.pace import Pace
 from tandem.engine.scheduling.sequence import Sequence, Status
-from tandem.engine.scheduling.sequence_blocks import Need, SequenceBlocks
+from tandem.engine.scheduling.sequence_blocks import BlockNeed, SequenceBlocks
 
 
 class Scheduled(NamedTuple):
@@ -121,7 +121,7 @@ class Scheduler:
         others, only what is free is taken: nothing changes for those that run."""
         if any(s.was_preempted and s.key < seq.key for s in self.waiting):
             return False
-        need = Need(num_tokens, seq.num_prompt_tokens, leaves_spare=True)
+        need = BlockNeed(num_tokens, seq.num_prompt_tokens, leaves_spare=True)
         if not (self._make_room(seq, need) if outranks else self._has_room(seq, need)):
             return False
         self.blocks.take(seq, need)
@@ -224,7 +224,7 @@ class Scheduler:
                 return
             self._admit(seq)
 
-    def _make_room(self, seq: Sequence, need: Need) -> bool:
+    def _make_room(self, seq: Sequence, need: BlockNeed) -> bool:
         """Preempt those of lower priority, the last in order first, as far as that is needed; False, and nobody is
         preempted, where it would not do."""
         outranked = [other for other in reversed(self.running) if other.priority > seq.priority]
@@ -270,11 +270,11 @@ class Scheduler:
         self._move(seq, Status.RUNNING)
         return True
 
-    def _need(self, seq: Sequence) -> Need:
-        return Need(seq.num_tokens, seq.num_tokens, leaves_spare=seq.was_preempted)
+    def _need(self, seq: Sequence) -> BlockNeed:
+        return BlockNeed(seq.num_tokens, seq.num_tokens, leaves_spare=seq.was_preempted)
 
-    def _has_room(self, seq: Sequence, need: Need, leaving: Items[Sequence] = ()) -> bool:
-        """Whether there are a seat and blocks, once those `leaving` the running ones have."""
+    def _has_room(self, seq: Sequence, need: BlockNeed, leaving: Items[Sequence] = ()) -> bool:
+        """True if there are a seat and blocks, once those `leaving` the running ones have."""
         has_seat = self._num_free_seats() + len(leaving) > 0
         return has_seat and self.blocks.has_room(seq, need, len(self.running), leaving)
 

@@ -106,12 +106,12 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of the answer, those of another engine included."""
+        """Tokens of the answer so far, those of another engine included."""
         return len(self.token_ids) - self.answer_start
 
     @property
     def is_reading(self) -> bool:
-        """Whether nothing has been drawn here yet."""
+        """True until a first token has been sampled here."""
         return len(self.token_ids) == self.num_prompt_tokens
 
     @property
@@ -120,12 +120,12 @@ class Sequence:
 
     @property
     def was_preempted(self) -> bool:
-        """Whether it waits to go on where it was."""
+        """True while it waits to continue where it was."""
         return self.status is Status.WAITING and not self.is_reading
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """Whether what is cached of the prompt has to be computed all the same."""
+        """True if cached blocks do not help: the logits of every prompt token are wanted."""
         return len(self.prompt_logprobs) < self.num_prompt_logprobs
 
     @property
@@ -151,7 +151,8 @@ class Sequence:
         return min(self.sampling.max_tokens - self.num_output_tokens, max_model_len - self.num_tokens)
 
     def check_stop(self, max_model_len: int) -> FinishReason | None:
-        """What the last token means: STOP or LENGTH ends the sequence. Below min_tokens no stop token is sampled."""
+        """Finish reason after the last token, if any: STOP or LENGTH ends the sequence. Below min_tokens no stop
+        token is sampled."""
         sampling, num_tokens = self.sampling, len(self.token_ids)
         if self.token_ids[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
@@ -161,7 +162,7 @@ class Sequence:
 
 
 class Row(Protocol):
-    """What the sampler asks of the sequence that a row of logits belongs to. `error` is set where no token comes."""
+    """A sequence as the sampler sees it, for one row of logits. `error` is set where no token comes."""
 
     error: str | None
 

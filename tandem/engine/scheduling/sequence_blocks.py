@@ -1,4 +1,4 @@
-"""Which blocks sequences hold: taken from the prefix cache, the free ones and the swap space, and released there.
+"""Blocks of sequences: taken from the prefix cache, the free ones and the swap space, and released there.
 
     has_room ──> take ──> grow, extend ──> release ──────────────> free, or cached
                   ^                        swap_out, release ──┐
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tandem.engine.kv import Copies, SwapSpace
 
 
-class Need(NamedTuple):
+class BlockNeed(NamedTuple):
     """Blocks for `num_tokens`, of which `num_known` are there and all but one may be cached. `leaves_spare`: beside
     them one for each running sequence stays free."""
 
@@ -50,18 +50,18 @@ class SequenceBlocks:
         return len(self.cached(seq, seq.num_tokens - 1)) * self._block_size
 
     def may_share(self, seq: Sequence) -> bool:
-        """Whether KV that others have computed will do."""
+        """True if it may use KV that others have computed."""
         return self._prefix_caching and not seq.reads_whole_prompt
 
-    def has_room(self, seq: Sequence, need: Need, num_running: int, leaving: Items[Sequence] = ()) -> bool:
-        """Whether `take` will do, once those `leaving` the running ones have released theirs."""
+    def has_room(self, seq: Sequence, need: BlockNeed, num_running: int, leaving: Items[Sequence] = ()) -> bool:
+        """True if `take` will succeed, once those `leaving` the running ones have released theirs."""
         cached = self.cached(seq, need.num_known - 1)
         new = self.blocks_for(need.num_tokens) - len(cached)
         spare = num_running - len(leaving) if need.leaves_spare else 0
         return self._pool.has_room(new, cached, spare, [other.block_table for other in leaving])
 
-    def take(self, seq: Sequence, need: Need) -> None:
-        """What there is room for: cached blocks first, then those that were swapped, copied back."""
+    def take(self, seq: Sequence, need: BlockNeed) -> None:
+        """Takes blocks: cached ones first, then new ones for those that were swapped, which are copied back."""
         cached = self.cached(seq, need.num_known - 1)
         reads_rest = need.num_tokens == need.num_known  # for a reservation another worker does
         source = self._tail_source(seq, need.num_known, len(cached)) if reads_rest else None
@@ -129,7 +129,7 @@ class SequenceBlocks:
                 self._pool.release(blocks)
 
     def take_copies(self) -> Copies:
-        """What is to be copied, in this order, before any block is written again."""
+        """Copies to carry out, in this order, before any block is written again."""
         copies, self._copies = self._copies, []
         return copies
 

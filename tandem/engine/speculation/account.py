@@ -1,4 +1,5 @@
-"""What proposing may lose, whatever is expected of it: an account of seconds, measured beside plain decoding.
+"""A bound on what proposing may lose, whatever is expected of it: an account of seconds, measured beside plain
+decoding.
 
     earned   LOSS of the seconds that plain steps would take
     spent    what proposing takes, and what a step takes longer than a plain one of as many sequences
@@ -24,7 +25,7 @@ class Account:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything may be proposed: not before a plain step has been seen."""
+        """True if anything may be proposed: not before a plain step has been seen."""
         return self._begun and self._held_s >= 0
 
     def earn(self, step_s: float, steps: int) -> None:

@@ -75,7 +75,7 @@ class DraftProposer:
             seq.num_drafted_tokens = end
 
     def _note(self, seq: Sequence, start: int, end: int) -> None:
-        """Which blocks hold the KV of which tokens now."""
+        """Notes which blocks hold the KV of which tokens now."""
         size, known = self._block_size, min(end, seq.num_tokens) // self._block_size
         for block in range(start // size, -(-end // size)):
             self._held.pop(seq.block_table[block], None)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tandem.engine.forward import Chunk
 from tandem.engine.sampling import Choose, draw
 from tandem.engine.scheduling import Ahead, Sequence
-from tandem.engine.speculation.eagle_head import Context, EagleHead, Place
+from tandem.engine.speculation.eagle_head import Context, ContextPlace, EagleHead
 from tandem.engine.speculation.proposer import Wanted
 from tandem.speculative import MAX_NUM_TOKENS
 
@@ -60,21 +60,21 @@ class EagleProposer:
 
     def _read(self, seqs: Items[Sequence]) -> Tensor:
         """Every feature whose next token is known; returns what the head makes of the last one of each."""
-        found, ids, positions, places = list[Tensor](), list[int](), list[int](), list[Place]()
+        found, ids, positions, places = list[Tensor](), list[int](), list[int](), list[ContextPlace]()
         for seq in seqs:
             context = self._contexts[seq]
             first, end = context.end, min(seq.num_tokens - 1, context.features.end)
             found.append(context.features.rows[: end - first])
             ids += seq.token_ids[first + 1 : end + 1]
             positions += range(first, end)
-            places.append(Place(context, context.count, end - first))
+            places.append(ContextPlace(context, context.count, end - first))
         made = self._run(torch.cat(found), ids, positions, places)
         for context, _, count in places:
             context.features.drop(count)
             context.count += count
         return made[torch.tensor([place.rows for place in places]).cumsum(0) - 1]
 
-    def _run(self, features: Tensor, ids: list[int], positions: list[int], places: Items[Place]) -> Tensor:
+    def _run(self, features: Tensor, ids: list[int], positions: list[int], places: Items[ContextPlace]) -> Tensor:
         token_ids, at = (torch.tensor(values, device=features.device) for values in (ids, positions))
         return self._head(features, token_ids, at, places)
 
@@ -101,10 +101,10 @@ class EagleProposer:
                 features[stay],
                 [seq.proposed[-1] for seq, _ in going],
                 [seq.num_tokens - 2 + ahead for seq, _ in going],
-                [Place(context, context.count + ahead - 1, 1) for context in contexts],
+                [ContextPlace(context, context.count + ahead - 1, 1) for context in contexts],
             )
 
     def _has_feature(self, seq: Sequence) -> bool:
-        """Whether what the last token was drawn from is there, and not read yet."""
+        """True if the hidden state that the last token was sampled from is there, and not used yet."""
         context = self._contexts.get(seq)
         return context is not None and context.end <= seq.num_tokens - 2 < context.features.end

@@ -36,7 +36,7 @@ UNKNOWN = -1e30  # the logit of tokens that a head does not know
 
 
 class Eagle3File(ModelFile):
-    """What config.json says of an EAGLE-3 head beside what it says of any model."""
+    """Fields of config.json that only an EAGLE-3 head has."""
 
     norm_before_residual: bool = False
     eagle_aux_hidden_state_layer_ids: Annotated[list[int], Field(min_length=3, max_length=3)] | None = None
@@ -60,7 +60,7 @@ def _said(file: HeadFile) -> Eagle3File:
 
 
 class Ends(NamedTuple):
-    """Of the model itself: (vocab, hidden) each."""
+    """Embedding and output weights of the model itself: (vocab, hidden) each."""
 
     embed: Tensor
     lm_head: Tensor
@@ -90,7 +90,7 @@ class Context:
         return self.kv[0, :, :end], self.kv[1, :, :end]
 
 
-class Place(NamedTuple):
+class ContextPlace(NamedTuple):
     """`rows` rows of a step, the first of which goes to place `at` of `context`."""
 
     context: Context
@@ -132,7 +132,7 @@ class EagleHead:
             if not 0 <= int(self._known.min()) <= int(self._known.max()) < model.vocab_size:
                 raise ValueError(f"speculative_model: {file.folder}: tensor d2t names tokens that the model has not")
 
-    def __call__(self, features: Tensor, token_ids: Tensor, positions: Tensor, places: Items[Place]) -> Tensor:
+    def __call__(self, features: Tensor, token_ids: Tensor, positions: Tensor, places: Items[ContextPlace]) -> Tensor:
         """The features (rows, hidden) that follow `features`, of the model or of the head itself."""
         embedded = F.embedding(token_ids, self._embed)
         if self._norms:
@@ -186,7 +186,7 @@ def _own(name: str, file: HeadFile, of_model: Tensor, shape: tuple[int, int], pl
     return of_model.to(place)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, places: Items[Place]) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, places: Items[ContextPlace]) -> Tensor:
     out, start = torch.empty_like(q), 0
     for context, at, count in places:
         rows = slice(start, start + count)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class FeatureRows:
-    """Of positions `first`, `first` + 1, …: `rows` (n, width)."""
+    """Features of positions `first`, `first` + 1, …: `rows` (n, width)."""
 
     __slots__ = ("first", "rows")
 

@@ -50,7 +50,7 @@ class HeadFile(NamedTuple):
 
 
 def read_head(folder: Path) -> HeadFile | None:
-    """What lies in `folder`; None where it is no head. ValueError says which file is wrong."""
+    """Reads the head in `folder`; None if it is none. ValueError says which file is wrong."""
     for name in FILES:
         file = folder / name
         if file.is_file():

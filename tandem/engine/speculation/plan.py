@@ -98,7 +98,7 @@ class Plan:
         return [0 if i in new else m for i, m in enumerate(most)]
 
     def _cheap_to_try(self, seqs: Items[Sequence], most: Items[int]) -> Items[int]:
-        """Where sequences are to be read first, none for those that were not, as long as others were."""
+        """Leaves out sequences that still have to be prefilled, as long as there are others."""
         if self._reads_first and any(seq.chance is not None and m > 0 for seq, m in zip(seqs, most, strict=True)):
             return [0 if seq.chance is None else m for seq, m in zip(seqs, most, strict=True)]
         return most

@@ -1,4 +1,4 @@
-"""Where proposed tokens come from: the interface, and prompt lookup (Saxena 2023), which has no state."""
+"""Proposers of tokens: the interface, and prompt lookup (Saxena 2023), which has no state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """What followed the last time that the sequence ended as it does now."""
+    """Proposes what followed the last time that the sequence ended as it does now."""
 
     reads_first = False
 

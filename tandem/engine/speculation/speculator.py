@@ -94,7 +94,7 @@ class Speculator:
         return bool(self._wanted) and self._since_plain < seen
 
     def _force(self, seq: Sequence, room: int) -> int:
-        """What its grammar leaves no choice about is proposed at once; returns how much that is."""
+        """Proposes the tokens that its grammar leaves no choice about; returns how much that is."""
         assert seq.guide is not None
         if seq.guide.follow(seq.token_ids[seq.answer_start :]):
             return 0

@@ -80,7 +80,7 @@ def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
 
 
 def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
-    """Which shard holds each tensor that `model` needs, even one without memory. ValueError says what is wrong."""
+    """Finds the shard of each tensor that `model` needs, even one without memory. ValueError says what is wrong."""
     targets = model.checkpoint_tensors()
     sources, shapes = {}, {}
     for shard in shard_paths(path):
@@ -94,7 +94,7 @@ def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
 
 
 def _as_packed(model: Decoder, needed: Shapes, sources: Mapping[str, Path]) -> tuple[Shapes, Shapes]:
-    """What is needed, and what may be there, too, of the layers that the checkpoint holds quantized as such."""
+    """Names that are needed, and names that may be there, of layers that the checkpoint holds quantized."""
     optional: Shapes = {}
     form = model.config.quantized
     for linear, names, sizes in model.fused() if form else ():
@@ -111,7 +111,7 @@ def _as_packed(model: Decoder, needed: Shapes, sources: Mapping[str, Path]) -> t
 
 
 def _is_packed(model: Decoder, name: str, sources: Mapping[str, Path]) -> bool:
-    """Whether this is the weight of a layer that the checkpoint holds quantized."""
+    """True for the weight of a layer that the checkpoint holds quantized."""
     form, (layer, _, kind) = model.config.quantized, name.rpartition(".")
     return kind == "weight" and form is not None and f"{layer}.{form.marker}" in sources
 
@@ -144,7 +144,7 @@ def _load_packed(
 
 
 def _lies_as(part: QuantizedWeight, other: QuantizedWeight) -> bool:
-    """Whether the two may be one weight: the inputs in the same groups, and in the same order."""
+    """True if the two may be one weight: the inputs in the same groups, and in the same order."""
     if part.order is None or other.order is None:
         return part.group == other.group and part.order is other.order
     return part.group == other.group and torch.equal(part.order, other.order)

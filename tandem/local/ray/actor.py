@@ -1,4 +1,4 @@
-"""What runs in an actor: one service, a worker in the actor's own process, anything else as its child."""
+"""The contents of an actor: one service, a worker in the actor's own process, anything else as its child."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ROLES = ("services.prefill", "services.decode")
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What an actor says of its service."""
+class ActorState:
+    """An actor's report on its service."""
 
     name: str
     module: str
@@ -70,11 +70,11 @@ class ServiceActor:
     def service(self) -> Service:
         return self._service
 
-    def state(self) -> State:
+    def state(self) -> ActorState:
         life, service = self._life, self._service
         ready = life.ready and self._thread.is_alive() and not self._stopping
         node = ray.get_runtime_context().get_node_id()
-        return State(
+        return ActorState(
             service.name, service.module, life.address, life.incarnation, node, os.getpid(), ready, self._error
         )
 
@@ -160,12 +160,12 @@ class _ProcessLife:
 
 
 def node_address() -> str:
-    """Where other nodes of the cluster reach this one."""
+    """Address at which other nodes of the cluster reach this one."""
     return str(get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def service_address(service: Service) -> str:
-    """Of the kvstore the URL of its Redis, of a gateway host and port of its HTTP."""
+    """Redis URL of a kvstore; host and port of a gateway's HTTP."""
     settings = {name: str(value) for name, value in service.settings.items()}
     if service.module == "services.kvstore":
         own = f"redis://:{settings.get('redis_password')}@{settings.get('redis_host')}:{settings.get('redis_port')}"

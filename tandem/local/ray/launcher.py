@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from tandem.cluster import Cluster
 from tandem.local.launcher import Service, ServiceFailed
-from tandem.local.ray.actor import ROLES, ServiceActor, State, node_address
+from tandem.local.ray.actor import ROLES, ActorState, ServiceActor, node_address
 from tandem.local.ray.places import places, ray_names, shortage
 
 WATCH_S = 1.0
@@ -84,8 +84,8 @@ class RayLauncher:
     def loading(self) -> Mapping[str, tuple[int, int]]:
         return dict.fromkeys(self._actors, (0, 0))
 
-    async def states(self) -> dict[str, State | str]:
-        """Of each actor, or why it cannot say."""
+    async def states(self) -> dict[str, ActorState | str]:
+        """Reports of all actors; of one that cannot answer, why not."""
         names = list(self._actors)
         return dict(zip(names, await asyncio.gather(*map(self._state, names)), strict=True))
 
@@ -123,16 +123,18 @@ class RayLauncher:
         problem = state if isinstance(state, str) else state.error
         if problem and not restart and not problem.startswith("waits"):
             raise ServiceFailed(f"{name}: {problem}")
-        said = problem or (f"runs as {state.incarnation}" if isinstance(state, State) and state.incarnation else "")
+        said = problem or (
+            f"runs as {state.incarnation}" if isinstance(state, ActorState) and state.incarnation else ""
+        )
         if said and self._said.get(name, "" if problem else said) != said:
             self._report(f"{name} {said}")
         if said:
             self._said[name] = said
 
-    async def _state(self, name: str) -> State | str:
+    async def _state(self, name: str) -> ActorState | str:
         try:
             async with asyncio.timeout(CALL_S):
-                state: State = await self._actors[name].state.remote()
+                state: ActorState = await self._actors[name].state.remote()
                 return state
         except TimeoutError:
             return f"waits for its start: {shortage(self._resources.get(name, {}))}"
@@ -140,7 +142,7 @@ class RayLauncher:
             return f"does not run: {error}".strip()
 
     async def _end(self, name: str) -> None:
-        runs = isinstance(await self._state(name), State)
+        runs = isinstance(await self._state(name), ActorState)
         actor = self._actors.pop(name)
         try:
             if runs:

@@ -1,4 +1,4 @@
-"""Where actors run: what each needs of a node, and which two share one."""
+"""Placement of actors: what each needs of a node, and which two share one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def places(services: Sequence[Service]) -> list[tuple[Service, ...]]:
 
 
 def shortage(resources: Mapping[str, float]) -> str:
-    """What of these the cluster does not have, or has not free."""
+    """Resources among these that the cluster does not have, or not free."""
     total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     short = [

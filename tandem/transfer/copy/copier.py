@@ -94,5 +94,5 @@ def load_copier(cache: Path | None = None) -> Copier:
 
 
 def _at(memory: Any) -> int:
-    """Where a writable buffer lies."""
+    """Address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

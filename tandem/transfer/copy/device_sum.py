@@ -23,7 +23,7 @@ class DeviceSum:
         self._weights = torch.empty(0, dtype=torch.int64, device=device)
 
     def __call__(self, words: torch.Tensor) -> torch.Tensor:
-        """Of int64 words: one int64 on their device, still being computed perhaps."""
+        """Sums int64 words to one int64 on their device, still being computed perhaps."""
         flat = words.reshape(-1)
         if len(flat) > len(self._weights):
             self._weights = torch.from_numpy(weights(len(flat))).to(self._device)

@@ -1,4 +1,4 @@
-"""Which (layer, logical block) pairs of one transfer have come: both sides keep the same account."""
+"""The (layer, logical block) pairs of one transfer that have come: both sides keep the same account."""
 
 from __future__ import annotations
 

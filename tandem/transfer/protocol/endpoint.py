@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class LinkPeer:
     """One start of one worker. `layout_hash` names the shape and dtype of its KV blocks."""
 
     worker_id: str

@@ -61,7 +61,7 @@ class Landing:
 
     @property
     def busy(self) -> bool:
-        """Whether a write to its blocks or one of its callbacks is under way."""
+        """True while a write to its blocks or one of its callbacks is under way."""
         return self.writing or self.calling
 
 
@@ -145,7 +145,7 @@ class Landings:
             del self.ending[landing.transfer_id]
 
     def settle(self, landing: Landing) -> None:
-        """Of a cancelled transfer: forgets it unless it is busy."""
+        """Forgets a cancelled transfer unless it is busy."""
         if not landing.busy:
             del self.ending[landing.transfer_id]
             self.fenced.append(landing)
@@ -158,7 +158,7 @@ class Landings:
             self.end(landing, TransferError("UNAVAILABLE", text))
 
     def violations(self, accounted: Container[str], now: float) -> list[str]:
-        """What is expected for none of these transfers' owners, or should have ended."""
+        """Transfers that are expected but have no owner among these, or should have ended."""
         wrong = []
         for landing in self.live.values():
             if landing.transfer_id not in accounted:
@@ -174,5 +174,5 @@ class Landings:
 
 
 def _nothing(transfer_id: str) -> Landing:
-    """What an unknown id names: never begun, so fenced at once."""
+    """A landing for an unknown id: never begun, so fenced at once."""
     return Landing(transfer_id, np.empty(0, np.int64), 0, 0.0, lambda *_: None, lambda *_: None)

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from tandem.liveness import QUIET, Liveness, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.protocol.coverage import Coverage
-from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.wire import (
     Begin,
     Failure,
     Hello,
     Kind,
-    Message,
+    LinkMessage,
     Welcome,
     check_proof,
     checksum,
@@ -51,7 +51,7 @@ HANDSHAKE_SECONDS = 5.0
 class Write:
     """A payload to copy to `block_ids` of a layer's cache and then to sum; a probe (no landing) only to sum."""
 
-    message: Message
+    message: LinkMessage
     landing: Landing | None
     block_ids: NDArray[np.int64]
 
@@ -64,7 +64,7 @@ class ReceiverProtocol:
     """
 
     def __init__(
-        self, local: Endpoint, landings: Landings, *, num_layers: int, block_bytes: int, max_frame_bytes: int,
+        self, local: LinkPeer, landings: Landings, *, num_layers: int, block_bytes: int, max_frame_bytes: int,
         nonce: int, accept: Callable[[Hello], tuple[ReceiveSide | None, dict[str, str]]], now: float,
         secret: ClusterSecret = NO_SECRET, vitals: Vitals = QUIET,
     ) -> None:  # fmt: skip
@@ -72,9 +72,9 @@ class ReceiverProtocol:
         self.block_bytes, self.max_frame_bytes = block_bytes, max_frame_bytes
         self.liveness = Liveness(now, vitals.starvation)
         self._vitals = vitals
-        self.outbox: deque[Message] = deque()
+        self.outbox: deque[LinkMessage] = deque()
         self.ended: deque[Landing] = deque()
-        self.read: list[Message] = []
+        self.read: list[LinkMessage] = []
         self.hello: Hello | None = None
         self.side: ReceiveSide | None = None
         self._nonce = nonce
@@ -98,7 +98,7 @@ class ReceiverProtocol:
     def peer(self) -> str:
         return str(self.hello.sender) if self.hello else "a peer that has not said HELLO"
 
-    def receive(self, message: Message, now: float) -> Write | None:
+    def receive(self, message: LinkMessage, now: float) -> Write | None:
         """Takes one message of the peer; a Write must be carried out: `start`, copy, `written`.
 
         Raises TransferError where the link cannot go on.
@@ -166,7 +166,7 @@ class ReceiverProtocol:
             self.side = None
         self.outbox.clear()
 
-    def sent(self, messages: Sequence[Message]) -> None:
+    def sent(self, messages: Sequence[LinkMessage]) -> None:
         if messages[-1].kind is Kind.REFUSE:
             raise TransferError("FAILED_PRECONDITION", "the link was refused")
 
@@ -187,7 +187,7 @@ class ReceiverProtocol:
         if self.side and self.liveness.ping_due(now):
             self._send(Kind.PING, body=pulse_of(self._vitals))
 
-    def _greet(self, message: Message) -> None:
+    def _greet(self, message: LinkMessage) -> None:
         if message.kind is not Kind.HELLO or checksum(message.body) != message.payload_sum:
             raise TransferError("FAILED_PRECONDITION", "the peer did not begin with HELLO")
         hello = parse(Hello, message.body)
@@ -222,7 +222,7 @@ class ReceiverProtocol:
             return f"layout_hash: {hello.sender} has {hello.sender.layout_hash}, {local} has {local.layout_hash}"
         return ""
 
-    def _control(self, message: Message, now: float) -> None:
+    def _control(self, message: LinkMessage, now: float) -> None:
         landing = self._bound.get(message.handle)
         match message.kind:
             case Kind.PING:
@@ -237,7 +237,7 @@ class ReceiverProtocol:
             case Kind.ABORT if landing:
                 self.landings.end(landing, parse(Failure, message.body).error())
 
-    def _begin(self, message: Message) -> None:
+    def _begin(self, message: LinkMessage) -> None:
         begin, handle = parse(Begin, message.body), message.handle
         if bound := self._bound.get(handle):
             self.landings.end(bound, TransferError("FAILED_PRECONDITION", f"{bound.transfer_id}: BEGIN came twice"))
@@ -257,7 +257,7 @@ class ReceiverProtocol:
             text = f"{begin.transfer_id}: BEGIN says {have}; {expected} were expected"
             self.landings.end(landing, TransferError("FAILED_PRECONDITION", text))
 
-    def _frame(self, message: Message) -> Write | None:
+    def _frame(self, message: LinkMessage) -> Write | None:
         landing = self._bound.get(message.handle)
         if landing is None or landing.coverage is None:
             self.read.append(message)
@@ -274,7 +274,7 @@ class ReceiverProtocol:
             return None
         return Write(message, landing, landing.block_ids[first:end])
 
-    def _probe(self, message: Message) -> Write:
+    def _probe(self, message: LinkMessage) -> Write:
         if fault := self._side.fault(message):
             raise TransferError("FAILED_PRECONDITION", f"PROBE: {fault}")
         return Write(message, None, np.empty(0, np.int64))
@@ -289,7 +289,7 @@ class ReceiverProtocol:
         else:
             self.landings.commit(landing, payload)
 
-    def _fail_transfer(self, message: Message, code: str, why: str) -> None:
+    def _fail_transfer(self, message: LinkMessage, code: str, why: str) -> None:
         """A bad message costs the transfer that it names, and no other."""
         if landing := self._bound.get(message.handle):
             self.landings.end(landing, TransferError(code, f"{landing.transfer_id}: {why}"))

@@ -19,7 +19,7 @@ from typing import Any
 from tandem.liveness import QUIET, Liveness, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.protocol.coverage import Coverage
-from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.protocol.wire import (
     INLINE,
     Begin,
@@ -28,7 +28,7 @@ from tandem.transfer.protocol.wire import (
     Failure,
     Hello,
     Kind,
-    Message,
+    LinkMessage,
     Welcome,
     check_proof,
     checksum,
@@ -44,7 +44,7 @@ from tandem.transfer.protocol.wire import (
 LATE_S = 1.0
 
 
-class State(Enum):
+class PushState(Enum):
     PUSHING = auto()
     COMMITTING = auto()
     DONE = auto()
@@ -62,17 +62,17 @@ class Outgoing:
     transfer_id: str
     deadline: float
     coverage: Coverage
-    state: State = State.PUSHING
+    state: PushState = PushState.PUSHING
     error: TransferError | None = None
     bytes_sent: int = 0
     to_frame: int = 0
-    gathering: deque[Message] = field(default_factory=deque)
+    gathering: deque[LinkMessage] = field(default_factory=deque)
     committed: bytes | None = None
 
     @property
     def reading(self) -> bool:
-        """Whether accepted blocks may still be read; what has ended sends nothing of what it reads. For one thread."""
-        if self.state in (State.DONE, State.FAILED):
+        """True while accepted blocks may still be read; once it has ended it reads them no more. For one thread."""
+        if self.state in (PushState.DONE, PushState.FAILED):
             return False
         while self.gathering and self.gathering[0].ready:
             self.gathering.popleft()
@@ -81,7 +81,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What lies in a slot. body: the same bytes, where they follow their header on the stream."""
+    """The content of a slot. body: the same bytes, where they follow their header on the stream."""
 
     slot: int
     length: int
@@ -92,8 +92,8 @@ class Payload:
 class SenderProtocol:
     def __init__(
         self,
-        local: Endpoint,
-        remote: Endpoint,
+        local: LinkPeer,
+        remote: LinkPeer,
         *,
         nonce: int,
         offers: dict[str, dict[str, Any]],
@@ -106,7 +106,7 @@ class SenderProtocol:
         self._vitals = vitals
         self.hello = proven(Hello(sender=local, receiver=remote, nonce=nonce, offers=offers), secret)
         self._secret = secret
-        self.outbox: deque[Message] = deque([control(Kind.HELLO, self.hello.packed())])
+        self.outbox: deque[LinkMessage] = deque([control(Kind.HELLO, self.hello.packed())])
         self.welcome: Welcome | None = None
         self.error: TransferError | None = None
         self.ended: list[Outgoing] = []
@@ -115,7 +115,7 @@ class SenderProtocol:
         self._nonce = 0
         self._handles = 0
         self._live: dict[int, Outgoing] = {}
-        self._probes: dict[int, Message] = {}
+        self._probes: dict[int, LinkMessage] = {}
         self._lent: set[int] = set()
 
     def begin(
@@ -179,7 +179,7 @@ class SenderProtocol:
             text = f"{outgoing.transfer_id}: commit with {missing} (layer, block) pairs not pushed"
             self.abort(outgoing, TransferError("FAILED_PRECONDITION", text))
             self._pushing(outgoing)
-        outgoing.state, outgoing.committed = State.COMMITTING, payload
+        outgoing.state, outgoing.committed = PushState.COMMITTING, payload
         self._complete(outgoing)
 
     def abort(self, outgoing: Outgoing, error: TransferError) -> None:
@@ -215,7 +215,7 @@ class SenderProtocol:
         for outgoing in [o for o in self._live.values() if now >= o.deadline]:
             self.abort(outgoing, TransferError("DEADLINE_EXCEEDED", f"{outgoing.transfer_id}: deadline passed"))
 
-    def receive(self, message: Message, now: float) -> None:
+    def receive(self, message: LinkMessage, now: float) -> None:
         """Takes one message of the peer. Raises TransferError where the link cannot go on."""
         if checksum(message.body) != message.payload_sum:
             raise TransferError("DATA_LOSS", f"a damaged {message.kind.name} message")
@@ -224,7 +224,7 @@ class SenderProtocol:
         elif message.nonce == self._nonce:  # a message of another incarnation says nothing about this link
             self._control(message, now)
 
-    def _answered(self, message: Message) -> None:
+    def _answered(self, message: LinkMessage) -> None:
         if message.kind is Kind.REFUSE:
             raise parse(Failure, message.body).error()
         if message.kind is not Kind.WELCOME:
@@ -237,7 +237,7 @@ class SenderProtocol:
         self._nonce = link_nonce(self.local, self.remote, self.hello.nonce, welcome.nonce)
         self.welcome = welcome
 
-    def _control(self, message: Message, now: float) -> None:
+    def _control(self, message: LinkMessage, now: float) -> None:
         outgoing = self._live.get(message.handle)
         match message.kind:
             case Kind.PING:
@@ -246,7 +246,7 @@ class SenderProtocol:
             case Kind.PROBE_ACK if message.handle in self._probes:
                 seen = int.from_bytes(message.body, "little")
                 self.probed[message.handle] = seen == self._probes.pop(message.handle).payload_sum
-            case Kind.ACK if outgoing and outgoing.state is State.COMMITTING:
+            case Kind.ACK if outgoing and outgoing.state is PushState.COMMITTING:
                 self._end(outgoing, None)
             case Kind.NACK if outgoing:
                 self._end(outgoing, parse(Failure, message.body).error())
@@ -260,14 +260,14 @@ class SenderProtocol:
         """Pushes that none of these transfers' owners makes any more, or that should have ended."""
         wrong = []
         for outgoing in self._live.values():
-            if outgoing.state is State.PUSHING and outgoing.transfer_id not in accounted:
+            if outgoing.state is PushState.PUSHING and outgoing.transfer_id not in accounted:
                 wrong.append(f"push {outgoing.transfer_id}: under way, but no request's")
             elif now > outgoing.deadline + LATE_S:
                 wrong.append(f"push {outgoing.transfer_id}: under way still behind its deadline")
         return wrong
 
     def opened(self) -> Welcome:
-        """What the receiver said of itself. Raises why the link is not, or no longer, open."""
+        """The receiver's welcome. Raises why the link is not, or no longer, open."""
         if self.error:
             raise self.error.fresh()
         if self.welcome is None:
@@ -277,7 +277,7 @@ class SenderProtocol:
     def _pushing(self, outgoing: Outgoing) -> None:
         if outgoing.error:
             raise outgoing.error.fresh()
-        if outgoing.state is not State.PUSHING:
+        if outgoing.state is not PushState.PUSHING:
             raise TransferError("FAILED_PRECONDITION", f"{outgoing.transfer_id}: already committed")
 
     def _complete(self, outgoing: Outgoing) -> None:
@@ -287,14 +287,14 @@ class SenderProtocol:
 
     def _end(self, outgoing: Outgoing, error: TransferError | None) -> None:
         del self._live[outgoing.handle]
-        outgoing.error, outgoing.state = error, State.FAILED if error else State.DONE
+        outgoing.error, outgoing.state = error, PushState.FAILED if error else PushState.DONE
         self.ended.append(outgoing)
         if error:
             self._unqueue(outgoing.handle)
 
     def _unqueue(self, handle: int) -> None:
         """Drops what a failed transfer had yet to send; not its BEGIN, without which the ABORT would mean nothing."""
-        kept: deque[Message] = deque()
+        kept: deque[LinkMessage] = deque()
         for message in self.outbox:
             if message.kind in (Kind.FRAME, Kind.COMMIT) and message.handle == handle:
                 self.returned(message.slot)
@@ -302,8 +302,8 @@ class SenderProtocol:
                 kept.append(message)
         self.outbox = kept
 
-    def _announced(self, kind: Kind, handle: int, payload: Payload) -> Message:
-        message = Message(kind, self._nonce, handle, length=payload.length, offset=payload.slot, slot=payload.slot)
+    def _announced(self, kind: Kind, handle: int, payload: Payload) -> LinkMessage:
+        message = LinkMessage(kind, self._nonce, handle, length=payload.length, offset=payload.slot, slot=payload.slot)
         if callable(payload.checksum):
             message.later = payload.checksum
         else:

@@ -1,4 +1,4 @@
-"""What crosses a link: 64-byte headers, each with the body it announces.
+"""Messages of a link: 64-byte headers, each with the body it announces.
 
     header   magic version kind | link nonce | transfer | layer, first block, blocks | length, offset | sums
     body     `length` bytes behind the header; or, where `offset` is not INLINE, at that offset, as the transport has it
@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from tandem.liveness import Liveness, Vitals
 from tandem.security import ClusterSecret
-from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 
 MAGIC = b"TDKV"
 VERSION = 5
@@ -55,7 +55,7 @@ PAYLOAD_KINDS = frozenset({Kind.PROBE, Kind.FRAME})
 
 
 @dataclass(slots=True)
-class Message:
+class LinkMessage:
     """One header and its body. `handle` is the link's own number for a transfer (or a probe)."""
 
     kind: Kind
@@ -81,7 +81,7 @@ class Message:
 
     @property
     def ready(self) -> bool:
-        """Whether it may be written: its payload lies in its slot, and the sum is known."""
+        """True once it may be written: its payload lies in its slot, and the sum is known."""
         later = self.later  # another thread may be asking too
         if later is not None and (found := later()) is not None:
             self.payload_sum, self.later = found, None
@@ -93,14 +93,14 @@ class Message:
         return self.length if self.offset == INLINE else 0
 
 
-def control(kind: Kind, body: bytes = b"", *, nonce: int = 0, handle: int = 0) -> Message:
+def control(kind: Kind, body: bytes = b"", *, nonce: int = 0, handle: int = 0) -> LinkMessage:
     """A message whose body is small and travels inline."""
     if len(body) > MAX_CONTROL_BYTES:
         raise ValueError(f"{kind.name} body: {len(body)} bytes, at most {MAX_CONTROL_BYTES} are allowed")
-    return Message(kind, nonce, handle, length=len(body), payload_sum=checksum(body), body=body)
+    return LinkMessage(kind, nonce, handle, length=len(body), payload_sum=checksum(body), body=body)
 
 
-def parse_header(data: Bytes) -> Message:
+def parse_header(data: Bytes) -> LinkMessage:
     """The message a header announces, its body still empty. Raises TransferError(DATA_LOSS): the stream is lost."""
     fields = bytes(data[: _FIELDS.size])
     (seen,) = _SUM.unpack(data[_FIELDS.size :])
@@ -109,20 +109,20 @@ def parse_header(data: Bytes) -> Message:
         raise TransferError("DATA_LOSS", "a damaged frame header: the stream cannot be followed any more")
     if version != VERSION or kind not in Kind._value2member_map_:
         raise TransferError("FAILED_PRECONDITION", f"wire version {version}, kind {kind}: this side speaks {VERSION}")
-    return Message(Kind(kind), *rest)
+    return LinkMessage(Kind(kind), *rest)
 
 
 def checksum(data: Bytes) -> int:
     return xxh3_64_intdigest(data)
 
 
-def link_nonce(sender: Endpoint, receiver: Endpoint, sender_nonce: int, receiver_nonce: int) -> int:
+def link_nonce(sender: LinkPeer, receiver: LinkPeer, sender_nonce: int, receiver_nonce: int) -> int:
     """A number that only these two incarnations' messages on this one link carry."""
     text = "\0".join((sender.incarnation, receiver.incarnation, str(sender_nonce), str(receiver_nonce)))
     return xxh3_64_intdigest(text.encode())
 
 
-class Body(BaseModel):
+class ControlBody(BaseModel):
     """A control message's body: JSON, every field checked."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -131,26 +131,26 @@ class Body(BaseModel):
         return self.model_dump_json().encode()
 
 
-class Hello(Body):
+class Hello(ControlBody):
     """receiver: the one that the sender means to reach. offers: what each transport's sender says of it, best first.
 
     proof: that the sender has the cluster's secret and has said the rest; empty where there is none.
     """
 
-    sender: Endpoint
-    receiver: Endpoint
+    sender: LinkPeer
+    receiver: LinkPeer
     nonce: int
     offers: dict[str, dict[str, Any]]
     proof: str = ""
 
 
-class Welcome(Body):
+class Welcome(ControlBody):
     """transport: the first of the sender's that will do here. refused: why those before it will not.
 
     proof: that the receiver has the cluster's secret and has said the rest to this HELLO.
     """
 
-    receiver: Endpoint
+    receiver: LinkPeer
     nonce: int
     transport: str
     refused: dict[str, str]
@@ -160,7 +160,7 @@ class Welcome(Body):
     proof: str = ""
 
 
-class Begin(Body):
+class Begin(ControlBody):
     """Blocks [first_block, first_block + num_blocks) of every one of `num_layers` layers will come."""
 
     transfer_id: str
@@ -169,14 +169,14 @@ class Begin(Body):
     num_layers: int
 
 
-class Pulse(Body):
+class Pulse(ControlBody):
     """Body of PING. starvation: of its sender. is_sole: nobody could take its sender's place."""
 
     starvation: float = Field(ge=0)
     is_sole: bool = False
 
 
-class Failure(Body):
+class Failure(ControlBody):
     """Body of REFUSE, ABORT and NACK."""
 
     code: str
@@ -190,7 +190,7 @@ def pulse_of(vitals: Vitals) -> bytes:
     return Pulse(starvation=vitals.starvation(), is_sole=vitals.is_sole()).packed()
 
 
-def take_pulse(ping: Message, liveness: Liveness, now: float) -> None:
+def take_pulse(ping: LinkMessage, liveness: Liveness, now: float) -> None:
     """The body of a PING; a peer that does not send any yet has none."""
     if ping.body:
         pulse = parse(Pulse, ping.body)
@@ -198,7 +198,7 @@ def take_pulse(ping: Message, liveness: Liveness, now: float) -> None:
         liveness.sole = pulse.is_sole
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=ControlBody)
 G = TypeVar("G", Hello, Welcome)
 
 

@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 
 from tandem.liveness import Liveness
 from tandem.transfer.protocol.endpoint import TransferError
-from tandem.transfer.protocol.wire import Message
+from tandem.transfer.protocol.wire import LinkMessage
 from tandem.transfer.runtime.driver import Driver, Running
 from tandem.transfer.runtime.reader import Reader
 from tandem.transfer.transports.base import Stream
@@ -33,7 +33,8 @@ WRITE_BURST_BYTES = 256 << 10
 
 
 class End(Protocol):
-    """What a connection serves. It calls from its driver, `pending`, `take` and `sent` also from `flush`.
+    """One side's protocol, as a connection serves it. It calls from its driver, `pending`, `take` and `sent` also
+    from `flush`.
 
     patience: seconds to look for messages after one has come before it sleeps. poll_s: to sleep at most, for something
     is under way that wakes nobody. A TransferError ends the link.
@@ -48,20 +49,20 @@ class End(Protocol):
 
     @property
     def under_way(self) -> bool:
-        """Whether anything but silence may fall due."""
+        """True while anything but silence may fall due."""
 
     @property
     def small(self) -> bool:
-        """Whether its messages are so small that writing one costs less than waking a thread."""
+        """True if its messages are so small that writing one costs less than waking a thread."""
 
     def pending(self) -> bool:
-        """Whether `take` would return something."""
+        """True if `take` would return something."""
 
-    def take(self) -> list[Message]:
+    def take(self) -> list[LinkMessage]:
         """The next messages to write."""
 
-    def sent(self, messages: list[Message]) -> None: ...
-    def receive(self, message: Message) -> None: ...
+    def sent(self, messages: list[LinkMessage]) -> None: ...
+    def receive(self, message: LinkMessage) -> None: ...
     def resume(self) -> bool:
         """Goes on with what had to wait; whether it did."""
 
@@ -76,9 +77,9 @@ class Watched(Protocol):
     def watch(self, ready: Callable[[], None]) -> None: ...
 
 
-def burst(outbox: deque[Message]) -> list[Message]:
+def burst(outbox: deque[LinkMessage]) -> list[LinkMessage]:
     """Takes from `outbox` what is worth one call of the stream."""
-    taken: list[Message] = []
+    taken: list[LinkMessage] = []
     size = 0
     while outbox and outbox[0].ready and len(taken) < WRITE_BURST_MESSAGES and size < WRITE_BURST_BYTES:
         taken.append(outbox.popleft())
@@ -95,7 +96,7 @@ class Connection:
         self._stream: Stream | None = None
         self._running: Running | None = None
         self._closing: TransferError | None = None
-        self._writing: list[Message] = []
+        self._writing: list[LinkMessage] = []
         self._parts: deque[memoryview] = deque()
         self._tick_at = self._moved_at = 0.0
         self._asleep = False
@@ -168,7 +169,7 @@ class Connection:
 
     @property
     def _blocked(self) -> bool:
-        """Whether the stream has no room, or another thread writes and will wake us for what it leaves."""
+        """True if the stream has no room, or another thread writes and will wake us for what it leaves."""
         return bool(self._parts) or self._writer.locked()
 
     def _wake(self) -> None:
@@ -216,7 +217,7 @@ class Connection:
         return True
 
     def _write(self) -> bool:
-        """Whether something was written. False also while another thread writes: it looks at the end again after."""
+        """Writes what is due; True if something was. False also while another thread writes: that one looks again."""
         if self._stream is None or not self._writer.acquire(blocking=False):
             return False
         try:

@@ -1,4 +1,4 @@
-"""What drives a link's ends: a thread for each (`threads.py`), or an event loop for all (`loop.py`)."""
+"""Drivers of a link's ends: a thread for each (`threads.py`), or an event loop for all (`loop.py`)."""
 
 from __future__ import annotations
 

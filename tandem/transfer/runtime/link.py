@@ -1,4 +1,4 @@
-"""What a prefill worker holds: a Link to one decode worker, and on it a Push for each sequence.
+"""The sending side as a prefill worker sees it: a Link to one decode worker, and on it a Push for each sequence.
 
 begin -> push (layer by layer, chunk by chunk) -> commit -> its future resolves: every frame verified there
                                              \\-> abort: the receiver forgets the transfer
@@ -13,7 +13,7 @@ import torch
 
 from tandem.process import IntegrityReport
 from tandem.transfer.copy.rows import Rows, Source
-from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.protocol.sender import Outgoing
 from tandem.transfer.runtime.connection import Connection
 from tandem.transfer.runtime.sending_end import SendingEnd
@@ -39,7 +39,7 @@ class Push:
 
     @property
     def reading(self) -> bool:
-        """Whether blocks that were pushed may still be read, and must stay as they are. For the pushing thread."""
+        """True while blocks that were pushed may still be read, and must stay as they are. For the pushing thread."""
         return self._outgoing.reading
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ class Link:
     opened: resolves to this link once a block has gone there and its answer has come back.
     """
 
-    def __init__(self, remote: Endpoint, end: SendingEnd, connection: Connection, unusable: Mapping[str, str]) -> None:
+    def __init__(self, remote: LinkPeer, end: SendingEnd, connection: Connection, unusable: Mapping[str, str]) -> None:
         self.remote = remote
         self.opened: Future[Link] = Future()
         self.opened.set_running_or_notify_cancel()
@@ -123,7 +123,7 @@ class Link:
 
     @property
     def carrier(self) -> str:
-        """What the transport itself chose to carry payloads; empty where it has no choice, or has not said."""
+        """The network that the transport itself chose for payloads; empty if it has no choice, or has not said."""
         return self._end.carrier
 
     def probe(self, nbytes: int, *, timeout_s: float) -> Future[float]:

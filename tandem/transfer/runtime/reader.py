@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tandem.transfer.protocol.endpoint import TransferError
-from tandem.transfer.protocol.wire import HEADER_BYTES, MAX_CONTROL_BYTES, PAYLOAD_KINDS, Message, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, MAX_CONTROL_BYTES, PAYLOAD_KINDS, LinkMessage, parse_header
 from tandem.transfer.transports.base import Stream
 
 STAGE_BYTES = 16 << 10
@@ -20,11 +20,11 @@ class Reader:
         self._stage = memoryview(bytearray(STAGE_BYTES))
         self._start = self._end = 0  # staged bytes not yet used
         self._memory = np.empty(0, np.uint8)
-        self._message: Message | None = None
+        self._message: LinkMessage | None = None
         self._body = memoryview(b"")
         self._filled = 0
 
-    def next(self) -> Message | None:
+    def next(self) -> LinkMessage | None:
         """The next whole message, or None when its bytes have not come yet. Its body lasts until the next call.
 
         Raises OSError when the peer is gone, TransferError where the stream cannot be followed.
@@ -69,7 +69,7 @@ class Reader:
         self.heard = self.heard or count > 0
         return count
 
-    def _memory_for(self, message: Message) -> memoryview:
+    def _memory_for(self, message: LinkMessage) -> memoryview:
         """Memory for the body, kept from message to message, as large as the largest so far."""
         size = message.inline_bytes
         limit = self._max_frame_bytes if message.kind in PAYLOAD_KINDS else MAX_CONTROL_BYTES

@@ -17,7 +17,7 @@ from tandem.liveness import MOST_S, QUIET, Vitals
 from tandem.process import IntegrityReport
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
-from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.protocol.landings import Landing
 from tandem.transfer.protocol.wire import Failure, Kind, control
 from tandem.transfer.runtime.connection import Connection, Watched
@@ -48,7 +48,7 @@ class Receiver:
     """
 
     def __init__(
-        self, local: Endpoint, kv_cache: Sequence[torch.Tensor], *, host: str, port: int = 0,
+        self, local: LinkPeer, kv_cache: Sequence[torch.Tensor], *, host: str, port: int = 0,
         transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None, driver: Driver | None = None,
         nonce: Callable[[], int] = new_nonce, max_frame_bytes: int = 4 << 20, max_links: int = 256,
         secret: ClusterSecret = NO_SECRET, vitals: Vitals = QUIET,
@@ -70,7 +70,7 @@ class Receiver:
 
     @property
     def healthy(self) -> bool:
-        """Whether it still takes links."""
+        """True while it takes links."""
         return self._running.alive and not self._closing
 
     def expect(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from tandem.liveness import QUIET, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
-from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.protocol.receiver import ReceiverProtocol, Write
-from tandem.transfer.protocol.wire import PAYLOAD_KINDS, Hello, Kind, Message
+from tandem.transfer.protocol.wire import PAYLOAD_KINDS, Hello, Kind, LinkMessage
 from tandem.transfer.runtime.connection import POLL_SECONDS, burst
 from tandem.transfer.runtime.shared_landings import SharedLandings
 from tandem.transfer.transports.base import ReceiveSide, Transport, Unusable
@@ -22,7 +22,7 @@ class ReceivingEnd:
     small = True
 
     def __init__(
-        self, local: Endpoint, landings: SharedLandings, cache: KVCache, *, transports: Sequence[Transport],
+        self, local: LinkPeer, landings: SharedLandings, cache: KVCache, *, transports: Sequence[Transport],
         max_frame_bytes: int, nonce: int, now: Callable[[], float], secret: ClusterSecret = NO_SECRET,
         vitals: Vitals = QUIET,
     ) -> None:  # fmt: skip
@@ -36,7 +36,7 @@ class ReceivingEnd:
         )  # fmt: skip
         self.liveness = self._protocol.liveness
         self._waiting: Write | None = None
-        self._later: deque[Message] = deque()
+        self._later: deque[LinkMessage] = deque()
 
     @property
     def greeted(self) -> bool:
@@ -49,18 +49,18 @@ class ReceivingEnd:
     def pending(self) -> bool:
         return bool(self._protocol.outbox)
 
-    def take(self) -> list[Message]:
+    def take(self) -> list[LinkMessage]:
         with self._landings.lock:
             return burst(self._protocol.outbox)
 
-    def sent(self, messages: list[Message]) -> None:
+    def sent(self, messages: list[LinkMessage]) -> None:
         self._protocol.sent(messages)
 
     @property
     def poll_s(self) -> float:
         return POLL_SECONDS if self._waiting else math.inf
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: LinkMessage) -> None:
         if message.kind in PAYLOAD_KINDS and self._protocol.side:
             self._protocol.side.announced(message)
         if self._waiting and message.kind not in (Kind.PING, Kind.PONG):
@@ -91,7 +91,7 @@ class ReceivingEnd:
             self._protocol.fail(error)
         self._landings.report(self._protocol.ended)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: LinkMessage) -> None:
         with self._landings.lock:
             write = self._protocol.receive(message, self._now())
         if write and self._arrived(write):

@@ -16,7 +16,7 @@ from functools import partial
 from tandem.liveness import QUIET, Vitals
 from tandem.process import IntegrityReport
 from tandem.security import NO_SECRET, ClusterSecret
-from tandem.transfer.protocol.endpoint import Endpoint, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.protocol.sender import SenderProtocol
 from tandem.transfer.runtime.connection import Connection
 from tandem.transfer.runtime.driver import Driver
@@ -40,7 +40,7 @@ class Sender:
     """
 
     def __init__(
-        self, local: Endpoint, *, transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None,
+        self, local: LinkPeer, *, transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None,
         driver: Driver | None = None, nonce: Callable[[], int] = new_nonce, arena_bytes: int = 8 << 20,
         frame_bytes: int = 1 << 20, secret: ClusterSecret = NO_SECRET,
         vitals: Vitals = QUIET,
@@ -55,7 +55,7 @@ class Sender:
         self._links: dict[tuple[str, str], Link] = {}
         self._closed = False
 
-    def open_link(self, remote: Endpoint, address: str, *, timeout_s: float) -> Future[Link]:
+    def open_link(self, remote: LinkPeer, address: str, *, timeout_s: float) -> Future[Link]:
         """Connects to a receiver, shakes hands and moves one block, within `timeout_s`.
 
         A healthy or opening link to the same incarnation is shared. Raises, or fails with, TransferError: UNAVAILABLE
@@ -109,7 +109,7 @@ class Sender:
         for link in links:
             link.join()
 
-    def _new_link(self, remote: Endpoint, address: str, timeout_s: float) -> Link:
+    def _new_link(self, remote: LinkPeer, address: str, timeout_s: float) -> Link:
         sides, unusable = self._sides()
         protocol = SenderProtocol(
             self.local, remote, nonce=self._nonce(), offers={name: side.offer for name, side in sides.items()},
@@ -120,7 +120,7 @@ class Sender:
         return Link(remote, end, Connection(dial, end, self._driver, f"kv-to-{remote.worker_id}"), unusable)
 
     def _sides(self) -> tuple[dict[str, SendSide], dict[str, str]]:
-        """What this worker offers for a new link, and why not more."""
+        """Transports that this worker offers for a new link, and why not the others."""
         sides, unusable = dict[str, SendSide](), dict[str, str]()
         for transport in self._transports:
             try:

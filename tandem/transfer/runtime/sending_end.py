@@ -27,7 +27,7 @@ from tandem.process import IntegrityReport
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
-from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, Message, Welcome
+from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, LinkMessage, Welcome
 from tandem.transfer.runtime.connection import POLL_SECONDS, burst
 from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.slots import Slots
@@ -110,7 +110,7 @@ class SendingEnd:
         first = self._first()
         return (first is not None and first.ready) or self._new_to_gather
 
-    def _first(self) -> Message | None:
+    def _first(self) -> LinkMessage | None:
         with self._changed:  # another thread may be taking it
             return self._protocol.outbox[0] if self._protocol.outbox else None
 
@@ -123,18 +123,18 @@ class SendingEnd:
             moved = True
         return moved
 
-    def take(self) -> list[Message]:
+    def take(self) -> list[LinkMessage]:
         with self._changed:
             return burst(self._protocol.outbox)
 
-    def sent(self, messages: list[Message]) -> None:
+    def sent(self, messages: list[LinkMessage]) -> None:
         with self._changed:
             if self._side:
                 self._side.sent(messages)
                 self._free()
             self._changed.notify_all()
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: LinkMessage) -> None:
         with self._turn() as protocol:
             protocol.receive(message, self._driver.now())
             if protocol.welcome and self._slots is None:

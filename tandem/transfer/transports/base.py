@@ -1,4 +1,4 @@
-"""What a transport is: it decides where the payloads of a link lie, and copies them there and away.
+"""The interface of transports: one decides where the payloads of a link lie, and copies them there and away.
 
     sender     Transport.offer -> SendSide: memory to gather into; its `offer` goes to the receiver with HELLO
     receiver   Transport.accept(offer) -> ReceiveSide: finds each payload that a header announces
@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.transfer.copy.rows import Rows
-from tandem.transfer.protocol.wire import Bytes, Checksum, Message
+from tandem.transfer.protocol.wire import Bytes, Checksum, LinkMessage
 
 
 class Mark(Protocol):
     """A place in the order of what a device is asked to do."""
 
     def query(self) -> bool:
-        """Whether all before it is done."""
+        """True once all before it is done."""
 
 
 class Unusable(Exception):
@@ -76,10 +76,10 @@ class SendSide(ABC):
         """The receiver took this offer."""
 
     def body(self, slot: Slot) -> memoryview | None:
-        """What follows the header on the stream, where payloads are inline."""
+        """The bytes that follow the header on the stream, where payloads are inline."""
         return None
 
-    def sent(self, messages: Sequence[Message]) -> None:
+    def sent(self, messages: Sequence[LinkMessage]) -> None:
         """These have been written to the stream, in this order."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class SendSide(ABC):
         """Offsets of slots that were read since this was last called. One thread at a time."""
 
     def carrier(self) -> str:
-        """What it chose itself to carry payloads, where it has a choice."""
+        """The network that it chose itself for payloads, where it has a choice."""
         return ""
 
     def check(self) -> None:
@@ -105,29 +105,29 @@ class ReceiveSide(ABC):
 
     name: str
 
-    def announced(self, message: Message) -> None:
+    def announced(self, message: LinkMessage) -> None:
         """This header has come, in order; its payload will be asked for or released."""
 
-    def arrived(self, message: Message) -> bool:
-        """Whether its payload can be read now."""
+    def arrived(self, message: LinkMessage) -> bool:
+        """True if its payload can be read now."""
         return True
 
     def check(self) -> None:
         """Now and then. Raises TransferError where the link cannot go on."""
 
     @abstractmethod
-    def fault(self, message: Message) -> str:
+    def fault(self, message: LinkMessage) -> str:
         """Why this header announces no payload that can be read here; empty where it does."""
 
     @abstractmethod
-    def scatter(self, message: Message, rows: Rows, ids: NDArray[np.int64]) -> int:
+    def scatter(self, message: LinkMessage, rows: Rows, ids: NDArray[np.int64]) -> int:
         """Copies the payload to rows `ids`. Returns the checksum of what was copied, not of what lies there now."""
 
     @abstractmethod
-    def checksum(self, message: Message) -> int:
+    def checksum(self, message: LinkMessage) -> int:
         """The payload's."""
 
-    def release(self, messages: Iterable[Message]) -> None:
+    def release(self, messages: Iterable[LinkMessage]) -> None:
         """Their payloads have been read, or never will be."""
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class Listener(Protocol):
 
 
 class Network(Protocol):
-    """Where streams come from."""
+    """A maker of streams."""
 
     def inline(self) -> Transport:
         """The transport whose payloads travel in these streams."""

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import torch
 
 from tandem.transfer.copy.copier import Copier
-from tandem.transfer.protocol.wire import INLINE, Body, Message, parse
+from tandem.transfer.protocol.wire import INLINE, ControlBody, LinkMessage, parse
 from tandem.transfer.transports.base import ReceiveSide, SendSide, Transport, Unusable
 from tandem.transfer.transports.device import WORD, CudaDevice, Device, DeviceReceiveSide, DeviceSendSide
 from tandem.transfer.transports.shm import HEAD_BYTES, ShmOffer, ShmReceiveSide, ShmSendSide, attached
 
 
 class Runtime(Protocol):
-    """What is used of cupy.cuda.runtime. Errors are RuntimeError."""
+    """The part of cupy.cuda.runtime that is used here. Errors are RuntimeError."""
 
     def malloc(self, size: int) -> int: ...
     def ipcGetMemHandle(self, devPtr: int) -> bytes: ...
@@ -32,7 +32,7 @@ class Runtime(Protocol):
     def ipcCloseMemHandle(self, devPtr: int) -> None: ...
 
 
-class CudaIpcOffer(Body):
+class CudaIpcOffer(ControlBody):
     handle: str
     size: int
     ring: ShmOffer
@@ -77,20 +77,20 @@ class CudaIpcReceiveSide(DeviceReceiveSide):
         self._slots: torch.Tensor | None = transport.map(self._handle, offer.size)
         self._staging = torch.empty(0, dtype=torch.int64, device=transport.device.place)
 
-    def fault(self, message: Message) -> str:
+    def fault(self, message: LinkMessage) -> str:
         size = len(self._slots) * WORD if self._slots is not None else 0
         if message.offset != INLINE and message.offset % WORD == 0 and message.offset + message.length <= size:
             return ""
         return f"offset {message.offset}, {message.length} bytes: not in this link's memory of {size} bytes"
 
-    def payload(self, message: Message) -> torch.Tensor:
+    def payload(self, message: LinkMessage) -> torch.Tensor:
         assert self._slots is not None
         start, count = message.offset // WORD, -(-message.length // WORD)
         if len(self._staging) < count:
             self._staging = torch.empty(count, dtype=torch.int64, device=self._device.place)
         return self._staging[:count].copy_(self._slots[start : start + count])
 
-    def release(self, messages: Iterable[Message]) -> None:
+    def release(self, messages: Iterable[LinkMessage]) -> None:
         self._ring.release_offsets(message.offset + HEAD_BYTES for message in messages)
 
     def close(self) -> None:

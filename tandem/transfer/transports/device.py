@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tandem.transfer.copy.device_sum import MASK, DeviceSum
 from tandem.transfer.copy.rows import Rows
-from tandem.transfer.protocol.wire import Checksum, Message
+from tandem.transfer.protocol.wire import Checksum, LinkMessage
 from tandem.transfer.transports.base import Mark, ReceiveSide, SendSide, Slot, Unusable
 
 WORD = 8
@@ -30,11 +30,11 @@ class Queue(Protocol):
     pointer: int
 
     def use(self) -> AbstractContextManager[object]:
-        """What this thread does with torch within goes to this queue, and to its device."""
+        """Sends what this thread does with torch to this queue, and to its device."""
 
     def record(self) -> Mark: ...
     def follow(self, mark: Mark) -> None:
-        """What comes from now on waits, on the device, for what was before `mark`."""
+        """Has later work wait, on the device, for all before `mark`."""
 
 
 class Device(Protocol):
@@ -75,7 +75,7 @@ class CudaQueue:
 
 
 class _Memory:
-    """What CUDA libraries agree on for seeing each other's memory."""
+    """The interface by which CUDA libraries see each other's memory."""
 
     def __init__(self, pointer: int, count: int) -> None:
         self.__cuda_array_interface__ = {"shape": (count,), "typestr": "<i8", "data": (pointer, False), "version": 3}
@@ -161,10 +161,10 @@ class DeviceReceiveSide(ReceiveSide):
         self._sum = DeviceSum(device.place)
 
     @abstractmethod
-    def payload(self, message: Message) -> torch.Tensor:
+    def payload(self, message: LinkMessage) -> torch.Tensor:
         """Int64 words, those behind the payload's last byte padded with zeros."""
 
-    def scatter(self, message: Message, rows: Rows, ids: NDArray[np.int64]) -> int:
+    def scatter(self, message: LinkMessage, rows: Rows, ids: NDArray[np.int64]) -> int:
         with self._queue.use():
             words = self.payload(message)
             seen = int(self._sum(words)) & MASK
@@ -173,6 +173,6 @@ class DeviceReceiveSide(ReceiveSide):
                 int(words[0])  # the copy is done before it is announced
         return seen
 
-    def checksum(self, message: Message) -> int:
+    def checksum(self, message: LinkMessage) -> int:
         with self._queue.use():
             return int(self._sum(self.payload(message))) & MASK

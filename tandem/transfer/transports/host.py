@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tandem.transfer.copy.copier import Copier, load_copier
 from tandem.transfer.copy.rows import Rows
-from tandem.transfer.protocol.wire import INLINE, Message, checksum
+from tandem.transfer.protocol.wire import INLINE, LinkMessage, checksum
 from tandem.transfer.transports.base import Mark, ReceiveSide, SendSide, Slot, Transport
 
 
@@ -39,16 +39,16 @@ class HostReceiveSide(ReceiveSide):
     def __init__(self, name: str, copier: Copier) -> None:
         self.name, self._copier = name, copier
 
-    def payload(self, message: Message) -> memoryview:
+    def payload(self, message: LinkMessage) -> memoryview:
         return memoryview(message.body)
 
-    def scatter(self, message: Message, rows: Rows, ids: NDArray[np.int64]) -> int:
+    def scatter(self, message: LinkMessage, rows: Rows, ids: NDArray[np.int64]) -> int:
         return self._copier.scatter(self.payload(message), rows, ids)
 
-    def checksum(self, message: Message) -> int:
+    def checksum(self, message: LinkMessage) -> int:
         return checksum(self.payload(message))
 
-    def fault(self, message: Message) -> str:
+    def fault(self, message: LinkMessage) -> str:
         return "" if message.offset == INLINE else f"offset {message.offset}: {self.name} has no shared memory"
 
 
@@ -67,7 +67,7 @@ class InlineSendSide(HostSendSide):
     def body(self, slot: Slot) -> memoryview:
         return self.payload(slot)
 
-    def sent(self, messages: Sequence[Message]) -> None:
+    def sent(self, messages: Sequence[LinkMessage]) -> None:
         self._released += [message.slot for message in messages if message.slot >= 0]
 
     def released(self) -> list[int]:

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from tandem.transfer.protocol.endpoint import TransferError
-from tandem.transfer.protocol.wire import INLINE, Body, Message, parse
+from tandem.transfer.protocol.wire import INLINE, ControlBody, LinkMessage, parse
 from tandem.transfer.transports.base import Mark, ReceiveSide, SendSide, Slot, Transport, Unusable
 from tandem.transfer.transports.device import (
     WORD,
@@ -48,7 +48,7 @@ SENDER, RECEIVER = 0, 1  # ranks
 
 
 class Comm(Protocol):
-    """What is used of cupy.cuda.nccl.NcclCommunicator."""
+    """The part of cupy.cuda.nccl.NcclCommunicator that is used here."""
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
@@ -57,7 +57,7 @@ class Comm(Protocol):
 
 
 class Nccl(Protocol):
-    """What is used of cupy.cuda.nccl."""
+    """The part of cupy.cuda.nccl that is used here."""
 
     NCCL_UINT8: int
 
@@ -88,7 +88,7 @@ class ThreadLane:
             job()
 
 
-class NcclOffer(Body):
+class NcclOffer(ControlBody):
     unique_id: str
     device: str
     version: int
@@ -98,7 +98,7 @@ class NcclOffer(Body):
 class Operation:
     """One payload sent or received. done: its last byte has gone, or come."""
 
-    message: Message
+    message: LinkMessage
     words: torch.Tensor
     deadline: float
     event: Mark | None = None
@@ -122,10 +122,10 @@ class Communicator:
         self._ready_by = transport.starting[self] = transport.now() + INIT_SECONDS
         self._lane.submit(lambda: self._initialise(unique_id))
 
-    def send(self, message: Message, words: torch.Tensor) -> None:
+    def send(self, message: LinkMessage, words: torch.Tensor) -> None:
         self._submit(message, words, lambda comm, *what: comm.send(*what))
 
-    def receive(self, message: Message, words: torch.Tensor) -> None:
+    def receive(self, message: LinkMessage, words: torch.Tensor) -> None:
         self._submit(message, words, lambda comm, *what: comm.recv(*what))
 
     def check(self) -> None:
@@ -149,7 +149,7 @@ class Communicator:
             if self._comm:
                 self._abort(self._comm)
 
-    def _submit(self, message: Message, words: torch.Tensor, call: Callable[..., None]) -> None:
+    def _submit(self, message: LinkMessage, words: torch.Tensor, call: Callable[..., None]) -> None:
         operation = Operation(message, words, self._transport.now() + PAYLOAD_SECONDS)
         self.pending.append(operation)
 
@@ -211,7 +211,7 @@ class NcclSendSide(DeviceSendSide):
         super().open()
         self._comm = Communicator(self._transport, self._unique_id, SENDER)
 
-    def sent(self, messages: Sequence[Message]) -> None:
+    def sent(self, messages: Sequence[LinkMessage]) -> None:
         for message in messages:
             if message.slot >= 0 and self._comm:
                 self._comm.send(message, self.words(Slot(message.slot, message.length)))
@@ -241,15 +241,15 @@ class NcclReceiveSide(DeviceReceiveSide):
         super().__init__("nccl", transport.device)
         self._transport, self._unique_id, self._max_frame_bytes = transport, unique_id, max_frame_bytes
         self._comm: Communicator | None = None
-        self._announced: deque[Message] = deque()
+        self._announced: deque[LinkMessage] = deque()
         self._released: set[int] = set()  # by the message's identity, like the next
         self._staged: dict[int, torch.Tensor] = {}
         self._free: list[torch.Tensor] = [torch.empty(0)] * STAGES
 
-    def fault(self, message: Message) -> str:
+    def fault(self, message: LinkMessage) -> str:
         return "" if message.offset != INLINE else "inline, on a link whose payloads go by NCCL"
 
-    def announced(self, message: Message) -> None:
+    def announced(self, message: LinkMessage) -> None:
         if message.length > self._max_frame_bytes:
             raise TransferError(
                 "DATA_LOSS", f"{message.length} bytes announced, at most {self._max_frame_bytes} are allowed"
@@ -259,14 +259,14 @@ class NcclReceiveSide(DeviceReceiveSide):
         self._announced.append(message)
         self._receive(self._comm)
 
-    def arrived(self, message: Message) -> bool:
+    def arrived(self, message: LinkMessage) -> bool:
         first = self._first()
         return first is not None and first.message is message and first.done
 
-    def payload(self, message: Message) -> torch.Tensor:
+    def payload(self, message: LinkMessage) -> torch.Tensor:
         return self._staged[id(message)]
 
-    def release(self, messages: Iterable[Message]) -> None:
+    def release(self, messages: Iterable[LinkMessage]) -> None:
         self._released |= {id(message) for message in messages}
         self._first()
 
@@ -341,7 +341,8 @@ class NcclTransport(Transport):
 
 
 def carriers(log: str) -> set[str]:
-    """Of NCCL's log, such as `… NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0`: NET/Socket."""
+    """Networks named in NCCL's log, such as `… NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0`:
+    NET/Socket."""
     return {"/".join(found.split("/")[:2]) for found in re.findall(r" NCCL INFO Channel .* via (\S+)", log)}
 
 

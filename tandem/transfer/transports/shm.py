@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from tandem.transfer.copy.copier import Copier, load_copier
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.copy.store_policy import StorePolicy
-from tandem.transfer.protocol.wire import INLINE, Body, Message, parse
+from tandem.transfer.protocol.wire import INLINE, ControlBody, LinkMessage, parse
 from tandem.transfer.transports.base import Mark, ReceiveSide, SendSide, Slot, Transport, Unusable
 from tandem.transfer.transports.host import HostReceiveSide, HostSendSide
 
@@ -35,7 +35,7 @@ HEAD_BYTES = 4096
 RING = HEAD_BYTES // 8 - 1
 
 
-class ShmOffer(Body):
+class ShmOffer(ControlBody):
     """The memory file `name`, descriptor `fd` of process `pid`, `size` bytes."""
 
     pid: int
@@ -91,16 +91,16 @@ class ShmReceiveSide(HostReceiveSide):
         self._view = view
         self._ring = view[:HEAD_BYTES].cast("Q")
 
-    def payload(self, message: Message) -> memoryview:
+    def payload(self, message: LinkMessage) -> memoryview:
         return self._view[message.offset : message.offset + message.length]
 
-    def fault(self, message: Message) -> str:
+    def fault(self, message: LinkMessage) -> str:
         if message.offset != INLINE and message.offset + message.length <= len(self._view):
             return ""
         text = f"offset {message.offset}, {message.length} bytes"
         return f"{text}: not in this link's memory of {len(self._view)} bytes"
 
-    def release(self, messages: Iterable[Message]) -> None:
+    def release(self, messages: Iterable[LinkMessage]) -> None:
         self.release_offsets(message.offset for message in messages)
 
     def release_offsets(self, offsets: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from services.decode.block_queue import BlockQueue
-from services.decode.sequences import Sequences as DecodeSequences
+from services.decode.sequences import DecodeSequences
 from services.gateway.admission import Admission
 from services.gateway.generation.migration import Migration
 from services.gateway.workers.stream import WorkerStream
