@@ -85,6 +85,7 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
         self.refuse: grpc.StatusCode | None = None
         self.num_sent = self.num_passed_on = 0
         self._streams: dict[str, asyncio.Queue[worker_pb2.WorkResponse | None]] = {}
+        self.cancels = False  # its streams where it ends them, as a worker does whose gateway is silent
 
     async def Work(
         self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Any
@@ -96,6 +97,8 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.WorkResponse(incarnation=self.incarnation)
             while (message := await queue.get()) is not None:
                 yield message
+            if self.cancels:
+                await context.abort(grpc.StatusCode.CANCELLED, "the call was cancelled")
         finally:
             reading.cancel()
             self.ended()

@@ -225,6 +225,20 @@ async def test_an_answer_goes_on_when_its_stream_breaks(
     assert "tandem_migrations_total" in (await http.get("/metrics")).text
 
 
+@with_settings(migration_wait_s=30.0)
+async def test_a_worker_that_cancels_its_stream_has_not_crashed(
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway
+) -> None:
+    """It took its gateway for dead, so it lives: nobody is suspected."""
+    peers.decode.step_s = 0.01
+    request = asyncio.create_task(post(http, LONG))
+    await eventually(lambda: received(gateway) > 5)
+    peers.decode.cancels = True
+    peers.decode.break_streams()
+    assert (await request).status_code == 200
+    assert [spec.alone_until for spec in peers.decode.seen] == [0, 0]
+
+
 async def test_decode_dies_while_the_prompt_is_read(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
     """Nothing was sent yet: another decode worker takes over, and the prefill call of the first try is cancelled."""
     peers.prefill.hold.clear()

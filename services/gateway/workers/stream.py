@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import structlog
-from grpc import aio
+from grpc import StatusCode, aio
 
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, WorkerLost, from_failure
 from services.gateway.workers.mailbox import Mailbox
@@ -58,6 +58,7 @@ class WorkerStream:
         self._call, self._judge = call, judge
         self._liveness = Liveness(asyncio.get_running_loop().time())
         self._silent = ""  # why the last call was given up
+        self._cancelled = False  # by the worker, which lives: it took this gateway for dead
         self._mailboxes: dict[str, Mailbox] = {}
         self._asked: dict[str, Reply] = {}
         self._aborting: dict[str, Reply] = {}
@@ -171,7 +172,7 @@ class WorkerStream:
         try:
             while not self._closed_because:
                 reason = await self._talk()
-                self.fail(reason, ended=not self._silent)
+                self.fail(reason, ended=not (self._silent or self._cancelled))
                 await asyncio.sleep(RECONNECT_S)
         finally:
             self.fail(self._closed_because or "the gateway is stopping")
@@ -213,6 +214,7 @@ class WorkerStream:
             call = self._call(bool(self._silent))
         except OSError as error:
             return f"this gateway's certificate cannot be read: {error}"
+        self._cancelled = False
         self._silent, self._liveness = "", Liveness(asyncio.get_running_loop().time(), self._judge.starvation)
         watching = asyncio.create_task(self._watch(call))
         writing = asyncio.create_task(self._write(call))
@@ -226,6 +228,7 @@ class WorkerStream:
                 if self._closed_because:
                     return self._closed_because
         except aio.AioRpcError as error:
+            self._cancelled = error.code() is StatusCode.CANCELLED
             return f"its stream broke: {error.code().name}: {error.details()}"
         except asyncio.CancelledError:
             own = asyncio.current_task()
