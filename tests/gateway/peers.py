@@ -60,18 +60,22 @@ class Generator:
             top = [llm_pb2.TopLogprob(token_id=token + i, logprob=logprob - i) for i in range(spec.sampling.logprobs)]
             output.logprobs.append(llm_pb2.TokenLogprobs(token_id=token, logprob=logprob, top=top))
         if spec.sampling.HasField("prompt_logprobs") and index == 0:
-            output.prompt_logprobs.extend(
-                llm_pb2.TokenLogprobs(
-                    token_id=token_id, logprob=-0.25 * token_id, rank=3,
-                    top=[llm_pb2.TopLogprob(token_id=1, logprob=-0.125)][: spec.sampling.prompt_logprobs],
-                )
-                for token_id in spec.token_ids[1:]
-            )  # fmt: skip
+            output.MergeFromString(_prompt_logprobs(spec.token_ids[1:], spec.sampling.prompt_logprobs))
         if token in spec.sampling.stop_token_ids:
             output.finish_reason = llm_pb2.FINISH_REASON_STOP
         elif index + 1 == spec.sampling.max_tokens or index + 1 == len(tokens):
             output.finish_reason = llm_pb2.FINISH_REASON_LENGTH
         return output
+
+
+def _prompt_logprobs(token_ids: list[int], num_top: int) -> bytes:
+    """The field of an output that says them: encoded once for each token id, for prompts may be very long."""
+    top = [llm_pb2.TopLogprob(token_id=1, logprob=-0.125)][:num_top]
+    encoded = {}
+    for token_id in set(token_ids):
+        one = llm_pb2.TokenLogprobs(token_id=token_id, logprob=-0.25 * token_id, rank=3, top=top)
+        encoded[token_id] = worker_pb2.SequenceOutput(prompt_logprobs=[one]).SerializeToString()
+    return b"".join(map(encoded.__getitem__, token_ids))
 
 
 class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):

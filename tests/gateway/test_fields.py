@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
-from services.gateway.http import schema
+from services.gateway.http import long_lists, schema
 from services.gateway.text import Tokenizer
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -196,6 +196,30 @@ async def test_logprobs_of_the_prompt(http: httpx.AsyncClient, service: Any) -> 
     answer = await unary(service, prompt="once upon", sampling=Sampling(prompt_logprobs=1, max_tokens=0))
     assert [one.rank for one in answer.choices[0].prompt_logprobs] == [3] * (answer.usage.prompt_tokens - 1)
     assert not answer.token_ids
+
+
+async def test_long_lists_are_those_that_short_ones_are(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {
+        "prompt": list(range(40, 60)),
+        "echo": True,
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+        "max_tokens": 5,
+        "seed": 1,
+    }
+    chat = {**CHAT, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "max_tokens": 9, "seed": 1}
+
+    async def said() -> list[Any]:
+        whole = [await completion(http, **asked), (await http.post("/v1/chat/completions", json=chat)).json()]
+        text = {**TEXTUAL, **asked, "stream": True}
+        parts = [*await events(http, "/v1/completions", text), *await events(http, "/v1/chat/completions", chat)]
+        return [(answer["choices"], answer.get("prompt_logprobs")) for answer in (*whole, *parts)]
+
+    at_once = await said()
+    monkeypatch.setattr(long_lists, "PORTION", 3)
+    assert await said() == at_once
 
 
 async def test_named_tokens_are_sent_to_workers(http: httpx.AsyncClient, service: Any, peers: Peers) -> None:

@@ -32,6 +32,7 @@ TEXT = b'"' + b"x" * SIZE + b'"'
 DEEP = b"[" * (SIZE // 2) + b"]" * (SIZE // 2)
 NESTED = b"[" + many(b"[" * 60 + b"]" * 60) + b"]"
 IDS = b"[" + many(b"7") + b"]"
+LONG_IDS = b"[" + b"7," * 120_000 + b"7]"
 STRINGS = b"[" + many(b'"x"') + b"]"
 EMPTY_STRINGS = b"[" + many(b'""') + b"]"
 
@@ -68,12 +69,20 @@ COMPLETIONS: dict[str, Body] = {
     "token-ids": lambda: field("prompt", IDS),
     "text": lambda: field("prompt", TEXT),
     "objects": lambda: field("prompt", b"[" + many(b"{}") + b"]"),
-    "128-answers": lambda: field("prompt", b"[" + b"7," * 120_000 + b"7]", b'"n":128', b'"max_tokens":2'),
+    "128-answers": lambda: field("prompt", LONG_IDS, b'"n":128', b'"max_tokens":2'),
     "128-token-prompts": lambda: field(
         "prompt", b"[" + numbered(b"[%d" + b",7" * 58_000 + b"]", 128) + b"]", b'"max_tokens":2'
     ),
     "128-texts": lambda: field("prompt", b"[" + numbered(b'"%d' + b"x!" * 2000 + b'"', 128) + b"]", b'"max_tokens":2'),
-    "echo": lambda: field("prompt", b"[" + b"7," * 120_000 + b"7]", b'"echo":true', b'"max_tokens":2'),
+    "echo": lambda: field("prompt", LONG_IDS, b'"echo":true', b'"max_tokens":2'),
+    "prompt_logprobs": lambda: field("prompt", LONG_IDS, b'"prompt_logprobs":1', b'"max_tokens":2'),
+    "streamed-prompt_logprobs": lambda: field(
+        "prompt", LONG_IDS, b'"prompt_logprobs":1', b'"max_tokens":2', b'"stream":true'
+    ),
+    "echoed-logprobs": lambda: field("prompt", LONG_IDS, b'"echo":true', b'"logprobs":1', b'"max_tokens":2'),
+    "128-long-texts": lambda: field(
+        "prompt", b"[" + numbered(b'"%d' + b"x!" * 40_000 + b'"', 128) + b"]", b'"max_tokens":2'
+    ),
     "list": lambda: WIDE,
     "spaces": lambda: b" " * SIZE,
     "no-json": lambda: b"x" * SIZE,
@@ -122,7 +131,7 @@ TOKENIZE: dict[str, Body] = {
 }
 DETOKENIZE: dict[str, Body] = {
     "tokens": lambda: field("tokens", IDS),
-    "fitting-tokens": lambda: field("tokens", b"[" + b"7," * 120_000 + b"7]"),
+    "fitting-tokens": lambda: field("tokens", LONG_IDS),
     "lists": lambda: field("tokens", WIDE),
     "unknown": lambda: field("nobody_knows_it", WIDE, b'"tokens":[7]'),
 }

@@ -9,7 +9,7 @@ There each of them copies the last block, if it is part-full, and computes one t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ MIN_SHARED_TOKENS = 64
 
 class SharedPrompt:
     def __init__(self) -> None:
-        self._logprobs: list[llm_pb2.TokenLogprobs] = []
+        self._logprobs: Sequence[llm_pb2.TokenLogprobs] = ()
         self._holder = ""
         self._known = asyncio.Event()
 
@@ -48,7 +48,7 @@ class SharedPrompt:
         try:
             async with aclosing(tokens):
                 async for new in tokens:
-                    self._logprobs += new.prompt_logprobs
+                    self._logprobs = self._logprobs or new.prompt_logprobs
                     num_tokens += len(new.ids)
                     if num_tokens > 1:
                         self._report(outcome)
@@ -58,11 +58,11 @@ class SharedPrompt:
 
     async def of_other(self, tokens: AsyncGenerator[Tokens, None]) -> AsyncGenerator[Tokens, None]:
         """Another choice's tokens."""
-        of_prompt = self._logprobs
+        begun = False
         async with aclosing(tokens):
             async for new in tokens:
-                yield replace(new, prompt_logprobs=of_prompt)
-                of_prompt = []
+                yield replace(new, prompt_logprobs=() if begun else self._logprobs)
+                begun = True
 
     def _report(self, outcome: Outcome) -> None:
         if not self._known.is_set():

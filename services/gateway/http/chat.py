@@ -9,11 +9,12 @@ from services.gateway.bodies import Incoming
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, held_to, truncated
 from services.gateway.http import schema
-from services.gateway.http.format import CheckTurn, Format, Name, ParsedBody, namer, structure_of
+from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
 from services.gateway.model import budget_of, template_variables
 from services.gateway.text import ROLES, TemplateOptions, Tokenizer
 from services.gateway.tools import Call, CallPart, ToolUse, plan_reading, read_call, read_tools
+from tandem.v1 import llm_pb2
 
 
 async def read_chat(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
@@ -68,7 +69,7 @@ class ChatFormat(Format):
         self._with_reasoning = with_reasoning
         self._begun: set[int] = set()
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
+    def delta(self, delta: Delta, made: Made) -> dict[str, Any]:
         said: dict[str, Any] = {"content": delta.text, **self._reasoning(delta)}
         if delta.call_parts:
             said["tool_calls"] = [{"index": part.index, **self._call(part)} for part in delta.call_parts]
@@ -77,15 +78,15 @@ class ChatFormat(Format):
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             said = {"role": "assistant", **said}
-        return {"delta": said, "logprobs": self._logprobs(delta)}
+        return {"delta": said, "logprobs": self._logprobs(delta, made)}
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
+    def choice(self, delta: Delta, made: Made) -> dict[str, Any]:
         calls = [self._call(call) for call in delta.calls]
         text = None if calls and not delta.text else delta.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, **self._reasoning(delta)}
         if calls:
             message["tool_calls"] = calls
-        return {"message": message, "logprobs": self._logprobs(delta)}
+        return {"message": message, "logprobs": self._logprobs(delta, made)}
 
     def _reasoning(self, delta: Delta) -> dict[str, str]:
         """By its present name and by the one that older clients know."""
@@ -100,19 +101,21 @@ class ChatFormat(Format):
         function = {"name": said.name, "arguments": said.arguments}
         return {"id": self._new_call_id(), "type": "function", "function": function}
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """Logprobs of tokens that are shown: the one that ends an answer is none of its content."""
+    def logprobs(self, delta: Delta) -> Made:
+        """Of tokens that are shown: the one that ends an answer is none of its content."""
         if not delta.tokens.logprobs:
-            return None
+            return {}
         shown = delta.tokens.logprobs[:-1] if delta.ends_silently else delta.tokens.logprobs
-        entries = [
-            {
-                **self._entry(one.token_id, one.logprob),
-                "top_logprobs": [self._entry(top.token_id, top.logprob) for top in one.top],
-            }
-            for one in shown
-        ]
-        return {"content": entries, "refusal": None}
+        return {"content": map(self._entries, shown)}
+
+    def _logprobs(self, delta: Delta, made: Made) -> dict[str, Any] | None:
+        lists = self.logprobs(delta)
+        return {"content": made.get("content") or list(lists["content"]), "refusal": None} if lists else None
+
+    def _entries(self, one: llm_pb2.TokenLogprobs) -> dict[str, Any]:
+        """A token, and the likeliest in its place."""
+        likeliest = [self._entry(top.token_id, top.logprob) for top in one.top]
+        return {**self._entry(one.token_id, one.logprob), "top_logprobs": likeliest}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)

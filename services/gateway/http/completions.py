@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from services.gateway.bodies import Incoming
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, truncated
 from services.gateway.http import schema
-from services.gateway.http.format import CheckTurn, Format, Name, ParsedBody, namer, structure_of
+from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
 from services.gateway.text import Tokenizer
 from tandem.v1 import llm_pb2
@@ -74,40 +75,52 @@ class CompletionFormat(Format):
         self._echoes, self._n = echoes, n
         self._begun: set[int] = set()
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
-        echo = self._echoes[delta.choice // self._n] if self._echoes else None
-        if echo is None or delta.choice in self._begun:
-            return {"text": delta.text, "logprobs": self._logprobs(delta, None, len(echo.text) if echo else 0)}
+    def delta(self, delta: Delta, made: Made) -> dict[str, Any]:
+        lists = self.logprobs(delta)
+        logprobs = {name: made.get(name) or list(values) for name, values in lists.items()} or None
+        if (echo := self._echo(delta)) is None:
+            return {"text": delta.text, "logprobs": logprobs}
         self._begun.add(delta.choice)
-        return {"text": echo.text + delta.text, "logprobs": self._logprobs(delta, echo, len(echo.text))}
+        return {"text": echo.text + delta.text, "logprobs": logprobs}
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
-        return self.delta(delta)
+    def choice(self, delta: Delta, made: Made) -> dict[str, Any]:
+        return self.delta(delta, made)
 
-    def _logprobs(self, delta: Delta, echo: Echo | None, begin: int) -> dict[str, Any] | None:
-        """`begin`: where the answer begins in the text. `echo` comes before it, if given."""
-        if not self._with_logprobs or not (delta.tokens.logprobs or echo):
+    def _echo(self, delta: Delta) -> Echo | None:
+        """What comes before it."""
+        if not self._echoes or delta.choice in self._begun:
             return None
-        logprobs = delta.tokens.logprobs
-        offsets = [begin + offset for offset in delta.offsets[: len(logprobs)]]
-        if echo is not None:
-            logprobs = delta.tokens.prompt_logprobs + logprobs
-            offsets = self._offsets(echo) + offsets
+        return self._echoes[delta.choice // self._n]
+
+    def logprobs(self, delta: Delta) -> Made:
+        echo, tokens = self._echo(delta), delta.tokens
+        if not self._with_logprobs or not (tokens.logprobs or echo):
+            return {}
+        begin = len(self._echoes[delta.choice // self._n].text) if self._echoes else 0
+        offsets: Iterable[int] = (begin + offset for offset in delta.offsets[: len(tokens.logprobs)])
+        if echo is None:
+            return self._lists(lambda: tokens.logprobs, offsets)
+        offsets = chain(self._offsets(echo), offsets)
+        lists = self._lists(lambda: chain(tokens.prompt_logprobs, tokens.logprobs), offsets)
         # Nothing comes before a prompt's first token that could make it likely.
-        first = [self._name(echo.token_ids[0])] if echo else []
+        first = {"tokens": self._name(echo.token_ids[0]), "token_logprobs": None, "top_logprobs": None}
+        return {name: chain([first[name]], values) if name in first else values for name, values in lists.items()}
+
+    def _lists(
+        self, logprobs: Callable[[], Iterable[llm_pb2.TokenLogprobs]], offsets: Iterable[int]
+    ) -> dict[str, Iterable[Any]]:
         return {
-            "tokens": first + [self._name(one.token_id) for one in logprobs],
-            "token_logprobs": [None for _ in first] + [one.logprob for one in logprobs],
-            "top_logprobs": [None for _ in first] + [self._top(one) for one in logprobs],
+            "tokens": (self._name(one.token_id) for one in logprobs()),
+            "token_logprobs": (one.logprob for one in logprobs()),
+            "top_logprobs": map(self._top, logprobs()),
             "text_offset": offsets,
         }
 
-    def _offsets(self, echo: Echo) -> list[int]:
-        detokenizer, length, offsets = self._tokenizer.detokenizer(), 0, []
+    def _offsets(self, echo: Echo) -> Iterator[int]:
+        detokenizer, length = self._tokenizer.detokenizer(), 0
         for token_id in echo.token_ids:
-            offsets.append(length)
+            yield length
             length += len(detokenizer.feed(token_id))
-        return offsets
 
     def _top(self, one: llm_pb2.TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens and, as OpenAI has it, the chosen one whether it is among them or not."""

@@ -193,6 +193,7 @@ class GenerateEndpoint(Endpoint):
     async def _write_event(self, exchange: Exchange, envelope: Framing, delta: Delta) -> None:
         """The last one waits for the end of the stream, which comes at once."""
         await exchange.written()
+        await envelope.prepare(delta)
         if envelope.ends_with(delta):
             exchange.hold(envelope.chunk(delta))
         elif envelope.shows(delta):
@@ -208,7 +209,10 @@ class GenerateEndpoint(Endpoint):
         choices[first.choice].append(first)
         async for delta in deltas:
             choices[delta.choice].append(delta)
-        await exchange.json(200, envelope.whole([joined(parts) for parts in choices]), answer.path_headers())
+        whole = [joined(parts) for parts in choices]
+        for delta in whole:
+            await envelope.prepare(delta)
+        await exchange.json(200, envelope.whole(whole), answer.path_headers())
 
 
 class _Asked:

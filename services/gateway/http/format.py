@@ -6,14 +6,16 @@ stream          the same envelope around each delta; a last one with usage where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import orjson
 
 from services.gateway.errors import GatewayError, InvalidRequest
 from services.gateway.generation import REASONS, Answer, Delta, Outcome, Structure, read_response_format, read_structure
+from services.gateway.http.long_lists import is_long, made_in_turns
 from services.gateway.http.schema import GenerationBody
 from services.gateway.metrics import PATHS
 from services.gateway.text import Tokenizer
@@ -26,6 +28,9 @@ from tandem.v1 import llm_pb2
 MARK = "\0the text\0"
 # What a response calls the service tier that was asked for by another name.
 TIERS_SERVED = {"auto": "default"}
+# Lists of a choice that may be long, by name. Made in turns where they are; `NONE_MADE`: each is made where it is used.
+Made = Mapping[str, Iterable[Any]]
+NONE_MADE: Made = {}
 # Refuses, before its prompt is tokenized, a request whose answer of at most so many tokens would come too late;
 # returns whose it is.
 CheckTurn = Callable[[GenerationBody, int | None], str]
@@ -39,13 +44,20 @@ class Format(Protocol):
     chunk: str
     prompt_logprobs_in_choice: bool  # or beside all choices, as vLLM has it in a chat
 
-    def delta(self, delta: Delta) -> dict[str, Any]: ...
+    def delta(self, delta: Delta, made: Made) -> dict[str, Any]: ...
 
-    def choice(self, delta: Delta) -> dict[str, Any]: ...
+    def choice(self, delta: Delta, made: Made) -> dict[str, Any]: ...
+
+    def logprobs(self, delta: Delta) -> Made:
+        """What its logprobs consist of, nothing where there are none. Before `delta` or `choice` of it."""
 
 
 class Framing(Protocol):
     """An endpoint's words for an answer: the events of its stream, or all of it. One object serves one answer."""
+
+    async def prepare(self, delta: Delta) -> None:
+        """Make what is too long for one turn of the loop, before `chunk` or `whole` says it."""
+        return  # nothing is
 
     def shows(self, delta: Delta) -> bool: ...
 
@@ -100,7 +112,7 @@ def structure_of(body: GenerationBody) -> Structure | None:
     return found[0] if found else None
 
 
-class Envelope:
+class Envelope(Framing):
     """The frame around every message of one answer."""
 
     def __init__(self, found: ParsedBody, answer: Answer, created: int) -> None:
@@ -112,6 +124,7 @@ class Envelope:
         self.with_token_ids = bool(found.body.return_token_ids)
         self._continuous = self.with_usage and bool(options and options.continuous_usage_stats)
         self._begun: set[int] = set()
+        self._made: dict[int, Made] = {}  # by id of the delta
         # Of each choice that has begun what stands around the text in an event that says nothing else, once known.
         self._plain: dict[int, tuple[bytes, bytes] | None] = {}
         self._repeats = not (self._continuous or self.with_token_ids)
@@ -122,6 +135,11 @@ class Envelope:
         if found.body.service_tier is not None:
             self._frame["service_tier"] = TIERS_SERVED.get(found.body.service_tier, found.body.service_tier)
         self._begin = b""  # the same of all events, encoded once it is known whose answer it is
+
+    async def prepare(self, delta: Delta) -> None:
+        if is_long(delta.tokens):
+            lists = {**self._form.logprobs(delta), "prompt_logprobs": self._of_prompt(delta)}
+            self._made[id(delta)] = {name: await made_in_turns(values) for name, values in lists.items()}
 
     def chunk(self, delta: Delta) -> bytes:
         """One event of a stream."""
@@ -135,10 +153,11 @@ class Envelope:
         return around[0] + orjson.dumps(delta.text) + around[1]
 
     def _chunk(self, delta: Delta) -> bytes:
-        beside = self._prompt_logprobs(delta, in_choice=False) if self._with_prompt_logprobs else {}
+        made = self._made.pop(id(delta), NONE_MADE)
+        beside = self._prompt_logprobs(delta, made, in_choice=False) if self._with_prompt_logprobs else {}
         if self.with_usage:
             beside["usage"] = usage(self._answer) if self._continuous else None
-        return self._event([self._numbered(delta, self._form.delta(delta))], beside)
+        return self._event([self._numbered(delta, self._form.delta(delta, made), made)], beside)
 
     def shows(self, delta: Delta) -> bool:
         """Whether a stream has an event for it."""
@@ -166,8 +185,9 @@ class Envelope:
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         kept = self._best(deltas) if self._n < self._answer.request.n else deltas
-        choices = [self._numbered(delta, self._form.choice(delta)) for delta in kept]
-        beside = self._prompt_logprobs(kept[0], in_choice=False)
+        made = [self._made.get(id(delta), NONE_MADE) for delta in kept]
+        choices = [self._numbered(delta, self._form.choice(delta, m), m) for delta, m in zip(kept, made, strict=True)]
+        beside = self._prompt_logprobs(kept[0], made[0], in_choice=False)
         frame = {**self._framed(self._form.whole), "choices": choices}
         return {**frame, **beside, "usage": usage(self._answer)}
 
@@ -184,12 +204,12 @@ class Envelope:
             delta.choice = i
         return kept
 
-    def _numbered(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
+    def _numbered(self, delta: Delta, said: dict[str, Any], made: Made) -> dict[str, Any]:
         numbered = {"index": delta.choice, **said, "finish_reason": REASONS.get(delta.finish_reason)}
         if delta.finish_reason:
             numbered["stop_reason"] = delta.stop_reason
         if self._with_prompt_logprobs:
-            numbered |= self._prompt_logprobs(delta, in_choice=True)
+            numbered |= self._prompt_logprobs(delta, made, in_choice=True)
         if self.with_token_ids:
             numbered["token_ids"] = delta.tokens.ids
             if delta.choice not in self._begun:
@@ -197,13 +217,16 @@ class Envelope:
                 numbered["prompt_token_ids"] = list(self._answer.request.prompts[delta.choice // self._n])
         return numbered
 
-    def _prompt_logprobs(self, delta: Delta, in_choice: bool) -> dict[str, Any]:
-        """As vLLM words them: for each token of the prompt, by token id."""
+    def _prompt_logprobs(self, delta: Delta, made: Made, in_choice: bool) -> dict[str, Any]:
         if not self._with_prompt_logprobs or self._form.prompt_logprobs_in_choice is not in_choice:
             return {}
         if self._answer.request.streamed and not delta.tokens.prompt_logprobs:
             return {}
-        return {"prompt_logprobs": [None, *map(self._by_id, delta.tokens.prompt_logprobs)]}
+        return {"prompt_logprobs": made.get("prompt_logprobs") or list(self._of_prompt(delta))}
+
+    def _of_prompt(self, delta: Delta) -> Iterable[dict[str, dict[str, Any]] | None]:
+        """As vLLM words them: for each token of the prompt, by token id."""
+        return chain([None], map(self._by_id, delta.tokens.prompt_logprobs))
 
     def _by_id(self, one: llm_pb2.TokenLogprobs) -> dict[str, dict[str, Any]]:
         ranked = [(top.token_id, top.logprob, i) for i, top in enumerate(one.top, 1)]

@@ -10,8 +10,8 @@ A slow client costs memory bounded by its max_tokens: tokens wait here, never in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from services.gateway.errors import GatewayError, Internal, from_failure
@@ -27,12 +27,12 @@ class Tokens:
 
     ids: list[int]
     logprobs: list[llm_pb2.TokenLogprobs]
-    prompt_logprobs: list[llm_pb2.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[llm_pb2.TokenLogprobs] = ()
 
     def add(self, new: Tokens) -> None:
         self.ids += new.ids
         self.logprobs += new.logprobs
-        self.prompt_logprobs += new.prompt_logprobs
+        self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
 
 
 # Takes tokens as they are delivered; False: not these, nor more, before its owner was woken.
@@ -129,7 +129,7 @@ class Mailbox:
             self.num_accepted_tokens = max(self.num_accepted_tokens, output.num_accepted_tokens)
         self.finish_reason = output.finish_reason or self.finish_reason
         seen = self.next_index - first
-        prompt = [] if self.next_index else list(output.prompt_logprobs)
+        prompt = () if self.next_index else output.prompt_logprobs  # not copied: there may be very many
         new = Tokens(output.token_ids[seen:], output.logprobs[seen:], prompt)
         self.next_index += len(new.ids)
         return new

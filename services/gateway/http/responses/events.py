@@ -16,12 +16,12 @@ import orjson
 
 from services.gateway.errors import GatewayError
 from services.gateway.generation import Answer, Delta
-from services.gateway.http.format import ParsedBody, usage
+from services.gateway.http.format import Framing, ParsedBody, usage
 from services.gateway.http.responses.items import Item, Message, Thoughts
 from tandem.v1 import llm_pb2
 
 
-class ResponseEvents:
+class ResponseEvents(Framing):
     """One response: its events, or all of it at once."""
 
     def __init__(self, unique: str, echo: Mapping[str, Any], found: ParsedBody, answer: Answer, created: int) -> None:

@@ -1,0 +1,31 @@
+"""Lists of an answer that would take longer to make than one turn of the loop may: logprobs of prompts, and of long
+answers that are sent whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import orjson
+
+from services.gateway.workers import Tokens
+
+# With 20 likeliest tokens each a portion takes some 10 ms.
+PORTION = 500
+
+
+def is_long(tokens: Tokens) -> bool:
+    """True where their logprobs are to be made in turns."""
+    return len(tokens.logprobs) + len(tokens.prompt_logprobs) > PORTION
+
+
+async def made_in_turns(values: Iterable[Any]) -> orjson.Fragment:
+    """The list of these values as JSON; others go on between its portions."""
+    portions, left = [], iter(values)
+    while portion := list(islice(left, PORTION)):
+        portions.append(orjson.dumps(portion)[1:-1])
+        await asyncio.sleep(0)
+    return orjson.Fragment(b"[" + b",".join(portions) + b"]")
