@@ -46,7 +46,9 @@ redis: {{{{port: {{redis}}}}}}
 @contextmanager
 def starved(cluster: RunningCluster) -> Iterator[None]:
     count = SPINNERS_A_CORE * len(os.sched_getaffinity(0))
-    spinners = [subprocess.Popen(dying_with_parent(sys.executable, "-c", "while True: pass")) for _ in range(count)]
+    command = dying_with_parent(sys.executable, "-c", "while True: pass")
+    # In sessions of their own: the kernel shares cores among sessions, and the cluster is to be starved, not the test.
+    spinners = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield
     finally:
