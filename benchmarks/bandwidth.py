@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.models import Shape
-from tandem.transfer import Link, LinkPeer, Receiver, Sender
+from tandem.transfer import Link, LinkPeer, LocalPeer, Receiver, Sender
 
 BLOCK_SIZE = 16
 ORDERS = ("in runs", "scattered")
@@ -125,7 +125,7 @@ def linked(
     ours, theirs = context.Pipe()
     process = context.Process(target=_receive, args=(theirs, shape, transport, order, num_bytes, device), daemon=True)
     process.start()
-    sender = Sender(PREFILL, transports=(transport,))
+    sender = Sender(LocalPeer(PREFILL), transports=(transport,))
     try:
         if not ours.poll(BOUND_S):
             raise TimeoutError("the receiving process did not start")
@@ -139,7 +139,7 @@ def linked(
 def _receive(pipe: Connection, shape: Shape, transport: str, order: str, num_bytes: int, device: str) -> None:
     torch.set_num_threads(1)
     cache = kv_cache(shape, num_bytes, device)
-    receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=(transport,))
+    receiver = Receiver(LocalPeer(DECODE), cache, host="127.0.0.1", transports=(transport,))
     pipe.send(receiver.address)
     while name := pipe.recv():
         receiver.expect(

@@ -19,7 +19,7 @@ from tandem import rpc
 from tandem.rpc.interceptor import PROOF
 from tandem.security import NO_SECRET, OPEN, TLS, ClusterSecret, Security
 from tandem.settings import load
-from tandem.transfer import LinkPeer, Receiver, Sender, TransferError
+from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.worker import conversion
 from tandem.worker.settings import WorkerSettings
@@ -205,14 +205,14 @@ async def test_renewed_certificates_count_without_a_restart(
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    receiver = Receiver(DECODE, kv_cache(8), host="127.0.0.1", transports=("tcp",), secret=SECRET, max_links=4)
+    receiver = Receiver(LocalPeer(DECODE, SECRET), kv_cache(8), host="127.0.0.1", transports=("tcp",), max_links=4)
     yield receiver
     receiver.close()
 
 
 def link(receiver: Receiver, secret: ClusterSecret, worker: LinkPeer = PREFILL) -> None:
     """Opens one, and moves a block. Raises TransferError."""
-    sender = Sender(worker, transports=("tcp",), secret=secret)
+    sender = Sender(LocalPeer(worker, secret), transports=("tcp",))
     try:
         sender.open_link(DECODE, receiver.address, timeout_s=5.0).result(6.0)
     finally:
@@ -227,7 +227,7 @@ def test_kv_links_of_strangers_are_refused(receiver: Receiver, stranger: Cluster
 
 
 def test_a_sender_trusts_no_stranger_at_a_known_address() -> None:
-    stranger = Receiver(DECODE, kv_cache(8), host="127.0.0.1", transports=("tcp",))
+    stranger = Receiver(LocalPeer(DECODE), kv_cache(8), host="127.0.0.1", transports=("tcp",))
     with pytest.raises(TransferError, match="UNAUTHENTICATED: Welcome"):
         link(stranger, SECRET)
     stranger.close()

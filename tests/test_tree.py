@@ -233,10 +233,6 @@ LONG_FUNCTIONS = {"services/gateway/generation/pipeline.py": {"tokens"}, "tandem
 WIDE_CONSTRUCTORS = {
     "services/gateway/generation/answer.py": {"Answer"},
     "services/gateway/generation/attempt.py": {"Attempt"},
-    "tandem/transfer/protocol/receiver.py": {"ReceiverProtocol"},
-    "tandem/transfer/runtime/receiver.py": {"Receiver"},
-    "tandem/transfer/runtime/receiving_end.py": {"ReceivingEnd"},
-    "tandem/transfer/runtime/sender.py": {"Sender"},
 }
 MAX_LINES, MAX_PARAMETERS = 40, 7
 # A docstring begins with the noun or verb of what it describes.

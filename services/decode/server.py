@@ -12,7 +12,7 @@ from tandem.engine import SampledToken
 from tandem.liveness import Vitals
 from tandem.process import IntegrityReport
 from tandem.registry import Role
-from tandem.transfer import LinkPeer, Receiver
+from tandem.transfer import LinkPeer, LocalPeer, Receiver
 from tandem.v1 import worker_pb2
 from tandem.worker import Entry, Event, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
 
@@ -27,10 +27,13 @@ class DecodeWorker:
         settings, engine = context.settings, context.engine
         self._endpoint = LinkPeer(context.worker_id, context.incarnation, engine.layout.hash)
         self._receiver = Receiver(
-            self._endpoint, engine.kv_cache, host=settings.host, port=settings.transfer_port,
-            transports=settings.transports, network=context.ports.network, driver=context.ports.driver,
-            nonce=context.ports.new_nonce, secret=context.ports.secret, vitals=Vitals(context.starvation),
-        )  # fmt: skip
+            LocalPeer(self._endpoint, context.ports.secret, Vitals(context.starvation)),
+            engine.kv_cache,
+            host=settings.host,
+            port=settings.transfer_port,
+            transports=settings.transports,
+            runtime=context.ports.links,
+        )
         port = self._receiver.address.rpartition(":")[2]
         self.transfer_address = rpc.address(settings.reachable_host(context.ports.hostname), int(port))
         self._streams = Streams(

@@ -16,7 +16,7 @@ from tandem.engine import Engine
 from tandem.liveness import Vitals
 from tandem.process import IntegrityReport
 from tandem.registry import ClusterView, Role
-from tandem.transfer import LinkPeer, Sender, TransferError
+from tandem.transfer import LinkPeer, LocalPeer, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from tandem.worker import Entry, Event, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
 
@@ -30,24 +30,23 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     transfer_address = ""
 
     def __init__(self, context: WorkerContext) -> None:
-        local = LinkPeer(context.worker_id, context.incarnation, context.engine.layout.hash)
+        layout = context.engine.layout
+        vitals = Vitals(context.starvation, lambda: self._links.is_sole, lambda: self._links.has_sole_peer)
         self._sender = Sender(
-            local, transports=context.settings.transports, network=context.ports.network,
-            driver=context.ports.driver, nonce=context.ports.new_nonce, arena_bytes=_arena_bytes(context.engine),
-            secret=context.ports.secret,
-            vitals=Vitals(
-                context.starvation, lambda: self._links.is_sole, lambda: self._links.has_sole_peer
-            ),
-        )  # fmt: skip
-        self._secret, self._block_size = context.ports.secret, context.engine.layout.block_size
+            LocalPeer(LinkPeer(context.worker_id, context.incarnation, layout.hash), context.ports.secret, vitals),
+            transports=context.settings.transports,
+            runtime=context.ports.links,
+            arena_bytes=_arena_bytes(context.engine),
+        )
+        self._secret, self._block_size = context.ports.secret, layout.block_size
         self._engine = context.ports.engine
         self._view = ClusterView(context.ports.registry)
-        self._links = LinkKeeper(self._sender, self._view, local.layout_hash, context.renew_lease)
+        self._links = LinkKeeper(self._sender, self._view, layout.hash, context.renew_lease)
         self._sequences = PrefillSequences(
             context.ports.engine,
             self._links.link_to,
             payload=conversion.first_token,
-            now=context.ports.driver.now,
+            now=context.ports.links.driver.now,
             worker_id=context.worker_id,
         )
         # What a stream had begun is cancelled with it: nothing is left to end.

@@ -6,20 +6,21 @@
 Frames name logical blocks; only the receiver knows where they lie. Nothing becomes visible before all of it verified.
 """
 
-from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
-from tandem.transfer.runtime.driver import Driver
+from tandem.transfer.protocol.endpoint import LinkPeer, LocalPeer, TransferError
 from tandem.transfer.runtime.link import Link, Push
+from tandem.transfer.runtime.link_runtime import LinkRuntime
 from tandem.transfer.runtime.receiver import Receiver
-from tandem.transfer.runtime.sender import Sender, new_nonce
+from tandem.transfer.runtime.sender import Sender
 from tandem.transfer.runtime.threads import Threads
 from tandem.transfer.transports.base import Network
 from tandem.transfer.transports.memory import MemoryNetwork
 from tandem.transfer.transports.tcp import SocketNetwork
 
 __all__ = [
-    "Driver",
     "Link",
     "LinkPeer",
+    "LinkRuntime",
+    "LocalPeer",
     "MemoryNetwork",
     "Network",
     "Push",
@@ -28,5 +29,4 @@ __all__ = [
     "SocketNetwork",
     "Threads",
     "TransferError",
-    "new_nonce",
 ]

@@ -25,7 +25,7 @@ from tandem.process import IntegrityReport
 from tandem.registry import LiveWorker, Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
 from tandem.rpc import IntegrityService
 from tandem.security import NO_SECRET, ClusterSecret
-from tandem.transfer import Driver, Network
+from tandem.transfer import LinkRuntime
 from tandem.worker.adapters import AdapterService
 from tandem.worker.block_publisher import BlockPublisher
 from tandem.worker.engine_port import EngineDied, EnginePort, EngineStuck, Event
@@ -59,9 +59,7 @@ class WorkerPorts:
     engine: EnginePort
     registry: Registry
     serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[RunningServer]]
-    network: Network  # that carries KV
-    driver: Driver  # of KV links
-    new_nonce: Callable[[], int]
+    links: LinkRuntime  # that carry KV
     new_id: Callable[[], str]
     hostname: str
     secret: ClusterSecret = NO_SECRET

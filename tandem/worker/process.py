@@ -23,7 +23,7 @@ from tandem.liveness import CpuPressure, gone_here, this_process
 from tandem.process import IntegrityReport, ends_where_it_stands_still, lasting, telemetry
 from tandem.registry import Registry, Role
 from tandem.rpc import DrainService
-from tandem.transfer import SocketNetwork, Threads, new_nonce
+from tandem.transfer import LinkRuntime
 from tandem.worker.build import Worker, WorkerContext, WorkerPorts, WorkerService
 from tandem.worker.crash import open_crash_page
 from tandem.worker.engine_port import EngineStuck
@@ -56,9 +56,7 @@ def process_ports(settings: WorkerSettings, engine: Engine) -> WorkerPorts:
         engine=EngineThread(engine),
         registry=registry,
         serve=partial(rpc.serve, security=settings.security, known_as=settings.reachable_host(socket.gethostname())),
-        network=SocketNetwork(),
-        driver=Threads(),
-        new_nonce=new_nonce,
+        links=LinkRuntime(),
         new_id=lambda: uuid4().hex,
         hostname=socket.gethostname(),
         secret=settings.security.secret,

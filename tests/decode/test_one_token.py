@@ -12,7 +12,7 @@ from typing import Any
 from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
 from tandem.engine import Engine, Request, SequenceOutput
-from tandem.transfer import SocketNetwork, Threads, new_nonce
+from tandem.transfer import LinkRuntime
 from tandem.v1 import llm_pb2, worker_pb2
 from tandem.worker import EngineThread, WorkerContext
 from tandem.worker.build import WorkerPorts
@@ -53,8 +53,8 @@ async def test_answers_of_one_token_end_once_and_are_never_aborted(demo_model: P
     engine, numbers = Engine(settings.engine_config()), count()
     thread = EngineThread(engine)
     ports = WorkerPorts(
-        engine=thread, registry=None, serve=None, network=SocketNetwork(), driver=Threads(),  # type: ignore[arg-type]
-        new_nonce=new_nonce, new_id=lambda: f"id{next(numbers)}", hostname="127.0.0.1",
+        engine=thread, registry=None, serve=None, links=LinkRuntime(),  # type: ignore[arg-type]
+        new_id=lambda: f"id{next(numbers)}", hostname="127.0.0.1",
     )  # fmt: skip
     worker = DecodeWorker(WorkerContext(settings, "d0", "inc", ports, lambda: None))
     requests = asyncio.Queue[worker_pb2.WorkRequest]()

@@ -14,7 +14,7 @@ import torch
 
 from services.decode.sequences import DecodeSequences, Reservation
 from tandem.engine import EngineConfig, Request, SampledToken, SamplingParams, StepTime
-from tandem.transfer import LinkPeer, Push, Receiver, Sender, TransferError
+from tandem.transfer import LinkPeer, LocalPeer, Push, Receiver, Sender, TransferError
 from tandem.v1 import worker_pb2
 from tandem.worker import InlineEngine, SequenceFailed, Streams
 
@@ -78,7 +78,7 @@ class Decode:
 async def decode(demo_model: Path) -> AsyncIterator[Decode]:
     engine = InlineEngine(EngineConfig(demo_model, "demo", block_size=BLOCK, num_blocks=BLOCKS, null=StepTime()))
     local = LinkPeer("decode-0", "d-1", engine.engine.layout.hash)
-    receiver = Receiver(local, engine.engine.kv_cache, host="127.0.0.1")
+    receiver = Receiver(LocalPeer(local), engine.engine.kv_cache, host="127.0.0.1")
     numbers = count()
 
     streams = Streams("d-1", lambda stream_id: made.sequences.stream_ended(stream_id))
@@ -101,7 +101,7 @@ async def decode(demo_model: Path) -> AsyncIterator[Decode]:
 
 @pytest.fixture
 def sender(decode: Decode) -> AsyncIterator[Sender]:
-    sender = Sender(LinkPeer("prefill-0", INCARNATION, decode.engine.engine.layout.hash))
+    sender = Sender(LocalPeer(LinkPeer("prefill-0", INCARNATION, decode.engine.engine.layout.hash)))
     yield sender  # type: ignore[misc]
     sender.close()
 
@@ -115,7 +115,7 @@ async def waits(decode: Decode) -> None:
 
 async def begin(sender: Sender, decode: Decode, transfer_id: str) -> Push:
     receiver = decode.receiver
-    link = await asyncio.wrap_future(sender.open_link(receiver.local, receiver.address, timeout_s=5.0))
+    link = await asyncio.wrap_future(sender.open_link(receiver.identity, receiver.address, timeout_s=5.0))
     return link.begin(transfer_id, first_block=0, num_blocks=BLOCKS, num_layers=2, timeout_s=20)
 
 

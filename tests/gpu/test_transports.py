@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from tandem.transfer import Receiver, Sender
+from tandem.transfer import LocalPeer, Receiver, Sender
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, Outcome, kv_cache
 
 BOUND_S = 60.0
@@ -19,7 +19,7 @@ def play_decode(pipe: Connection, transport: str) -> None:
     """Lands one transfer in blocks 1 and 2 and answers with their bytes."""
     os.environ |= {"NCCL_HOSTID": "decode", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
     cache = [torch.zeros_like(layer, device="cuda") for layer in kv_cache(48)]
-    receiver, outcome = Receiver(DECODE, cache, host="127.0.0.1", transports=(transport,)), Outcome()
+    receiver, outcome = Receiver(LocalPeer(DECODE), cache, host="127.0.0.1", transports=(transport,)), Outcome()
     receiver.expect(
         "t", block_ids=[1, 2], first_block=0, timeout_s=BOUND_S,
         on_commit=outcome.on_commit, on_abort=outcome.on_abort,
@@ -40,7 +40,7 @@ def test_blocks_arrive_bit_for_bit(transport: str, monkeypatch: pytest.MonkeyPat
     ours, theirs = context.Pipe()
     process = context.Process(target=play_decode, args=(theirs, transport))
     process.start()
-    sender = Sender(PREFILL, transports=(transport,))
+    sender = Sender(LocalPeer(PREFILL), transports=(transport,))
     try:
         assert ours.poll(BOUND_S)
         link = sender.open_link(DECODE, ours.recv(), timeout_s=BOUND_S).result(BOUND_S)

@@ -17,7 +17,7 @@ from services.prefill.links import LinkKeeper
 from tandem.liveness.silence import Liveness
 from tandem.local import RedisServer
 from tandem.registry import ClusterView, Registry, Role, WorkerInfo, WorkerLoad
-from tandem.transfer import LinkPeer, Receiver, Sender, TransferError
+from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender, TransferError
 
 LAYOUT = "layout-a"
 HEAL_S = 60.0  # by far longer than it takes
@@ -43,7 +43,7 @@ class Pool:
     def receiver(self, worker_id: str, incarnation: str, port: int = 0, layout: str = LAYOUT) -> Receiver:
         cache = [torch.zeros(8, 2, 1, 4, 8) for _ in range(2)]
         endpoint = LinkPeer(worker_id, incarnation, layout)
-        self.receivers.append(Receiver(endpoint, cache, host="127.0.0.1", port=port))
+        self.receivers.append(Receiver(LocalPeer(endpoint), cache, host="127.0.0.1", port=port))
         return self.receivers[-1]
 
     async def register(
@@ -72,7 +72,7 @@ async def within(seconds: float, check: Callable[[], bool]) -> float:
 @pytest.fixture
 async def pool(request: pytest.FixtureRequest, redis_server: RedisServer) -> AsyncIterator[Pool]:
     registry = Registry.connect(redis_server.url, namespace=uuid4().hex, timeout=30.0)
-    sender, changes = Sender(LinkPeer("prefill-0", "p-1", LAYOUT)), list[tuple[str, ...]]()
+    sender, changes = Sender(LocalPeer(LinkPeer("prefill-0", "p-1", LAYOUT))), list[tuple[str, ...]]()
     view = ClusterView(registry)
     keeper = LinkKeeper(sender, view, LAYOUT, lambda: changes.append(keeper.linked()))
     pool = Pool(registry, keeper, changes)

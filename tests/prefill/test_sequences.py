@@ -13,7 +13,7 @@ import torch
 from services.prefill.sequences import Prefilled, PrefillSequences, Ticket
 from tandem.adapters import AdapterRef
 from tandem.engine import EngineConfig, Request, SamplingParams, SequenceOutput, StepTime
-from tandem.transfer import Link, LinkPeer, Receiver, Sender, TransferError
+from tandem.transfer import Link, LinkPeer, LocalPeer, Receiver, Sender, TransferError
 from tandem.worker import InlineEngine, SequenceFailed
 
 BLOCKS, BLOCK, PROMPT = 16, 16, 8 * 16
@@ -38,7 +38,7 @@ class Prefill:
         )  # fmt: skip
 
     async def run(self, name: str, timeout_s: float = 60.0, lora: AdapterRef | None = None) -> Prefilled:
-        ticket = Ticket(f"t-{name}", self.receiver.local, self.receiver.address, 0, PROMPT // BLOCK)
+        ticket = Ticket(f"t-{name}", self.receiver.identity, self.receiver.address, 0, PROMPT // BLOCK)
         request = Request(name, [len(name)] * PROMPT, SamplingParams(max_tokens=8, temperature=0), lora=lora)
         return await self.sequences.prefill(request, ticket, timeout_s)
 
@@ -62,9 +62,11 @@ async def prefill(demo_model: Path) -> AsyncIterator[Prefill]:
     engine = InlineEngine(config)
     layout = engine.engine.layout.hash
     receiver = Receiver(
-        LinkPeer("decode-0", "d-1", layout), [torch.zeros_like(kv) for kv in engine.engine.kv_cache], host="127.0.0.1"
+        LocalPeer(LinkPeer("decode-0", "d-1", layout)),
+        [torch.zeros_like(kv) for kv in engine.engine.kv_cache],
+        host="127.0.0.1",
     )
-    sender = Sender(LinkPeer("prefill-0", "p-1", layout))
+    sender = Sender(LocalPeer(LinkPeer("prefill-0", "p-1", layout)))
 
     async def link_to(remote: LinkPeer, address: str) -> Link:
         if not made.reachable:

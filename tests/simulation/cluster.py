@@ -30,6 +30,7 @@ from services.prefill.settings import PrefillSettings
 from tandem import rpc
 from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams
 from tandem.registry import Registry
+from tandem.transfer import LinkRuntime
 from tandem.transfer.runtime.loop import LoopDriver
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tandem.worker import InlineEngine, Worker, WorkerPorts
@@ -231,9 +232,11 @@ class Cluster:
             engine=engine,
             registry=self._registry(process, settings.registry_wait_s),
             serve=self._serve(process),
-            network=KVNetwork(self.network, process, self._spoiled if name[0] == "p" else None),
-            driver=LoopDriver(process),
-            new_nonce=lambda: self._ids.getrandbits(63),
+            links=LinkRuntime(
+                KVNetwork(self.network, process, self._spoiled if name[0] == "p" else None),
+                LoopDriver(process),
+                lambda: self._ids.getrandbits(63),
+            ),
             new_id=self._new_id,
             hostname=name,
             pressure=process.pressure,

@@ -11,7 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.transfer import Link, LinkPeer, MemoryNetwork, Network, Push, Receiver, Sender, SocketNetwork
+from tandem.transfer import (
+    Link,
+    LinkPeer,
+    LinkRuntime,
+    LocalPeer,
+    MemoryNetwork,
+    Network,
+    Push,
+    Receiver,
+    Sender,
+    SocketNetwork,
+)
 from tests.transfer.toy import buffers
 
 PREFILL = LinkPeer("prefill-0", "p-1", "layout-a")
@@ -115,8 +126,10 @@ class Pair:
     def of(cls, transports: Sequence[str]) -> Pair:
         """Both ends prefer these, in this order."""
         network, cache = SocketNetwork(), [torch.zeros_like(layer) for layer in kv_cache(48)]
-        sender = Sender(PREFILL, transports=transports, network=network)
-        receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=transports, network=network)
+        sender = Sender(LocalPeer(PREFILL), transports=transports, runtime=LinkRuntime(network))
+        receiver = Receiver(
+            LocalPeer(DECODE), cache, host="127.0.0.1", transports=transports, runtime=LinkRuntime(network)
+        )
         return cls(transports[0], network, sender, receiver, kv_cache(32, seed=1), cache)
 
 
@@ -136,8 +149,21 @@ def make_pair(
     return Pair(
         transport,
         network,
-        Sender(PREFILL, transports=(transport,), network=network, arena_bytes=arena_bytes, frame_bytes=frame_bytes),
-        Receiver(DECODE, cache, host="127.0.0.1", transports=(transport,), network=network, max_links=max_links),
+        Sender(
+            LocalPeer(PREFILL),
+            transports=(transport,),
+            runtime=LinkRuntime(network),
+            arena_bytes=arena_bytes,
+            frame_bytes=frame_bytes,
+        ),
+        Receiver(
+            LocalPeer(DECODE),
+            cache,
+            host="127.0.0.1",
+            transports=(transport,),
+            runtime=LinkRuntime(network),
+            max_links=max_links,
+        ),
         kv_cache(32, dtype, seed=1),
         cache,
     )

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from tandem.transfer import Receiver, Sender
+from tandem.transfer import LocalPeer, Receiver, Sender
 from tandem.transfer.transports import TRANSPORTS
 from tandem.transfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.transfer.transports.nccl import NcclTransport
@@ -30,7 +30,7 @@ def send_one_layer(pipe: Connection, transport: str, address: str) -> None:
     """A prefill worker that is one layer into transfer "t" when it says so."""
     fake_gpus()
     source = kv_cache(32, seed=1)
-    sender = Sender(PREFILL, transports=(transport,))
+    sender = Sender(LocalPeer(PREFILL), transports=(transport,))
     link = sender.open_link(DECODE, address, timeout_s=SOON).result(SOON)
     push = link.begin("t", first_block=0, num_blocks=2, num_layers=NUM_LAYERS, timeout_s=60)
     push.push(0, 0, [4, 5], source[0])
@@ -42,7 +42,7 @@ def send_one_layer(pipe: Connection, transport: str, address: str) -> None:
 def receive(pipe: Connection, transport: str, _address: str) -> None:
     """A decode worker that expects transfer "t"."""
     fake_gpus()
-    receiver = Receiver(DECODE, kv_cache(48), host="127.0.0.1", transports=(transport,))
+    receiver = Receiver(LocalPeer(DECODE), kv_cache(48), host="127.0.0.1", transports=(transport,))
     outcome = Outcome()
     receiver.expect(
         "t", block_ids=[1, 2], first_block=0, timeout_s=60,

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tandem.transfer import LocalPeer
 from tandem.transfer.copy.copier import Copier
-from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
+from tandem.transfer.protocol.endpoint import FrameShape, LinkPeer, TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.receiver import ReceiverProtocol, Write
 from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
@@ -85,10 +86,10 @@ class World:
         self.cache = np.zeros((NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         self.table = Landings()
         self.side = SharedSide(self.arena) if shm else HostReceiveSide("inline", Copier())
-        self.sender = SenderProtocol(SENDER, RECEIVER, nonce=1, offers={self.side.name: {}}, now=0.0)
+        self.sender = SenderProtocol(LocalPeer(SENDER), RECEIVER, nonce=1, offers={self.side.name: {}}, now=0.0)
         self.receiver = ReceiverProtocol(
-            RECEIVER, self.table, num_layers=NUM_LAYERS, block_bytes=BLOCK_BYTES,
-            max_frame_bytes=FRAME_BLOCKS * BLOCK_BYTES, nonce=2, accept=self._accept, now=0.0,
+            LocalPeer(RECEIVER), self.table, FrameShape(NUM_LAYERS, BLOCK_BYTES, FRAME_BLOCKS * BLOCK_BYTES),
+            nonce=2, accept=self._accept, now=0.0,
         )  # fmt: skip
         self.there: Wire = deque()
         self.back: Wire = deque()

@@ -9,7 +9,17 @@ import time
 import pytest
 import torch
 
-from tandem.transfer import LinkPeer, MemoryNetwork, Push, Receiver, Sender, SocketNetwork, TransferError
+from tandem.transfer import (
+    LinkPeer,
+    LinkRuntime,
+    LocalPeer,
+    MemoryNetwork,
+    Push,
+    Receiver,
+    Sender,
+    SocketNetwork,
+    TransferError,
+)
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, kv_cache, open_things, until
 
 
@@ -134,7 +144,9 @@ def test_layouts_that_differ_are_refused_by_both_sides(pair: Pair) -> None:
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*layout-a.*layout-b"):
         pair.opened(pair.sender, other)
     stranger = Sender(
-        LinkPeer("prefill-9", "p-9", "layout-b"), transports=(pair.transport,), network=pair.network
+        LocalPeer(LinkPeer("prefill-9", "p-9", "layout-b")),
+        transports=(pair.transport,),
+        runtime=LinkRuntime(pair.network),
     )  # believes, wrongly, that the receiver has its layout
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*layout-b.*layout-a"):
         pair.opened(stranger, other)
@@ -160,7 +172,12 @@ def test_a_receiver_restarted_at_its_address_is_linked_anew(pair: Pair) -> None:
     pair.receiver.close()
     reborn = LinkPeer(DECODE.worker_id, "d-2", DECODE.layout_hash)
     pair.receiver = Receiver(
-        reborn, pair.cache, host=host, port=int(port), transports=(pair.transport,), network=pair.network
+        LocalPeer(reborn),
+        pair.cache,
+        host=host,
+        port=int(port),
+        transports=(pair.transport,),
+        runtime=LinkRuntime(pair.network),
     )
     assert until(lambda: not old.healthy)
     with pytest.raises(TransferError, match=r"FAILED_PRECONDITION.*d-1.*d-2"):
@@ -297,7 +314,11 @@ def test_only_one_sender_gets_a_transfer(pair: Pair) -> None:
     push.push(0, 0, [4, 5], pair.source[0])
     assert until(lambda: not push.reading)
     pair.link().probe(64, timeout_s=SOON).result(SOON)
-    rival = Sender(LinkPeer("prefill-1", "p-7", "layout-a"), transports=(pair.transport,), network=pair.network)
+    rival = Sender(
+        LocalPeer(LinkPeer("prefill-1", "p-7", "layout-a")),
+        transports=(pair.transport,),
+        runtime=LinkRuntime(pair.network),
+    )
     intruder = pair.opened(rival, DECODE)
     stolen = intruder.begin("t", first_block=0, num_blocks=2, num_layers=NUM_LAYERS, timeout_s=SOON)
     with pytest.raises(TransferError, match="FAILED_PRECONDITION"):
@@ -323,7 +344,7 @@ def test_a_named_sender_that_is_lost_before_it_began_ends_its_transfers_alone(pa
     pair.link()
     outcome, anyone = pair.expect("t", [1], sender=PREFILL.incarnation), pair.expect("any", [2])
     someone = pair.expect("other", [3], sender="p-9")
-    twin = Sender(PREFILL, transports=(pair.transport,), network=pair.network)
+    twin = Sender(LocalPeer(PREFILL), transports=(pair.transport,), runtime=LinkRuntime(pair.network))
     pair.opened(twin, DECODE)
     twin.close()
     assert not until(lambda: not outcome.silent(), 0.2)  # it has a link still
@@ -336,7 +357,9 @@ def test_a_named_sender_that_is_lost_before_it_began_ends_its_transfers_alone(pa
 def test_links_beyond_the_limit_are_refused_and_harm_no_other(meet: Meet, transport: str) -> None:
     pair = meet(transport, max_links=1)
     first = pair.link()
-    rival = Sender(LinkPeer("prefill-1", "p-7", "layout-a"), transports=(transport,), network=pair.network)
+    rival = Sender(
+        LocalPeer(LinkPeer("prefill-1", "p-7", "layout-a")), transports=(transport,), runtime=LinkRuntime(pair.network)
+    )
     with pytest.raises(TransferError, match=r"RESOURCE_EXHAUSTED|UNAVAILABLE"):  # a reset may overtake the refusal
         pair.opened(rival, DECODE)
     assert first.healthy
@@ -446,8 +469,8 @@ def test_closing_either_side_ends_its_transfers(pair: Pair) -> None:
 
 def test_shm_gives_way_to_tcp_where_the_receiver_will_not_have_it() -> None:
     cache = kv_cache(4)
-    sender = Sender(PREFILL)
-    receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=("tcp",))
+    sender = Sender(LocalPeer(PREFILL))
+    receiver = Receiver(LocalPeer(DECODE), cache, host="127.0.0.1", transports=("tcp",))
     assert sender.open_link(DECODE, receiver.address, timeout_s=SOON).result(SOON).transport == "tcp"
     sender.close()
     receiver.close()
@@ -455,8 +478,8 @@ def test_shm_gives_way_to_tcp_where_the_receiver_will_not_have_it() -> None:
 
 def test_a_pair_without_a_common_transport_names_the_reasons_and_the_cure() -> None:
     sender, receiver = (
-        Sender(PREFILL, transports=("shm",)),
-        Receiver(DECODE, kv_cache(4), host="127.0.0.1", transports=("tcp",)),
+        Sender(LocalPeer(PREFILL), transports=("shm",)),
+        Receiver(LocalPeer(DECODE), kv_cache(4), host="127.0.0.1", transports=("tcp",)),
     )
     with pytest.raises(TransferError, match=r"none in common \(shm: the receiver does not use it\); let both use one,"):
         sender.open_link(DECODE, receiver.address, timeout_s=SOON).result(SOON)
@@ -466,4 +489,4 @@ def test_a_pair_without_a_common_transport_names_the_reasons_and_the_cure() -> N
 
 def test_a_transport_that_the_network_cannot_carry_is_named() -> None:
     with pytest.raises(ValueError, match=r"memory.*shm.*tcp"):
-        Sender(PREFILL, transports=("memory",))
+        Sender(LocalPeer(PREFILL), transports=("memory",))

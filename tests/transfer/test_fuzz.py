@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.transfer import Receiver, Sender
+from tandem.transfer import LocalPeer, Receiver, Sender
 from tandem.transfer.protocol.wire import Hello, Kind, LinkMessage, control
 from tests.fuzzing import fuzzed
 from tests.transfer.pair import DECODE, PREFILL, kv_cache, until
@@ -43,7 +43,7 @@ STREAMS = st.one_of(
 def test_whatever_comes_over_a_link_harms_only_that_link() -> None:
     cache = kv_cache(8)
     before = [layer.clone() for layer in cache]
-    receiver = Receiver(DECODE, cache, host="127.0.0.1", transports=("tcp",))
+    receiver = Receiver(LocalPeer(DECODE), cache, host="127.0.0.1", transports=("tcp",))
     host, _, port = receiver.address.rpartition(":")
 
     @fuzzed(100)
@@ -55,7 +55,7 @@ def test_whatever_comes_over_a_link_harms_only_that_link() -> None:
     send()
     assert until(lambda: not any(connection.alive for connection in receiver._connections))
     assert receiver.healthy
-    sender = Sender(PREFILL, transports=("tcp",))
+    sender = Sender(LocalPeer(PREFILL), transports=("tcp",))
     assert sender.open_link(DECODE, receiver.address, timeout_s=5.0).result(6.0).healthy
     sender.close()
     receiver.close()

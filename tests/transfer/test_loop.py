@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from tandem.transfer import Link, MemoryNetwork, Receiver, Sender, TransferError
+from tandem.transfer import Link, LinkRuntime, LocalPeer, MemoryNetwork, Receiver, Sender, TransferError
 from tandem.transfer.runtime.loop import LoopDriver
 from tandem.transfer.runtime.receiver import BEGIN_SECONDS
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, kv_cache
@@ -46,13 +46,11 @@ class Ends:
     def __init__(self, seed: int = 0, **options: Any) -> None:
         loop = asyncio.get_running_loop()
         seeded = random.Random(seed)
-        common = {
-            "network": MemoryNetwork(), "transports": ("memory",), "driver": LoopDriver(loop),
-            "nonce": lambda: seeded.getrandbits(63),
-        }  # fmt: skip
+        runtime = LinkRuntime(MemoryNetwork(), LoopDriver(loop), lambda: seeded.getrandbits(63))
+        memory = ("memory",)
         self.source, self.cache = kv_cache(32, seed=1), [torch.zeros_like(layer) for layer in kv_cache(48)]
-        self.receiver = Receiver(DECODE, self.cache, host="d", **common)
-        self.sender = Sender(PREFILL, **common, **options)
+        self.receiver = Receiver(LocalPeer(DECODE), self.cache, host="d", transports=memory, runtime=runtime)
+        self.sender = Sender(LocalPeer(PREFILL), transports=memory, runtime=runtime, **options)
         self.log: list[tuple[float, str, object]] = []
         self.loop = loop
 

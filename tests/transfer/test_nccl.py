@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.liveness.silence import Liveness
-from tandem.transfer import Link, LinkPeer, Receiver, Sender, TransferError
+from tandem.transfer import Link, LinkPeer, LinkRuntime, LocalPeer, Receiver, Sender, TransferError
 from tandem.transfer.transports import TRANSPORTS, nccl
 from tandem.transfer.transports.nccl import NcclTransport
 from tests.transfer import fake_nccl
@@ -63,7 +63,9 @@ def test_a_sender_that_stops_within_a_send_ends_the_link_and_no_other(
 ) -> None:
     monkeypatch.setattr(Liveness, "lost", lambda self, now: False)  # should this machine stand still
     link, outcome = pair.link(), pair.expect("t", [1, 2])
-    rival = Sender(LinkPeer("prefill-1", "p-7", "layout-a"), transports=("nccl",), network=pair.network)
+    rival = Sender(
+        LocalPeer(LinkPeer("prefill-1", "p-7", "layout-a")), transports=("nccl",), runtime=LinkRuntime(pair.network)
+    )
     other = pair.opened(rival, DECODE)
     fakes[0].device.close()  # nothing that is queued at the sender is done any more
     push = pair.begin("t", 2)
@@ -149,9 +151,9 @@ def test_without_cupy_the_reason_is_named_and_the_next_transport_taken(monkeypat
     assert "pip install 'tandem[gpu]'" in link.refused["nccl"]
     pair.close()
     with pytest.raises(ValueError, match="transports: none can be used here: nccl: cupy is missing"):
-        Receiver(DECODE, pair.cache, host="127.0.0.1", transports=("nccl",))
+        Receiver(LocalPeer(DECODE), pair.cache, host="127.0.0.1", transports=("nccl",))
     with pytest.raises(ValueError, match="cupy is missing"):
-        Sender(PREFILL, transports=("nccl",))
+        Sender(LocalPeer(PREFILL), transports=("nccl",))
 
 
 LOG = """host:1:2 [0] NCCL INFO NET/Plugin: no plugin found

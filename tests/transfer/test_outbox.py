@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from tandem.transfer import LocalPeer
 from tandem.transfer.protocol.sender import SenderProtocol
 from tandem.transfer.protocol.wire import LinkMessage
 from tandem.transfer.runtime.sending_end import SendingEnd
@@ -29,7 +30,7 @@ class Outbox(deque[LinkMessage]):
 def test_a_message_is_looked_at_while_another_thread_takes_it() -> None:
     """The engine's thread and the link's both write: neither may find the outbox empty that it has just seen full."""
     for look in (SendingEnd.pending, SendingEnd.poll_s.fget):  # type: ignore[attr-defined]
-        protocol = SenderProtocol(PREFILL, DECODE, nonce=1, offers={}, now=0.0)
+        protocol = SenderProtocol(LocalPeer(PREFILL), DECODE, nonce=1, offers={}, now=0.0)
         end = SendingEnd(protocol, {}, frame_bytes=1024, driver=Threads(), timeout_s=1.0)
         taking = threading.Thread(target=end.take)
 

@@ -88,7 +88,7 @@ def test_the_loss_of_a_receiver_fails_the_commit(meet: Meet, transport: str, blo
     pair = meet(transport)
     with worker(receive, transport) as (pid, address):
         pair.receiver.close()
-        link = pair.sender.open_link(pair.receiver.local, address, timeout_s=SOON).result(SOON)
+        link = pair.sender.open_link(pair.receiver.identity, address, timeout_s=SOON).result(SOON)
         push = link.begin("t", first_block=0, num_blocks=2, num_layers=3, timeout_s=START)
         push.push(0, 0, [4, 5], pair.source[0])
         strike(pid, blow)

@@ -18,7 +18,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tandem.transfer import Link, LinkPeer, MemoryNetwork, Push, Receiver, Sender, TransferError
+from tandem.transfer import Link, LinkPeer, LinkRuntime, LocalPeer, MemoryNetwork, Push, Receiver, Sender, TransferError
 from tandem.transfer.protocol.wire import HEADER_BYTES, Bytes, Kind, parse_header
 from tandem.transfer.runtime.driver import Task
 from tandem.transfer.transports import TRANSPORTS
@@ -154,10 +154,9 @@ class Schedule:
         network = FaultyNetwork(world, 0.03 if self.faults and self.random.random() < 0.5 else 0.0)
         self.source = [torch.randint(0, 255, (BLOCKS, 2, 8), dtype=torch.uint8) for _ in range(LAYERS)]
         self.cache = [torch.zeros(BLOCKS, 2, 8, dtype=torch.uint8) for _ in range(LAYERS)]
-        common = {"transports": ("nccl",), "network": network, "driver": world, "nonce": self.random.getrandbits}
-        common["nonce"] = lambda: self.random.getrandbits(63)
-        self.sender = Sender(SENDER, arena_bytes=1024, frame_bytes=64, **common)  # type: ignore[arg-type]
-        self.receiver = Receiver(RECEIVER, self.cache, host="d", **common)  # type: ignore[arg-type]
+        runtime, nccl = LinkRuntime(network, world, lambda: self.random.getrandbits(63)), ("nccl",)
+        self.sender = Sender(LocalPeer(SENDER), transports=nccl, runtime=runtime, arena_bytes=1024, frame_bytes=64)
+        self.receiver = Receiver(LocalPeer(RECEIVER), self.cache, host="d", transports=nccl, runtime=runtime)
         self.blocks = self.random.sample(range(BLOCKS), BLOCKS)
         self.endings: dict[str, list[str]] = {name: [] for name in "abc"}
         self.marked: dict[str, list[torch.Tensor]] = {}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.liveness import QUIET, Vitals
+from tandem.security import NO_SECRET, ClusterSecret
+
 
 @dataclass(frozen=True)
 class LinkPeer:
@@ -15,6 +18,24 @@ class LinkPeer:
 
     def __str__(self) -> str:
         return f"{self.worker_id}/{self.incarnation}"
+
+
+@dataclass(frozen=True)
+class LocalPeer:
+    """This end of its links: its identity, the secret that proves it, and the vitals that its pings tell."""
+
+    identity: LinkPeer
+    secret: ClusterSecret = NO_SECRET
+    vitals: Vitals = QUIET
+
+
+@dataclass(frozen=True)
+class FrameShape:
+    """Sizes that a receiver tells its sender: layers, bytes of one block of a layer, and of the largest frame."""
+
+    num_layers: int
+    block_bytes: int
+    max_frame_bytes: int
 
 
 class TransferError(Exception):

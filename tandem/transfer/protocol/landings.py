@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,18 @@ from numpy.typing import NDArray
 from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import TransferError
 
-if TYPE_CHECKING:
-    from tandem.transfer.protocol.receiver import ReceiverProtocol
-
 # A transfer lives no longer than this behind its deadline.
 LATE_S = 1.0
+
+
+class LandingLink(Protocol):
+    """The link that a transfer comes over. `ended`: its transfers to report."""
+
+    ended: deque[Landing]
+
+    def acknowledge(self, landing: Landing) -> None: ...
+    def refuse(self, handle: int, error: TransferError) -> None: ...
+    def release(self, landing: Landing, error: TransferError | None) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +56,7 @@ class Landing:
     begin_by: float = math.inf
     overtaken: bool = False  # its sender has opened another link since, and may have begun it on one before
     coverage: Coverage | None = None
-    link: ReceiverProtocol | None = None
+    link: LandingLink | None = None
     handle: int = 0
     bytes_received: int = 0
     writing: bool = False

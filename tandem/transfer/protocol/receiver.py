@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.liveness import QUIET, Liveness, Vitals
-from tandem.security import NO_SECRET, ClusterSecret
+from tandem.liveness import Liveness
 from tandem.transfer.protocol.coverage import Coverage
-from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
+from tandem.transfer.protocol.endpoint import FrameShape, LocalPeer, TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.wire import (
     Begin,
@@ -40,9 +38,7 @@ from tandem.transfer.protocol.wire import (
     pulse_of,
     take_pulse,
 )
-
-if TYPE_CHECKING:
-    from tandem.transfer.transports.base import ReceiveSide
+from tandem.transfer.transports.base import ReceiveSide
 
 HANDSHAKE_SECONDS = 5.0
 
@@ -64,21 +60,18 @@ class ReceiverProtocol:
     """
 
     def __init__(
-        self, local: LinkPeer, landings: Landings, *, num_layers: int, block_bytes: int, max_frame_bytes: int,
-        nonce: int, accept: Callable[[Hello], tuple[ReceiveSide | None, dict[str, str]]], now: float,
-        secret: ClusterSecret = NO_SECRET, vitals: Vitals = QUIET,
+        self, local: LocalPeer, landings: Landings, shape: FrameShape, *, nonce: int,
+        accept: Callable[[Hello], tuple[ReceiveSide | None, dict[str, str]]], now: float,
     ) -> None:  # fmt: skip
-        self.local, self.landings, self.num_layers = local, landings, num_layers
-        self.block_bytes, self.max_frame_bytes = block_bytes, max_frame_bytes
-        self.liveness = Liveness(now, vitals.starvation)
-        self._vitals = vitals
+        self.local, self.landings, self.shape = local.identity, landings, shape
+        self.liveness = Liveness(now, local.vitals.starvation)
+        self._secret, self._vitals = local.secret, local.vitals
         self.outbox: deque[LinkMessage] = deque()
         self.ended: deque[Landing] = deque()
         self.read: list[LinkMessage] = []
         self.hello: Hello | None = None
         self.side: ReceiveSide | None = None
         self._nonce = nonce
-        self._secret = secret
         self._accept = accept
         self._opened_at = now
         self._bound: dict[int, Landing] = {}
@@ -118,7 +111,7 @@ class ReceiverProtocol:
         return None
 
     def start(self, write: Write) -> bool:
-        """Just before the copy: whether it is still wanted."""
+        """Just before the copy; False: its transfer has ended, so it is not to be done."""
         landing = write.landing
         if landing and (landing.cancelled or landing.error):
             self.read.append(write.message)
@@ -209,7 +202,8 @@ class ReceiverProtocol:
         self.landings.linked(hello.sender.incarnation, self)
         welcome = Welcome(
             receiver=self.local, nonce=self._nonce, transport=self.side.name, refused=refused,
-            num_layers=self.num_layers, block_bytes=self.block_bytes, max_frame_bytes=self.max_frame_bytes,
+            num_layers=self.shape.num_layers, block_bytes=self.shape.block_bytes,
+            max_frame_bytes=self.shape.max_frame_bytes,
         )  # fmt: skip
         self.outbox.append(control(Kind.WELCOME, proven(welcome, self._secret, hello.proof).packed()))
         self._nonce = link_nonce(hello.sender, self.local, hello.nonce, self._nonce)
@@ -250,7 +244,7 @@ class ReceiverProtocol:
             return
         landing.link, landing.handle = self, handle
         self._bound[handle] = landing
-        expected = (landing.first_block, len(landing.block_ids) - landing.first_block, self.num_layers)
+        expected = (landing.first_block, len(landing.block_ids) - landing.first_block, self.shape.num_layers)
         landing.coverage = Coverage(*expected)
         if (begin.first_block, begin.num_blocks, begin.num_layers) != expected:
             have = f"first_block {begin.first_block}, num_blocks {begin.num_blocks}, num_layers {begin.num_layers}"
@@ -266,8 +260,8 @@ class ReceiverProtocol:
             return None
         first, end = message.first_block, message.first_block + message.num_blocks
         fault = landing.coverage.fault(message.layer, first, message.num_blocks) or self._side.fault(message)
-        if not fault and message.length != message.num_blocks * self.block_bytes:
-            fault = f"{message.length} bytes for {message.num_blocks} blocks of {self.block_bytes}"
+        if not fault and message.length != message.num_blocks * self.shape.block_bytes:
+            fault = f"{message.length} bytes for {message.num_blocks} blocks of {self.shape.block_bytes}"
         if fault:
             self.read.append(message)
             self._fail_transfer(message, "FAILED_PRECONDITION", fault)

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from tandem.liveness import QUIET, Liveness, Vitals
-from tandem.security import NO_SECRET, ClusterSecret
+from tandem.liveness import Liveness
 from tandem.transfer.protocol.coverage import Coverage
-from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, LocalPeer, TransferError
 from tandem.transfer.protocol.wire import (
     INLINE,
     Begin,
@@ -91,21 +90,12 @@ class Payload:
 
 class SenderProtocol:
     def __init__(
-        self,
-        local: LinkPeer,
-        remote: LinkPeer,
-        *,
-        nonce: int,
-        offers: dict[str, dict[str, Any]],
-        now: float,
-        secret: ClusterSecret = NO_SECRET,
-        vitals: Vitals = QUIET,
+        self, local: LocalPeer, remote: LinkPeer, *, nonce: int, offers: dict[str, dict[str, Any]], now: float
     ) -> None:
-        self.local, self.remote = local, remote
-        self.liveness = Liveness(now, vitals.starvation)
-        self._vitals = vitals
-        self.hello = proven(Hello(sender=local, receiver=remote, nonce=nonce, offers=offers), secret)
-        self._secret = secret
+        self.remote = remote
+        self._local = local
+        self.liveness = Liveness(now, local.vitals.starvation)
+        self.hello = proven(Hello(sender=local.identity, receiver=remote, nonce=nonce, offers=offers), local.secret)
         self.outbox: deque[LinkMessage] = deque([control(Kind.HELLO, self.hello.packed())])
         self.welcome: Welcome | None = None
         self.error: TransferError | None = None
@@ -203,11 +193,11 @@ class SenderProtocol:
 
     def tick(self, now: float) -> None:
         """Raises TransferError(UNAVAILABLE) once the peer has been silent for too long."""
-        self.liveness.sole = self._vitals.has_sole_peer()
+        self.liveness.sole = self._local.vitals.has_sole_peer()
         if self.liveness.lost(now):
             raise TransferError("UNAVAILABLE", f"nothing heard from {self.remote} for {self.liveness.limit_s:.1f} s")
         if self.welcome and self.liveness.ping_due(now):
-            self.outbox.appendleft(control(Kind.PING, pulse_of(self._vitals), nonce=self._nonce))
+            self.outbox.appendleft(control(Kind.PING, pulse_of(self._local.vitals), nonce=self._nonce))
         self.expire(now)
 
     def expire(self, now: float) -> None:
@@ -230,11 +220,11 @@ class SenderProtocol:
         if message.kind is not Kind.WELCOME:
             raise TransferError("FAILED_PRECONDITION", f"{message.kind.name} came before WELCOME")
         welcome = parse(Welcome, message.body)
-        check_proof(welcome, self._secret, self.hello.proof)
+        check_proof(welcome, self._local.secret, self.hello.proof)
         if welcome.receiver != self.remote or welcome.transport not in self.hello.offers:
             text = f"asked for {self.remote} over {sorted(self.hello.offers)}, got {welcome.receiver}"
             raise TransferError("FAILED_PRECONDITION", f"{text}, {welcome.transport}")
-        self._nonce = link_nonce(self.local, self.remote, self.hello.nonce, welcome.nonce)
+        self._nonce = link_nonce(self._local.identity, self.remote, self.hello.nonce, welcome.nonce)
         self.welcome = welcome
 
     def _control(self, message: LinkMessage, now: float) -> None:

@@ -1,8 +1,8 @@
 """A driver without threads: one event loop steps every end of every link.
 
     common = {"network": network, "transports": ("memory",), "driver": LoopDriver(loop), "nonce": random.Random(7).…}
-    receiver = Receiver(decode, cache, host="d", **common)
-    sender = Sender(prefill, **common)
+    receiver = Receiver(LocalPeer(decode), cache, host="d", transports=("memory",), runtime=runtime)
+    sender = Sender(LocalPeer(prefill), transports=("memory",), runtime=runtime)
     link = await asyncio.wrap_future(sender.open_link(decode, receiver.address, timeout_s=1.5))
     await asyncio.wrap_future(receiver.cancel(transfer_id))
 

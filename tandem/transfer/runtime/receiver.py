@@ -13,22 +13,18 @@ from concurrent.futures import Future
 
 import torch
 
-from tandem.liveness import MOST_S, QUIET, Vitals
+from tandem.liveness import MOST_S
 from tandem.process import IntegrityReport
-from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
-from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
+from tandem.transfer.protocol.endpoint import LocalPeer, TransferError
 from tandem.transfer.protocol.landings import Landing
 from tandem.transfer.protocol.wire import Failure, Kind, control
 from tandem.transfer.runtime.connection import Connection, Watched
-from tandem.transfer.runtime.driver import Driver
+from tandem.transfer.runtime.link_runtime import LinkRuntime
 from tandem.transfer.runtime.receiving_end import ReceivingEnd
-from tandem.transfer.runtime.sender import new_nonce
 from tandem.transfer.runtime.shared_landings import SharedLandings
-from tandem.transfer.runtime.threads import Threads
 from tandem.transfer.transports import make_transports
-from tandem.transfer.transports.base import Network, Stream
-from tandem.transfer.transports.tcp import SocketNetwork
+from tandem.transfer.transports.base import Stream
 
 # Between two looks at deadlines; where no transfer is expected, which may change meanwhile.
 TICK_SECONDS, QUIET_SECONDS = 0.05, 0.25
@@ -43,29 +39,24 @@ class Receiver:
     """Thread-safe. Callbacks run on its threads and must be short: a link reads nothing while one runs.
 
     kv_cache: one contiguous tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) a layer.
-    max_frame_bytes: the largest frame a sender may send, and so the memory each tcp link may take.
-    max_links: senders beyond these are refused. nonce: makes a number that no other link has.
+    max_links: senders beyond these are refused.
     """
 
     def __init__(
-        self, local: LinkPeer, kv_cache: Sequence[torch.Tensor], *, host: str, port: int = 0,
-        transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None, driver: Driver | None = None,
-        nonce: Callable[[], int] = new_nonce, max_frame_bytes: int = 4 << 20, max_links: int = 256,
-        secret: ClusterSecret = NO_SECRET, vitals: Vitals = QUIET,
+        self, local: LocalPeer, kv_cache: Sequence[torch.Tensor], *, host: str, port: int = 0,
+        transports: Sequence[str] = ("shm", "tcp"), runtime: LinkRuntime | None = None, max_links: int = 256,
     ) -> None:  # fmt: skip
-        self.local = local
-        network = network or SocketNetwork()
-        self._transports = make_transports(transports, network)
+        self.identity, self._local = local.identity, local
+        runtime = runtime or LinkRuntime()
+        self._transports = make_transports(transports, runtime.network)
         self._cache = KVCache(kv_cache)
-        self._driver: Driver = driver or Threads()
-        self._nonce, self._max_frame_bytes, self._max_links = nonce, max_frame_bytes, max_links
-        self._secret, self._vitals = secret, vitals
+        self._driver, self._new_nonce, self._max_links = runtime.driver, runtime.new_nonce, max_links
         self._landings = SharedLandings()
         self._connections: dict[Connection, ReceivingEnd] = {}  # the oldest first
         self._closing = False
-        self._listener = network.listen(host, port)
+        self._listener = runtime.network.listen(host, port)
         self.address = self._listener.address
-        self.name = f"kv-into-{local.worker_id}"
+        self.name = f"kv-into-{self.identity.worker_id}"
         self._running = self._driver.start(self)
 
     @property
@@ -156,11 +147,10 @@ class Receiver:
 
     def _open(self, stream: Stream) -> None:
         end = ReceivingEnd(
-            self.local, self._landings, self._cache, transports=self._transports, nonce=self._nonce(),
-            max_frame_bytes=self._max_frame_bytes, now=self._driver.now, secret=self._secret,
-            vitals=self._vitals,
+            self._local, self._landings, self._cache, transports=self._transports, nonce=self._new_nonce(),
+            now=self._driver.now,
         )  # fmt: skip
-        connection = Connection(lambda: stream, end, self._driver, f"kv-link-{self.local.worker_id}")
+        connection = Connection(lambda: stream, end, self._driver, f"kv-link-{self.identity.worker_id}")
         self._connections[connection] = end
         connection.start()
 
@@ -171,13 +161,13 @@ class Receiver:
         """Ends the oldest link that has not said who it is, if there is one: strangers may not keep workers out."""
         silent = next((connection for connection, end in self._connections.items() if not end.greeted), None)
         if silent:
-            silent.close(TransferError("RESOURCE_EXHAUSTED", f"{self.local} needs the link for another"))
+            silent.close(TransferError("RESOURCE_EXHAUSTED", f"{self.identity} needs the link for another"))
             del self._connections[silent]
         return silent is not None
 
     def _refuse(self, stream: Stream) -> None:
         """Says why, if it goes without waiting, and hangs up."""
-        text = f"{self.local} has {self._max_links} links, as many as it takes"
+        text = f"{self.identity} has {self._max_links} links, as many as it takes"
         _log.warning("a KV link was refused: %s", text)
         refusal = control(Kind.REFUSE, Failure(code="RESOURCE_EXHAUSTED", message=text).packed())
         try:
@@ -187,7 +177,7 @@ class Receiver:
 
     def _shut(self) -> None:
         self._listener.close()
-        error = TransferError("UNAVAILABLE", f"{self.local} is closing")
+        error = TransferError("UNAVAILABLE", f"{self.identity} is closing")
         with self._landings.lock:
             for landing in list(self._landings.table.live.values()):
                 self._landings.table.end(landing, error)

@@ -6,15 +6,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tandem.liveness import QUIET, Vitals
-from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer.copy.rows import KVCache
-from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
+from tandem.transfer.protocol.endpoint import FrameShape, LocalPeer, TransferError
 from tandem.transfer.protocol.receiver import ReceiverProtocol, Write
 from tandem.transfer.protocol.wire import PAYLOAD_KINDS, Hello, Kind, LinkMessage
 from tandem.transfer.runtime.connection import POLL_SECONDS, burst
 from tandem.transfer.runtime.shared_landings import SharedLandings
 from tandem.transfer.transports.base import ReceiveSide, Transport, Unusable
+
+# The largest frame a sender may send where no block is larger, and so the memory each tcp link may take.
+MAX_FRAME_BYTES = 4 << 20
 
 
 class ReceivingEnd:
@@ -22,17 +23,15 @@ class ReceivingEnd:
     small = True
 
     def __init__(
-        self, local: LinkPeer, landings: SharedLandings, cache: KVCache, *, transports: Sequence[Transport],
-        max_frame_bytes: int, nonce: int, now: Callable[[], float], secret: ClusterSecret = NO_SECRET,
-        vitals: Vitals = QUIET,
+        self, local: LocalPeer, landings: SharedLandings, cache: KVCache, *, transports: Sequence[Transport],
+        nonce: int, now: Callable[[], float],
     ) -> None:  # fmt: skip
         self._landings, self._cache, self._now = landings, cache, now
         self._transports = {transport.name: transport for transport in transports}
-        self.max_frame_bytes = max(max_frame_bytes, cache.block_bytes)
+        self.max_frame_bytes = max(MAX_FRAME_BYTES, cache.block_bytes)
+        shape = FrameShape(cache.num_layers, cache.block_bytes, self.max_frame_bytes)
         self._protocol = ReceiverProtocol(
-            local, landings.table, num_layers=cache.num_layers, block_bytes=cache.block_bytes,
-            max_frame_bytes=self.max_frame_bytes, nonce=nonce, accept=self._accept, now=now(), secret=secret,
-            vitals=vitals,
+            local, landings.table, shape, nonce=nonce, accept=self._accept, now=now()
         )  # fmt: skip
         self.liveness = self._protocol.liveness
         self._waiting: Write | None = None

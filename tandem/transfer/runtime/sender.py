@@ -6,51 +6,36 @@ afterwards  the link lives until close_link, or until its peer dies or falls sil
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from tandem.liveness import QUIET, Vitals
 from tandem.process import IntegrityReport
-from tandem.security import NO_SECRET, ClusterSecret
-from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
+from tandem.transfer.protocol.endpoint import LinkPeer, LocalPeer, TransferError
 from tandem.transfer.protocol.sender import SenderProtocol
 from tandem.transfer.runtime.connection import Connection
-from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.link import Link
+from tandem.transfer.runtime.link_runtime import LinkRuntime
 from tandem.transfer.runtime.sending_end import SendingEnd
-from tandem.transfer.runtime.threads import Threads
 from tandem.transfer.transports import make_transports
 from tandem.transfer.transports.base import Network, SendSide, Stream, Unusable
-from tandem.transfer.transports.tcp import SocketNetwork
-
-
-def new_nonce() -> int:
-    return secrets.randbits(63)
 
 
 class Sender:
     """Thread-safe. `transports`: best first. arena_bytes: memory of each link that frames wait in (back-pressure).
 
-    Little of it is better than much: what the receiver reads should still lie in a cache. nonce: makes a number that no
-    other link has.
+    Little of it is better than much: what the receiver reads should still lie in a cache.
     """
 
     def __init__(
-        self, local: LinkPeer, *, transports: Sequence[str] = ("shm", "tcp"), network: Network | None = None,
-        driver: Driver | None = None, nonce: Callable[[], int] = new_nonce, arena_bytes: int = 8 << 20,
-        frame_bytes: int = 1 << 20, secret: ClusterSecret = NO_SECRET,
-        vitals: Vitals = QUIET,
+        self, local: LocalPeer, *, transports: Sequence[str] = ("shm", "tcp"), runtime: LinkRuntime | None = None,
+        arena_bytes: int = 8 << 20, frame_bytes: int = 1 << 20,
     ) -> None:  # fmt: skip
-        self.local = local
-        self._network: Network = network or SocketNetwork()
-        self._transports = make_transports(transports, self._network)
-        self._driver: Driver = driver or Threads()
-        self._nonce, self._arena_bytes, self._frame_bytes = nonce, arena_bytes, frame_bytes
-        self._secret, self._vitals = secret, vitals
+        self._local, self._runtime = local, runtime or LinkRuntime()
+        self._transports = make_transports(transports, self._runtime.network)
+        self._arena_bytes, self._frame_bytes = arena_bytes, frame_bytes
         self._lock = threading.Lock()
         self._links: dict[tuple[str, str], Link] = {}
         self._closed = False
@@ -61,8 +46,9 @@ class Sender:
         A healthy or opening link to the same incarnation is shared. Raises, or fails with, TransferError: UNAVAILABLE
         when nobody answers, FAILED_PRECONDITION naming both incarnations or both layout hashes where they differ.
         """
-        if remote.layout_hash != self.local.layout_hash:
-            ours = f"{self.local} has {self.local.layout_hash}, {remote} has {remote.layout_hash}"
+        local = self._local.identity
+        if remote.layout_hash != local.layout_hash:
+            ours = f"{local} has {local.layout_hash}, {remote} has {remote.layout_hash}"
             raise TransferError("FAILED_PRECONDITION", f"layout_hash: {ours}")
         key = remote.worker_id, remote.incarnation
         with self._lock:
@@ -111,13 +97,12 @@ class Sender:
 
     def _new_link(self, remote: LinkPeer, address: str, timeout_s: float) -> Link:
         sides, unusable = self._sides()
-        protocol = SenderProtocol(
-            self.local, remote, nonce=self._nonce(), offers={name: side.offer for name, side in sides.items()},
-            now=self._driver.now(), secret=self._secret, vitals=self._vitals,
-        )  # fmt: skip
-        end = SendingEnd(protocol, sides, frame_bytes=self._frame_bytes, driver=self._driver, timeout_s=timeout_s)
-        dial = partial(_dialled, self._network, address, timeout_s)
-        return Link(remote, end, Connection(dial, end, self._driver, f"kv-to-{remote.worker_id}"), unusable)
+        offers, driver = {name: side.offer for name, side in sides.items()}, self._runtime.driver
+        nonce = self._runtime.new_nonce()
+        protocol = SenderProtocol(self._local, remote, nonce=nonce, offers=offers, now=driver.now())
+        end = SendingEnd(protocol, sides, frame_bytes=self._frame_bytes, driver=driver, timeout_s=timeout_s)
+        dial = partial(_dialled, self._runtime.network, address, timeout_s)
+        return Link(remote, end, Connection(dial, end, driver, f"kv-to-{remote.worker_id}"), unusable)
 
     def _sides(self) -> tuple[dict[str, SendSide], dict[str, str]]:
         """Transports that this worker offers for a new link, and why not the others."""
