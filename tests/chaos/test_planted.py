@@ -6,6 +6,7 @@ Where a bug shows under few kinds of faults, the schedules are those of a swarm 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine.null_runner import NullRunner
 from tandem.engine.scheduling import sequence
 from tandem.liveness.silence import LIMIT_S, Liveness
+from tandem.process.log_output import LogOutput
 from tandem.transfer.protocol.receiver import ReceiverProtocol
 from tandem.worker import Streams, Worker
 from tests.chaos.explorer.run import Explorer
@@ -254,6 +256,11 @@ def use_an_incarnation_again_after_a_kill(patch: Patch) -> None:
 @planted("I8", 20, "starve")
 def take_the_slow_for_dead(patch: Patch) -> None:
     patch.setattr(Liveness, "limit_s", LIMIT_S)
+
+
+@planted("", 20, "log-full", "kill", "reset")
+def raise_where_the_log_disk_is_full(patch: Patch) -> None:
+    patch.setattr(LogOutput, "write", lambda self, text: os.write(self.fileno(), text.encode()))
 
 
 @planted("I1: took", 20, "kill", "kv-drop")

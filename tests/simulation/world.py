@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import os
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, MutableMapping
@@ -28,6 +29,8 @@ from weakref import WeakSet
 import structlog
 from opentelemetry import propagate
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
+
+from tandem.process.log_output import LogOutput
 
 T = TypeVar("T")
 # So many turns without time moving on: something runs in circles.
@@ -74,6 +77,8 @@ class World:
         # Exceptions that nobody handled, with the process they happened in.
         self.errors: list[str] = []
         self.closing = False
+        self._log_descriptor = os.open(os.devnull, os.O_WRONLY)
+        self._logs = LogOutput(self._log_descriptor)
         self._timers: list[tuple[float, int, asyncio.TimerHandle | Occurrence]] = []
         self._numbers = count()
         self._runnable: list[Process] = []
@@ -95,6 +100,13 @@ class World:
         sys.set_asyncgen_hooks(*self._hooks)
         structlog.configure(**self._logging)
         propagate.set_global_textmap(self._textmap)
+        os.close(self._log_descriptor)
+
+    def fill_log_disk(self, full: bool) -> None:
+        """From now on no process can write its logs, or all can again."""
+        disk = os.open("/dev/full" if full else os.devnull, os.O_WRONLY)
+        os.dup2(disk, self._log_descriptor)
+        os.close(disk)
 
     def process(self, name: str) -> Process:
         """A new process. Its clock shows another time than everybody else's."""
@@ -150,7 +162,8 @@ class World:
         runnable.pop().turn()
 
     def _log_line(self, logger: object, level: str, line: MutableMapping[str, Any]) -> NoReturn:
-        """What the code under test logs is an event too."""
+        """What the code under test logs is an event too. It is written as a service writes it."""
+        self._logs.write(f"{line}\n")
         process = asyncio._get_running_loop()
         self.log("log", process.name if isinstance(process, Process) else "", level, dict(line))
         raise structlog.DropEvent

@@ -84,6 +84,7 @@ class Faults:
         noticed_at = min(self.noticed_at, cluster.world.now + NOTICE_S[1])  # of what would have lasted longer
         self.noticed_at = max(noticed_at, self._over_at)
         self._spoiling.clear()
+        cluster.world.fill_log_disk(False)
         cluster.network.mend_all()
         for process in cluster.world.processes:
             if process.alive and process.paused:
@@ -103,7 +104,7 @@ class Faults:
         act: Callable[[Fault], bool] = getattr(self, "_" + fault.kind.replace("-", "_"))
         if act(fault):
             self.fired[fault.kind] += 1
-            if fault.kind != "starve":  # which excuses nothing but being late
+            if fault.kind not in ("starve", "log-full"):  # that excuses nothing but being late, this not even that
                 self.touched.update((fault.kind,) if fault.kind == "poison" else fault.targets or (fault.kind,))
             if len(fault.targets) == 1 and fault.kind not in ("starve", "poison"):
                 self.struck.setdefault(fault.targets[0], self._cluster.world.now)
@@ -161,6 +162,12 @@ class Faults:
             self._later(seconds, partial(lambda process: process.starve(1.0), self._process(name)))
         self.starved.update(fault.targets)
         self.starved_s += seconds + SLOWEST_S
+        return True
+
+    def _log_full(self, fault: Fault) -> bool:
+        """The disk that all logs go to."""
+        self._cluster.world.fill_log_disk(True)
+        self._later(fault.seconds, lambda: self._cluster.world.fill_log_disk(False))
         return True
 
     def _poison(self, fault: Fault) -> bool:

@@ -219,8 +219,12 @@ class Run:
             if reply.code is StatusCode.OK or len(reply.token_ids) > poison.place:
                 self._violation(f"I7: an answer beyond what crashes: {reply}")
             refused = reply.code is StatusCode.FAILED_PRECONDITION
-            if refused != (crashed == MOST_CRASHES) and len(self.schedule.faults) == 1:
+            if refused != (crashed == MOST_CRASHES) and self._kinds() == {"poison"}:
                 self._violation(f"I7: {crashed} workers were ended by a request that got {reply}")
+
+    def _kinds(self) -> set[str]:
+        """Kinds of its faults that may excuse anything."""
+        return {fault.kind for fault in self.schedule.faults} - {"log-full"}
 
     def _judge_readiness(self) -> None:
         """No worker's fault changes another's."""
@@ -231,10 +235,11 @@ class Run:
 
     def _judge_patience(self) -> None:
         """Who was only slow is not taken for dead where nobody else could take its place."""
-        shape, kinds = self.schedule.shape, {fault.kind for fault in self.schedule.faults}
+        shape, kinds = self.schedule.shape, self._kinds()
         sole = ["worker d0:"] * (shape.decodes == 1)
-        if shape.prefills == 1 and shape.disaggregation == "require":
-            sole.append("worker p0:")  # elsewhere a decode worker prefills in its place
+        decodes = {name for name in names(shape) if name[0] == "d"}
+        if shape.prefills == 1 and (shape.disaggregation == "require" or decodes <= self.faults.starved):
+            sole.append("worker p0:")  # elsewhere a decode worker that is not slow prefills in its place
         lost = [e[4]["reason"] for e in self.world.events if e[1] == "log" and e[4]["event"] == "going on elsewhere"]
         if kinds == {"starve"}:
             for reason in lost:
@@ -262,7 +267,7 @@ class Run:
         """How much later all may have come for what happened: each fault's own time, and until it was noticed."""
         if self._had_nobody() or any(kind.startswith("kv-") for kind in self.faults.touched):
             return inf  # a lost end of a transfer is noticed at the request's deadline
-        others = [fault for fault in self.schedule.faults if fault.kind != "starve"]
+        others = [fault for fault in self.schedule.faults if fault.kind not in ("starve", "log-full")]
         late_s = sum(fault.seconds + NOTICED_S for fault in others) if self.faults.touched else 0.0
         return late_s + self.faults.starved_s
 

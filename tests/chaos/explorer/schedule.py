@@ -26,8 +26,8 @@ OF_CLUSTERS = (
     "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock",
     "starve",
 )  # fmt: skip
-KINDS = (*OF_CLUSTERS, "poison")
-CHANCE_OF_POISON = 0.2
+KINDS = (*OF_CLUSTERS, "poison", "log-full")
+CHANCE_OF_POISON, CHANCE_OF_LOG_FULL = 0.2, 0.2
 CHANCE_OF_KIND = 0.3
 PRIORITIES = (llm_pb2.PRIORITY_REALTIME, *2 * (llm_pb2.PRIORITY_INTERACTIVE,), llm_pb2.PRIORITY_BATCH)
 
@@ -106,6 +106,8 @@ def schedule_of(seed: int, kinds: Sequence[str] = ()) -> Schedule:
     faults = [_fault(random, random.choice(drawn), shape) for _ in range(num_faults)]
     if not kinds and random.random() < CHANCE_OF_POISON:
         faults.append(_fault(random, "poison", shape))
+    if not kinds and random.random() < CHANCE_OF_LOG_FULL:
+        faults.append(_fault(random, "log-full", shape))
     return Schedule(seed, shape, requests, tuple(faults))
 
 
@@ -153,7 +155,7 @@ def _fault(random: Random, kind: str, shape: Shape) -> Fault:
     return Fault(
         kind=kind,
         moment=_moment(random, 0.0, BUSY_S),
-        targets=() if kind.startswith(("kv", "redis")) else tuple(targets),
+        targets=() if kind.startswith(("kv", "redis", "log")) else tuple(targets),
         seconds=round(random.choice((random.uniform(0.001, 0.3), random.uniform(0.3, 3.0))), 3),
         chance=random.choice((0.02, 0.1, 0.5, 1.0)),
         empty=random.random() < 0.5,
