@@ -9,8 +9,9 @@ A request whose gateway died is inside no longer; its tokens are lost to the min
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Lack: TypeAlias = Literal["", "requests", "tokens", "concurrent", "budget"]
 
@@ -55,3 +56,12 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cost: float  # of requests that run still, the most that they may come to
+
+    @classmethod
+    def of(cls, flat: Sequence[Any]) -> Usage:
+        """From Redis's names and values in turns."""
+        found = dict(zip(flat[::2], flat[1::2], strict=True))
+        requests, prompt, completion = (
+            int(found.get(name, 0)) for name in ("requests", "prompt_tokens", "completion_tokens")
+        )
+        return cls(requests, prompt, completion, max(0.0, float(found.get("cost", 0))))

@@ -28,22 +28,16 @@ from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, 
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, RedisConnection, RegistryConnection
-from tandem.registry.errors import (
-    IncompatibleLayout,
-    NoWorkers,
-    RegistryUnavailable,
-    RequestTooLarge,
-    StaleIncarnation,
-    WorkerIdTaken,
-)
+from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
 from tandem.registry.late_releases import LateReleases
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
+from tandem.registry.refusals import id_taken, incompatible_layout
 from tandem.registry.resp import Argument
 from tandem.registry.worker import Fallback, LiveWorker, Place, Route, WorkerInfo, WorkerLoad, decode, encode
 
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
-# So many choices and releases in one call: more would keep other gateways waiting.
+# Choices and releases in one call: more would keep other gateways waiting.
 MAX_BATCH = 24
 Arguments: TypeAlias = tuple[Argument, ...]
 # What is asked, and its arguments.
@@ -111,7 +105,7 @@ class Registry:
         return self._others
 
     async def gateways(self) -> list[GatewayAddress]:
-        """Those whose lease lives."""
+        """Gateways with a live lease."""
         return sorted(GatewayAddress(**json.loads(said)) for said in await self._connection.call("gateways"))
 
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
@@ -288,12 +282,7 @@ class Registry:
             raise
 
     async def usage(self, tenant: str) -> Usage:
-        flat = await self._connection.call("usage", tenant)
-        found = dict(zip(flat[::2], flat[1::2], strict=True))
-        requests, prompt, completion = (
-            int(found.get(name, 0)) for name in ("requests", "prompt_tokens", "completion_tokens")
-        )
-        return Usage(requests, prompt, completion, max(0.0, float(found.get("cost", 0))))
+        return Usage.of(await self._connection.call("usage", tenant))
 
     async def publish_blocks(
         self, worker_id: str, incarnation: str, stored: Sequence[bytes], removed: Sequence[bytes]
@@ -350,9 +339,9 @@ class Registry:
         if status == "stale":
             raise StaleIncarnation(info.worker_id, info.incarnation)
         if status == "taken":
-            raise _taken(info, *other)
+            raise id_taken(info, *other)
         if status == "incompatible":
-            raise IncompatibleLayout(_incompatible(info, *other))
+            raise incompatible_layout(info, *other)
         return str(status)
 
     async def _ask(self, asked: Sequence[Asked]) -> Sequence[Any]:
@@ -396,23 +385,6 @@ class Registry:
         async with self._reading_infos:
             if wanted not in self._infos:
                 self._infos = {worker.generation: worker.info for worker in await self.workers()}
-
-
-def _taken(info: WorkerInfo, address: str, host: str, model: str, ends_in_ms: int) -> WorkerIdTaken:
-    return WorkerIdTaken(
-        f"worker_id: {info.worker_id} at {info.grpc_address} on host {info.host}, which serves model {info.model}, "
-        f"cannot register: a live worker of that id is at {address} on host {host} and serves model {model}. "
-        "Give this worker an id of its own, or its cluster a namespace of its own",
-        ends_in_ms / 1000,
-    )
-
-
-def _incompatible(info: WorkerInfo, worker_id: str, layout_hash: str, role: str) -> str:
-    return (
-        f"layout_hash: {info.layout_hash} is the KV layout of {info.role} worker {info.worker_id}, and of no live "
-        f"{role} worker of model {info.model}, revision {info.revision}: that of {worker_id} is {layout_hash}. "
-        "Layouts are equal where dtype, block size and tensor parallelism are"
-    )
 
 
 def _text(ref: AdapterRef) -> str:
