@@ -133,7 +133,7 @@ class Engine:
         if not self._scheduler.reserve(seq, min(total, seq.num_prompt_tokens + self._lengths.likely_left), outranks):
             return None
         if outranks:
-            self._swap.copy(self._blocks.take_copies())  # before KV lands in blocks of those it has preempted
+            self._swap.copy(self._blocks.take_copies())  # before KV arrives in blocks of preempted sequences
         self._live[seq.request_id] = seq
         return seq.num_cached_tokens
 

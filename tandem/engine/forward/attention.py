@@ -25,7 +25,7 @@ from tandem.engine.device import sent
 from tandem.engine.kv import opened
 
 # q, k, v of a step's tokens (tokens, heads, head_dim), k and v as the cache holds them, and that cache ──> as q.
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+StepAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FixedAttend(Protocol):
@@ -40,7 +40,7 @@ class FixedAttend(Protocol):
 
 
 class PagedAttention(Protocol):
-    def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> Attend:
+    def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> StepAttend:
         """For a step: of sequence i there are `counts[i]` tokens, the last being number `lengths[i]` of the context in
         the blocks `tables[i]`. Void when the next step is planned."""
 
@@ -54,7 +54,7 @@ class TorchAttention:
     def __init__(self, kv: Tensor) -> None:
         self._kv = kv
 
-    def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> Attend:
+    def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> StepAttend:
         groups = _groups(counts, lengths, tables, self._kv)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.device import sent
-from tandem.engine.forward.attention import Attend, FixedAttend, PagedAttention, TorchAttention
+from tandem.engine.forward.attention import FixedAttend, PagedAttention, StepAttend, TorchAttention
 
 log = structlog.get_logger(__name__)
 # What FlashInfer advises. Its kernels for graphs keep plans between replays, so each of those has its own.
@@ -97,7 +97,7 @@ class FlashInfer:
         self._mixed = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._decode = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=self._wide)
 
-    def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> Attend:
+    def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> StepAttend:
         ends, width = torch.tensor(list(lengths)), max(map(len, tables))
         rows = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
         pages = Pages.of(ends, rows, self._block_size)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.device import sent
-from tandem.engine.forward.attention import Attend, PagedAttention, TorchAttention
+from tandem.engine.forward.attention import PagedAttention, StepAttend, TorchAttention
 from tandem.engine.kv import write_kv
 from tandem.engine.lora import Adapter, RowAdapters, part_sizes
 from tandem.engine.models import Decoder
@@ -137,7 +137,7 @@ class PagedContext:
 
     kv_cache: list[Tensor]
     slots: Tensor
-    attend: Attend
+    attend: StepAttend
     written: Callable[[int], None] | None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

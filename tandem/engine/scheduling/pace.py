@@ -11,11 +11,11 @@ from collections.abc import Collection
 
 from tandem.engine.step_cost import SLOW
 
-# Steps differ: so much of the target is planned with. Prompts get the rest of it where decodes take nearly all.
+# The share of the target that is planned with, for steps differ. Prompts get the rest where decodes take nearly all.
 PLANNED = 0.9
-# Prompts come on by so many tokens a step at least: fewer take about as long.
+# The least tokens of prompts in a step: fewer take about as long.
 LEAST_CHUNK = 16
-# Where the target is out of reach, prompts take no longer in a step than so many steps of the decodes beside them.
+# Out of the target's reach, prompts take at most this many times as long as the decodes of the same step.
 MOST_STEPS = 10
 WEIGHT = 1 / 8
 

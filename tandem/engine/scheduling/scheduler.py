@@ -15,9 +15,9 @@ came, and those that it brings. So a short one does not stand in line behind lon
 more tokens of others than it has itself. Who was preempted goes on before anyone new.
 
 A reservation holds blocks for the prompt and what is likely to follow, and outranks as well; beyond that its sequence
-grows as any other does. While it waits for its prompt it is not preempted, but that ends by itself, and what is behind
-everything in order has then all blocks there are: nobody waits for ever. New reservations do not pass a preempted
-sequence that comes before them, and both leave a block for each running one, or would be preempted at once.
+grows as any other does. While it waits for its prompt it is not preempted, but that wait is bounded. So the sequences
+before any other one end, and it then has all blocks to itself: none waits for ever. New reservations do not pass a
+preempted sequence that comes before them, and both leave a block for each running one, or would be preempted at once.
 
 A suspect, of which another engine may have died, is alone in its steps; every other step is for all others.
 """

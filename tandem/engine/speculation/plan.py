@@ -128,7 +128,7 @@ class Plan:
     def _try_some(self, counts: list[int], most: Items[int], num_rows: int) -> list[int]:
         line, plain_s = self._ahead if self._ahead.known else self._plain, self._plain.at(num_rows)
         price = self._passes.at(1) + max(line.line()[1], line.at(num_rows + 1) - plain_s)
-        price = min(price, MOST_FOR_A_TRY * plain_s)  # what it took in a bad moment is not believed for ever
+        price = min(price, MOST_FOR_A_TRY * plain_s)  # a time measured in a bad moment is forgotten again
         for _ in counts:
             if self._tries_s < price:
                 break

@@ -14,8 +14,8 @@ from collections import deque
 TRIAL = 64
 LAST = 3  # measurements of each, of which the middle one counts: any one may be an accident
 MIN_BYTES = 64 << 10  # smaller payloads say too little
-# Times as long through the caches: to leave them, for what memory carries twice slows the reader down too; and to come
-# back, for in a slot that was filled past the caches the other looks better than it would stay.
+# Ratios of time through the caches to time past them. The first to go past the caches: memory that carries the bytes
+# twice slows the reader too. The second to come back: in a slot filled past them, the caches look faster than they are.
 AWAY, BACK = 2.0, 1.25
 
 

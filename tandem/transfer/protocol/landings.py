@@ -2,8 +2,8 @@
 
     expect: AWAITED -> BEGIN: bound to one link -> FRAME*: writing, written -> COMMIT: committed
     at any time: cancel (silent), or a bad frame, ABORT, loss of the link, deadline -> aborted
-    a transfer expected of one sender alone does not wait for its BEGIN once that sender's link is lost, though it has
-    opened another, nor for long: that may have been sent on a link that this side had lost before
+    a transfer that only one sender may begin is aborted when that sender's link is lost, even if the sender has opened
+    another, and when no BEGIN comes in time: the BEGIN may have been sent on a link that this side had lost already
 
 A transfer is reported as ended, or fenced, only when no write to its blocks is under way: its owner may assign them
 to another sequence at once.
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import TransferError
 
-# A transfer lives no longer than this behind its deadline.
+# Seconds after its deadline by which a transfer has to be gone.
 LATE_S = 1.0
 
 
@@ -54,7 +54,7 @@ class Landing:
     on_abort: Callable[[str, str], None]
     sender: str = ""
     begin_by: float = math.inf
-    overtaken: bool = False  # its sender has opened another link since, and may have begun it on one before
+    overtaken: bool = False  # its sender has opened a newer link, and may have begun it on an older one
     coverage: Coverage | None = None
     link: LandingLink | None = None
     handle: int = 0
@@ -119,7 +119,8 @@ class Landings:
         return len(self._links.get(sender, ()))
 
     def lost(self, sender: str, link: object, error: TransferError) -> None:
-        """One link less. With one that has been replaced ends what may have begun there, with the last one all."""
+        """Forget a link. Transfers not begun yet are aborted: with the last link all, with an older one those that may
+        have begun on it."""
         links = self._links[sender]
         replaced = links[-1] is not link
         links.remove(link)

@@ -39,7 +39,7 @@ from tandem.transfer.protocol.wire import (
     take_pulse,
 )
 
-# A push lives no longer than this behind its deadline.
+# Seconds after its deadline by which a push has to be gone.
 LATE_S = 1.0
 
 
@@ -75,7 +75,7 @@ class Outgoing:
             return False
         while self.gathering and self.gathering[0].ready:
             self.gathering.popleft()
-        return bool(self.to_frame or self.gathering)  # in this order: `frame` does it in the other one
+        return bool(self.to_frame or self.gathering)  # in this order, for `frame` changes them in the other one
 
 
 @dataclass(frozen=True, slots=True)

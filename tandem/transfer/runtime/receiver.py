@@ -26,10 +26,10 @@ from tandem.transfer.runtime.shared_landings import SharedLandings
 from tandem.transfer.transports import make_transports
 from tandem.transfer.transports.base import Stream
 
-# Between two looks at deadlines; where no transfer is expected, which may change meanwhile.
+# Seconds between two looks at deadlines: while transfers are expected, and while none is.
 TICK_SECONDS, QUIET_SECONDS = 0.05, 0.25
-# A sender begins before it computes, on a link that it opens within 1.5 s; a starved one later. Whoever asked it to,
-# and loses it, says so sooner.
+# A sender begins before it computes, on a link that it opens within 1.5 s; a starved one takes longer. The gateway
+# aborts sooner where it loses that worker.
 BEGIN_SECONDS = MOST_S
 
 _log = logging.getLogger(__name__)
