@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def kinds(requests: Sequence[Request]) -> list[str]:
-    """Of each: `turns` where others of its conversation (equal second blocks) are in the trace, else `short` or `long`.
+    """Kind of each: `turns` if its conversation (equal second blocks) has others in the trace, else `short` or `long`.
 
     All conversations begin with the same block of the trace.
     """
@@ -175,7 +175,7 @@ def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures(replayed: Sequence[Replayed]) -> dict[str, Any]:
-    """Of one replay; a request that was not answered is not good."""
+    """Figures of one replay; a request that was not answered is not good."""
     answers = [one.answer for one in replayed if one.answer]
     ttfts, gaps = [answer.ttft for answer in answers], [gap for answer in answers for gap in answer.gaps] or [0.0]
     return {
@@ -226,7 +226,7 @@ def _row(runs: Mapping[str, Any]) -> list[str]:
 
 
 def _goodput(run: Mapping[str, Any]) -> str:
-    """Of the round that counts, and behind it of all."""
+    """Goodput of the round that counts, then of all rounds."""
     rounds = " ".join(f"{100 * goodput:.0f}" for goodput in run["goodputs"])
     return f"{100 * run['goodput']:.1f} % ({rounds})"
 

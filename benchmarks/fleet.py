@@ -44,7 +44,7 @@ class Fleet:
 
 
 class Address(NamedTuple):
-    """Of one gateway, as host:port."""
+    """The address of one gateway, as host:port."""
 
     http: str
     grpc: str

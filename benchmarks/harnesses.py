@@ -142,7 +142,7 @@ def _run(*command: object, home: Path) -> None:
 
 
 def _installed() -> Path:
-    """Where the harnesses' commands are: they pin versions of their own."""
+    """The folder of the harnesses' commands, apart because they pin versions of their own."""
     programs, complete = ENVIRONMENT / "bin", ENVIRONMENT / "complete"
     if not complete.is_file():
         print(f"installing {', '.join(PACKAGES)} into {ENVIRONMENT} (once)", flush=True)

@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 def takes(made: str, text: str) -> bool:
-    """Whether the text is a whole answer of the grammar."""
+    """True if the text is a whole answer of the grammar."""
     matcher = LLMatcher(BYTES, made, log_level=0)
     tokens = list(text.encode())
     return bool(matcher.consume_tokens(tokens)) and bool(matcher.is_accepting())

@@ -43,7 +43,7 @@ FLEET = Fleet(
 
 @dataclass(slots=True)
 class Tally:
-    """Of the requests that began in the counted seconds. Times in seconds."""
+    """Counts and times, in seconds, of the requests that began in the counted seconds."""
 
     load: str
     good: int = 0
@@ -54,7 +54,7 @@ class Tally:
     refused_at_once: float = 1.0  # share, inside the gateway, within REFUSED_S
 
     def misses(self, peak: float) -> list[str]:
-        """What of it is not as wanted."""
+        """The bars that it misses, in words."""
         wrong = []
         if peak and self.good / COUNTED_S < GOODPUT * peak:
             wrong.append(f"{self.load}: goodput is under {GOODPUT:.0%} of its peak")
@@ -150,7 +150,7 @@ async def refusals(address: str) -> tuple[float, float]:
 
 
 async def run() -> list[str]:
-    """What is not as wanted."""
+    """Runs the load; returns the bars that it misses."""
     tallies: list[Tally] = []
     async with running(FLEET) as (address,):
         async for tally in measure(address):

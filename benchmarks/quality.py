@@ -1,4 +1,4 @@
-"""What quantized weights and KV cost: perplexity on text that the demo model has not seen, and greedy tokens that stay.
+"""Measures quantized weights and KV: perplexity on text that the demo model has not seen, and greedy tokens that stay.
 
 `python -m benchmarks.quality` prints a table; the same figures are bounded in tests/engine/test_quantization.py.
 """
@@ -59,14 +59,14 @@ def perplexity(model: Decoder, sequences: Sequence[Sequence[int]], kv: torch.dty
 def agreement(
     model: Decoder, other: Decoder, sequences: Sequence[Sequence[int]], kv: torch.dtype = torch.float32
 ) -> float:
-    """Of all positions, how many where `model` with such KV and `other` with plain KV would say the same."""
+    """The share of positions at which `model` with such KV and `other` with plain KV would say the same."""
     pairs = ((logits_of(model, ids, kv).argmax(-1), logits_of(other, ids).argmax(-1)) for ids in sequences)
     return float(torch.stack([(ours == theirs).float().mean() for ours, theirs in pairs]).mean())
 
 
 @torch.inference_mode()
 def logits_of(model: Decoder, ids: Sequence[int], kv: torch.dtype = torch.float32) -> Tensor:
-    """Of every position, with K and V held in `kv`."""
+    """Logits at every position, with K and V held in `kv`."""
     slots = torch.arange(len(ids))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

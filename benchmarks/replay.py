@@ -75,7 +75,7 @@ def spread(tokens: Sequence[int]) -> float:
 
 
 def figures(replayed: Sequence[Replayed], prefilled_tokens: int) -> dict[str, Any]:
-    """Of one replay in which the prefill workers computed so many prompt tokens."""
+    """Figures of one replay in which the prefill workers computed so many prompt tokens."""
     answered = [one for one in replayed if one.answer]
     ttfts = [one.answer.ttft for one in answered if one.answer]
     prompt_tokens = tokens_of([one.request for one in answered])

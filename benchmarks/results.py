@@ -1,4 +1,4 @@
-"""What was measured, and the statistics over it.
+"""Measurements, and the statistics over them.
 
 one request -> Answer (when sent, when tokens arrived) -> a workload's figures, once a round -> Figures: the median
 """

@@ -1,4 +1,4 @@
-"""What proposing tokens ahead gains: decoded tokens per second, by method, as ratios to plain decoding.
+"""Measures what proposing tokens ahead gains: decoded tokens per second, by method, as ratios to plain decoding.
 
 `python -m benchmarks.speculation` continues code of the standard library with the demo model. One thread computes, and
 its own CPU time counts, so that whatever else runs on the machine counts little; methods take turns, and what is shown

@@ -51,7 +51,7 @@ ORDER = {
 
 
 def random_schema(dice: random.Random, depth: int = 3) -> dict[str, Any]:
-    """Of every kind that clients use, nested `depth` deep at most."""
+    """A random schema with every kind that clients use, nested `depth` deep at most."""
     leaves = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
     kind = dice.choice([*leaves, *["object", "array", "anyOf"] * depth])
     match kind:
@@ -108,14 +108,14 @@ def run(engine: Engine, asked: Mapping[str, SamplingParams]) -> dict[str, tuple[
 
 
 class Judge:
-    """Whether an answer is what its schema says: valid, or where it was cut the beginning of a valid one."""
+    """Checks an answer against its schema: it is valid or, where it was cut, the beginning of a valid one."""
 
     def __init__(self) -> None:
         self._vocabulary = Vocabulary(load_tokenizer(DEMO))
         self._grammars = Grammars(DEMO, self._vocabulary.size)
 
     def wrong(self, schema: Mapping[str, Any], tokens: Sequence[int], reason: FinishReason) -> str:
-        """What is wrong; "" if nothing is."""
+        """The fault in words; "" if there is none."""
         if reason is not FinishReason.STOP:
             matcher = self._grammars.compile(grammar.of_json_schema(schema)).deep_copy()
             return "" if matcher.consume_tokens(list(tokens)) else "cut, and no beginning of a valid answer"

@@ -186,30 +186,32 @@ async def batching(client: Client, dice: random.Random) -> dict[str, float]:
     return {"continuous": continuous, "static": static, "gain": continuous / static}
 
 
+RATE = ("tok/s",)
+
+
 def all_workloads() -> dict[str, Workload]:
-    rate = ("tok/s",)
-    beside = (
-        Metric("itl p50", "ms", "lower"), Metric("itl p99", "ms", "lower"), Metric("longest gap", "ms", "lower"),
-        Metric("itl max", "ms", "lower"), Metric("calm p99", "ms", "lower"), Metric("ttft", "s", "lower"),
-        Metric("goodput", "%"),
-    )  # fmt: skip
-    workloads = (
+    return {workload.name: workload for workload in (*_alone(), *_disturbed(), *_many())}
+
+
+def _alone() -> tuple[Workload, ...]:
+    """Equal requests, one or several at once."""
+    return (
         Workload(
             "single", "Single stream: 64 tokens in, 128 out", LARGE,
-            (Metric("decode", *rate), Metric("itl p99", "ms", "lower")), single,
+            (Metric("decode", *RATE), Metric("itl p99", "ms", "lower")), single,
         ),
         Workload(
             "concurrent", "16 concurrent: 256 tokens in, 64 out", LARGE,
-            (Metric("output", *rate), Metric("ttft p50", "ms", "lower"), Metric("itl p99", "ms", "lower")), concurrent,
+            (Metric("output", *RATE), Metric("ttft p50", "ms", "lower"), Metric("itl p99", "ms", "lower")), concurrent,
             (*BATCHING, "transformers"),
         ),
         Workload(
             "phase", "The decode phase of 16 sequences: 32 tokens in, 128 out", LARGE,
-            (Metric("decode", *rate), Metric("itl p99", "ms", "lower")), phase,
+            (Metric("decode", *RATE), Metric("itl p99", "ms", "lower")), phase,
         ),
         Workload(
             "prefill", "A prompt of 1,024 tokens", LARGE,
-            (Metric("prefill", *rate), Metric("ttft", "ms", "lower")), prefill,
+            (Metric("prefill", *RATE), Metric("ttft", "ms", "lower")), prefill,
         ),
         Workload(
             "prefix", "16 requests with the 1,024 tokens of one before them, 32 of their own, 16 out", LARGE,
@@ -219,6 +221,17 @@ def all_workloads() -> dict[str, Workload]:
             "cached", "First token of 500 shared and 50 own tokens", LARGE,
             (Metric("cold", "ms", "lower"), Metric("warm", "ms", "lower"), Metric("gain", "x")), cached, SERVERS,
         ),
+    )  # fmt: skip
+
+
+def _disturbed() -> tuple[Workload, ...]:
+    """Decodes beside prompts that arrive."""
+    beside = (
+        Metric("itl p50", "ms", "lower"), Metric("itl p99", "ms", "lower"), Metric("longest gap", "ms", "lower"),
+        Metric("itl max", "ms", "lower"), Metric("calm p99", "ms", "lower"), Metric("ttft", "s", "lower"),
+        Metric("goodput", "%"),
+    )  # fmt: skip
+    return (
         Workload(
             "disturbed", "4 decodes of 256 tokens while a prompt of 1,024 arrives every 8 s", LARGE,
             beside, disturbed, (*SERVERS, "vllm-256"),
@@ -239,21 +252,26 @@ def all_workloads() -> dict[str, Workload]:
             tuple(Metric(f"{what} ttft {of}", "ms", "lower") for what in ("short", "long") for of in ("p50", "max")),
             behind, BATCHING,
         ),
+    )  # fmt: skip
+
+
+def _many() -> tuple[Workload, ...]:
+    """Many requests: over HTTP, held to a schema, or of a trace."""
+    return (
         Workload(
             "streams", "14.7 M model, 64 streams over HTTP: 32 tokens in, 128 out", SMALL,
-            (Metric("output", *rate), Metric("itl p99", "ms", "lower")), streams, SERVERS,
+            (Metric("output", *RATE), Metric("itl p99", "ms", "lower")), streams, SERVERS,
         ),
         Workload(
             "structured", "16 sequences decode, free and held to a JSON schema: 32 tokens in, 64 out", LARGE,
-            (Metric("free", *rate), Metric("held", *rate), Metric("held/free", "x")), structured, SERVERS,
+            (Metric("free", *RATE), Metric("held", *RATE), Metric("held/free", "x")), structured, SERVERS,
         ),
         Workload(
             "batching", f"14.7 M model, {TRACE_REQUESTS:,} requests of Azure's trace, answers / {TRACE_SCALE}, "
             f"prompts / {PROMPT_SCALE}, {TRACE_SPEEDUP} times as fast, {TRACE_SLOTS} slots", SMALL,
-            (Metric("continuous", *rate), Metric("static", *rate), Metric("gain", "x")), batching, SERVERS,
+            (Metric("continuous", *RATE), Metric("static", *RATE), Metric("gain", "x")), batching, SERVERS,
         ),
     )  # fmt: skip
-    return {workload.name: workload for workload in workloads}
 
 
 def _wave(dice: random.Random) -> list[Job]:

@@ -1,4 +1,4 @@
-"""What every test folder may use."""
+"""Fixtures that every test folder may use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays. Searches go on as often as Python has them, for tests leave engines behind."""
+    """Exempts what was imported from garbage collection, which still runs: tests leave engines behind."""
     gc.freeze()
     gc.enable()
 

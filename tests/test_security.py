@@ -54,7 +54,7 @@ async def serve() -> AsyncIterator[Callable[[Security], Awaitable[str]]]:
 
 
 async def answers(address: str, security: Security) -> grpc.StatusCode:
-    """What a process gets there by a unary call, and by a stream."""
+    """The answers that a process gets there to a unary call and to a stream."""
     codes = []
     async with rpc.channel(address, security) as channel:
         probe: Any = prefill_pb2_grpc.PrefillServiceStub(channel)
@@ -101,7 +101,7 @@ class Overhears(aio.ServerInterceptor):  # type: ignore[type-arg]
 
 @pytest.fixture
 async def overheard() -> AsyncIterator[tuple[str, Overhears]]:
-    """Where it listens, as a worker that has registered."""
+    """The address of an eavesdropper that has registered as a worker."""
     overhears = Overhears()
     server = aio.server(interceptors=[overhears])
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Echo(), server)

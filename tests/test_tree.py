@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -234,15 +235,16 @@ WIDE_CONSTRUCTORS = {
     "services/gateway/generation/answer.py": {"Answer"},
     "services/gateway/generation/attempt.py": {"Attempt"},
 }
-MAX_LINES, MAX_PARAMETERS = 40, 7
+MAX_LINES, MAX_PARAMETERS, MAX_FILE_LINES = 40, 7, 400
+TOPS = ("tandem", "services", "benchmarks", "tests")
 # A docstring begins with the noun or verb of what it describes.
 NO_FIRST_WORDS = {"What", "Of", "Whether", "Where", "Which"}
 BEING_REWRITTEN = ("services/gateway/generation/", "services/gateway/http/")
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def definitions() -> Iterator[tuple[str, Definition]]:
-    for _, path in modules():
+def definitions(tops: Iterable[str] = ("tandem", "services")) -> Iterator[tuple[str, Definition]]:
+    for path in chain.from_iterable(sorted((ROOT / top).rglob("*.py")) for top in tops):
         name = str(path.relative_to(ROOT))
         if not name.startswith("tandem/v1/"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -266,9 +268,14 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def test_functions_fit_a_screen() -> None:
-    functions = ((n, node) for n, node in definitions() if not isinstance(node, ast.ClassDef))
+    functions = ((n, node) for n, node in definitions(TOPS) if not isinstance(node, ast.ClassDef))
     long = ((n, node.name) for n, node in functions if (node.end_lineno or 0) - node.lineno >= MAX_LINES)
     assert by_file(long) == LONG_FUNCTIONS
+
+
+def test_files_are_a_few_screens() -> None:
+    sizes = {name: len(path.read_text().splitlines()) for name, path in modules() if "tandem.v1." not in name}
+    assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
 
 
 def test_constructors_need_few_things() -> None:
@@ -282,11 +289,13 @@ def test_constructors_need_few_things() -> None:
 
 
 def test_docstrings_begin_with_what_a_thing_is_or_does() -> None:
-    documented = [(n, ast.get_docstring(node)) for n, node in definitions() if not n.startswith(BEING_REWRITTEN)]
-    documented += [
-        (name, ast.get_docstring(ast.parse(path.read_text())))
-        for name, path in modules()
-        if not name.replace(".", "/").startswith(BEING_REWRITTEN)
+    documented = [(name, ast.get_docstring(node)) for name, node in definitions(TOPS)]
+    for top in TOPS:
+        for path in sorted((ROOT / top).rglob("*.py")):
+            documented.append((str(path.relative_to(ROOT)), ast.get_docstring(ast.parse(path.read_text()))))
+    found = [
+        (name, text.splitlines()[0])
+        for name, text in documented
+        if text and text.split()[0] in NO_FIRST_WORDS and not name.startswith(BEING_REWRITTEN)
     ]
-    found = [(name, text.splitlines()[0]) for name, text in documented if text and text.split()[0] in NO_FIRST_WORDS]
     assert found == []

@@ -78,7 +78,7 @@ class Connection(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What clients saw of one load."""
+    """One load as its clients saw it."""
 
     answers: Sequence[Stamped]
     seconds: float
@@ -94,7 +94,7 @@ class Measured:
         return self.num_tokens() / sum(1 for answer in self.answers for _ in answer.texts())
 
     def delays_ms(self, pace: Pace) -> list[float]:
-        """Of each token but an answer's first, from when its backend wrote it."""
+        """The delay of each token but an answer's first, from when its backend wrote it."""
         found = []
         for answer in self.answers:
             written, index = pace.written[answer.seed], 0

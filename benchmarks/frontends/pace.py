@@ -49,7 +49,7 @@ class Pace:
         self._arrived.set()
 
     def seeds(self, count: int) -> range:
-        """Of requests that a load begins with; a backend in another process reads its step's length there."""
+        """Seeds of the requests that a load begins with; a backend in another process reads its step's length there."""
         first = round(1000 * self.step_s) * SEEDS
         return range(first, first + count)
 

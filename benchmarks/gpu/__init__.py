@@ -1,1 +1,1 @@
-"""What a GPU gives, beside what it could: run with `python -m benchmarks.gpu`."""
+"""Measures a GPU's throughput and compares it with its limits: run with `python -m benchmarks.gpu`."""

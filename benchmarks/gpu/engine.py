@@ -56,7 +56,7 @@ def prefill(engine: Engine, scale: Scale) -> Row:
 
 
 def flops(scale: Scale) -> float:
-    """Of a prompt: all weights but the head's, and causal attention."""
+    """Operations for a prompt: all weights but the head's, and causal attention."""
     shape, length = scale.shape, scale.prompt
     return 2.0 * shape.block_parameters * length + 2.0 * shape.layers * shape.hidden * length**2
 

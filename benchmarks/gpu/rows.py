@@ -1,4 +1,4 @@
-"""What is measured: a value, what it is measured against in the same run, their ratio, and the ratio that is wanted."""
+"""A row of the report: a value, another of the same run to compare it with, their ratio, and the wanted ratio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an image installs: the project's own dependencies and those of the extras named, one a line."""
+"""Prints what an image installs: the project's own dependencies and those of the extras named, one a line."""
 
 import sys
 import tomllib

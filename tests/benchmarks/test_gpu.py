@@ -1,4 +1,4 @@
-"""What measures GPUs runs here on a CPU, at a small scale: every row is there, and what cannot be measured is named."""
+"""GPU benchmarks on a CPU, at a small scale: every row is there, and each that cannot be measured is named."""
 
 from __future__ import annotations
 

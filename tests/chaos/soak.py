@@ -40,7 +40,7 @@ OPTIONS = ("--engine=null", "--model-name=null", "--prefill=2", "--decode=3", "-
 
 @dataclass
 class Sample:
-    """Of those that are not replaced. MiB, and counts."""
+    """Memory in MiB, and counts, of the processes that are not replaced."""
 
     at: float
     memory: float
@@ -210,7 +210,7 @@ async def held(cluster: RunningCluster) -> list[str]:
 
 
 def _is_clean(what: str, detail: str) -> bool:
-    """Whether an integrity finding says that nothing is held; every other finding may be as it is."""
+    """True unless an integrity finding says that something is held; the other findings do not matter here."""
     if not what.endswith(", integrity"):
         return True
     held, *violations = detail.split("; ")
@@ -220,7 +220,7 @@ def _is_clean(what: str, detail: str) -> bool:
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
-    """Of the line of least squares."""
+    """The slope of the line of least squares."""
     n = len(points)
     x, y = sum(p[0] for p in points) / n, sum(p[1] for p in points) / n
     spread = sum((p[0] - x) ** 2 for p in points)

@@ -118,7 +118,7 @@ def sample_with_the_batch_index(patch: Patch) -> None:
 
 @planted("I2", 5)
 def emit_twice(patch: Patch) -> None:
-    """What a stream brings is taken as new, also the first token that the prefill worker's reply had brought."""
+    """Takes every token of a stream as new, even the first one, which the prefill worker's reply had brought."""
     accept = Mailbox.accept
 
     def all_new(self: Mailbox, output: Any) -> Any:

@@ -28,7 +28,7 @@ VALUES = st.recursive(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model that engine and gateway load."""
+    """The folder of a model that engine and gateway load."""
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
     make("llama3").save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What a decode worker holds is released, whatever ends a sequence and whenever: a real engine, receiver and sender."""
+"""A decode worker releases all it holds, whatever ends a sequence and whenever: a real engine, receiver and sender."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _linked(name: str, version: str) -> bool:
-    """Whether it is here in this version, and so there now as well."""
+    """Links a package that is installed here in this version; True if it could."""
     try:
         here = distribution(name)
     except PackageNotFoundError:

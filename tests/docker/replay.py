@@ -147,7 +147,7 @@ class Replay:
         stage.entrypoint = list(step.value)
 
     def _arg(self, stage: Stage, step: Any) -> None:
-        """Of the build: empty, or their defaults."""
+        """Sets an argument of the build: empty, or its default."""
 
     _label = _expose = _arg
 

@@ -27,7 +27,7 @@ def test_the_dockerfile_lints() -> None:
 
 
 def steps(name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Of a target, its parents' first."""
+    """The steps of a target, its parents' first."""
     known, _ = stages()
     stage = known.get(name)
     while stage:

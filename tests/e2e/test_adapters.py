@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, list[int]]:
-    """What models with an adapter merged into their weights say, and the plain one."""
+    """Answers of models with an adapter merged into their weights, and of the plain one."""
     found, model = {}, AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype="float32")
     for name in ("tandem-demo", "a0", "a1"):
         path = tmp_path_factory.mktemp("merged") / name

@@ -59,7 +59,7 @@ class Terminal:
         os.write(self._own, text.encode())
 
     def until(self, pattern: str) -> str:
-        """What was shown up to it, which later calls do not see again."""
+        """Waits for a text; returns what was shown up to it, which later calls do not see again."""
         end = time.monotonic() + BOUND_S
         while not (found := re.search(pattern, self.shown)):
             assert time.monotonic() < end, self.shown

@@ -71,7 +71,7 @@ def test_each_block_says_what_it_is_and_what_it_needs() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a reader would stand: the repository, a model and an adapter of their own."""
+    """A folder like a reader's: the repository, a model and an adapter of their own."""
     home = tmp_path_factory.mktemp("reader")
     for name in ("models", "tests", "tandem", "services", "pyproject.toml"):
         (home / name).symlink_to(ROOT / name)

@@ -79,7 +79,7 @@ async def test_a_worker_stuck_in_a_step_ends_by_its_watchdog_and_loses_nothing(
 
 
 async def test_a_stuck_worker_gets_nothing_new_while_another_is_there(tmp_path: Path, demo_model: Path) -> None:
-    """What it had before anyone could know goes on elsewhere when its watchdog ends it."""
+    """Requests it had before anyone could know go on elsewhere when its watchdog ends it."""
     first, then = asked(8, 20), asked(40, 20)
     with running_cluster(tmp_path, file=SLOW.format(model=demo_model)) as cluster:
         async with service(cluster) as stub:

@@ -52,7 +52,7 @@ def held_to_words(request: Request) -> Request:
 
 
 def undisturbed(config: EngineConfig, requests: Sequence[Request]) -> list[list[int]]:
-    """What one engine says."""
+    """The answer of one engine alone."""
     engine = Engine(config)
     tokens = {request.request_id: list[int]() for request in requests}
     for request in requests:

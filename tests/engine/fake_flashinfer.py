@@ -1,4 +1,4 @@
-"""What is used of FlashInfer, in torch's plainest terms: pages, checked as its kernels need them; an exact softmax.
+"""FlashInfer as far as the engine uses it, in plain torch: pages, checked as its kernels need them; an exact softmax.
 
 A wrapper for graphs reads nothing but the buffers it was made with, so a trace of it can be replayed.
 """

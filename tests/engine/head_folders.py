@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,25 +18,32 @@ TAPPED = [0, 1, 2]
 def make_heads(kind: str, folder: Path, model: PreTrainedModel, seed: int = 5) -> dict[str, Tensor]:
     """Puts heads of `kind` into `folder`; returns their tensors. EAGLE-3's know every other token."""
     chance = torch.Generator().manual_seed(seed)
-    config = model.config
-    hidden, vocab, inner = config.hidden_size, config.vocab_size, config.intermediate_size
-    dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=chance) * 0.3 + (1.0 if len(shape) == 1 else 0.0)
 
     if kind.startswith("medusa"):
-        tensors = {}
-        for head in range(3):
-            old, new = f"{head}.0.linear", f"medusa_heads.blocks.{head}.layers.0"
-            name = old if kind == "medusa" else new
-            tensors[f"{name}.weight"], tensors[f"{name}.bias"] = random(hidden, hidden), random(hidden)
-            last = f"{head}.1.weight" if kind == "medusa" else f"medusa_heads.lm_heads.{head}.weight"
-            tensors[last] = random(vocab, hidden)
-        _save(tensors, folder / ("medusa_lm_head.pt" if kind == "medusa" else "model.safetensors"), {}, model)
-        return tensors
-    three = kind == "eagle3"
+        return _medusa(kind, folder, model, random)
+    return _eagle(kind == "eagle3", folder, model, random)
+
+
+def _medusa(kind: str, folder: Path, model: PreTrainedModel, random: Callable[..., Tensor]) -> dict[str, Tensor]:
+    hidden, vocab, tensors = model.config.hidden_size, model.config.vocab_size, {}
+    for head in range(3):
+        old, new = f"{head}.0.linear", f"medusa_heads.blocks.{head}.layers.0"
+        name = old if kind == "medusa" else new
+        tensors[f"{name}.weight"], tensors[f"{name}.bias"] = random(hidden, hidden), random(hidden)
+        last = f"{head}.1.weight" if kind == "medusa" else f"medusa_heads.lm_heads.{head}.weight"
+        tensors[last] = random(vocab, hidden)
+    _save(tensors, folder / ("medusa_lm_head.pt" if kind == "medusa" else "model.safetensors"), {}, model)
+    return tensors
+
+
+def _eagle(three: bool, folder: Path, model: PreTrainedModel, random: Callable[..., Tensor]) -> dict[str, Tensor]:
+    config = model.config
+    hidden, vocab, inner = config.hidden_size, config.vocab_size, config.intermediate_size
+    dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
     layer, inputs = ("midlayer", 2 * hidden) if three else ("layers.0", hidden)
     tensors = {
         "fc.weight": random(hidden, 3 * hidden if three else 2 * hidden),

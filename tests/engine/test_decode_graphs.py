@@ -174,7 +174,7 @@ def test_the_next_step_is_written_before_this_ones_tokens_are_waited_for(llama: 
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    """Of requests that come, join, end and are aborted at different steps."""
+    """Answers to requests that come, join, end and are aborted at different steps."""
     found: dict[str, list[int]] = {}
     for number, (length, most) in enumerate([(3, 40), (5, 12), (9, 30), (2, 35)]):
         request = Request(str(number), prompt_of(length, number), sampling_of(number, most))

@@ -108,7 +108,7 @@ def best(logits: Tensor) -> int:
 
 
 def states(model: PreTrainedModel, ids: list[int]) -> tuple[Tensor, ...]:
-    """What went into each layer, and the last ones, normed, (tokens, hidden) each."""
+    """The states that went into each layer, and the last ones, normed, (tokens, hidden) each."""
     found = model.float().model(torch.tensor([ids]), output_hidden_states=True)
     return *(state[0] for state in found.hidden_states[:-1]), found.last_hidden_state[0]
 

@@ -1,4 +1,4 @@
-"""What can never be served is refused at the door, naming the field, and leaves nothing behind."""
+"""Requests that can never be served are refused at the door, naming the field, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ Case = tuple[str | None, str]  # adapter, manner
 
 
 class Kind(NamedTuple):
-    """Of engine, and what is asked of it. `ahead`: the method besides ngram."""
+    """A kind of engine and of request to it. `ahead`: the method besides ngram."""
 
     ahead: str
     int8: bool

@@ -146,7 +146,7 @@ def test_a_pass_computes_what_torch_does(
 
 
 def test_int8_rows_are_the_bytes_that_torch_writes(library: ctypes.CDLL, tmp_path: Path) -> None:
-    """Of the first layer, whose K and V are the same whatever the cache is in."""
+    """Compares the first layer, whose K and V are the same whatever the cache is in."""
     sizes = SHAPES[1]
     config, caches = sizes.config(tmp_path), []
     for dtype in (torch.bfloat16, torch.int8):

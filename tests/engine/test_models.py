@@ -200,7 +200,7 @@ def test_revision_follows_the_weights(llama: Path, tmp_path: Path) -> None:
 
 
 def test_every_byte_of_the_weights_is_in_their_revision(tmp_path: Path) -> None:
-    """Of a file of which 1,024 pages would be one byte in four."""
+    """Uses a file of which 1,024 pages would be one byte in four."""
     (tmp_path / "config.json").write_text("{}")
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(16 * 2**20))

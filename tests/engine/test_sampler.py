@@ -45,7 +45,7 @@ def sequence(sampling: SamplingParams, prompt: list[int] = PROMPT, output: list[
 
 
 def reference_scores(logits: torch.Tensor, sampling: SamplingParams) -> list[float]:
-    """What greedy or the draw then sees, written out token by token."""
+    """The scores that greedy or the draw then sees, computed token by token."""
     scores = logits.tolist()
     counts = Counter(OUTPUT)
     for token in range(len(logits)):

@@ -33,7 +33,7 @@ Reply = Callable[[worker_pb2.SequenceSpec], list[int]]
 
 @dataclass(slots=True)
 class Sequence:
-    """What a decode worker holds."""
+    """A sequence that a decode worker holds."""
 
     spec: worker_pb2.SequenceSpec
     stream_id: str

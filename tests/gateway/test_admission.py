@@ -340,7 +340,7 @@ def test_decode_workers_that_read_beside_others_have_room_for_prompts_too() -> N
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_a_more_urgent_one_is_not_refused_where_a_less_urgent_one_is_not(seed: int) -> None:
-    """Of equal size, after any history, while the cluster's blocks are full of `flex` and more of it waits."""
+    """Both have one size, after any history, while the cluster's blocks are full of `flex` and more of it waits."""
     rng, loop = random.Random(seed), asyncio.get_running_loop()
     admission = admission_of(tokens=2000, max_tokens=None)
     for _ in range(rng.randint(1, 20)):  # long answers: they entered that long ago

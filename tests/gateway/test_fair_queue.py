@@ -1,4 +1,4 @@
-"""What the order of admission promises: nobody starves, shares follow weights, deadlines are kept, nothing is lost.
+"""Promises of the order of admission: nobody starves, shares follow weights, deadlines are kept, nothing is lost.
 
 Costs are in tokens throughout. `pair` names two parties that share: classes, or tenants of one class.
 """

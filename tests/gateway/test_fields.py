@@ -1,4 +1,4 @@
-"""What one generation may be asked for, over HTTP and over gRPC."""
+"""Every field of a generation request, over HTTP and over gRPC."""
 
 from __future__ import annotations
 

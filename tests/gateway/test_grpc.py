@@ -177,7 +177,7 @@ async def test_health_follows_readiness(channel: aio.Channel, peers: Peers) -> N
 
 @with_settings(timeout_s=3.0)
 async def test_a_client_that_does_not_read(gateway: Gateway, peers: Peers) -> None:
-    """Where it names no deadline of its own, at which gRPC would end the call: the gateway's does."""
+    """It names no deadline, at which gRPC would end the call, so the gateway's deadline ends it."""
     peers.decode.step_s = 0
     asked = request(sampling=Sampling(seed=0, max_tokens=200, ignore_eos=True), n=8)
     small = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))

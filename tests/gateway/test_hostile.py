@@ -28,7 +28,7 @@ def settings(settings: GatewaySettings) -> GatewaySettings:
 
 
 async def sent(gateway: Gateway, data: bytes, drip: bytes = b"") -> bytes:
-    """What the server answers until it hangs up."""
+    """Sends bytes; returns what the server answers until it hangs up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.http_port)
 
     async def write() -> None:

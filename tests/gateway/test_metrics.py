@@ -1,4 +1,4 @@
-"""Which ways count as a fallback: those that were not wanted, never the cost model's own choice."""
+"""The ways that count as a fallback are those that were not wanted, never the cost model's own choice."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def ways(client: httpx.AsyncClient, *bodies: dict[str, object]) -> list[st
 
 
 def sums(metrics: Metrics) -> dict[str, tuple[float, float]]:
-    """Of each histogram, how many were observed and their sum."""
+    """The number of observations and their sum, for each histogram."""
     said = dict(line.rsplit(" ", 1) for line in metrics.exposition().decode().splitlines())
     label = '{model_name="m"}'
     names = [name.removesuffix(f"_count{label}") for name in said if name.endswith(f"_count{label}")]

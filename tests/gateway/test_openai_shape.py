@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API rely on, beyond the text."""
+"""The shapes that clients of OpenAI's API rely on, beyond the text."""
 
 from __future__ import annotations
 

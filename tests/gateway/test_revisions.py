@@ -56,7 +56,7 @@ def way(answer: httpx.Response) -> tuple[str, str]:
 
 
 async def many(http: httpx.AsyncClient, count: int) -> Counter[tuple[str, str]]:
-    """Which ways so many requests at once went."""
+    """Sends so many requests at once; returns the way that each went."""
     bodies = [BODY | {"prompt": f"once upon {i}"} for i in range(count)]
     return Counter(map(way, await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))))
 

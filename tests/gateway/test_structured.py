@@ -1,4 +1,4 @@
-"""What an answer must look like: read at both doors, checked before anything is reserved, a grammar for workers."""
+"""The structure asked of an answer: read at both doors, checked before anything is reserved, a grammar for workers."""
 
 from __future__ import annotations
 

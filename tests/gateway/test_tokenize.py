@@ -1,4 +1,4 @@
-"""What the served model makes of a text, without an answer; and what its caches are said to hold."""
+"""Tokenizing a text without an answer, and what the caches are said to hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway refuses, and that the refusal names the field. No worker is needed."""
+"""The gateway refuses bad requests and names the field. No worker is needed."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ GRPC: dict[str, Body] = {
 
 
 def message(name: str) -> bytes:
-    """Of a call to Generate."""
+    """The message of a call to Generate."""
     return MODEL_FIELD + GRPC[name]()
 
 

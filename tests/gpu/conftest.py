@@ -1,4 +1,4 @@
-"""What needs a CUDA device: `pytest tests/gpu`. docs/gpu.md says what has run where."""
+"""Tests that need a CUDA device: `pytest tests/gpu`. docs/gpu.md says what has run where."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 
 @dataclass
 class Node:
-    """Where pods run. `stop` ends what is left of them."""
+    """A node that pods run on. `stop` ends what is left of them."""
 
     folder: Path
     objects: list[Object]
@@ -49,7 +49,7 @@ class Node:
         return pod
 
     def use(self, objects: list[Object]) -> None:
-        """What an upgrade applies; what was made up by the install is kept, as `lookup` does in a cluster."""
+        """Applies an upgrade's objects; what was made up by the install is kept, as `lookup` does in a cluster."""
         kept = {o["metadata"]["name"]: o for o in of_kind(self.objects, "Secret")}
         self.objects = [kept.get(o["metadata"]["name"], o) if o["kind"] == "Secret" else o for o in objects]
 

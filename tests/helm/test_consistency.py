@@ -1,4 +1,4 @@
-"""What the objects of a release say of one another holds: selectors, ports, references, what an upgrade may change."""
+"""The objects of a release agree with one another: selectors, ports, references, what an upgrade may change."""
 
 from __future__ import annotations
 

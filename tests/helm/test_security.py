@@ -100,7 +100,7 @@ def component(labels: dict[str, str]) -> str:
 
 
 def allows(policies: list[Object], to: dict[str, str], port: int, source: dict[str, str]) -> bool:
-    """Whether a pod with labels `source`, of this namespace, may connect."""
+    """True if a pod with labels `source`, of this namespace, may connect."""
     over = [p["spec"] for p in policies if selects(p["spec"]["podSelector"], to)]
     if not over:
         return True

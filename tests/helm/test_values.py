@@ -181,7 +181,7 @@ def unchanged(context: str) -> dict[str, str]:
 
 
 def matters(path: Path) -> bool:
-    """Whether some change of this value changes what is rendered."""
+    """True if some change of this value changes what is rendered."""
     from helm_python import HelmError
 
     # What is special comes last, and is mostly about models.

@@ -1,4 +1,4 @@
-"""What a prefill worker holds for a prompt is released, whatever ends it: a real engine, sender and receiver."""
+"""A prefill worker releases all it holds for a prompt, whatever ends it: a real engine, sender and receiver."""
 
 from __future__ import annotations
 

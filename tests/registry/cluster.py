@@ -58,7 +58,7 @@ async def end_client_leases(redis: Redis, namespace: str) -> None:
 
 
 async def known_prefix(registry: Registry, hashes: Sequence[bytes]) -> PromptPrefix:
-    """Of a prompt, as a gateway knows it whose replica is up to date."""
+    """The cached prefix of a prompt, as a gateway knows it whose replica is up to date."""
     replica = BlockReplica(registry.block_feed)
     await replica.refresh()
     return PromptPrefix.of(REVISION, BLOCK_SIZE, hashes, replica.holders(hashes))

@@ -1,4 +1,4 @@
-"""What is reserved is released exactly: under concurrency, cancellation, expiry, death, in any order."""
+"""Reservations are released exactly: under concurrency, cancellation, expiry, death, in any order."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ async def test_a_cancelled_call_keeps_nothing(registry: Registry) -> None:
 async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
     registry: Registry, redis_server: RedisServer, namespace: str
 ) -> None:
-    """What a broken connection can do to a call: answer lost and sent again, or carried out after it was given up."""
+    """A broken connection may lose the answer, so the call is sent again, or carry out a call that was given up."""
     await register_pool(registry)
     wire = RedisConnection(redis_server.url, namespace, 2.0)
     wanted = (MODEL, 40, 8, "require", 1000, "[]", "", 1, "", "", "-", 0, 0)
@@ -267,7 +267,7 @@ Part = tuple[str, int]
 
 @dataclass
 class Model:
-    """What the registry should say: plain counting."""
+    """The registry's expected answers, by plain counting."""
 
     incarnation: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, Part] = field(default_factory=dict)

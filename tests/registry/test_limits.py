@@ -1,4 +1,4 @@
-"""What a tenant may use holds whichever gateway its requests come through, and comes back as it should."""
+"""A tenant's limits hold whichever gateway its requests come through, and what it used comes back as it should."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ async def gateways_on(redis: RedisServer, count: int) -> list[Gateway]:
 
 
 async def hit_rate_and_spread(redis: RedisServer, num_gateways: int) -> tuple[float, Counter[str]]:
-    """Of the same waves of requests, each dealt out to the gateways and sent at once."""
+    """Measures the same waves of requests, each dealt out to the gateways and sent at once."""
     chance = random.Random(7)
     gateways = await gateways_on(redis, num_gateways)
     registry = gateways[0].registry

@@ -1,4 +1,4 @@
-"""Which pair a request gets, and why it may get none."""
+"""Selection of a request's pair of workers, and the reasons for which it gets none."""
 
 from __future__ import annotations
 

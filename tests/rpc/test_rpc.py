@@ -83,7 +83,7 @@ async def opened(server: subprocess.Popen[str], **judged: Any) -> AsyncIterator[
 
 
 async def lost(connection: WorkerConnection) -> GatewayError:
-    """What a request on it is told, once it is given up."""
+    """The error that a request on it gets once it is given up."""
     mailbox = connection.stream.attach("r")
     with pytest.raises(GatewayError) as told:
         await asyncio.wait_for(mailbox.get(), BOUND_S)

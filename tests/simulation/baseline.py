@@ -1,4 +1,4 @@
-"""What a cluster still holds: nothing, once the last request has ended.
+"""Lists what a cluster still holds: nothing, once the last request has ended.
 
 It looks into the parts themselves, for what they would report of themselves might be wrong in the same way.
 """

@@ -71,7 +71,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a client asks."""
+    """A client's request."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
@@ -96,7 +96,7 @@ class Prompt:
 
 @dataclass
 class Reply:
-    """What came of it."""
+    """The outcome of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     code: grpc.StatusCode | None = None  # None: it has not ended
@@ -160,7 +160,7 @@ class Cluster:
                 await asyncio.sleep(0.05)
 
     def is_ready(self) -> bool:
-        """Whether every gateway sees every pair of workers linked."""
+        """True if every gateway sees every pair of workers linked."""
         num_pairs = self.shape.prefills * self.shape.decodes
         served = [gateway for gateway in self.gateways.values() if hasattr(gateway, "llm")]
         return len(served) == self.shape.gateways and all(

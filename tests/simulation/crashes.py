@@ -37,7 +37,7 @@ class Crashes:
         self._tell(name)
 
     def page_of(self, process: Process) -> CrashPage:
-        """Of a worker that begins."""
+        """The page of a worker that begins."""
         page = CrashPage()
         process.watchers.append(lambda process: None if process.alive else self._died(process.name, page))
         return page

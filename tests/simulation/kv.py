@@ -19,7 +19,7 @@ Spoil = Callable[[bytes], list[tuple[float, bytes]]]
 
 
 class KVNetwork:
-    """What one process listens and dials with."""
+    """The network with which one process listens and dials."""
 
     def __init__(self, network: Network, process: Process, spoil: Spoil | None = None) -> None:
         self.network = network

@@ -168,7 +168,7 @@ class Connection:
             self.network.world.after(notice_s, self.reset, "no answer to a keepalive ping")
 
     def hold(self, seconds: float) -> None:
-        """What is sent from now on arrives no sooner than after so many seconds."""
+        """Delays everything sent from now on by at least so many seconds."""
         for end in self.ends:
             end.arrives_at = max(end.arrives_at, self.network.world.now + seconds)
 

@@ -110,7 +110,7 @@ class Store:
     def run(
         self, script: str, prefix: str, arguments: Sequence[Argument], now_us: int, binary: bool
     ) -> tuple[int, Any]:
-        """What it wrote to (XADD, PUBLISH), and its reply."""
+        """Runs a command; returns the keys it wrote to (XADD, PUBLISH), and its reply."""
         number = next(self._numbers) * MAX_ENTRIES
         wrote, reply = self.ask("EVALSHA", self._shas[script], 1, prefix, *arguments, now_us, number, binary=binary)
         return wrote, reply

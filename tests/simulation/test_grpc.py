@@ -1,4 +1,4 @@
-"""What callers and handlers may rely on holds on real gRPC and on the simulated one, which must not be kinder."""
+"""Callers and handlers can rely on the same on real gRPC and on the simulated one, which must not be kinder."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class World:
         runnable.pop().turn()
 
     def _log_line(self, logger: object, level: str, line: MutableMapping[str, Any]) -> NoReturn:
-        """What the code under test logs is an event too. It is written as a service writes it."""
+        """Adds what the code under test logs to the events, and writes it as a service does."""
         self._logs.write(f"{line}\n")
         process = asyncio._get_running_loop()
         self.log("log", process.name if isinstance(process, Process) else "", level, dict(line))
@@ -380,7 +380,7 @@ class Process(asyncio.AbstractEventLoop):
 
 
 def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:
-    """Of the process that runs now."""
+    """Closes a generator of the process that runs now."""
     process = asyncio._get_running_loop()
     if isinstance(process, Process) and process.alive:
         process.create_task(generator.aclose())

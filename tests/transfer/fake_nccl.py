@@ -169,7 +169,7 @@ class FakeNccl:
         return communicator
 
     def close(self) -> None:
-        """Where a real process would end."""
+        """Ends what would end with a real process."""
         self.closed = True
         for communicator in self.communicators:
             communicator.destroy()
@@ -260,7 +260,7 @@ class FakeCommunicator:
             raise NcclError(self._error)
 
     def abort(self) -> None:
-        """What waits ends, late; the other side finds its peer gone."""
+        """Ends what waits, late; the other side finds its peer gone."""
         self._aborted_at = self._nccl.now()
         while not self._nccl.driven and not self._nccl.closed and not self._is_over():
             time.sleep(POLL_SECONDS)

@@ -41,7 +41,7 @@ class FakeRuntime:
         del self.mapped[devPtr]
 
     def close(self) -> None:
-        """Where a real process would end."""
+        """Ends what would end with a real process."""
         for fd, _memory in self.allocated.values():
             os.close(fd)
         self.allocated.clear()

@@ -33,7 +33,7 @@ SOON = 30.0  # by far longer than anything takes on any machine
 
 
 def until(condition: Callable[[], bool], seconds: float = SOON) -> bool:
-    """Whether `condition` comes true within `seconds`."""
+    """True if `condition` comes true within `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
@@ -105,7 +105,7 @@ class Pair:
         push.commit(b"done").result(SOON)
 
     def landed(self, there: Sequence[int], here: Sequence[int]) -> bool:
-        """Whether the cache's blocks `there` hold what the source's blocks `here` hold."""
+        """True if the cache's blocks `there` hold what the source's blocks `here` hold."""
         return all(
             torch.equal(cache[list(there)], source[list(here)])
             for cache, source in zip(self.cache, self.source, strict=True)

@@ -190,7 +190,7 @@ class World:
             self._fence()
 
     def _fence(self) -> None:
-        """Of what was cancelled no write is under way any more."""
+        """Checks that no write of a cancelled transfer is under way any more."""
         while self.table.fenced:
             self._settle(self._named(self.table.fenced.popleft().transfer_id))
 

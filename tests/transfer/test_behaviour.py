@@ -1,4 +1,4 @@
-"""What every transport promises: the same test for each, a toy that was added by one file included."""
+"""The promises of every transport: the same test for each, a toy that was added by one file included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both ends of KV transfer report of themselves."""
+"""Both ends of KV transfer report what they hold."""
 
 from __future__ import annotations
 

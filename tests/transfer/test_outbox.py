@@ -1,4 +1,4 @@
-"""What two threads do with a link's outbox at once."""
+"""Two threads use a link's outbox at once."""
 
 from __future__ import annotations
 

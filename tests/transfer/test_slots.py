@@ -1,4 +1,4 @@
-"""What lies in a link's outgoing memory never overlaps, and all of it is free again in the end."""
+"""Payloads in a link's outgoing memory never overlap, and all of it is free again in the end."""
 
 from __future__ import annotations
 

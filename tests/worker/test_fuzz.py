@@ -22,7 +22,7 @@ from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
 from tandem import rpc
 from tandem.local import RedisServer
-from tandem.registry import Registry
+from tandem.registry import Registry, WorkerInfo
 from tandem.v1 import kvstore_pb2, prefill_pb2, process_pb2, worker_pb2
 from tests.fuzzing import collected
 from tests.registry.cluster import eventually
@@ -106,9 +106,29 @@ def bytes_for(draw: st.DrawFn, method: MethodDescriptor, known: Known) -> bytes:
     return bytes(data)
 
 
+def known(d0: WorkerInfo, p0: WorkerInfo, model: Path) -> dict[str, list[Any]]:
+    """Values of fields with which a message gets further."""
+    return {
+        "decode_incarnation": [d0.incarnation],
+        "prefill_incarnation": ["", p0.incarnation],
+        "decode_worker": ["d0"],
+        "transfer_address": [d0.transfer_address, "127.0.0.1:1"],
+        "kv_layout_hash": [d0.layout_hash],
+        "request_id": [f"r{i}" for i in range(50)],
+        "aborts": [[], [f"r{i}" for i in range(50)]],
+        "token_ids": [[5] * 20, [5] * 500, [7]],
+        "num_prompt_blocks": [2, 1, 32],
+        "num_cached_blocks": [0, 1],
+        "max_tokens": [4, 400, 1],
+        "timeout_ms": [300, 1000],
+        "seed": [1],
+        "path": [str(model), "/", "/proc/self/mem"],
+    }
+
+
 @pytest.fixture
 async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
-    """Address by service name; and, as "known", what a message has to say to get further."""
+    """Address by service name; and, as "known", values with which a message gets further."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(RedisServer.start())
         shared = {"model_path": demo_model, "redis_url": redis.url, "engine": "null", "num_blocks": 256}
@@ -124,29 +144,13 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
 
         await eventually(linked, "a link is open")
         infos = {worker.info.worker_id: worker.info for worker in await registry.workers()}
-        d0 = infos["d0"]
         yield {
             "tandem.v1.WorkerService": [decode.address, prefill.address],
             "tandem.v1.PrefillService": [prefill.address],
             "tandem.v1.IntegrityService": [decode.address, prefill.address],
             "tandem.v1.AdapterService": [decode.address, prefill.address],
             "tandem.v1.KVStoreService": [f"127.0.0.1:{kvstore.port}"],
-            "known": {
-                "decode_incarnation": [d0.incarnation],
-                "prefill_incarnation": ["", infos["p0"].incarnation],
-                "decode_worker": ["d0"],
-                "transfer_address": [d0.transfer_address, "127.0.0.1:1"],
-                "kv_layout_hash": [d0.layout_hash],
-                "request_id": [f"r{i}" for i in range(50)],
-                "aborts": [[], [f"r{i}" for i in range(50)]],
-                "token_ids": [[5] * 20, [5] * 500, [7]],
-                "num_prompt_blocks": [2, 1, 32],
-                "num_cached_blocks": [0, 1],
-                "max_tokens": [4, 400, 1],
-                "timeout_ms": [300, 1000],
-                "seed": [1],
-                "path": [str(demo_model), "/", "/proc/self/mem"],
-            },
+            "known": known(infos["d0"], infos["p0"], demo_model),
         }
 
 
@@ -163,7 +167,7 @@ async def answered(channel: aio.Channel, method: MethodDescriptor, data: bytes) 
 
 
 async def heard(channel: aio.Channel, name: str, data: bytes, within_s: float = 0.5) -> list[worker_pb2.WorkResponse]:
-    """What a worker says to one message, in this time or until the answer to one entry."""
+    """A worker's answers to one message, in this time or until the answer to one entry."""
     begin: Any = channel.stream_stream(name, None, None)
     call = begin()
     said: list[worker_pb2.WorkResponse] = []

@@ -1,4 +1,4 @@
-"""What ends a worker's process from within."""
+"""Faults that end a worker's process from within."""
 
 from __future__ import annotations
 

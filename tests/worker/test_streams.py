@@ -36,7 +36,7 @@ MANY = [f"s{i}" for i in range(64)]
 
 
 async def held_up() -> tuple[Streams, AsyncIterator[worker_pb2.WorkResponse]]:
-    """Where many sequences have had a token that the gateway has not passed on yet: their next ones are held."""
+    """Holds the next tokens of sequences while the gateway has not passed their last ones on."""
     streams = Streams("inc", lambda gateway: None)
     stream = await opened(streams)
     for name in MANY:

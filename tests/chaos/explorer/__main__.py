@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def replay(seed: int, keep: str, drawn: bool) -> bool:
-    """Whether it fails."""
+    """Runs one schedule again; True if it fails."""
     with RedisServer.start() as server, Store(server.port) as store:
         explorer = Explorer(store, MODEL)
         schedule = schedule_of(seed)

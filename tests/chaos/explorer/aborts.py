@@ -85,7 +85,7 @@ class Aborts:
 
 
 def _grown(cluster: Cluster, before: dict[str, tuple[int, int]]) -> list[str]:
-    """Of processes that had fewer tasks or connections; the client's own connection to Redis looks at it just now."""
+    """Processes with more tasks or connections than before; the client's own connection to Redis looks now."""
     return [f"{name}: {now} tasks and connections, {before[name]} before" for name, now in sizes(cluster).items()
             if now[0] > before[name][0] or now[1] > before[name][1]]  # fmt: skip
 

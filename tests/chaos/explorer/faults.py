@@ -1,4 +1,4 @@
-"""What each kind of fault does to a cluster, and how often each has had an effect."""
+"""Carries out each kind of fault on a cluster, and counts how often each has had an effect."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Explorer:
         return result
 
     def tokens(self, prompt: Prompt) -> list[int]:
-        """What an undisturbed engine writes."""
+        """The tokens that an undisturbed engine writes."""
         if not self._references:
             shape = Shape(num_blocks=256)
             config = ClusterSettings(self._model_path, shape).worker("d0").engine_config()
@@ -190,7 +190,7 @@ class Run:
         return (NOTICE_S[1] if self._is_touched(gateway) else 0) + (SLOWEST_S if gateway in self.faults.starved else 0)
 
     def _unexplained(self, reply: Reply) -> list[str]:
-        """What the end of an answer leaves open, or what it says and is not so."""
+        """Violations in an answer's end: what it should say and does not, or says and is not so."""
         if reply.code is not StatusCode.OK:
             return [] if reply.code is None or reply.details else [f"{reply.code.name} without a reason"]
         path = reply.path
@@ -251,7 +251,7 @@ class Run:
         return self.faults.touched[name] > 0
 
     def _is_excused(self, request: Request, reply: Reply, took: float, timeout_s: float) -> bool:
-        """Whether a request may have failed like this, given what has happened."""
+        """True if a request may have failed like this, given what has happened."""
         touched, tight = self.faults.touched, self.schedule.shape.num_blocks < AMPLE_BLOCKS
         # Where blocks are few, also for those that somebody holds who reads slowly.
         slow = any(one.read_pause_s > 0 for one in self.schedule.requests) if tight else request.read_pause_s > 0
@@ -278,7 +278,7 @@ class Run:
         return gateway or often or (self._had_nobody() and not reply.token_ids)
 
     def _had_nobody(self) -> bool:
-        """Whether there may have been a time without any worker of a role that is needed."""
+        """True if there may have been a time without any worker of a role that is needed."""
         touched, shape = self.faults.touched, self.schedule.shape
         decodes = sum(touched[name] > 0 for name in names(shape) if name[0] == "d") == shape.decodes
         prefills = sum(touched[name] > 0 for name in names(shape) if name[0] == "p") == shape.prefills
@@ -348,5 +348,5 @@ class Run:
 
 
 def _is_alone(request: Request) -> bool:
-    """Whether no other request may have left blocks that this one may use."""
+    """True if no other request may have left blocks that this one may use."""
     return request.prompt.cache_salt.startswith("own-")

@@ -1,4 +1,4 @@
-"""What a run is made of: a cluster's shape, requests, and faults, all drawn from one seed.
+"""The input of a run: a cluster's shape, requests, and faults, all drawn from one seed.
 
 Swarm testing: each schedule draws from a random subset of the kinds of faults, so that they also come alone and in all
 company. A moment is a time, or so many messages behind a time: faults gather where messages are.

@@ -37,7 +37,7 @@ def shrink(schedule: Schedule, run: Callable[[Schedule], Result]) -> tuple[Resul
 
 
 def parse(text: str) -> tuple[frozenset[int], frozenset[int], int]:
-    """What `shrink` says was kept."""
+    """Reads back the parts that `shrink` printed as kept."""
     requests, faults, luck = (text + "//").split("/")[:3]
     return _numbers(requests), _numbers(faults), int(luck or 0)
 

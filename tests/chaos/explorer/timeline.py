@@ -82,7 +82,7 @@ def _work(kind: type[worker_pb2.WorkRequest] | type[worker_pb2.WorkResponse], da
 
 
 def _count(value: Any) -> str:
-    """Of a number itself, of many of a kind how many; of what comes alone nothing."""
+    """A number as it is, or how many there are of a kind; empty for one alone."""
     if isinstance(value, int):
         return str(value)
     return "" if isinstance(value, str | Message) else str(len(value))

@@ -1,4 +1,4 @@
-"""Which prompts crash a worker, and when."""
+"""Chooses the prompts that crash a worker, and when they do."""
 
 from __future__ import annotations
 
