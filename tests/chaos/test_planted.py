@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -34,7 +34,8 @@ from tandem.process.log_output import LogOutput
 from tandem.transfer.protocol.receiver import ReceiverProtocol
 from tandem.worker import Streams, Worker
 from tests.chaos.explorer.run import Explorer
-from tests.chaos.explorer.schedule import schedule_of
+from tests.chaos.explorer.schedule import SHAPES, SOLE_PREFILL, schedule_of
+from tests.simulation.cluster import Shape
 from tests.simulation.redis import Store
 
 Patch = pytest.MonkeyPatch
@@ -48,20 +49,24 @@ class Planted:
     shows: str
     within: int
     kinds: tuple[str, ...]
+    shapes: Sequence[Shape]
 
 
 PLANTED: dict[str, Planted] = {}
 
 
-def planted(shows: str, within: int, *kinds: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+def planted(
+    shows: str, within: int, *kinds: str, shapes: Sequence[Shape] = SHAPES
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     """
     Args:
         shows: found in the violation.
         kinds: the faults that the schedules are made of; any where none is named.
+        shapes: the clusters that the schedules are drawn for.
     """
 
     def add(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        PLANTED[plant.__name__] = Planted(plant, shows, within, kinds)
+        PLANTED[plant.__name__] = Planted(plant, shows, within, kinds, shapes)
         return plant
 
     return add
@@ -253,7 +258,7 @@ def use_an_incarnation_again_after_a_kill(patch: Patch) -> None:
     patch.setattr(Worker, "__init__", named)
 
 
-@planted("I8", 20, "starve")
+@planted("I8", 20, "starve", shapes=[SOLE_PREFILL])
 def take_the_slow_for_dead(patch: Patch) -> None:
     patch.setattr(Liveness, "limit_s", LIMIT_S)
 
@@ -279,7 +284,7 @@ def test_a_planted_bug_is_found(explorer: Explorer, monkeypatch: Patch, name: st
     bug = PLANTED[name]
     bug.plant(monkeypatch)
     for seed in range(bug.within):
-        violations = explorer.run(schedule_of(seed, bug.kinds)).violations
+        violations = explorer.run(schedule_of(seed, bug.kinds, bug.shapes)).violations
         if any(re.search(bug.shows, violation) for violation in violations):
             print(f"{name}: {seed + 1} schedules: {violations[0]}")
             return

@@ -81,6 +81,8 @@ SLOW: dict[str, Any] = {"prefill_tokens_per_s": 400.0, "max_num_batched_tokens":
 # With fewer blocks, requests may have to wait for one another.
 AMPLE_BLOCKS = 64
 TIGHT: dict[str, Any] = {"num_blocks": 20, "timeout_s": 10.0}
+# A cluster in which no other worker can do the prefill worker's part.
+SOLE_PREFILL = Shape(decodes=2, disaggregation=Disaggregation.REQUIRE, **SLOW)
 SHAPES = (
     Shape(**SLOW),
     Shape(decodes=2, launched=False),
@@ -93,10 +95,10 @@ SHAPES = (
 )
 
 
-def schedule_of(seed: int, kinds: Sequence[str] = ()) -> Schedule:
+def schedule_of(seed: int, kinds: Sequence[str] = (), shapes: Sequence[Shape] = SHAPES) -> Schedule:
     """`kinds`: where given, its faults are of these kinds, and there are some."""
     random = Random(seed)
-    shape = random.choice(SHAPES)
+    shape = random.choice(shapes)
     crowded = shape.num_blocks < AMPLE_BLOCKS and random.random() < CHANCE_OF_CROWD
     requests = tuple(
         _request(random, shape, crowded) for _ in range(random.randint(CROWD if crowded else 1, MAX_REQUESTS))
