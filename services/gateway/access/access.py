@@ -77,7 +77,7 @@ class Access:
         """
         if self._path is None:
             return ANYONE
-        said = headers.get("authorization", "")
+        said = headers.get("authorization", "") or _bearer(headers.get("x-api-key", ""))
         if not said:
             raise Unauthorized("an API key is required, as `Authorization: Bearer tk-…`", code="missing_api_key")
         key = self._keys.find(said[len(SCHEME) :].strip()) if said[: len(SCHEME)].lower() == SCHEME else None
@@ -120,3 +120,8 @@ class Access:
             if str(error) != self._problem:
                 self._problem = str(error)
                 log.error("API keys cannot be read: those known before stay valid", error=self._problem)
+
+
+def _bearer(key: str) -> str:
+    """As Anthropic's clients send it."""
+    return f"Bearer {key}" if key else ""

@@ -19,6 +19,7 @@ from services.gateway.http.chat import read_chat
 from services.gateway.http.completions import read_completion
 from services.gateway.http.endpoint import AdminEndpoint, GenerateEndpoint, TextEndpoint
 from services.gateway.http.exchange import request_id_of
+from services.gateway.http.messages import ANTHROPIC, count_tokens, read_messages_body, reduce_messages
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
 from services.gateway.http.responses import read_response
@@ -52,6 +53,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
         endpoint = GenerateEndpoint(llm, read, reduce, wall)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
+    _add_messages(app, llm, wall, cors)
     for path, respond, reduce in (
         ("/tokenize", tokenize, large.tokenize),
         ("/detokenize", detokenize, large.detokenize),
@@ -67,6 +69,15 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     _add_integrity(app, integrity)
     add_pages(app)
     return app
+
+
+def _add_messages(app: DescribedApp, llm: LLM, wall: Callable[[], float], cors: Mapping[str, Any]) -> None:
+    """Anthropic's, in its words to the last error."""
+    create = GenerateEndpoint(llm, read_messages_body, reduce_messages, wall).speaking(ANTHROPIC)
+    count = TextEndpoint(llm, count_tokens, reduce_messages).speaking(ANTHROPIC)
+    for path, endpoint in (("/v1/messages", create), ("/v1/messages/count_tokens", count)):
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+        app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
 
 
 def cors_of(settings: GatewaySettings) -> dict[str, Any]:

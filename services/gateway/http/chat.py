@@ -13,8 +13,11 @@ from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBo
 from services.gateway.llm import LLM
 from services.gateway.model import budget_of, template_variables
 from services.gateway.text import ROLES, TemplateOptions, Tokenizer
-from services.gateway.tools import Call, CallPart, ToolUse, plan_reading, read_call, read_tools
+from services.gateway.tools import Call, CallPart, ReadingPlan, ToolUse, plan_reading, read_call, read_tools
 from tandem.v1 import llm_pb2
+
+# What a chat calls sampling parameters.
+NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 
 
 async def read_chat(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
@@ -23,23 +26,38 @@ async def read_chat(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBo
         GatewayError
     """
     found, given = schema.read(schema.ChatBody, body.fields)
+    names = NAMES if found.max_completion_tokens is not None else {"logprobs": NAMES["logprobs"]}
+    return await parse_chat(llm, found, given, body.text, check_turn, names=names)
+
+
+async def parse_chat(
+    llm: LLM, found: schema.ChatBody, given: dict[str, Any], prompt: str | None, check_turn: CheckTurn, *,
+    clips: bool = False, names: Mapping[str, str] = NAMES,
+) -> ParsedBody:  # fmt: skip
+    """Parse a chat, whichever protocol said it.
+
+    `prompt` is what a helper has rendered; `clips`: max_tokens may exceed what the context has left; `names`: what the
+    protocol calls sampling parameters.
+
+    Raises:
+        GatewayError
+    """
     llm.served(found.model)
     given = budget_of(found.reasoning_effort, llm.model) | given
     llm.bounds.check_choices(1, found.n or 1)
     caller = check_turn(found, found.max_completion_tokens or given.get("max_tokens"))
     use = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
-    prompt = body.text
     if prompt is None:
         prompt = llm.render_chat(read_messages(found.messages), template_options(found, use))
     reading = plan_reading(llm.model.thoughts, llm.model.calls, use, prompt)
-    names = {"logprobs": "top_logprobs"}
     if (logprobs := _logprobs(found)) is not None:
         given["logprobs"] = logprobs
     if found.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
         given["max_tokens"] = found.max_completion_tokens
     structure = held_to(use, structure_of(found), reading, llm.model.tokenizer)
     ids = await llm.encode(prompt, "messages", add_special_tokens=False)
+    if clips and "max_tokens" in given:
+        given["max_tokens"] = min(given["max_tokens"], max(1, llm.max_model_len - len(ids)))
     return ParsedBody(
         body=found,
         n=found.n or 1,
@@ -49,13 +67,17 @@ async def read_chat(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBo
         param="messages",
         operation="chat",
         with_prompt_logprobs="prompt_logprobs" in given,
-        format=ChatFormat(
-            llm.model.tokenizer,
-            namer(llm.model.tokenizer, found),
-            lambda: reading.call_id(llm.new_id()) if reading else "",
-            found.include_reasoning is not False,
-        ),
+        format=_format(llm, found, reading),
         reading=reading,
+    )
+
+
+def _format(llm: LLM, body: schema.ChatBody, reading: ReadingPlan | None) -> ChatFormat:
+    return ChatFormat(
+        llm.model.tokenizer,
+        namer(llm.model.tokenizer, body),
+        lambda: reading.call_id(llm.new_id()) if reading else "",
+        body.include_reasoning is not False,
     )
 
 

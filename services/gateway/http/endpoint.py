@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import structlog
 from starlette.types import Receive, Scope, Send
@@ -35,6 +35,7 @@ from services.gateway.generation import (
     read_speculative,
     tracing,
 )
+from services.gateway.http.dialect import OPENAI, Dialect
 from services.gateway.http.exchange import ClientLeft, Exchange, check_left
 from services.gateway.http.format import CheckTurn, Framing, ParsedBody, joined
 from services.gateway.http.schema import GenerationBody
@@ -47,11 +48,18 @@ ADMIN_BYTES = 64 * 1024
 class Endpoint(ABC):
     """An ASGI app for one path."""
 
+    dialect = OPENAI
+
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
+    def speaking(self, dialect: Dialect) -> Self:
+        """Answer in another protocol's words."""
+        self.dialect = dialect
+        return self
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._llm.new_id, lambda: self._llm.leaving)
+        exchange = Exchange(scope, receive, send, self._llm.new_id, lambda: self._llm.leaving, self.dialect)
         try:
             await self._serve(exchange)
         except ClientLeft:  # or it has sent what is no body, and waits

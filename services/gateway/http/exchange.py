@@ -19,12 +19,12 @@ from starlette.types import Message, Receive, Scope, Send
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import BodyTimeout, BodyTooLarge, GatewayError, InvalidRequest, TimedOut
 from services.gateway.http.connections import SINCE_S
+from services.gateway.http.dialect import OPENAI, Dialect
 from services.gateway.http.encodings import decompressed, is_compressed
 from services.gateway.llm import LLM
 
 log = structlog.get_logger(__name__)
 FAIL_WAIT_S = 1.0
-DONE = b"data: [DONE]\n\n"
 SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -36,12 +36,14 @@ class Exchange:
     """`leaving`: the client should connect anew, to another gateway, for its next request."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, new_id: Callable[[], str], leaving: Callable[[], bool]
-    ) -> None:
+        self, scope: Scope, receive: Receive, send: Send, new_id: Callable[[], str], leaving: Callable[[], bool],
+        dialect: Dialect = OPENAI,
+    ) -> None:  # fmt: skip
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = request_id_of(self.headers, new_id)
         self.arrived = asyncio.get_running_loop().time()
         self._since_s: float = scope.get(SINCE_S, 0.0)
+        self._dialect = dialect
         self._receive = receive
         self._send = send
         self._keeps_alive = scope["http_version"].startswith("1")
@@ -142,7 +144,7 @@ class Exchange:
 
     async def close(self) -> None:
         self._closing = True
-        await self._write(self._held + DONE, more=False)
+        await self._write(self._held + self._dialect.done, more=False)
 
     async def fail(self, error: GatewayError, headers: Mapping[str, str]) -> None:
         """The typed end of a request. A client that does not read it within FAIL_WAIT_S goes without."""
@@ -153,7 +155,8 @@ class Exchange:
             async with asyncio.timeout(FAIL_WAIT_S):
                 await self.written()
                 if not self.started:
-                    await self.json(error.status, error.body(), {**headers, **error.headers})
+                    said = self._dialect.body(error, self.request_id)
+                    await self.json(self._dialect.status(error), said, {**headers, **error.headers})
                 elif self._failure is not None:
                     await self._write(self._held + self._failure(error), more=False)
         except TimeoutError:
@@ -161,7 +164,7 @@ class Exchange:
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
-        named = {"content-type": content_type, "x-request-id": self.request_id, **headers}
+        named = {"content-type": content_type, self._dialect.id_header: self.request_id, **headers}
         if self._keeps_alive and (self._last or self._leaving()):
             named["connection"] = "close"
         raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in named.items()]

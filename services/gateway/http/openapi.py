@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http import schema
+from services.gateway.http.messages import CountTokensBody, MessagesBody
 from services.gateway.http.responses import ResponseBody
 
 REF = "#/components/schemas/{model}"
@@ -19,6 +20,8 @@ BODIES: Mapping[str, tuple[type[schema.Body], str]] = {
     "/v1/chat/completions": (schema.with_sampling(schema.ChatBody), "Answer messages, as OpenAI does"),
     "/v1/completions": (schema.with_sampling(schema.CompletionBody), "Continue text or token ids, as OpenAI does"),
     "/v1/responses": (ResponseBody, "Answer items with items, as OpenAI's Responses do"),
+    "/v1/messages": (MessagesBody, "Answer messages, as Anthropic does"),
+    "/v1/messages/count_tokens": (CountTokensBody, "Count tokens of messages, as Anthropic does"),
     "/tokenize": (schema.TokenizeBody, "Text or messages as token ids"),
     "/detokenize": (schema.DetokenizeBody, "Token ids as text"),
     "/v1/load_lora_adapter": (schema.LoadAdapterBody, "Serve a LoRA adapter beside the model"),
@@ -52,7 +55,7 @@ class DescribedApp(FastAPI):
 
 def _operation(body: type[schema.Body], summary: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": "the answer", "content": {JSON: {"schema": {"type": "object"}}}}
-    if issubclass(body, schema.GenerationBody | ResponseBody):
+    if "stream" in body.model_fields:
         answer["content"][EVENTS] = {"schema": {"type": "string", "description": "where `stream` is true"}}
     errors = {"4XX": "the request's fault, named in error.param", "5XX": "not the request's fault"}
     return {

@@ -1,0 +1,105 @@
+"""/v1/messages and its count_tokens, as Anthropic's clients see them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.conftest import TEXT
+from tests.gateway.peers import MODEL
+
+PATH = "/v1/messages?beta=true"
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 32_000,
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "Hello"},
+        {"role": "system", "content": "And kind."},
+        {"role": "user", "content": [{"type": "text", "text": "again"}]},
+    ],
+    "seed": 0,
+    "metadata": {"user_id": "a user of theirs"},
+    "context_management": {"edits": []},
+}
+
+
+async def said(http: httpx.AsyncClient, body: dict[str, Any]) -> list[tuple[str, Any]]:
+    answer = await http.post(PATH, json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for event in answer.text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    assert all(name == data["type"] for name, data in found)
+    return found
+
+
+def _prompt_tokens(message: dict[str, Any]) -> int:
+    usage = message["usage"]
+    return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
+
+
+async def test_a_stream_says_what_the_whole_message_does(http: httpx.AsyncClient) -> None:
+    answer = await http.post(PATH, json=BODY)
+    whole = answer.json()
+    assert answer.status_code == 200, whole
+    assert answer.headers["request-id"]
+    assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", "end_turn")
+    events = await said(http, BODY)
+    assert [name for name, _ in events[:2]] == ["message_start", "content_block_start"]
+    assert [name for name, _ in events[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
+    text = "".join(data["delta"]["text"] for name, data in events if name == "content_block_delta")
+    assert text == whole["content"][0]["text"] == TEXT
+    ended = events[-2][1]
+    assert ended["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    assert ended["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert _prompt_tokens(events[0][1]["message"]) == _prompt_tokens(whole) > 0
+
+
+async def test_count_tokens_is_exact(http: httpx.AsyncClient) -> None:
+    used = (await http.post(PATH, json=BODY)).json()["usage"]
+    body = {name: BODY[name] for name in ("model", "system", "messages")}
+    counted = await http.post("/v1/messages/count_tokens", json=body)
+    assert counted.json() == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
+
+
+async def test_stop_reasons(http: httpx.AsyncClient) -> None:
+    short = (await http.post(PATH, json={**BODY, "max_tokens": 2})).json()
+    assert (short["stop_reason"], short["usage"]["output_tokens"]) == ("max_tokens", 2)
+    stopped = (await http.post(PATH, json={**BODY, "stop_sequences": ["lazy"]})).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "lazy")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "kind", "named"),
+    [
+        ({"model": "another"}, 404, "not_found_error", "another"),
+        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+        ({"messages": []}, 400, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "image"),
+        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools"),
+        ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
+        ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking.type"),
+    ],
+)
+async def test_errors_are_anthropics(
+    http: httpx.AsyncClient, wrong: dict[str, Any], status: int, kind: str, named: str
+) -> None:
+    answer = await http.post(PATH, json={**BODY, **wrong})
+    found = answer.json()
+    assert (answer.status_code, found["type"], found["error"]["type"]) == (status, "error", kind)
+    assert named in found["error"]["message"]
+    assert found["request_id"] == answer.headers["request-id"]
+
+
+async def test_large_bodies_are_read_in_the_helper(http: httpx.AsyncClient) -> None:
+    filler = {"text": "x" * 300_000, "type": "thinking", "thinking": "", "signature": ""}
+    earlier = {"role": "assistant", "content": [filler, {"type": "text", "text": "Hi"}]}
+    body = {**BODY, "messages": [BODY["messages"][0], earlier, BODY["messages"][2]]}
+    answer = await http.post(PATH, json=body)
+    assert (answer.status_code, answer.json()["type"]) == (200, "message")
