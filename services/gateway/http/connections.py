@@ -85,18 +85,17 @@ class Connections:
 
     async def run(self) -> None:
         """Until cancelled."""
-        before = len(_descriptors())
         closed = 0
         while True:
             await asyncio.sleep(AGAIN_S if closed else LOOK_S)
-            is_short = len(_descriptors()) - before > NEARLY * self.most
-            closed = self.make_room() if is_short else 0
+            # Counting all files is cheap; which of them are connections takes a look at each.
+            closed = self.make_room() if len(_descriptors()) > NEARLY * self.most else 0
 
     def make_room(self) -> int:
         """Close what is idle, down to half of what there may be; returns how many were closed."""
         found = list(self._found())
         idle = sorted((one for one in found if one.idle_ms >= IDLE_MS), key=lambda one: one.idle_ms, reverse=True)
-        going = idle[: max(0, len(found) - self.most // 2)]
+        going = idle[: len(found) - self.most // 2] if len(found) > NEARLY * self.most else []
         for one in going:
             with suppress(OSError):
                 one.connection.shutdown(socket.SHUT_RDWR)
