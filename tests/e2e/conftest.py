@@ -12,6 +12,15 @@ from tandem.registry import Registry
 from tests.e2e.cluster import RunningCluster, running_cluster
 
 
+@pytest.fixture(scope="session")
+def config_only(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """The demo model's folder without its weights."""
+    folder = tmp_path_factory.mktemp("config-only")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((demo_model / name).read_bytes())
+    return folder
+
+
 @pytest.fixture(scope="module")
 def shm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """float32, KV over shared memory."""

@@ -146,15 +146,6 @@ async def restored(cluster: RunningCluster, at_baseline: Baseline) -> None:
 
 
 @pytest.fixture(scope="module")
-def config_only(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
-    """The demo model's folder without its weights."""
-    folder = tmp_path_factory.mktemp("config-only")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((demo_model / name).read_bytes())
-    return folder
-
-
-@pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, config_only: Path) -> Iterator[RunningCluster]:
     options = [f"--model-path={config_only}", "--model-name=null", "--engine=null", "--disaggregation=require"]
     options += ["--prefill=1", f"--decode={DECODES}", "--null-speedup=0.2", "--drain-s=1"]

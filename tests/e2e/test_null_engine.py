@@ -32,15 +32,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, config_only: Path) -> Iterat
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def config_only(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
-    """The demo model's folder without its weights."""
-    folder = tmp_path_factory.mktemp("config-only")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((demo_model / name).read_bytes())
-    return folder
-
-
 def prompts() -> list[list[int]]:
     """Some begin alike."""
     dice = random.Random(5)
