@@ -12,12 +12,28 @@ from pydantic import Field
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.schema import Body
 
-REFUSED = ("tools", "tool_choice", "mcp_servers", "container")
+REFUSED = ("mcp_servers", "container")
 
 
 class MessageParam(Body):
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
+
+
+class ToolParam(Body):
+    """`input_schema` is missing in tools that only Anthropic hosts."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Body):
@@ -29,6 +45,8 @@ class CountTokensBody(Body):
     messages: list[MessageParam]
     system: str | list[dict[str, Any]] | None = None
     thinking: Thinking | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoice | None = None
 
 
 class MessagesBody(CountTokensBody):
@@ -47,6 +65,9 @@ def check_extras(body: CountTokensBody) -> None:
     Raises:
         InvalidRequest
     """
+    choice = body.tool_choice
+    if choice is not None and (choice.name is None) == (choice.type == "tool"):
+        raise InvalidRequest("tool_choice.name goes with type tool, and with no other", "tool_choice.name")
     said = body.model_extra or {}
     for name in REFUSED:
         if said.get(name):

@@ -1,0 +1,112 @@
+"""Tools of /v1/messages: what the template sees of them, and the blocks that a call becomes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+from services.gateway.text import Tokenizer
+from tests.gateway.peers import MODEL
+from tests.gateway.test_messages import said
+from tests.gateway.tools.test_calls import CALL, PLACE, prompt_in, says
+
+__all__ = ["says"]  # a fixture
+TOOLS = [{"name": "weather", "description": "today's", "input_schema": PLACE}, {"name": "time", "input_schema": {}}]
+ASKED: dict[str, Any] = {
+    "model": MODEL, "max_tokens": 500, "tools": TOOLS, "messages": [{"role": "user", "content": "hi"}],
+}  # fmt: skip
+USED = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Lund"}}
+
+
+async def whole(http: httpx.AsyncClient, **body: Any) -> Any:
+    answer = await http.post("/v1/messages", json=ASKED | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_calls_are_the_same_blocks_whole_and_streamed(http: httpx.AsyncClient, says: Any) -> None:
+    says(f"Let me look.\n{CALL}\n{CALL}")
+    message = await whole(http)
+    first, *calls = message["content"]
+    assert (message["stop_reason"], first["text"]) == ("tool_use", "Let me look.")
+    assert [(one["type"], one["name"], one["input"]) for one in calls] == [
+        ("tool_use", "weather", {"city": "Malmö"})
+    ] * 2
+    assert len({one["id"] for one in calls}) == 2
+    begun: list[dict[str, Any]] = []
+    parts: list[list[str]] = []
+    ended = []
+    events = await said(http, ASKED)
+    for name, data in events:
+        if name == "content_block_start":
+            begun.append(data["content_block"])
+            parts.append([])
+            assert data["index"] == len(begun) - 1 == len(ended)
+        if name == "content_block_delta":
+            assert data["index"] == len(begun) - 1
+            parts[-1].append(data["delta"].get("text") or data["delta"].get("partial_json", ""))
+        if name == "content_block_stop":
+            ended.append(data["index"])
+    assert ended == [0, 1, 2]
+    assert [one["type"] for one in begun] == ["text", "tool_use", "tool_use"]
+    assert [one["input"] for one in begun[1:]] == [{}, {}]
+    assert "".join(parts[0]) == "Let me look."
+    assert [json.loads("".join(texts)) for texts in parts[1:]] == [{"city": "Malmö"}] * 2
+    assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_the_template_sees_tools_calls_and_results(
+    http: httpx.AsyncClient, says: Any, tokenizer: Tokenizer
+) -> None:
+    seen = says("Fine.")
+    text = {"type": "text", "text": "cold"}
+    results = [
+        {"type": "tool_result", "tool_use_id": "a", "content": [text, text]},
+        {"type": "tool_result", "tool_use_id": "b", "content": "no such place", "is_error": True},
+        {"type": "tool_result", "tool_use_id": "c"},
+        {"type": "text", "text": "so?"},
+    ]
+    history = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": [{"type": "text", "text": "Look:"}, USED]},
+        {"role": "user", "content": results},
+    ]
+    message = await whole(http, messages=history)
+    assert (message["stop_reason"], message["content"][0]["text"]) == ("end_turn", "Fine.")
+    assert prompt_in(seen, tokenizer) == (
+        '[weather][time]<user>hi\n<assistant>Look:weather{"city": "Lund"}\n<tool>cold\ncolda\n'
+        "<tool>Error: no such placeb\n<tool>c\n<user>so?\n"
+    )
+    body = {"model": MODEL, "messages": history, "tools": TOOLS}
+    counted = await http.post("/v1/messages/count_tokens", json=body)
+    assert counted.json() == {"input_tokens": len(seen[0].token_ids)}
+
+
+async def test_choices_of_tools(http: httpx.AsyncClient, says: Any, tokenizer: Tokenizer) -> None:
+    seen = says('[{"name": "weather", "arguments": {"city": "A"}}, {"name": "time", "arguments": {}}]')
+    message = await whole(http, tool_choice={"type": "any"})
+    assert message["stop_reason"] == "tool_use"
+    assert [(one["name"], one["input"]) for one in message["content"]] == [("weather", {"city": "A"}), ("time", {})]
+    assert "call_1" in seen[0].sampling.grammar
+    seen = says('{"city": "A"}')
+    message = await whole(http, tool_choice={"type": "tool", "name": "weather"})
+    assert message["stop_reason"] == "tool_use"
+    assert [(one["name"], one["input"]) for one in message["content"]] == [("weather", {"city": "A"})]
+    assert "city" in seen[0].sampling.grammar
+    seen = says(f"so: {CALL}{CALL}")
+    message = await whole(http, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [one["type"] for one in message["content"]] == ["text", "tool_use"]
+    message = await whole(http, tool_choice={"type": "none"})
+    assert (message["stop_reason"], message["content"][0]["text"]) == ("end_turn", f"so: {CALL}{CALL}")
+    assert prompt_in(seen[-1:], tokenizer) == "<user>hi\n"
+
+
+async def test_strict_tools_are_held_to_their_schema(http: httpx.AsyncClient, says: Any) -> None:
+    seen = says(CALL)
+    await whole(http, tools=[{**TOOLS[0], "strict": True}])
+    await whole(http)
+    held, free = (spec.sampling.grammar for spec in (seen[0], seen[-1]))
+    assert "city" in held
+    assert not free
