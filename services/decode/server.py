@@ -70,6 +70,9 @@ class DecodeWorker:
     def check_integrity(self) -> IntegrityReport:
         return self._receiver.check_integrity(self._sequences.transfer_ids())
 
+    def end_streams(self) -> None:
+        self._streams.end_all()
+
     async def hand_over(self) -> None:
         await self._sequences.hand_over()
 

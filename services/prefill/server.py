@@ -74,6 +74,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     def check_integrity(self) -> IntegrityReport:
         return self._sender.check_integrity(self._sequences.transfer_ids())
 
+    def end_streams(self) -> None:
+        self._streams.end_all()
+
     async def hand_over(self) -> None:
         """Nothing to do: the end of the streams says enough."""
 

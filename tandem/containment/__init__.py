@@ -1,6 +1,16 @@
 """Bounds on what a crash costs: calls in a helper process, deep stacks, a page that outlives a process. For anyone."""
 
-from tandem.containment.crash_page import COMPUTING, NOBODY, SUSPECT, CrashPage, Death, cause_of, death_of, page_path
+from tandem.containment.crash_page import (
+    COMPUTING,
+    NOBODY,
+    RAISED,
+    SUSPECT,
+    CrashPage,
+    Death,
+    cause_of,
+    death_of,
+    page_path,
+)
 from tandem.containment.deep_stack import on_deep_stack
 from tandem.containment.sandbox import CallDied, CallExhausted, CallFailed, Sandbox, SandboxBusy
 from tandem.containment.sandboxed import Bounds
@@ -8,6 +18,7 @@ from tandem.containment.sandboxed import Bounds
 __all__ = [
     "COMPUTING",
     "NOBODY",
+    "RAISED",
     "SUSPECT",
     "Bounds",
     "CallDied",

@@ -33,15 +33,17 @@ SIZE = HEADER_BYTES + NUM_SLOTS * SLOT.size
 IDLE, STEPPING, MASKING = range(3)
 FREE, COMPUTING, SUSPECT, COMPILING = range(4)
 NOBODY = -1
+# A step raised an exception: whoever compiles beside it has no part in that.
+RAISED = "RAISED"
 # Ends that say something of what was being computed. OOM: the kernel, for want of memory.
-CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "OOM"})
+CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "OOM", RAISED})
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
     """How a worker's process ended, and who was being computed: choice id to tokens of its answer at that time.
 
-    `cause`: a signal's name, OOM, or empty where nobody knows.
+    `cause`: a signal's name, OOM, RAISED, or empty where nobody knows.
     """
 
     incarnation: str
@@ -163,7 +165,7 @@ def death_of(page: bytes, cause: str) -> Death | None:
     if len(page) != SIZE or not page.startswith(MAGIC):
         return None
     incarnation = _text(*INCARNATION.unpack_from(page, INCARNATION_AT))
-    return Death(incarnation, cause, _named(page) if cause in CRASHES else {})
+    return Death(incarnation, cause, _named(page, cause) if cause in CRASHES else {})
 
 
 def cause_of(status: int) -> str:
@@ -171,12 +173,13 @@ def cause_of(status: int) -> str:
     return signal.Signals(-status).name if -status in set(signal.Signals) else ""
 
 
-def _named(page: bytes) -> dict[str, int]:
+def _named(page: bytes, cause: str) -> dict[str, int]:
     num_steps, phase, alone = STEP.unpack_from(page, STEP_AT)
     named = {}
     for slot, (kind, num_tokens, since, whose) in enumerate(SLOT.iter_unpack(page[HEADER_BYTES:])):
         computed = slot == alone if alone != NOBODY else kind == COMPUTING
-        if kind == COMPILING or (kind != FREE and phase != IDLE and computed):
+        compiled = kind == COMPILING and cause != RAISED
+        if compiled or (kind != FREE and phase != IDLE and computed):
             named[_text(whose)] = num_tokens + max(0, num_steps - since)
     return named
 

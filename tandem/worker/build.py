@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import structlog
 
 from tandem import rpc
 from tandem.checkpoints import text_digests
+from tandem.containment import RAISED, death_of
 from tandem.engine import Engine
 from tandem.liveness import Starvation, no_pressure
 from tandem.process import IntegrityReport
@@ -110,6 +112,9 @@ class WorkerService(Protocol):
     def check_integrity(self) -> IntegrityReport:
         """Report of the role's side of the KV transfer."""
 
+    def end_streams(self) -> None:
+        """End the gateways' streams without a word, as the end of the process would."""
+
     async def hand_over(self) -> None:
         """End what still runs, so that it goes on elsewhere."""
 
@@ -162,6 +167,9 @@ class Worker:
                 await self.drain()
             finally:
                 if tasks:
+                    if ports.engine.ended:
+                        await self._report_death()
+                        service.end_streams()
                     await self._lease.release()
                     await service.hand_over()
                 await server.stop(STOP_GRACE_S)
@@ -272,6 +280,13 @@ class Worker:
         except TimeoutError:
             return False
         return True
+
+    async def _report_death(self) -> None:
+        """Report who was in the step that raised: gateways ask for it once their streams have ended."""
+        death = death_of(self._ports.engine.engine.crash_page.read(), RAISED)
+        if death is not None:
+            with suppress(RegistryUnavailable):  # then those who were here are suspects for longer
+                await self._ports.registry.report_death(death)
 
     def _is_reserved(self, worker: LiveWorker) -> bool:
         """True for reservations on us: a gateway is about to send work, or has yet to release it."""

@@ -83,7 +83,9 @@ class EngineThread(EnginePort):
             with own_fault_stack():
                 self._run_steps()
         except BaseException as error:
-            if not self._ended.is_set():
+            closed = self._ended.is_set()
+            self._ended.set()  # before anyone hears of it
+            if not closed:
                 self._loop.call_soon_threadsafe(self._on_death, error)
             log.error("engine died", exc_info=error)
         finally:

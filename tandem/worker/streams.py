@@ -198,6 +198,10 @@ class Streams:
             outbox.changed.set()
             self._on_ended(stream_id)
 
+    def end_all(self) -> None:
+        for stream_id in list(self._outboxes):
+            self.end(stream_id)
+
     def close(self) -> None:
         for outbox in self._outboxes.values():
             outbox.close()

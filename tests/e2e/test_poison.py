@@ -14,7 +14,7 @@ import pytest
 
 from tandem.engine import EngineConfig, Request, SamplingParams, StepTime
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
-from tests.e2e.crashing.plant import ABORTS, IN_DECODE, IN_PREFILL, PLACE
+from tests.e2e.crashing.plant import ABORTS, IN_DECODE, IN_PREFILL, PLACE, RAISES
 from tests.e2e.test_migration import Answers, Baseline, service, undisturbed
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def all_linked(cluster: RunningCluster) -> bool:
 
 def crashes(cluster: RunningCluster) -> list[str]:
     said = (cluster.logs.parent / "up.log").read_text()
-    return re.findall(r"(\w+-\d) ended with status -(?:11|6)", said)
+    return re.findall(r"(\w+-\d) ended with status (?:-11|-6|1)\b", said)
 
 
 def neighbours() -> list[Request]:
@@ -59,7 +59,12 @@ def poison(token_id: int) -> Request:
 
 @pytest.mark.parametrize(
     ("token_id", "role", "num_written"),
-    [(IN_DECODE, "decode", PLACE), (ABORTS, "decode", PLACE), (IN_PREFILL, "prefill", 0)],
+    [
+        (IN_DECODE, "decode", PLACE),
+        (ABORTS, "decode", PLACE),
+        (RAISES, "decode", PLACE + 1),
+        (IN_PREFILL, "prefill", 0),
+    ],
 )
 async def test_neighbours_of_a_crashing_request_finish(
     fleet: RunningCluster, config_only: Path, at_baseline: Baseline, token_id: int, role: str, num_written: int

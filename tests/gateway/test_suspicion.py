@@ -67,7 +67,7 @@ async def test_who_is_named_is_one_until_past_the_place() -> None:
     one = told.suspicion()
     await one.lost(["first"], 5, later())
     assert one.alone_until == 9
-    await one.lost(["second"], 8, later())
+    await one.lost(["second"], 9, later())
     assert one.alone_until == 14, "it has passed where the first died: acquitted of that"
 
 

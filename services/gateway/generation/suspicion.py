@@ -25,6 +25,8 @@ TOLD_S = 0.25
 ASK_S = 0.02
 # What a worker may have computed of an answer that its gateway had not heard of yet.
 UNHEARD_TOKENS = 16
+# It is past a worker's end once it has so many tokens more: the next one is prefill's, then decode has to bring one.
+PAST_TOKENS = 2
 MAX_LOSSES = 2
 MAX_KNOWN = 256
 
@@ -88,7 +90,9 @@ class Suspicion:
         Raises:
             Poison
         """
-        self._losses = {name: loss for name, loss in self._losses.items() if self._place(loss) >= num_written}
+        self._losses = {
+            name: loss for name, loss in self._losses.items() if self._place(loss) + PAST_TOKENS > num_written
+        }
         self._losses |= {incarnation: Loss(num_written) for incarnation in incarnations}
         now = asyncio.get_running_loop().time
         patient_until = min(now() + self._patience_s, deadline)
@@ -101,7 +105,7 @@ class Suspicion:
     @property
     def alone_until(self) -> int:
         """How many tokens of its answer there are when it is past where workers have died; 0: it is no suspect."""
-        return max((self._place(loss) + 2 for loss in self._losses.values()), default=0)
+        return max((self._place(loss) + PAST_TOKENS for loss in self._losses.values()), default=0)
 
     def _unknown(self) -> list[str]:
         return [incarnation for incarnation, loss in self._losses.items() if loss.death is None]

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.engine.null_runner import NullRunner
 
 # A prompt's first token. At so many tokens of its answer a decode step crashes; in prefill the reading of the prompt.
-IN_DECODE, IN_PREFILL, ABORTS = 4090, 4091, 4092
+IN_DECODE, IN_PREFILL, ABORTS, RAISES = 4090, 4091, 4092, 4093
 PLACE = 6
 
 
@@ -33,3 +33,5 @@ def _crash(seq: Any) -> None:
         ctypes.string_at(0)
     if poison == ABORTS and decodes and seq.num_output_tokens >= PLACE:
         os.kill(os.getpid(), signal.SIGABRT)
+    if poison == RAISES and decodes and seq.num_output_tokens >= PLACE:
+        raise ValueError("planted")
