@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -76,13 +77,22 @@ def test_the_only_decode_worker_killed_in_mid_stream(cluster: RunningCluster) ->
     eventually(cluster.ready, BOUND_S, "ready after the decode worker's restart")
 
 
-def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_event(cluster: RunningCluster) -> None:
-    body = {"model": "null", "prompt": "def ", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+@pytest.mark.parametrize(
+    ("path", "asked", "end"),
+    [
+        ("/v1/completions", {"prompt": "def ", "ignore_eos": True}, '"type":"timeout"'),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "def "}]}, '"type":"timeout_error"'),
+    ],
+)
+def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_event(
+    cluster: RunningCluster, path: str, asked: dict[str, Any], end: str
+) -> None:
+    body = {"model": "null", "max_tokens": 1900, "stream": True, **asked}
     (pid,) = cluster.pids("decode")
     events: list[str] = []
     for timeout_ms in ("1500", "6000"):  # the longer one where this machine stood still before the first token
         headers = {"x-request-timeout-ms": timeout_ms}
-        url = f"{cluster.http}/v1/completions"
+        url = f"{cluster.http}{path}"
         with running_time() as clock, httpx.stream("POST", url, json=body, timeout=60, headers=headers) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
@@ -92,7 +102,7 @@ def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_even
         if events:
             break
     assert '"error"' in events[-1]
-    assert '"timeout"' in events[-1]
+    assert end in events[-1]
     assert clock.ran_s < int(timeout_ms) / 1000 + 1.0
     eventually(cluster.ready, BOUND_S, "ready after the decode worker's restart")
     assert succeeds(cluster)

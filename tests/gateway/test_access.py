@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,27 @@ async def test_requests_of_a_minute_are_counted_and_told(
             await llm_pb2_grpc.LLMServiceStub(channel).GenerateUnary(asked, metadata=tuple(key.items()))
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert dict(error.value.trailing_metadata())["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_messages_are_told_of_keys_and_limits_in_anthropics_words(
+    guarded: tuple[Gateway, httpx.AsyncClient], limited: Callable[..., Awaitable[dict[str, str]]]
+) -> None:
+    _, http = guarded
+    body = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": "x"}]}
+    bearer = await limited(requests_per_minute=3, tokens_per_minute=10_000)
+    key = {"x-api-key": bearer["authorization"].removeprefix("Bearer ")}
+    for wrong in ({}, {"x-api-key": "tk-no"}, {"authorization": "Bearer tk-no"}):
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            refused = await http.post(path, json=body, headers=wrong)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    answers = [await http.post("/v1/messages?beta=true", json=body, headers=one) for one in (key, bearer, key, key)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+    assert [answer.headers["anthropic-ratelimit-requests-remaining"] for answer in answers] == ["2", "1", "0", "0"]
+    assert answers[-1].json()["error"]["type"] == "rate_limit_error"
+    assert 15 <= int(answers[-1].headers["retry-after"]) <= 20
+    full = datetime.fromisoformat(answers[-1].headers["anthropic-ratelimit-requests-reset"])
+    assert 50 <= (full - datetime.now(UTC)).total_seconds() <= 61
+    assert "x-ratelimit-limit-tokens" not in answers[-1].headers
 
 
 async def test_texts_to_be_read_count_as_requests(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -11,10 +12,15 @@ from grpc import aio
 from hypothesis import strategies as st
 
 from services.gateway import Gateway
+from services.gateway.errors import InvalidRequest
+from services.gateway.http.messages import reduce_messages
 from tandem.v1 import llm_pb2
 from tests.fuzzing import collected
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL
+from tests.gateway.tools.test_calls import says
+
+__all__ = ["says"]  # a fixture
 
 FIELDS = (
     "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "stop", "seed",
@@ -34,6 +40,46 @@ BODIES = st.one_of(
     st.binary(max_size=200),
 )
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+# Fields of Messages and of their blocks, and words that mean something there.
+MESSAGE_FIELDS = (
+    "messages", "system", "max_tokens", "thinking", "output_config", "output_format", "context_management", "tools",
+    "tool_choice", "cache_control", "stop_sequences", "temperature", "top_p", "top_k", "seed", "stream", "metadata",
+    "service_tier", "mcp_servers", "container",
+)  # fmt: skip
+NAMES = (
+    "type", "text", "content", "role", "name", "id", "input", "tool_use_id", "is_error", "thinking", "signature",
+    "budget_tokens", "display", "effort", "format", "schema", "edits", "input_schema", "strict", "defer_loading",
+    "eager_input_streaming", "tool_name", "cache_control", "disable_parallel_tool_use", "data",
+)  # fmt: skip
+WORDS = (
+    "text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", "image", "document", "user",
+    "assistant", "system", "enabled", "disabled", "adaptive", "omitted", "json_schema", "object", "auto", "any", "tool",
+    "none", "custom", "tool_search_tool_regex_20251119", "ephemeral", "f", "low",
+)  # fmt: skip
+LIKELY = st.recursive(
+    st.sampled_from(WORDS) | VALUES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=5),
+    max_leaves=12,
+)
+ROLES = st.sampled_from(("user", "assistant", "system"))
+BLOCKS = st.dictionaries(st.sampled_from(NAMES), LIKELY, max_size=5).map(
+    lambda said: {"type": "text", "text": "x"} | said
+)
+MESSAGES = st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=5) | st.lists(BLOCKS, max_size=3)})
+TOOLS = st.dictionaries(st.sampled_from(NAMES), LIKELY, max_size=5).map(
+    lambda said: {"name": "f", "input_schema": {}} | said
+)
+MESSAGES_BODIES = st.tuples(
+    st.dictionaries(st.sampled_from(MESSAGE_FIELDS), LIKELY, max_size=4),
+    st.fixed_dictionaries({}, optional={
+        "messages": st.lists(MESSAGES, min_size=1, max_size=4), "tools": st.lists(TOOLS, max_size=3),
+        "thinking": BLOCKS, "output_config": BLOCKS, "tool_choice": BLOCKS, "system": st.lists(BLOCKS, max_size=2),
+    }),
+).map(
+    lambda said: json.dumps(
+        {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}], **said[0], **said[1]}
+    ).encode()
+)  # fmt: skip
 METHODS = {"Generate": True, "GenerateUnary": False, "ListModels": False}
 
 
@@ -54,6 +100,23 @@ async def test_bodies_of_http(gateway: Gateway, http: httpx.AsyncClient) -> None
     for number, body in enumerate(bodies):
         answer = await http.post(PATHS[number % len(PATHS)], content=body, headers={"x-request-timeout-ms": "30000"})
         seen.append((answer.status_code, body))
+    assert [body for status, body in seen if status >= 500] == []
+    assert {status for status, _ in seen} >= {200, 400}
+    await eventually(lambda: gateway.llm.readiness()[0])
+
+
+async def test_bodies_of_anthropics_messages(gateway: Gateway, http: httpx.AsyncClient, says: Any) -> None:
+    """Each is counted, answered by a model that thinks and calls, and read as the helper reads large ones."""
+    says("<think>so</think>ok")
+    seen: list[tuple[int, bytes]] = []
+    for body in collected(MESSAGES_BODIES, 120):
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            answer = await http.post(path, content=body, headers={"x-request-timeout-ms": "30000"})
+            seen.append((answer.status_code, body))
+            said = answer.headers["content-type"].startswith("application/json") and answer.json()
+            assert answer.status_code == 200 or said["type"] == "error", body
+        with contextlib.suppress(InvalidRequest):
+            reduce_messages(body, gateway.llm.bounds, gateway.llm.model.chat_template)
     assert [body for status, body in seen if status >= 500] == []
     assert {status for status, _ in seen} >= {200, 400}
     await eventually(lambda: gateway.llm.readiness()[0])

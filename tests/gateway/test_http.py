@@ -320,6 +320,8 @@ async def test_an_answer_is_gone_with_its_request(http: httpx.AsyncClient) -> No
     gc.disable()
     try:
         await events(http, "/v1/completions", TEXTUAL)
+        message = {"model": MODEL, "max_tokens": 9, "stream": True, "messages": CHAT["messages"]}
+        assert (await http.post("/v1/messages", json=message)).status_code == 200
         await eventually(lambda: not any(type(one) is Answer for one in gc.get_objects()))
     finally:
         gc.enable()

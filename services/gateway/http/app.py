@@ -17,9 +17,10 @@ from services.gateway.http import large
 from services.gateway.http.adapters import load_adapter, unload_adapter
 from services.gateway.http.chat import read_chat
 from services.gateway.http.completions import read_completion
+from services.gateway.http.dialect import OPENAI
 from services.gateway.http.endpoint import AdminEndpoint, GenerateEndpoint, TextEndpoint
 from services.gateway.http.exchange import request_id_of
-from services.gateway.http.messages import ANTHROPIC, count_tokens, read_messages_body, reduce_messages
+from services.gateway.http.messages import Anthropic, count_tokens, read_messages_body, reduce_messages
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
 from services.gateway.http.responses import read_response
@@ -32,6 +33,7 @@ from tandem import __version__
 from tandem.process import Look, lasting
 
 log = structlog.get_logger(__name__)
+MESSAGES = "/v1/messages"
 
 
 def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
@@ -53,7 +55,8 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
         endpoint = GenerateEndpoint(llm, read, reduce, wall)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
-    _add_messages(app, llm, wall, cors)
+    anthropic = Anthropic(wall)
+    _add_messages(app, llm, wall, cors, anthropic)
     for path, respond, reduce in (
         ("/tokenize", tokenize, large.tokenize),
         ("/detokenize", detokenize, large.detokenize),
@@ -61,7 +64,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
         app.router.routes.append(Route(path, TextEndpoint(llm, respond, reduce), methods=["POST"]))
     for path, manage in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
         app.router.routes.append(Route(path, AdminEndpoint(llm, manage), methods=["POST"]))
-    _add_errors(app, llm)
+    _add_errors(app, llm, anthropic)
     _add_models(app, llm)
     _add_health(app, llm)
     if cors:
@@ -71,11 +74,13 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     return app
 
 
-def _add_messages(app: DescribedApp, llm: LLM, wall: Callable[[], float], cors: Mapping[str, Any]) -> None:
+def _add_messages(
+    app: DescribedApp, llm: LLM, wall: Callable[[], float], cors: Mapping[str, Any], anthropic: Anthropic
+) -> None:
     """Anthropic's, in its words to the last error."""
-    create = GenerateEndpoint(llm, read_messages_body, reduce_messages, wall).speaking(ANTHROPIC)
-    count = TextEndpoint(llm, count_tokens, reduce_messages).speaking(ANTHROPIC)
-    for path, endpoint in (("/v1/messages", create), ("/v1/messages/count_tokens", count)):
+    create = GenerateEndpoint(llm, read_messages_body, reduce_messages, wall).speaking(anthropic)
+    count = TextEndpoint(llm, count_tokens, reduce_messages).speaking(anthropic)
+    for path, endpoint in ((MESSAGES, create), (f"{MESSAGES}/count_tokens", count)):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
 
@@ -151,10 +156,13 @@ def _add_integrity(app: FastAPI, integrity: Look) -> None:
         return (await lasting(integrity)).json()
 
 
-def _add_errors(app: FastAPI, llm: LLM) -> None:
+def _add_errors(app: FastAPI, llm: LLM, anthropic: Anthropic) -> None:
     def respond(request: Request, error: GatewayError, status: int, headers: Mapping[str, str]) -> JSONResponse:
-        named = {"x-request-id": request_id_of(request.headers, llm.new_id), **headers}
-        return JSONResponse(error.body(), status, headers=named)
+        path = request.url.path
+        dialect = anthropic if path == MESSAGES or path.startswith(f"{MESSAGES}/") else OPENAI
+        request_id = request_id_of(request.headers, llm.new_id)
+        named = {dialect.id_header: request_id, **dialect.headers(headers)}
+        return JSONResponse(dialect.body(error, request_id, status), status, headers=named)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, GatewayError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.errors import GatewayError
@@ -12,12 +13,17 @@ class Dialect:
 
     id_header = "x-request-id"
     done = b"data: [DONE]\n\n"
+    ping = b""  # an event that says nothing, for a stream that has been silent for long
 
     def status(self, error: GatewayError) -> int:
         return error.status
 
-    def body(self, error: GatewayError, request_id: str) -> dict[str, Any]:
+    def body(self, error: GatewayError, request_id: str, status: int = 0) -> dict[str, Any]:
+        """`status`: another than the error's own."""
         return error.body()
+
+    def headers(self, said: Mapping[str, str]) -> Mapping[str, str]:
+        return said
 
 
 OPENAI = Dialect()

@@ -70,6 +70,8 @@ class Endpoint(ABC):
         except Exception as error:
             log.error("request failed", request_id=exchange.request_id, exc_info=error)
             await exchange.fail(unexpected(exchange.request_id), {})
+        finally:
+            exchange.abandon()
 
     @abstractmethod
     async def _serve(self, exchange: Exchange) -> None:

@@ -21,6 +21,7 @@ from services.gateway.errors import BodyTimeout, BodyTooLarge, GatewayError, Inv
 from services.gateway.http.connections import SINCE_S
 from services.gateway.http.dialect import OPENAI, Dialect
 from services.gateway.http.encodings import decompressed, is_compressed
+from services.gateway.http.pings import Pings
 from services.gateway.llm import LLM
 
 log = structlog.get_logger(__name__)
@@ -54,6 +55,7 @@ class Exchange:
         self._held = b""
         self._event: Message = {"type": "http.response.body", "more_body": True}  # one for all: it is read at once
         self._unwritten: _Begun | None = None
+        self._pings = Pings(self._dialect.ping, send)
         self.started = False
 
     def deadline(self, llm: LLM) -> float:
@@ -117,12 +119,15 @@ class Exchange:
         """Begin a stream of events. `failure`: what its last one is after an error."""
         self._failure = failure
         await self._start(200, "text/event-stream; charset=utf-8", {**headers, "cache-control": "no-cache"})
+        self._pings.begin()
 
     async def event(self, event: bytes) -> None:
+        self._pings.put_off()
         await self._write(event, more=True)
 
     def event_at_once(self, event: bytes) -> bool:
         """As `event`, without waiting. False: the client is slow to read, and `written` must come before the next."""
+        self._pings.put_off()
         self._event["body"] = event
         steps = self._send(self._event).__await__()
         try:
@@ -144,6 +149,7 @@ class Exchange:
 
     async def close(self) -> None:
         self._closing = True
+        await self._pings.end()
         await self._write(self._held + self._dialect.done, more=False)
 
     async def fail(self, error: GatewayError, headers: Mapping[str, str]) -> None:
@@ -158,13 +164,19 @@ class Exchange:
                     said = self._dialect.body(error, self.request_id)
                     await self.json(self._dialect.status(error), said, {**headers, **error.headers})
                 elif self._failure is not None:
+                    await self._pings.end()
                     await self._write(self._held + self._failure(error), more=False)
         except TimeoutError:
             log.warning("a client did not read its error", request_id=self.request_id, error=error.message)
 
+    def abandon(self) -> None:
+        """Nothing is written any more."""
+        self._pings.abandon()
+
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
-        named = {"content-type": content_type, self._dialect.id_header: self.request_id, **headers}
+        named = {"content-type": content_type, self._dialect.id_header: self.request_id}
+        named |= self._dialect.headers(headers)
         if self._keeps_alive and (self._last or self._leaving()):
             named["connection"] = "close"
         raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in named.items()]

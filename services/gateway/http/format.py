@@ -87,7 +87,6 @@ class ParsedBody:
     with_prompt_logprobs: bool
     reading: ReadingPlan | None = None
     envelope: Callable[[ParsedBody, Answer, int], Framing] | None = None  # another than `Envelope`
-    max_tokens_said: int | None = None  # before it was clipped
 
     def framing(self, answer: Answer, created: int) -> Framing:
         return (self.envelope or Envelope)(self, answer, created)

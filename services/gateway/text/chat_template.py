@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,6 +72,26 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, dict[str, str]]]:
         """Another process compiles it again, and has the time itself."""
         return ChatTemplate, (self.source, self._tokens)
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """True if a system message is shown; some templates refuse it, some leave it out."""
+        return self._shows_in_order(["system", "user"])
+
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """True if a system message is shown where it is, also behind others."""
+        return self._shows_in_order(["user", "system", "assistant", "user", "system"])
+
+    def _shows_in_order(self, roles: Sequence[str]) -> bool:
+        """Probe it with a message of each role."""
+        marks = [f"message {i}" for i in range(len(roles))]
+        try:
+            text = self.render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+        except TemplateRefused:
+            return False
+        places = [text.find(mark) for mark in marks]
+        return places[0] >= 0 and places == sorted(places)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = DEFAULTS) -> str:
         """The prompt, ready for the assistant's answer.

@@ -16,7 +16,7 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.tools.call import parsed
 
 MAX_TOOLS = 128
-NAME = re.compile(r"[\w.-]{1,64}")
+NAME = re.compile(r"[\w.-]{1,128}")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -100,7 +100,7 @@ def _function(tool: Any, param: str) -> Mapping[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         where = f"{param}.function.name"
-        raise InvalidRequest(f"{where} must be 1 to 64 letters, digits, _, . or -, got {name!r}", where)
+        raise InvalidRequest(f"{where} must be 1 to 128 letters, digits, _, . or -, got {name!r}", where)
     for key, kind, what in (("parameters", Mapping, "a JSON schema, an object"), ("description", str, "a string"),
                             ("strict", bool, "true or false")):  # fmt: skip
         if function.get(key) is not None and not isinstance(function[key], kind):

@@ -3,8 +3,8 @@
 MessagesBody -> ChatBody -> pipeline -> deltas -> MessageFrame: a message, or message_start ... message_stop
 """
 
-from services.gateway.http.messages.errors import ANTHROPIC
+from services.gateway.http.messages.errors import Anthropic
 from services.gateway.http.messages.routes import count_tokens, read_messages_body, reduce_messages
 from services.gateway.http.messages.schema import CountTokensBody, MessagesBody
 
-__all__ = ["ANTHROPIC", "CountTokensBody", "MessagesBody", "count_tokens", "read_messages_body", "reduce_messages"]
+__all__ = ["Anthropic", "CountTokensBody", "MessagesBody", "count_tokens", "read_messages_body", "reduce_messages"]

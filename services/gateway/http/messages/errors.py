@@ -5,7 +5,8 @@ Overloaded is 529 overloaded_error, RateLimited stays 429 rate_limit_error; othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from services.gateway.errors import GatewayError, Overloaded
@@ -22,19 +23,41 @@ TYPES: Mapping[int, str] = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
+# OpenAI's headers of limits, as x-ratelimit-WHAT-OF: Anthropic's are anthropic-ratelimit-OF-WHAT.
+LIMITS = "x-ratelimit-"
 
 
 class Anthropic(Dialect):
     id_header = "request-id"
     done = b""
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        """`wall`: Unix seconds."""
+        self._wall = wall
 
     def status(self, error: GatewayError) -> int:
-        return OVERLOADED if isinstance(error, Overloaded) else error.status
+        return status_of(error)
 
-    def body(self, error: GatewayError, request_id: str) -> dict[str, Any]:
-        status = self.status(error)
-        kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    def body(self, error: GatewayError, request_id: str, status: int = 0) -> dict[str, Any]:
+        return error_body(error, request_id, status or status_of(error))
+
+    def headers(self, said: Mapping[str, str]) -> Mapping[str, str]:
+        worded = (self._header(*item) if item[0].startswith(LIMITS) else item for item in said.items())
+        return dict(worded)
+
+    def _header(self, name: str, value: str) -> tuple[str, str]:
+        what, _, kind = name.removeprefix(LIMITS).partition("-")
+        if what == "reset":
+            at = datetime.fromtimestamp(self._wall() + float(value.removesuffix("s")), UTC)
+            value = at.isoformat(timespec="seconds").replace("+00:00", "Z")
+        return f"anthropic-ratelimit-{kind}-{what}", value
 
 
-ANTHROPIC = Anthropic()
+def status_of(error: GatewayError) -> int:
+    return OVERLOADED if isinstance(error, Overloaded) else error.status
+
+
+def error_body(error: GatewayError, request_id: str, status: int) -> dict[str, Any]:
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}

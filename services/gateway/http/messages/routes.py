@@ -13,15 +13,29 @@ from services.gateway.bodies import Incoming, PromptBounds, rendered, small
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.chat import parse_chat, read_messages, template_options
 from services.gateway.http.format import CheckTurn, ParsedBody
-from services.gateway.http.messages.conversion import chat_of
-from services.gateway.http.messages.events import MessageFrame
-from services.gateway.http.messages.schema import CountTokensBody, MessageParam, MessagesBody, check_extras
+from services.gateway.http.messages.conversion import chat_of, thinks_in
+from services.gateway.http.messages.events import MessageFrame, MessageOptions
+from services.gateway.http.messages.offered import offered
+from services.gateway.http.messages.schema import (
+    CountTokensBody,
+    MessageParam,
+    MessagesBody,
+    asks_to_cache,
+    check_extras,
+)
 from services.gateway.http.schema import validated
 from services.gateway.llm import LLM
 from services.gateway.text import ChatTemplate, TemplateOptions
 from services.gateway.tools import read_tools
 
 NAMES = {"stop": "stop_sequences"}
+# How errors of a chat name what a message calls otherwise.
+OWN = {
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+    "response_format.json_schema": "output_config.format",
+    "continue_final_message": "messages",
+}
 # Stands for messages that a helper has taken out.
 TAKEN = [MessageParam(role="user", content="")]
 
@@ -33,9 +47,10 @@ async def read_messages_body(llm: LLM, body: Incoming, check_turn: CheckTurn) ->
     """
     found = validated(MessagesBody, body.fields)
     check_extras(found)
+    chat, sampling = chat_of(found, llm.model.chat_template), _sampling(found, llm.model.thoughts is not None)
     with _own_names():
-        parsed = await parse_chat(llm, chat_of(found), _sampling(found), body.text, check_turn, clips=True, names=NAMES)
-    return replace(parsed, envelope=partial(MessageFrame, llm.new_id), max_tokens_said=found.max_tokens)
+        parsed = await parse_chat(llm, chat, sampling, body.text, check_turn, clips=True, names=NAMES)
+    return replace(parsed, envelope=partial(MessageFrame, llm.new_id, _options(llm, found)))
 
 
 async def count_tokens(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
@@ -48,7 +63,7 @@ async def count_tokens(llm: LLM, body: Incoming, client: Caller) -> dict[str, An
     llm.served(found.model, client)
     text = body.text
     if text is None:
-        text = llm.render_chat(*_rendering(found))
+        text = llm.render_chat(*_rendering(found, llm.model.chat_template))
     return {"input_tokens": len(await llm.encode(text, "messages", add_special_tokens=False))}
 
 
@@ -60,13 +75,19 @@ def reduce_messages(body: bytes, bounds: PromptBounds, template: ChatTemplate | 
     """
     found = validated(CountTokensBody, body)
     check_extras(found)
-    text = rendered(*_rendering(found), template, bounds)
+    text = rendered(*_rendering(found, template), template, bounds)
+    if asks_to_cache(found):
+        found.cache_control = {"type": "ephemeral"}
+    if found.tools:
+        found.tools = [tool.model_copy(update={"defer_loading": None}) for _, tool in offered(found)]
     found.messages, found.system = TAKEN, None
     return Incoming(small(found.model_dump_json(exclude_unset=True).encode(), "messages"), [text])
 
 
-def _rendering(found: CountTokensBody) -> tuple[list[Mapping[str, Any]], TemplateOptions]:
-    chat = chat_of(found)
+def _rendering(
+    found: CountTokensBody, template: ChatTemplate | None
+) -> tuple[list[Mapping[str, Any]], TemplateOptions]:
+    chat = chat_of(found, template)
     with _own_names():
         use = read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     return read_messages(chat.messages), template_options(chat, use)
@@ -83,10 +104,27 @@ def _own_names() -> Iterator[None]:
 
 
 def _own(text: str) -> str:
-    return text.replace(".function.parameters", ".input_schema").replace(".function.", ".")
+    for theirs, ours in OWN.items():
+        text = text.replace(theirs, ours)
+    return text
 
 
-def _sampling(found: MessagesBody) -> dict[str, Any]:
-    said = {"temperature": found.temperature, "top_p": found.top_p, "top_k": found.top_k, "seed": found.seed}
+def _options(llm: LLM, found: MessagesBody) -> MessageOptions:
+    return MessageOptions(
+        max_tokens=found.max_tokens,
+        caches=asks_to_cache(found),
+        hides_thoughts=found.thinking is not None and found.thinking.display == "omitted",
+        eager=frozenset(tool.name for tool in found.tools or () if tool.eager_input_streaming),
+        manages_context=found.context_management is not None,
+        block_size=max((worker.info.block_size for worker in llm.pool.workers), default=1),
+    )
+
+
+def _sampling(found: MessagesBody, may_think: bool) -> dict[str, Any]:
+    budget = found.thinking.budget_tokens if found.thinking and thinks_in(found) and may_think else None
+    said = {
+        "temperature": found.temperature, "top_p": found.top_p, "top_k": found.top_k, "seed": found.seed,
+        "thinking_token_budget": budget,
+    }  # fmt: skip
     given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     return {**given, "stop": tuple(found.stop_sequences)} if found.stop_sequences else given

@@ -1,0 +1,164 @@
+"""The messages of a Messages body as a chat's.
+
+system, and messages of role system before all others   one system message, first
+messages of role system behind those                     in their places; the user's where the template has none there
+messages of one role in a row                            one message: templates may want roles to alternate
+text blocks                                              their texts, a line each
+thinking                                                 the thoughts of the assistant's message, for templates to show
+tool_use, tool_result                                    a call of the assistant's message; a message of role tool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.http.messages.schema import CountTokensBody, MessageParam
+from services.gateway.http.schema import Message
+from services.gateway.text import ChatTemplate
+
+# What an agent says of itself, anew with each request: in a prompt it would leave nothing of the cache to be hit.
+BILLING = "x-anthropic-billing-header:"
+
+
+@dataclass(slots=True)
+class _Turn:
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Mapping[str, Any]] = field(default_factory=list)
+    answers: str | None = None  # the id of a call
+
+    def message(self) -> Message:
+        return Message(
+            role=self.role,
+            content=None if self.calls and not self.texts else "\n".join(self.texts),
+            reasoning_content="\n".join(self.thoughts) or None,
+            tool_calls=self.calls or None,
+            tool_call_id=self.answers,
+        )
+
+    def join(self, more: _Turn) -> None:
+        self.texts += more.texts
+        self.thoughts += more.thoughts
+        self.calls += more.calls
+
+
+def messages_of(body: CountTokensBody, template: ChatTemplate | None) -> list[Message]:
+    """
+    Raises:
+        InvalidRequest
+    """
+    if not body.messages:
+        raise InvalidRequest("messages must not be empty", "messages")
+    system = [text] if body.system and (text := text_of(body.system, "system")) else []
+    turns = _turns(body.messages, system, template is None or template.takes_late_system)
+    if turns and turns[-1].role == "assistant" and not turns[-1].calls and not "".join(turns[-1].texts).strip():
+        turns.pop()  # it says nothing that could be continued
+    if not turns:
+        raise InvalidRequest("messages: one of them must be the user's", "messages")
+    if turns[-1].calls:
+        raise InvalidRequest("messages: the last one calls tools, so their results must follow", "messages")
+    if system and template is not None and not template.takes_system:
+        first = turns[0] if turns[0].role == "user" else _Turn("user")
+        first.texts[:0] = system
+        turns = turns if first is turns[0] else [first, *turns]
+    elif system:
+        turns.insert(0, _Turn("system", system))
+    return [turn.message() for turn in turns]
+
+
+def continues(messages: Sequence[Message]) -> bool:
+    """True if the last message is the beginning of the answer."""
+    return messages[-1].role == "assistant"
+
+
+def text_of(content: str | Sequence[Any], param: str) -> str:
+    """
+    Raises:
+        InvalidRequest: a block is none of text.
+    """
+    if isinstance(content, str):
+        return content
+    texts = [_text(block, f"{param}[{i}]") for i, block in enumerate(content)]
+    return "\n".join(text for text in texts if not text.startswith(BILLING))
+
+
+def _turns(said: Sequence[MessageParam], system: list[str], takes_late_system: bool) -> list[_Turn]:
+    """`system`: gets what is of the system before the first turn."""
+    turns: list[_Turn] = []
+    for i, message in enumerate(said):
+        where = f"messages[{i}].content"
+        if message.role == "system":
+            text = text_of(message.content, where)
+            if not turns:
+                system.append(text)
+                continue
+            new = [_Turn("system" if takes_late_system else "user", [text])]
+        else:
+            new = list(_turns_of(message, where))
+        for turn in new:
+            if turns and turns[-1].role == turn.role != "tool":
+                turns[-1].join(turn)
+            else:
+                turns.append(turn)
+    return turns
+
+
+def _turns_of(message: MessageParam, where: str) -> Iterator[_Turn]:
+    """One for each block."""
+    if isinstance(message.content, str):
+        yield _Turn(message.role, [message.content])
+        return
+    for i, block in enumerate(message.content):
+        param = f"{where}[{i}]"
+        match message.role, block.get("type"):
+            case "assistant", "tool_use":
+                yield _Turn(message.role, calls=[_call(block, param)])
+            case "assistant", "thinking":
+                yield _Turn(message.role, thoughts=[_string(block, "thinking", param)])
+            case "assistant", "redacted_thinking":
+                pass
+            case "user", "tool_result":
+                yield _Turn("tool", [_result(block, param)], answers=_string(block, "tool_use_id", param))
+            case _:
+                yield _Turn(message.role, [_text(block, param)])
+
+
+def _call(block: Mapping[str, Any], param: str) -> Mapping[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{param}.input must be an object", f"{param}.input")
+    function = {"name": _string(block, "name", param), "arguments": arguments}
+    return {"id": _string(block, "id", param), "type": "function", "function": function}
+
+
+def _result(block: Mapping[str, Any], param: str) -> str:
+    """Templates have no word for an error, so its text says that it is one."""
+    content, param = block.get("content") or "", f"{param}.content"
+    if not isinstance(content, str | list):
+        raise InvalidRequest(f"{param} must be a string or a list of text blocks", param)
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{param}[{i}]") for i, part in enumerate(content))
+    return f"Error: {content}" if block.get("is_error") is True else content
+
+
+def _part(block: Any, param: str) -> str:
+    """A block of a result; that of a search for tools has the names of what it has found."""
+    found = isinstance(block, Mapping) and block.get("type") == "tool_reference"
+    return _string(block, "tool_name", param) if found else _text(block, param)
+
+
+def _text(block: Any, param: str) -> str:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind != "text":
+        raise InvalidRequest(f"{param}.type: {kind!r} is not supported here", f"{param}.type")
+    return _string(block, "text", param)
+
+
+def _string(block: Mapping[str, Any], name: str, param: str) -> str:
+    if not isinstance(text := block.get(name), str):
+        raise InvalidRequest(f"{param}.{name} must be a string", f"{param}.{name}")
+    return text
