@@ -23,7 +23,10 @@ MANY = 20_000  # values
 MOST_BESIDE = 2**20  # bytes of a large body besides its prompt: a schema or grammar may be long
 TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
 # What a helper imports before its first body.
-MODULES = ("services.gateway.http.large", "services.gateway.http.messages", "services.gateway.grpc.large_messages")
+MODULES = (
+    "services.gateway.http.large", "services.gateway.http.messages", "services.gateway.http.responses",
+    "services.gateway.grpc.large_messages",
+)  # fmt: skip
 LIMITS = Bounds(cpu_s=6.0, wall_s=20.0, memory_bytes=2**30)
 # Of bodies that are in the helper or wait for it.
 MOST_WAITING_BYTES = 256 * 2**20

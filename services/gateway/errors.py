@@ -9,6 +9,7 @@
     BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
     UnsupportedEncoding 415   invalid_request_error     INVALID_ARGUMENT
     Poison             422    invalid_request_error     FAILED_PRECONDITION
+    NotUpgraded        426    invalid_request_error     UNIMPLEMENTED
     Overloaded         429    overloaded_error          RESOURCE_EXHAUSTED
     RateLimited        429    rate_limit_error          RESOURCE_EXHAUSTED
     Internal           500    internal_error            INTERNAL
@@ -96,6 +97,11 @@ class Poison(GatewayError):
     def __init__(self, incarnations: Collection[str]) -> None:
         died = ", ".join(incarnations)
         super().__init__(f"two workers have crashed while they computed this request: {died}", code="poison")
+
+
+class NotUpgraded(GatewayError):
+    status, type, grpc = 426, "invalid_request_error", StatusCode.UNIMPLEMENTED
+    headers = MappingProxyType({"upgrade": "HTTP/1.1"})
 
 
 class Overloaded(GatewayError):

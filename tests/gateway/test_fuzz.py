@@ -26,12 +26,32 @@ FIELDS = (
     "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "stop", "seed",
     "user", "temperature", "top_p", "top_k", "logprobs", "logit_bias", "cache_salt", "priority", "service_tier",
     "echo", "tools", "input", "instructions", "text", "reasoning", "metadata", "include", "tool_choice",
-    "max_output_tokens",
+    "max_output_tokens", "parallel_tool_calls", "truncation",
 )  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
+)
+TYPES = (
+    "function", "custom", "namespace", "web_search", "mcp", "allowed_tools", "grammar", "message", "reasoning",
+    "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "item_reference",
+)  # fmt: skip
+# Tools and items of responses, with fields that they have and some that are wrong.
+KEYS = ("name", "namespace", "tools", "format", "parameters", "description", "strict", "mode", "call_id", "arguments",
+        "input", "output", "role", "content", "id")  # fmt: skip
+TYPED = st.recursive(
+    st.fixed_dictionaries({"type": st.sampled_from(TYPES), "name": st.sampled_from(("a", "b"))}),
+    lambda inner: st.builds(
+        lambda one, more: {**one, **more},
+        inner,
+        st.dictionaries(st.sampled_from(KEYS), VALUES | st.lists(inner, max_size=2)),
+    ),
+    max_leaves=4,
+)
+RESPONSES = st.fixed_dictionaries(
+    {"model": st.just(MODEL), "input": st.just("x") | st.lists(TYPED, max_size=3), "max_output_tokens": st.just(2)},
+    optional={"tools": st.lists(TYPED, max_size=3), "tool_choice": TYPED | VALUES, "stream": st.booleans()},
 )
 BODIES = st.one_of(
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(
@@ -119,6 +139,16 @@ async def test_bodies_of_anthropics_messages(gateway: Gateway, http: httpx.Async
             reduce_messages(body, gateway.llm.bounds, gateway.llm.model.chat_template)
     assert [body for status, body in seen if status >= 500] == []
     assert {status for status, _ in seen} >= {200, 400}
+    await eventually(lambda: gateway.llm.readiness()[0])
+
+
+async def test_tools_and_items_of_responses(gateway: Gateway, http: httpx.AsyncClient) -> None:
+    seen: list[tuple[int, Any]] = []
+    for body in collected(RESPONSES, 120):
+        answer = await http.post("/v1/responses", json=body, headers={"x-request-timeout-ms": "30000"})
+        seen.append((answer.status_code, body))
+    assert [body for status, body in seen if status not in (200, 400)] == []
+    assert {status for status, _ in seen} == {200, 400}
     await eventually(lambda: gateway.llm.readiness()[0])
 
 

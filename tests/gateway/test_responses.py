@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from grpc import StatusCode
 from openai import AsyncOpenAI
 
 from services.gateway import Gateway
@@ -56,6 +57,34 @@ async def test_a_stream_ends_with_the_items_that_it_began(client: AsyncOpenAI) -
     assert whole["output"][0]["content"][0]["text"] == TEXT
 
 
+async def test_a_stream_begins_before_its_prompt_is_computed(client: AsyncOpenAI, peers: Peers) -> None:
+    peers.prefill.hold.clear()
+    stream = aiter(await client.responses.create(**ASKED, stream=True))
+    assert [(await anext(stream)).type for _ in range(2)] == ["response.created", "response.in_progress"]
+    peers.prefill.hold.set()
+    events = [event async for event in stream]
+    assert events[0].sequence_number == 2
+    assert events[-1].type == "response.completed"
+
+
+async def test_a_refusal_has_a_status_though_a_stream_was_asked_for(http: httpx.AsyncClient, peers: Peers) -> None:
+    peers.prefill.refuse = peers.decode.refuse = StatusCode.INVALID_ARGUMENT
+    answer = await http.post("/v1/responses", json={"model": MODEL, "input": "x", "stream": True})
+    assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")
+
+
+async def test_a_websocket_is_refused_at_once(http: httpx.AsyncClient) -> None:
+    wanted = {
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "eA==",
+    }
+    answer = await http.get("/v1/responses", headers=wanted)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (426, "invalid_request_error")
+    assert (await http.get("/v1/responses")).status_code == 405
+
+
 async def test_an_answer_that_is_cut_off_is_incomplete(client: AsyncOpenAI) -> None:
     found = await client.responses.create(**ASKED, max_output_tokens=2)
     assert found.status == "incomplete"
@@ -95,7 +124,7 @@ async def test_a_large_body_is_read_as_a_small_one(http: httpx.AsyncClient, peer
         ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),

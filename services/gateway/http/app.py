@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from services.gateway.errors import GatewayError, Internal, InvalidRequest, unexpected
+from services.gateway.errors import GatewayError, Internal, InvalidRequest, NotUpgraded, unexpected
 from services.gateway.http import large
 from services.gateway.http.adapters import load_adapter, unload_adapter
 from services.gateway.http.chat import read_chat
@@ -23,7 +23,7 @@ from services.gateway.http.exchange import request_id_of
 from services.gateway.http.messages import Anthropic, count_tokens, read_messages_body, reduce_messages
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
-from services.gateway.http.responses import read_response
+from services.gateway.http.responses import read_response, reduce_response
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
@@ -49,7 +49,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     generating = (
         ("/v1/chat/completions", read_chat, large.chat),
         ("/v1/completions", read_completion, large.completion),
-        ("/v1/responses", read_response, large.response),
+        ("/v1/responses", read_response, reduce_response),
     )
     for path, read, reduce in generating:
         endpoint = GenerateEndpoint(llm, read, reduce, wall)
@@ -57,6 +57,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
     anthropic = Anthropic(wall)
     _add_messages(app, llm, wall, cors, anthropic)
+    _refuse_upgrade(app)
     for path, respond, reduce in (
         ("/tokenize", tokenize, large.tokenize),
         ("/detokenize", detokenize, large.detokenize),
@@ -83,6 +84,15 @@ def _add_messages(
     for path, endpoint in ((MESSAGES, create), (f"{MESSAGES}/count_tokens", count)):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
+
+
+def _refuse_upgrade(app: FastAPI) -> None:
+    @app.get("/v1/responses", include_in_schema=False)
+    async def upgrade(request: Request) -> None:
+        """Agents try a WebSocket first, and POST where there is none."""
+        if request.headers.get("upgrade", "").lower() == "websocket":
+            raise NotUpgraded("there is no WebSocket here: POST /v1/responses, with stream for events")
+        raise HTTPException(405, headers={"allow": "POST"})
 
 
 def cors_of(settings: GatewaySettings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -37,12 +37,14 @@ from services.gateway.generation import (
 )
 from services.gateway.http.dialect import OPENAI, Dialect
 from services.gateway.http.exchange import ClientLeft, Exchange, check_left
-from services.gateway.http.format import CheckTurn, Framing, ParsedBody, joined
+from services.gateway.http.format import CheckTurn, Framing, ParsedBody
 from services.gateway.http.schema import GenerationBody
 from services.gateway.llm import LLM
 
 log = structlog.get_logger(__name__)
 ADMIN_BYTES = 64 * 1024
+# What is refused within this, has a status of its own.
+OPENING_S = 0.1
 
 
 class Endpoint(ABC):
@@ -187,9 +189,12 @@ class GenerateEndpoint(Endpoint):
     async def _write(self, exchange: Exchange, found: ParsedBody, answer: Answer) -> None:
         envelope = found.framing(answer, int(self._wall()))
         async with aclosing(answer.deltas()) as deltas:
-            first = await anext(deltas)
+            begin = envelope.begin() if answer.request.streamed else b""
+            async with self._opened_early(exchange, envelope, answer, begin):
+                first = await anext(deltas)
             if answer.request.streamed:
-                await exchange.open(answer.path_headers(), envelope.failure)
+                if not exchange.started:
+                    await self._open(exchange, envelope, answer, begin)
                 await self._write_event(exchange, envelope, first)
                 answer.write_at_once(partial(self._write_at_once, exchange, envelope))
                 async for delta in deltas:
@@ -197,8 +202,34 @@ class GenerateEndpoint(Endpoint):
             else:
                 await self._write_whole(exchange, envelope, answer, first, deltas)
         if answer.request.streamed:
-            exchange.hold(envelope.last())
+            exchange.hold(await envelope.last())
             await exchange.close()
+
+    @asynccontextmanager
+    async def _opened_early(
+        self, exchange: Exchange, envelope: Framing, answer: Answer, begin: bytes
+    ) -> AsyncIterator[None]:
+        """A stream that has something to say before its first token says it, if that takes longer than OPENING_S."""
+
+        async def open_early() -> None:
+            await asyncio.sleep(OPENING_S)
+            await self._open(exchange, envelope, answer, begin)
+
+        if not begin:
+            yield
+            return
+        opening = asyncio.create_task(open_early())
+        try:
+            yield
+        finally:
+            if not exchange.started:
+                opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+
+    async def _open(self, exchange: Exchange, envelope: Framing, answer: Answer, begin: bytes) -> None:
+        await exchange.open(answer.path_headers(), envelope.failure)
+        if begin:
+            await exchange.event(begin)
 
     async def _write_event(self, exchange: Exchange, envelope: Framing, delta: Delta) -> None:
         """The last one waits for the end of the stream, which comes at once."""
@@ -219,10 +250,10 @@ class GenerateEndpoint(Endpoint):
         choices[first.choice].append(first)
         async for delta in deltas:
             choices[delta.choice].append(delta)
-        whole = [joined(parts) for parts in choices]
+        whole = envelope.gathered(choices)
         for delta in whole:
             await envelope.prepare(delta)
-        await exchange.json(200, envelope.whole(whole), answer.path_headers())
+        await exchange.json(200, await envelope.whole(whole), answer.path_headers())
 
 
 class _Asked:

@@ -55,6 +55,10 @@ class Format(Protocol):
 class Framing(Protocol):
     """An endpoint's words for an answer: the events of its stream, or all of it. One object serves one answer."""
 
+    def begin(self) -> bytes:
+        """What a stream says before its answer has begun."""
+        return b""
+
     async def prepare(self, delta: Delta) -> None:
         """Make what is too long for one turn of the loop, before `chunk` or `whole` says it."""
         return  # nothing is
@@ -65,11 +69,15 @@ class Framing(Protocol):
 
     def chunk(self, delta: Delta) -> bytes: ...
 
-    def last(self) -> bytes: ...
+    async def last(self) -> bytes: ...
 
     def failure(self, error: GatewayError) -> bytes: ...
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]: ...
+    def gathered(self, choices: Sequence[Sequence[Delta]]) -> Sequence[Delta]:
+        """All deltas of each choice, as `whole` wants them."""
+        return [joined(deltas) for deltas in choices]
+
+    async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,7 @@ class Envelope(Framing):
         self._num_ended += 1
         return self._num_ended == self._answer.request.num_choices
 
-    def last(self) -> bytes:
+    async def last(self) -> bytes:
         """What stands before the end of a stream."""
         return self._event([], {"usage": usage(self._answer)}) if self.with_usage else b""
 
@@ -183,7 +191,7 @@ class Envelope(Framing):
         self._begin = self._begin or b"data: " + orjson.dumps(self._framed(self._form.chunk))[:-1] + b',"choices":'
         return self._begin + orjson.dumps(choices) + end + b"\n\n"
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         kept = self._best(deltas) if self._n < self._answer.request.n else deltas
         made = [self._made.get(id(delta), NONE_MADE) for delta in kept]
         choices = [self._numbered(delta, self._form.choice(delta, m), m) for delta, m in zip(kept, made, strict=True)]

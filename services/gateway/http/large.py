@@ -6,11 +6,9 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeVar
 
-from pydantic_core import to_json
-
 from services.gateway.bodies import Incoming, PromptBounds, rendered, small
 from services.gateway.generation import check_prompt, truncated
-from services.gateway.http import responses, schema
+from services.gateway.http import schema
 from services.gateway.http.chat import read_messages, template_options
 from services.gateway.http.completions import prompts_of
 from services.gateway.text import ChatTemplate
@@ -42,18 +40,6 @@ def chat(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> In
     text = rendered(read_messages(found.messages), template_options(found, use), template, bounds)
     found.messages = []
     return Incoming(_fields(found, "messages"), [text])
-
-
-def response(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:
-    """
-    Raises:
-        InvalidRequest
-    """
-    found = responses.read_body(body)
-    asked = schema.validated(schema.ChatBody, to_json(responses.chat_of(found)))
-    text = rendered(read_messages(asked.messages), template_options(asked, None), template, bounds)
-    found.input = ""
-    return Incoming(small(to_json(found.model_dump(exclude_unset=True)), "input"), [text])
 
 
 def tokenize(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:

@@ -11,11 +11,12 @@ from services.gateway.tools.call import Call, CallPart, CallReader, Schemas, joi
 from services.gateway.tools.formats import FORMATS, detect_format
 from services.gateway.tools.plan import ReadingPlan, plan_reading
 from services.gateway.tools.reader import AnswerReader, Reading
-from services.gateway.tools.request import ToolUse, read_call, read_tools
+from services.gateway.tools.request import MAX_TOOLS, ToolUse, read_call, read_tools
 from services.gateway.tools.thinking import TAGS, Tags, Thinking, detect_tags
 
 __all__ = [
     "FORMATS",
+    "MAX_TOOLS",
     "TAGS",
     "AnswerReader",
     "Call",

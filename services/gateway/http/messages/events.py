@@ -81,7 +81,7 @@ class MessageFrame(Framing):
     def ends_with(self, delta: Delta) -> bool:
         return bool(delta.finish_reason)
 
-    def last(self) -> bytes:
+    async def last(self) -> bytes:
         """Nothing: the last delta has said all."""
         return b""
 
@@ -89,7 +89,7 @@ class MessageFrame(Framing):
         said = error_body(error, self._answer.request.request_id, status_of(error))
         return b"event: error\ndata: %b\n\n" % orjson.dumps(said)
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         (delta,) = deltas
         content: list[dict[str, Any]] = []
         if delta.reasoning:

@@ -1,4 +1,10 @@
-"""A body of Responses as the body of a chat: items become messages, other fields get the names that a chat has."""
+"""A body of Responses as the body of a chat: items become messages, other fields get the names that a chat has.
+
+messages of one role in a row     one message: templates may want roles to alternate
+reasoning                         thoughts of the assistant's message behind it
+..._call                          calls of the assistant's message
+..._call_output                   a message of role tool
+"""
 
 from __future__ import annotations
 
@@ -7,17 +13,21 @@ from typing import Any
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.responses.schema import ResponseBody
+from services.gateway.http.responses.tools import Toolbox, chat_name
 from services.gateway.http.schema import ChatBody, sampling_fields
+from services.gateway.tools import parsed
 
 ROLES = ("user", "assistant", "system", "developer")
 # Each kind of part with text, and the field it has it in.
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+THOUGHTS = {"reasoning_text": "text", "summary_text": "text"}
+KINDS = "message, reasoning, function_call, custom_tool_call, and their outputs"
 # Fields that are called the same in a chat. The same goes for sampling parameters beyond OpenAI's.
-SAME = ("model", "stream", "temperature", "top_p", "service_tier", "user")
+SAME = ("model", "stream", "temperature", "top_p", "service_tier", "user", "parallel_tool_calls")
 BEYOND = frozenset({"priority", "cache_salt"})
 
 
-def chat_of(body: ResponseBody) -> dict[str, Any]:
+def chat_of(body: ResponseBody, box: Toolbox) -> dict[str, Any]:
     """
     Raises:
         InvalidRequest
@@ -29,40 +39,95 @@ def chat_of(body: ResponseBody) -> dict[str, Any]:
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
     chat["response_format"] = _response_format(body.text.format) if body.text and body.text.format else None
+    chat["tools"], chat["tool_choice"] = box.functions or None, box.choice
     return {name: value for name, value in chat.items() if value is not None}
 
 
+class _Messages:
+    """A chat's, as items are added."""
+
+    def __init__(self) -> None:
+        self.made: list[dict[str, Any]] = []
+        self._thoughts = ""
+
+    def say(self, role: str, text: str) -> None:
+        role = "system" if role == "developer" else role
+        message = self._last(role)
+        message["content"] = f"{message['content']}\n{text}" if message.get("content") else text
+
+    def think(self, text: str) -> None:
+        self._thoughts = text
+
+    def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
+        function = {"name": name, "arguments": arguments}
+        calls = self._last("assistant").setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def answer(self, call_id: str, text: str) -> None:
+        self.made.append({"role": "tool", "content": text, "tool_call_id": call_id})
+        self._thoughts = ""
+
+    def _last(self, role: str) -> dict[str, Any]:
+        """The message that more of this role belongs to."""
+        goes_on = self.made and self.made[-1]["role"] == role and not (role == "assistant" and self._thoughts)
+        if not goes_on:
+            self.made.append({"role": role})
+        if role == "assistant" and self._thoughts:
+            self.made[-1]["reasoning_content"] = self._thoughts
+        self._thoughts = ""
+        return self.made[-1]
+
+
 def _messages(body: ResponseBody) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+    messages = _Messages()
     if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
+        messages.say("system", body.instructions)
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        messages.say("user", body.input)
+        return messages.made
     if not isinstance(body.input, list) or not body.input:
         raise InvalidRequest("input must be a string or a list of items, and not empty", "input")
-    thoughts = ""
     for i, item in enumerate(body.input):
         where = f"input[{i}]"
         if not isinstance(item, Mapping):
             raise InvalidRequest(f"{where} must be an object", where)
-        if item.get("type") == "reasoning":
-            thoughts = _text(item.get("content") or [], f"{where}.content", {"reasoning_text": "text"})
-            continue
-        message = _message(item, where)
-        if message["role"] == "assistant" and thoughts:
-            message["reasoning_content"] = thoughts
-        thoughts = ""
-        messages.append(message)
-    return messages
+        _add(messages, item, where)
+    return messages.made
 
 
-def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if (kind := item.get("type", "message")) != "message":
-        raise InvalidRequest(f"{where}.type: only message and reasoning are supported, got {kind!r}", f"{where}.type")
-    if (role := item.get("role")) not in ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{where}.role")
-    content = item.get("content")
-    return {"role": role, "content": _text(content, f"{where}.content", PARTS)}
+def _add(messages: _Messages, item: Mapping[str, Any], where: str) -> None:
+    match item.get("type", "message"):
+        case "message":
+            if (role := item.get("role")) not in ROLES:
+                raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{where}.role")
+            messages.say(role, _text(item.get("content"), f"{where}.content", PARTS))
+        case "reasoning":
+            messages.think(_text(item.get("content") or [], f"{where}.content", THOUGHTS))
+        case "function_call":
+            arguments = _string(item, "arguments", where)
+            found = parsed(arguments or "{}")  # of a call that a model has written wrongly, it sees what it wrote
+            messages.call(*_called(item, where), found if isinstance(found, dict) else {"INVALID_JSON": arguments})
+        case "custom_tool_call":
+            messages.call(*_called(item, where), {"input": _string(item, "input", where)})
+        case "function_call_output" | "custom_tool_call_output":
+            said = _text(item.get("output"), f"{where}.output", PARTS)
+            messages.answer(_string(item, "call_id", where), said)
+        case kind:
+            raise InvalidRequest(f"{where}.type: only {KINDS} are supported, got {kind!r}", f"{where}.type")
+
+
+def _called(item: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """The call's id, and what a chat calls the tool."""
+    namespace = item.get("namespace")
+    if namespace is not None and not isinstance(namespace, str):
+        raise InvalidRequest(f"{where}.namespace must be a string", f"{where}.namespace")
+    return _string(item, "call_id", where), chat_name(_string(item, "name", where), namespace)
+
+
+def _string(item: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(text := item.get(name), str):
+        raise InvalidRequest(f"{where}.{name} must be a string", f"{where}.{name}")
+    return text
 
 
 def _text(content: Any, where: str, parts: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """The items of a response, and the events of its stream.
 
-    created, in_progress
-    for each item    output_item.added, content_part.added, delta ..., done, content_part.done, output_item.done
+    created, in_progress                                      at once, before the prompt is computed
+    for each item    output_item.added, what it says, output_item.done
     completed | incomplete | error, failed
 
 Every event has the next sequence number. An item keeps its id and place from `added` to `completed`.
@@ -9,7 +9,7 @@ Every event has the next sequence number. An item keeps its id and place from `a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -17,104 +17,139 @@ import orjson
 from services.gateway.errors import GatewayError
 from services.gateway.generation import Answer, Delta
 from services.gateway.http.format import Framing, ParsedBody, usage
-from services.gateway.http.responses.items import Item, Message, Thoughts
+from services.gateway.http.responses.items import Item, Message, Said, TextItem, Thoughts, ToolCall, item_of_call
+from services.gateway.http.responses.tools import Tool
+from services.gateway.tools import CallPart
 from tandem.v1 import llm_pb2
 
 
 class ResponseEvents(Framing):
     """One response: its events, or all of it at once."""
 
-    def __init__(self, unique: str, echo: Mapping[str, Any], found: ParsedBody, answer: Answer, created: int) -> None:
-        self._answer, self._unique = answer, unique
-        frame = {"id": f"resp_{unique}", "object": "response", "created_at": created}
+    def __init__(
+        self, new_id: Callable[[], str], echo: Mapping[str, Any], tools: Mapping[str, Tool],
+        found: ParsedBody, answer: Answer, created: int,
+    ) -> None:  # fmt: skip
+        """`tools` that may be called, by the names that a chat gives them."""
+        self._new_id, self._unique = new_id, new_id()
+        self._answer, self._tools, self._reading = answer, tools, found.reading
+        frame = {"id": f"resp_{self._unique}", "object": "response", "created_at": created}
         self._frame = {**frame, "model": answer.request.model.name, **echo}
         self._items: list[Item] = []
+        self._is_open = False  # the last item grows
         self._number = 0
         self._is_cut = False
 
+    def begin(self) -> bytes:
+        if self._number:
+            return b""
+        found = self._response("in_progress")
+        return b"".join(self._event(name, {"response": found}) for name in ("created", "in_progress"))
+
     def shows(self, delta: Delta) -> bool:
-        return delta.says_something
+        return delta.says_something or bool(delta.calls)
 
     def ends_with(self, delta: Delta) -> bool:
         return bool(delta.finish_reason)
 
     def chunk(self, delta: Delta) -> bytes:
         """The events that a delta makes."""
-        said = self._begin() if not self._number else b""
-        for kind, text in ((Thoughts, delta.reasoning), (Message, delta.text)):
-            if text:
-                said += self._grow(kind, text)
+        said = self.begin()
+        if delta.reasoning:
+            said += self._grow(Thoughts, delta.reasoning)
+        going = [part for part in delta.call_parts if part.index == self._open_call]  # text ends it
+        said += b"".join(map(self._call, going))
+        if delta.text:
+            said += self._grow(Message, delta.text)
+        said += b"".join(self._call(part) for part in delta.call_parts if part not in going)
+        if any(call.index == self._open_call for call in delta.calls):
+            said += self._done("completed")
         if delta.finish_reason:
-            said += self._end_item(delta)
+            said += self._end(delta)
         return said
 
-    def last(self) -> bytes:
+    async def last(self) -> bytes:
         """Says that the response is whole, or was cut off."""
         found = self._response("incomplete" if self._is_cut else "completed")
-        return self._event(f"response.{found['status']}", {"response": found})
+        return self._event(found["status"], {"response": found})
 
     def failure(self, error: GatewayError) -> bytes:
         """A stream's end where the answer failed."""
         said = {"code": error.code or error.type, "message": error.message, "param": error.param}
         why = {"code": "rate_limit_exceeded" if error.status == 429 else "server_error", "message": error.message}
         found = {**self._response("failed"), "error": why}
-        return self._event("error", said) + self._event("response.failed", {"response": found})
+        return self._event("error", said, "") + self._event("failed", {"response": found})
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        for delta in deltas:  # of one choice, that are one
+    def gathered(self, choices: Sequence[Sequence[Delta]]) -> Sequence[Delta]:
+        """All deltas in their order: whole, an answer has the items that its stream has."""
+        return [delta for choice in choices for delta in choice]
+
+    async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        for delta in deltas:
             self.chunk(delta)
         return self._response("incomplete" if self._is_cut else "completed")
 
-    def _begin(self) -> bytes:
-        found = self._response("in_progress")
-        return b"".join(self._event(f"response.{name}", {"response": found}) for name in ("created", "in_progress"))
+    @property
+    def _open_call(self) -> int | None:
+        """The number of the call that grows."""
+        item = self._items[-1] if self._is_open else None
+        return item.index if isinstance(item, ToolCall) else None
 
-    def _grow(self, kind: type[Item], text: str) -> bytes:
+    def _grow(self, kind: type[TextItem], text: str) -> bytes:
         said = b""
-        if not self._items or not isinstance(self._items[-1], kind):
-            said = self._done("completed") + self._added(kind)
-        item = self._items[-1]
-        item.texts.append(text)
-        return said + self._of_part(f"response.{kind.event}.delta", {"delta": text, **kind.beside})
+        if not self._is_open or not isinstance(self._items[-1], kind):
+            said = self._added(kind(f"{kind.prefix}_{self._unique}{len(self._items)}"))
+        return said + self._events(self._items[-1].grow(text))
 
-    def _end_item(self, delta: Delta) -> bytes:
+    def _call(self, part: CallPart) -> bytes:
+        said = b""
+        if part.index != self._open_call:
+            assert self._reading is not None  # or there were no call
+            name = f"{self._unique}{len(self._items)}"
+            call_id = self._reading.call_id(self._new_id())
+            said = self._added(item_of_call(self._tools.get(part.name), name, call_id, part.index, part.name))
+        return said + self._events(self._items[-1].grow(part.arguments))
+
+    def _end(self, delta: Delta) -> bytes:
         """An answer that says nothing is a message without text."""
         self._is_cut = delta.finish_reason == llm_pb2.FINISH_REASON_LENGTH
-        said = b"" if self._items else self._added(Message)
+        said = b"" if self._items else self._added(Message(f"msg_{self._unique}0"))
+        if self._is_cut and self._is_open and self._items[-1].runs_on:
+            return said
         return said + self._done("incomplete" if self._is_cut else "completed")
 
-    def _added(self, kind: type[Item]) -> bytes:
-        at = len(self._items)
-        self._items.append(item := kind(f"{kind.prefix}_{self._unique}{at}"))
-        added = self._event("response.output_item.added", {"output_index": at, "item": item.json(with_content=False)})
-        return added + self._of_part("response.content_part.added", {"part": item.part("")})
+    def _added(self, item: Item) -> bytes:
+        said = self._done("completed")
+        self._items.append(item)
+        self._is_open = True
+        added = self._event("output_item.added", {"output_index": len(self._items) - 1, "item": item.empty()})
+        return said + added + self._events(item.begin())
 
     def _done(self, status: str) -> bytes:
-        if not self._items:
+        if not self._is_open:
             return b""
         item = self._items[-1]
         item.status = status
-        text = "".join(item.texts)
-        done = self._of_part(f"response.{item.event}.done", {"text": text, **item.beside})
-        done += self._of_part("response.content_part.done", {"part": item.part(text)})
-        place = len(self._items) - 1
-        return done + self._event("response.output_item.done", {"output_index": place, "item": item.json()})
+        said = self._events(item.end())
+        self._is_open = False
+        return said + self._event("output_item.done", {"output_index": len(self._items) - 1, "item": item.json()})
 
-    def _of_part(self, kind: str, said: Mapping[str, Any]) -> bytes:
-        """An event of the last item's only part."""
-        place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1, "content_index": 0}
-        return self._event(kind, {**place, **said})
+    def _events(self, said: Iterable[Said]) -> bytes:
+        """Of the last item."""
+        place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
+        return b"".join(self._event(kind, {**place, **fields}) for kind, fields in said)
 
-    def _event(self, kind: str, said: Mapping[str, Any]) -> bytes:
-        event = orjson.dumps({"type": kind, "sequence_number": self._number, **said})
+    def _event(self, kind: str, said: Mapping[str, Any], prefix: str = "response.") -> bytes:
+        name = prefix + kind
+        event = orjson.dumps({"type": name, "sequence_number": self._number, **said})
         self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + event + b"\n\n"
+        return b"event: " + name.encode() + b"\ndata: " + event + b"\n\n"
 
     def _response(self, status: str) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         ended = status in ("completed", "incomplete")
         beside = {"status": status, "error": None, "incomplete_details": cut}
-        output = [item.json() for item in self._items]
+        output = [item.json() for item in self._items if not (item.runs_on and item.status == "in_progress")]
         return {**self._frame, **beside, "output": output, "usage": self._usage() if ended else None}
 
     def _usage(self) -> dict[str, Any]:

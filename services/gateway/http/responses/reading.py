@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,14 +11,18 @@ from typing import Any
 import orjson
 from pydantic_core import to_json
 
-from services.gateway.bodies import Incoming
+from services.gateway.bodies import Incoming, PromptBounds, rendered, small
 from services.gateway.errors import InvalidRequest
-from services.gateway.http.chat import read_chat
+from services.gateway.http.chat import read_chat, read_messages, template_options
 from services.gateway.http.format import TIERS_SERVED, CheckTurn, ParsedBody
 from services.gateway.http.responses.conversion import chat_of
 from services.gateway.http.responses.events import ResponseEvents
 from services.gateway.http.responses.schema import ResponseBody, read_body
+from services.gateway.http.responses.tools import Toolbox, read_toolbox
+from services.gateway.http.schema import ChatBody, validated
 from services.gateway.llm import LLM
+from services.gateway.text import ChatTemplate
+from services.gateway.tools import read_tools
 
 # A chat's fields, and what they are called here.
 NAMES = {
@@ -24,7 +30,9 @@ NAMES = {
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    "tools": "tools",
 }
+TEXT = {"type": "text"}
 
 
 async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
@@ -35,12 +43,36 @@ async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pars
     found = read_body(body.fields)
     if body.prompts is not None:
         found.input = "in the prompt"
+    box = read_toolbox(found.tools or (), found.tool_choice)
+    with own_names():
+        parsed = await read_chat(llm, Incoming(to_json(chat_of(found, box)), body.prompts), check_turn)
+    frame = partial(ResponseEvents, llm.new_id, _echo(found, box, parsed), box.tools)
+    return replace(parsed, param="input", envelope=frame)
+
+
+def reduce_response(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:
+    """In the helper process.
+
+    Raises:
+        InvalidRequest
+    """
+    found = read_body(body)
+    box = read_toolbox(found.tools or (), found.tool_choice)
+    with own_names():
+        asked = validated(ChatBody, to_json(chat_of(found, box)))
+        use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        text = rendered(read_messages(asked.messages), template_options(asked, use), template, bounds)
+    found.input = ""
+    return Incoming(small(to_json(found.model_dump(exclude_unset=True)), "input"), [text])
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Errors name a response's fields, not those of the chat that it was made into."""
     try:
-        parsed = await read_chat(llm, Incoming(to_json(chat_of(found)), body.prompts), check_turn)
+        yield
     except InvalidRequest as error:
         raise _renamed(error) from None
-    echo = _echo(found, parsed)
-    return replace(parsed, param="input", envelope=partial(ResponseEvents, llm.new_id(), echo))
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:
@@ -48,10 +80,10 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
     if first not in NAMES or error.param is None:
         return error
     message, param = (text.replace(first, NAMES[first], 1) for text in (error.message, error.param))
-    return InvalidRequest(message, param, error.code)
+    return InvalidRequest(message, param.replace(".function.", "."), error.code)
 
 
-def _echo(body: ResponseBody, parsed: ParsedBody) -> dict[str, Any]:
+def _echo(body: ResponseBody, box: Toolbox, parsed: ParsedBody) -> dict[str, Any]:
     """What a response repeats of its request, as it was served.
 
     Raises:
@@ -65,11 +97,20 @@ def _echo(body: ResponseBody, parsed: ParsedBody) -> dict[str, Any]:
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "safety_identifier": body.safety_identifier, "service_tier": TIERS_SERVED.get(tier, tier), "store": False,
         "temperature": parsed.sampling.temperature, "top_p": parsed.sampling.top_p, "top_logprobs": 0,
-        "text": {"format": (body.text and body.text.format) or {"type": "text"}, "verbosity": "medium"},
-        "tool_choice": body.tool_choice or "auto", "tools": [], "truncation": "disabled", "user": body.user,
+        "text": {"format": _json((body.text and body.text.format) or TEXT, "text.format"), "verbosity": "medium"},
+        "tool_choice": _json(body.tool_choice or "auto", "tool_choice"), "tools": _json(box.said, "tools"),
+        "truncation": body.truncation or "disabled", "user": body.user,
     }  # fmt: skip
-    try:
-        orjson.dumps(echo)
-    except TypeError as error:
-        raise InvalidRequest(f"text.format: {error}", "text.format") from None
     return echo
+
+
+def _json(value: Any, param: str) -> orjson.Fragment:
+    """Made once for all events that say it.
+
+    Raises:
+        InvalidRequest: there is a number in it that others could not read.
+    """
+    try:
+        return orjson.Fragment(orjson.dumps(value))
+    except TypeError as error:
+        raise InvalidRequest(f"{param}: {error}", param) from None

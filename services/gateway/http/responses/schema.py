@@ -64,11 +64,8 @@ def read_body(body: bytes) -> ResponseBody:
             raise _unsupported(name, "this server keeps no responses")
     if found.background:
         raise _unsupported("background", "this server keeps no responses")
-    if found.tools:
-        kind = found.tools[0].get("type") if isinstance(found.tools[0], dict) else None
-        raise _unsupported("tools", f"tools of type {kind!r} are not supported here")
-    if found.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice: there are no tools to choose from", "tool_choice")
+    if found.truncation not in (None, "auto", "disabled"):
+        raise InvalidRequest(f"truncation must be auto or disabled, got {found.truncation!r}", "truncation")
     if found.top_logprobs or LOGPROBS in (found.include or ()):
         raise _unsupported("top_logprobs" if found.top_logprobs else "include", "logprobs are not supported here")
     if found.text and found.text.verbosity not in (None, "medium"):
