@@ -64,7 +64,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 MESSAGE_FIELDS = (
     "messages", "system", "max_tokens", "thinking", "output_config", "output_format", "context_management", "tools",
     "tool_choice", "cache_control", "stop_sequences", "temperature", "top_p", "top_k", "seed", "stream", "metadata",
-    "service_tier", "mcp_servers", "container",
+    "service_tier", "mcp_servers", "container", "thread", "compaction",
 )  # fmt: skip
 NAMES = (
     "type", "text", "content", "role", "name", "id", "input", "tool_use_id", "is_error", "thinking", "signature",

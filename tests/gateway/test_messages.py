@@ -109,6 +109,8 @@ async def test_stop_reasons(http: httpx.AsyncClient) -> None:
             "invalid_request_error",
             "output_config.format.schema",
         ),
+        ({"thread": {"type": "create"}}, 400, "invalid_request_error", "thread"),
+        ({"compaction": {"type": "auto"}}, 400, "invalid_request_error", "compaction"),
         ({"context_management": []}, 400, "invalid_request_error", "context_management"),
         ({"max_tokens": 10**30}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": [{"role": "system", "content": "Be."}]}, 400, "invalid_request_error", "messages"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from services.gateway.errors import GatewayError, Overloaded
 from services.gateway.http.dialect import Dialect
+from services.gateway.http.messages.schema import NO_THREADS
 
 OVERLOADED = 529
 TYPES: Mapping[int, str] = {
@@ -60,4 +61,7 @@ def status_of(error: GatewayError) -> int:
 
 def error_body(error: GatewayError, request_id: str, status: int) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    said: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == NO_THREADS:
+        said["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
+    return {"type": "error", "error": said, "request_id": request_id}

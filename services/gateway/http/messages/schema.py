@@ -12,7 +12,9 @@ from pydantic import Field
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.schema import Body
 
-REFUSED = ("mcp_servers", "container")
+REFUSED = ("mcp_servers", "container", "compaction")
+# By its code clients learn to send the whole conversation each time.
+NO_THREADS = "thread_unsupported_request"
 
 
 class MessageParam(Body):
@@ -87,6 +89,8 @@ def check_extras(body: CountTokensBody) -> None:
         where = "thinking.budget_tokens"
         raise InvalidRequest(f"{where} goes with type enabled, and with no other", where)
     said = body.model_extra or {}
+    if said.get("thread"):
+        raise InvalidRequest("thread: no conversation is kept here, send all of its messages", "thread", NO_THREADS)
     for name in REFUSED:
         if said.get(name):
             raise InvalidRequest(f"{name}: not supported by this server", name, "unsupported_parameter")
