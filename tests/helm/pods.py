@@ -222,6 +222,8 @@ class Pod:
     def _environment(self, container: Object | None = None) -> dict[str, str]:
         found = {"PATH": os.environ["PATH"], "HOME": str(self.folder / "tmp"), "OMP_WAIT_POLICY": "PASSIVE"}
         found["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+        for source in (container or self.container).get("envFrom", ()):
+            found |= self.node.data("Secret", source["secretRef"]["name"])
         for variable in (container or self.container).get("env", ()):
             text = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], self._value(variable))
             text = self.ip if text in ANY_ADDRESS else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from tandem.commands.fetch import FetchSettings, fetch
 from tandem.local import RedisServer
 from tandem.registry import Registry
+from tests.checkpoints.hub_server import running_hub
 from tests.helm.chart import NAMESPACE, of_kind, render, rendered
 from tests.helm.pods import Node, Pod
 
@@ -66,6 +68,30 @@ def test_pods_end_within_their_grace(node: Node) -> None:
         pod = pod_of(node, component)
         hook, rest = pod.terminate()
         assert hook + rest < pod.grace_s
+
+
+def test_pods_fetch_a_model_by_its_name(demo_model: Path, tmp_path: Path) -> None:
+    """The gateway's without weights. Their caches cannot be written, as the root of their containers."""
+    files = {path.name: path.read_bytes() for path in demo_model.iterdir()}
+    with running_hub({"org/demo": files}) as hub, RedisServer.start() as redis:
+        digests = {name: sha256(data).hexdigest() for name, data in files.items()}
+        weights = {"kind": "download", "url": "hf://org/demo@v1", "secret": "hub", "files": digests}
+        values = {
+            "redis": {"url": redis.url}, "models": [{"id": "demo", "name": "demo", "weights": weights}],
+            "pools": [{"name": "decode", "role": "decode", "model": "demo", "settings": {"threads": 1}}],
+        }  # fmt: skip
+        said = {"HF_ENDPOINT": hub.url, "XDG_CACHE_HOME": "/proc/cache"}
+        secret = {"kind": "Secret", "metadata": {"name": "hub"}, "stringData": said}
+        node = Node(tmp_path, [*render(values), secret], 75)
+        try:
+            gateway = node.start(node.find("Deployment", "rel-gateway"))
+            assert hub.weights_asked() == []
+            decode = node.start(node.find("Deployment", "rel-decode"))
+            decode.wait_ready()
+        finally:
+            node.stop()
+        assert not (gateway.folder / "models" / "weights" / "model.safetensors").exists()
+        assert (decode.folder / "models" / "weights" / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
 async def test_two_releases_on_one_redis_know_nothing_of_each_other(demo_model: Path, tmp_path: Path) -> None:

@@ -112,6 +112,15 @@ def test_ports_that_meet_are_named(settings: dict[str, int], words: str) -> None
             {"models": [MODEL | {"weights": {"kind": "runtime_env", "path": "../target"}}], **SENT},
             "models.demo.weights.path: ../target is not within ray.runtime_env.working_dir",
         ),
+        (
+            {"models": [MODEL | {"weights": {"kind": "download", "url": "s3://bucket/model"}}]},
+            "download: url must be hf:",
+        ),
+        (
+            {"models": [MODEL | {"weights": {"kind": "download", "url": "org/it", "path": "it"}}]},
+            "download: url must be",
+        ),
+        ({"models": [MODEL | {"weights": {"url": "org/it"}}]}, "models.0.weights: baked: a path is needed"),
         ({"nodes": 3}, "nodes: Extra inputs are not permitted"),
     ],
 )

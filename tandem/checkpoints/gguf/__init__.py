@@ -5,6 +5,6 @@ model.gguf ── config.py ───> config.json, generation_config.json      
            ── folder.py ───> tensors.json, model.gguf (a link)         where each tensor lies, for the engine
 """
 
-from tandem.checkpoints.gguf.folder import TENSORS_FILE, WEIGHTS_FILE, ModelPath, as_folder, folder_of
+from tandem.checkpoints.gguf.folder import TENSORS_FILE, WEIGHTS_FILE, as_folder, folder_of
 
-__all__ = ["TENSORS_FILE", "WEIGHTS_FILE", "ModelPath", "as_folder", "folder_of"]
+__all__ = ["TENSORS_FILE", "WEIGHTS_FILE", "as_folder", "folder_of"]

@@ -13,9 +13,7 @@ import os
 import tempfile
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import AfterValidator
+from typing import Any
 
 from tandem.checkpoints.gguf.config import FREQUENCIES, config_of, generation_of
 from tandem.checkpoints.gguf.metadata import Metadata
@@ -36,8 +34,9 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
     """
     file = file.resolve()
     said = file.stat()
+    cache = _writable(cache or _cache())
     named = blake2b(f"{file}\0{said.st_size}\0{said.st_mtime_ns}".encode() + _VERSION, digest_size=8).hexdigest()
-    place = (cache or _cache()) / named / file.stem
+    place = cache / named / file.stem
     if not (place / TENSORS_FILE).is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as made:
@@ -48,11 +47,13 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
 
 
 def as_folder(path: Path) -> Path:
-    """A model's folder as it is; of a GGUF file the one that is made of it.
+    """A model's folder as it is; of a GGUF file, or a folder with one and nothing that serves, the one made of it.
 
     Raises:
         ValueError: the file cannot be read, or not be served.
     """
+    if path.is_dir() and not (path / "config.json").exists() and len(files := list(path.glob(f"*{SUFFIX}"))) == 1:
+        path = files[0]
     if path.suffix != SUFFIX or path.is_dir():
         return path
     try:
@@ -61,12 +62,17 @@ def as_folder(path: Path) -> Path:
         raise ValueError(str(error)) from None
 
 
-# Of settings: a Hugging Face folder, or a GGUF file, which is the folder made of it once the settings are read.
-ModelPath = Annotated[Path, AfterValidator(as_folder)]
-
-
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "gguf"
+
+
+def _writable(cache: Path) -> Path:
+    """In an image that nobody may write to, one of this process alone."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="tandem-gguf-"))
+    return cache if os.access(cache, os.W_OK) else Path(tempfile.mkdtemp(prefix="tandem-gguf-"))
 
 
 def _write(file: Path, folder: Path) -> None:

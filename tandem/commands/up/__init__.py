@@ -9,6 +9,7 @@ from tandem.commands.detached import with_ray_address
 from tandem.commands.running import up_in_background
 from tandem.commands.up.checks import check
 from tandem.commands.up.environment import for_services
+from tandem.commands.up.models import fetched
 from tandem.commands.up.run import up_here, up_on_ray
 from tandem.commands.up.settings import DEMO_MODEL, UpSettings
 from tandem.local import ServiceFailed
@@ -26,6 +27,8 @@ def main(arguments: list[str]) -> None:
         settings = settings.found()
         environment = for_services(os.environ)
         cluster = settings.cluster(environment)
+        if settings.file is not None and not settings.ray:
+            cluster = fetched(cluster)
         check(settings, cluster)
         if settings.detach and not settings.ray:
             up_in_background([one for one in given if one not in DETACH], settings.logs, settings.ready_timeout_s)

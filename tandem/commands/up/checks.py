@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tandem.api_keys import check_exposed
 from tandem.cluster import Cluster, Model, check_settings
+from tandem.commands.up.models import check_name
 from tandem.commands.up.settings import UpSettings
 from tandem.local import check_free
 
@@ -34,6 +35,9 @@ def _check_model(settings: UpSettings, cluster: Cluster, model: Model) -> None:
         if not brought.is_dir():
             return  # a zip, somewhere: the workers see what is in it
         folder = brought / folder
+    if model.weights.kind == "download":
+        check_name(model.weights)
+        return
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name}: {folder} is no Hugging Face folder: it has no config.json")
 

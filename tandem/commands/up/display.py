@@ -58,7 +58,7 @@ def note_of(settings: UpSettings, plan: ClusterPlan) -> dict[str, str]:
 def status(settings: UpSettings, plan: ClusterPlan, seconds: float, capacities: Mapping[str, str]) -> Panel:
     table = Table.grid(padding=(0, 2))
     for model in plan.cluster.models:
-        table.add_row("model", f"{model.name}  ({model.weights.path})")
+        table.add_row("model", f"{model.name}  ({model.weights.url or model.weights.path})")
         if model.name in capacities:
             table.add_row("at once", capacities[model.name])
     pools = (f"{pool.replicas} {pool.name}" for pool in plan.cluster.pools)

@@ -24,6 +24,11 @@ KV_MEMORY = {
 }  # fmt: skip
 
 
+def held_weights(weights: int, dtype: str, quantization: str) -> int:
+    """Memory of a checkpoint of so many bytes in a worker."""
+    return int(weights * {"float32": 2.0}.get(dtype, 1.0) * SHARES.get(quantization, 1.0))
+
+
 class UpSettings(ClusterSettings):
     """Start a Tandem cluster on this machine: Redis, a gateway, prefill and decode workers, each a process."""
 
@@ -157,7 +162,7 @@ class UpSettings(ClusterSettings):
 
     def needs(self, weights: int) -> list[MemoryNeed]:
         """Memory of the cluster's workers, each with weights of so many bytes in the checkpoint."""
-        held = int(weights * {"float32": 2.0}.get(self.dtype, 1.0) * SHARES[self.quantization])
+        held = held_weights(weights, self.dtype, self.quantization)
         kv = {"prefill": self.prefill_kv_memory, "decode": self.decode_kv_memory}
         needs = {role: MemoryNeed(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}
         return [needs["prefill"]] * self.prefill + [needs["decode"]] * self.decode

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +35,31 @@ def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None
     `keep_codes`: what a GGUF file holds in 8 bits or fewer stays so; else it is opened, a tensor at a time.
     """
     targets, sources = model.checkpoint_tensors(), find_weights(model, path)
-    kept = _load_codes(model, path) if keep_codes and (path / WEIGHTS_FILE).exists() else set()
-    plain = {
-        name: shard for name, shard in sources.items()
-        if name in targets and name not in kept and not _is_packed(model, name, sources)
-    }  # fmt: skip
-    total, done = sum(targets[name].nbytes for name in plain), 0
-    for name, shard in plain.items():
-        with _open(shard, model) as file:
-            targets[name].copy_(file.get_tensor(name))
-        done += targets[name].nbytes
+    wanted = {name: tensor.nbytes for name, tensor in targets.items() if _is_there(model, name, sources)}
+    total, done = sum(wanted.values()), 0
+
+    def note(*names: str) -> None:
+        nonlocal done
+        done += sum(wanted[name] for name in names)
         if on_progress is not None:
             on_progress("weights", done, total)
+
+    kept = _load_codes(model, path, note) if keep_codes and (path / WEIGHTS_FILE).exists() else set()
+    for name in wanted:
+        if name not in kept and not _is_packed(model, name, sources):
+            with _open(sources[name], model) as file:
+                targets[name].copy_(file.get_tensor(name))
+            note(name)
     if (form := model.config.quantized) is not None:
         for linear, names, sizes in model.fused():
             _load_packed(linear, names, sizes, form, sources)
+            weights = [f"{name}.weight" for name in names]
+            note(*(weight for weight in weights if _is_packed(model, weight, sources)))
 
 
-def _load_codes(model: Decoder, path: Path) -> set[str]:
-    """A GGUF file's quantized layers, embedding and head, as they are; returns the names of their weights."""
+def _load_codes(model: Decoder, path: Path, note: Callable[..., None]) -> set[str]:
+    """A GGUF file's quantized layers, embedding and head, as they are; returns the names of their weights, of which
+    `note` is told as they come."""
     kept: set[str] = set()
     with _open(path / WEIGHTS_FILE, model) as file:
         for linear, layers, _ in model.fused():
@@ -61,12 +67,14 @@ def _load_codes(model: Decoder, path: Path) -> set[str]:
             if all(map(file.is_quantized, names)):
                 linear.weight = joined([file.quantized(name) for name in names])
                 kept.update(names)
+                note(*names)
         head = "model.embed_tokens.weight" if model.lm_head is model.embed else "lm_head.weight"
         if file.is_quantized(head):
             tied = model.lm_head is model.embed
             model.lm_head = joined([file.quantized(head)])
             model.embed = model.lm_head if tied else model.embed
             kept.add(head)
+            note(head)
     return kept
 
 
@@ -108,6 +116,11 @@ def _as_packed(model: Decoder, needed: Shapes, sources: Mapping[str, Path]) -> t
             if linear.bias is None:
                 optional[f"{name}.bias"] = [outputs]
     return needed, optional
+
+
+def _is_there(model: Decoder, name: str, sources: Mapping[str, Path]) -> bool:
+    """False for what a checkpoint may leave out."""
+    return name in sources or _is_packed(model, name, sources)
 
 
 def _is_packed(model: Decoder, name: str, sources: Mapping[str, Path]) -> bool:

@@ -1,0 +1,16 @@
+"""A model as services' settings name it: a folder, a GGUF file, or a name, by which this machine fetches it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+
+from tandem.checkpoints.gguf import as_folder
+from tandem.checkpoints.hub import local_path
+
+ModelPath = Annotated[Path, BeforeValidator(local_path), AfterValidator(as_folder)]
+# Of who needs its words and template alone.
+TextPath = Annotated[Path, BeforeValidator(partial(local_path, weights=False)), AfterValidator(as_folder)]

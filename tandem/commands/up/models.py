@@ -1,0 +1,58 @@
+"""Models of a cluster.yaml that are fetched by name: on this machine before anything starts, on Ray by each node."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize, TypeAdapter
+
+from tandem.checkpoints import HUB, WHEELS, MemoryNeed, as_folder, find_model, machine_memory, misfit, wanted_files
+from tandem.cluster import Cluster, Model, ModelWeights
+from tandem.commands.up.settings import KV_MEMORY, held_weights
+
+DEFAULT_KV = KV_MEMORY["model", "prefill"]  # what a worker takes that is told nothing
+
+
+def fetched(cluster: Cluster) -> Cluster:
+    """The same cluster with each model where it lies now; a GGUF file as the folder made of it.
+
+    Raises:
+        ValueError: there is no such model, or its workers do not fit into this machine's memory.
+    """
+    return cluster.model_copy(update={"models": [_here(cluster, model) for model in cluster.models]})
+
+
+def check_name(weights: ModelWeights) -> None:
+    """Ask the hub for what the nodes will fetch.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served.
+    """
+    if weights.url not in WHEELS:
+        wanted_files(weights.url.removeprefix(HUB))
+
+
+def _here(cluster: Cluster, model: Model) -> Model:
+    weights = model.weights
+    if weights.kind == "download":
+        path = find_model(weights.url, partial(_misfit, cluster, model.id)).path
+    elif weights.kind == "baked":
+        path = weights.path
+    else:
+        return model
+    return model.model_copy(update={"weights": ModelWeights(path=as_folder(Path(path)))})
+
+
+def _misfit(cluster: Cluster, model_id: str, weights: int) -> str:
+    needs: list[MemoryNeed] = []
+    for pool in cluster.pools:
+        if pool.model == model_id:
+            needs += [_need(pool.settings, weights)] * pool.replicas
+    return misfit(needs, machine_memory())
+
+
+def _need(settings: dict[str, Any], weights: int) -> MemoryNeed:
+    held = held_weights(weights, str(settings.get("dtype", "auto")), str(settings.get("quantization", "none")))
+    return MemoryNeed(held, int(TypeAdapter(ByteSize).validate_python(settings.get("kv_memory", DEFAULT_KV))))
