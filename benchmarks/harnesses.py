@@ -3,8 +3,9 @@
 lm-eval    scores texts (echo with logprobs) and writes lines, over HTTP and with transformers itself: equal figures
 guidellm   streams at once, by continuous usage statistics: every request completed
 
-`python -m benchmarks.harnesses` installs both into an environment of their own, once, and prints a table. Their texts
-are the standard library's tests, which the demo model was not trained on.
+`python -m benchmarks.harnesses` installs both into an environment of their own, once, and prints a table. Tandem serves
+SmolLM2's GGUF file in float32, transformers the numbers in it as `gguf` opens them. The tasks: FACTS, which a model
+that talks knows, and prose of Python's manual.
 """
 
 from __future__ import annotations
@@ -13,22 +14,49 @@ import argparse
 import json
 import random
 import subprocess
-import sysconfig
 import tempfile
 import venv
 from collections.abc import Mapping
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
+from benchmarks.gguf_file import opened
 from benchmarks.models import OUT
 from benchmarks.peers import tandem
+from tandem.checkpoints import find_model
 
 ENVIRONMENT = OUT / "venv-harnesses"
 PACKAGES = ("lm-eval[api,hf]==0.4.13", "guidellm==0.8.1")
-DEMO = Path(__file__).parents[1] / "models" / "demo" / "target"
+MODEL = "smollm2"
 INSTALL_BOUND_S, RUN_BOUND_S = 1800.0, 1200.0
-FIGURES = {"scored": ("acc", "acc_norm"), "rolling": ("byte_perplexity", "bits_per_byte"), "written": ("exact_match",)}
+# The beginning, the end, and three others.
+FACTS = (
+    ("The capital of France is", "Paris", "Madrid", "Berlin", "Oslo"),
+    ("The opposite of hot is", "cold", "warm", "tall", "green"),
+    ("Water is made of hydrogen and", "oxygen", "iron", "carbon", "gold"),
+    ("The largest planet of the solar system is", "Jupiter", "Mars", "Venus", "Mercury"),
+    ("Two plus two is", "four", "seven", "nine", "ten"),
+    ("The author of Romeo and Juliet is William", "Shakespeare", "Gates", "Wallace", "Tell"),
+    ("A week has seven", "days", "months", "years", "hours"),
+    ("The color of fresh grass is", "green", "red", "purple", "orange"),
+    ("Bees make", "honey", "cheese", "bread", "wine"),
+    ("The sun rises in the", "east", "west", "north", "south"),
+    ("Ice is frozen", "water", "sand", "air", "oil"),
+    ("A triangle has three", "sides", "wheels", "wings", "colors"),
+)
+FIGURES = {
+    "facts": ("acc",), "scored": ("acc", "acc_norm"), "rolling": ("byte_perplexity", "bits_per_byte"),
+    "written": ("exact_match",),
+}  # fmt: skip
 TASKS: Mapping[str, Mapping[str, Any]] = {
+    "facts": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{before}}",
+        "doc_to_choice": "lines",
+        "doc_to_target": "right",
+        "target_delimiter": " ",
+    },
     "scored": {
         "output_type": "multiple_choice",
         "doc_to_text": "{{before}}",
@@ -54,13 +82,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_tasks(folder, arguments.documents)
-        options = ("--dtype=float32", f"--model-name={DEMO.name}", "--prefill=1", "--decode=1")
-        peer = tandem("tandem-float32", "Tandem, 1 prefill + 1 decode", *options)
-        with peer.running(DEMO) as client:
-            address = {"model": client.model, "base_url": f"{client.url}/v1/completions", "tokenizer": DEMO}
+        file = find_model(MODEL).path
+        truth = opened(file)
+        peer = tandem("tandem-float32", "Tandem, 1 prefill + 1 decode", "--dtype=float32", "--prefill=1", "--decode=1")
+        with peer.running(file) as client:
+            address = {"model": client.model, "base_url": f"{client.url}/v1/completions", "tokenizer": truth}
             over_http = evaluate(programs, folder, "local-completions", {**address, "num_concurrent": 4})
-            streamed = stream(programs, folder, client.url, client.model)
-        reference = evaluate(programs, folder, "hf", {"pretrained": DEMO, "dtype": "float32"})
+            streamed = stream(programs, folder, client.url, client.model, truth)
+        reference = evaluate(programs, folder, "hf", {"pretrained": truth, "dtype": "float32"})
     print("| harness | figure | Tandem over HTTP | transformers, in process |\n|---|---|---|---|")
     for name, value in over_http.items():
         print(f"| lm-eval | {name} | {value:.6g} | {reference[name]:.6g} |")
@@ -69,12 +98,30 @@ def main() -> None:
 
 
 def write_tasks(folder: Path, count: int) -> None:
-    """Tasks as lm-eval reads them, and their documents: lines of a file, and four that might be the next one."""
+    """Tasks as lm-eval reads them, and their documents."""
+    for name, task in TASKS.items():
+        data = folder / f"{name}.jsonl"
+        documents = facts() if name == "facts" else passages(count)
+        data.write_text("\n".join(map(json.dumps, documents)))
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        metrics = [{"metric": metric} for metric in FIGURES[name]]
+        # YAML reads JSON.
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **source, **task, "metric_list": metrics}))
+
+
+def facts() -> list[dict[str, Any]]:
+    rng, found = random.Random(0), []
+    for before, right, *others in FACTS:
+        at = rng.randrange(len(others) + 1)
+        found.append({"before": before, "right": at, "lines": [*others[:at], right, *others[at:]]})
+    return found
+
+
+def passages(count: int) -> list[dict[str, Any]]:
+    """Lines of the manual, and four that might be the next one."""
     rng = random.Random(0)
-    files = sorted((Path(sysconfig.get_path("stdlib")) / "test").glob("test_*.py"))
-    rng.shuffle(files)
     documents: list[dict[str, Any]] = []
-    for lines in ([line for line in file.read_text(errors="ignore").splitlines() if line.strip()] for file in files):
+    for lines in ([line for line in text.splitlines() if line.strip()] for _, text in sorted(topics.items())):
         if len(lines) < 64 or len(documents) == count:
             continue
         at = rng.randrange(16, len(lines) - 16)
@@ -88,13 +135,7 @@ def write_tasks(folder: Path, count: int) -> None:
                 "lines": [*others[:right], lines[at].strip(), *others[right:]],
             }
         )
-    data = folder / "documents.jsonl"
-    data.write_text("\n".join(map(json.dumps, documents)))
-    of_all = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
-    for name, task in TASKS.items():
-        metrics = [{"metric": metric} for metric in FIGURES[name]]
-        # YAML reads JSON.
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **of_all, **task, "metric_list": metrics}))
+    return documents
 
 
 def evaluate(programs: Path, folder: Path, model: str, arguments: Mapping[str, Any]) -> dict[str, float]:
@@ -112,12 +153,13 @@ def evaluate(programs: Path, folder: Path, model: str, arguments: Mapping[str, A
     return {f"{task} {metric}": results[task][f"{metric},none"] for task in TASKS for metric in FIGURES[task]}
 
 
-def stream(programs: Path, folder: Path, url: str, model: str) -> dict[str, float]:
+def stream(programs: Path, folder: Path, url: str, model: str, words: Path) -> dict[str, float]:
     out = folder / "guidellm.json"
     _run(
         programs / "guidellm", "run", "--backend", f"kind=openai_http,target={url},model={model}",
         "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=24",
-        "--tokenizer", f"kind=hf_auto,model={DEMO}", "--data", "kind=synthetic_text,prompt_tokens=128,output_tokens=64",
+        "--tokenizer", f"kind=hf_auto,model={words}",
+        "--data", "kind=synthetic_text,prompt_tokens=128,output_tokens=64",
         "--output", f"kind=json,path={out}", "--disable-console", home=folder,
     )  # fmt: skip
     metrics = json.loads(out.read_text())["benchmarks"][0]["metrics"]

@@ -1,6 +1,7 @@
-"""Measures quantized weights and KV: perplexity on text that the demo model has not seen, and greedy tokens that stay.
+"""Measures quantized weights and KV: perplexity on a text, and greedy tokens that stay.
 
-`python -m benchmarks.quality` prints a table; the same figures are bounded in tests/engine/test_quantization.py.
+`python -m benchmarks.quality` prints a table: of SmolLM2 on the prose of Python's manual; with `--model
+models/demo/target` of the demo model on unseen code, whose figures tests/engine/test_quantization.py bounds.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ import argparse
 import math
 import random
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tandem.checkpoints import as_folder, find_model
 from tandem.engine.kv.kv_cache import row_size, write_kv
 from tandem.engine.models import Decoder, read_model_config
 from tandem.engine.weights.loader import load_weights
@@ -30,14 +33,24 @@ def held_out(model: Path, count: int) -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tests = sorted((Path(sysconfig.get_path("stdlib")) / "test").glob("test_*.py"))
     random.Random(0).shuffle(tests)
+    return _sequences(tokenizer, (path.read_text(encoding="utf-8", errors="ignore") for path in tests), count)
+
+
+def prose(model: Path, count: int) -> list[list[int]]:
+    """As many sequences of Python's manual."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return _sequences(tokenizer, (topic for _, topic in sorted(topics.items())), count)
+
+
+def _sequences(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> list[list[int]]:
     found: list[list[int]] = []
-    for path in tests:
-        ids: list[int] = tokenizer.encode(path.read_text(encoding="utf-8", errors="ignore")[:8000]).ids
+    for text in texts:
+        ids: list[int] = tokenizer.encode(text[:8000]).ids
         if len(ids) > LENGTH:
             found.append(ids[: LENGTH + 1])
         if len(found) == count:
             return found
-    raise ValueError(f"count: the standard library has no {count} test files as long as that")
+    raise ValueError(f"count: the standard library has no {count} texts as long as that")
 
 
 def load(path: Path, quantization: str, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -80,15 +93,17 @@ def logits_of(model: Decoder, ids: Sequence[int], kv: torch.dtype = torch.float3
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--model", default="smollm2")
     parser.add_argument("--sequences", type=int, default=16)
     arguments = parser.parse_args()
-    sequences, plain = held_out(arguments.model, arguments.sequences), load(arguments.model, "none")
+    model_path = as_folder(find_model(arguments.model).path)
+    texts = held_out if model_path.resolve() == DEMO else prose
+    sequences, plain = texts(model_path, arguments.sequences), load(model_path, "none")
     base = perplexity(plain, sequences)
     print("| weights | KV | perplexity | beside plain | same greedy token |\n|---|---|---|---|---|")
     print(f"| none | float32 | {base:.3f} | | |")
     for quantization, kv in (("none", "int8"), ("int8", "float32"), ("int4", "float32"), ("int8", "int8")):
-        model, held = load(arguments.model, quantization), getattr(torch, kv)
+        model, held = load(model_path, quantization), getattr(torch, kv)
         found = perplexity(model, sequences, held)
         same = agreement(model, plain, sequences, held)
         print(f"| {quantization} | {kv} | {found:.3f} | {found / base - 1:+.2%} | {same:.1%} |", flush=True)

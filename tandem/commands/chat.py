@@ -7,6 +7,7 @@ the model's text  as it comes, its Markdown as bold, code and bullets; Ctrl-C st
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,7 @@ class Conversation:
 
 def main(arguments: list[str]) -> None:
     settings = load(ChatSettings, arguments, "tandem chat")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background processes ignore it
     client = OpenAI(base_url=f"{settings.url}/v1", api_key=settings.api_key or "none", timeout=settings.timeout_s)
     console = Console(highlight=False, soft_wrap=True)
     try:

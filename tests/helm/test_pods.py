@@ -84,7 +84,7 @@ def test_pods_fetch_a_model_by_its_name(demo_model: Path, tmp_path: Path) -> Non
         secret = {"kind": "Secret", "metadata": {"name": "hub"}, "stringData": said}
         node = Node(tmp_path, [*render(values), secret], 75)
         try:
-            gateway = node.start(node.find("Deployment", "rel-gateway"))
+            gateway = node.start(node.find("Deployment", "rel-gateway-demo"))
             assert hub.weights_asked() == []
             decode = node.start(node.find("Deployment", "rel-decode"))
             decode.wait_ready()
