@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -74,8 +75,9 @@ def _by_name(series: Iterator[Series]) -> Mapping[str, Series]:
     return {one.name: one for one in series}
 
 
-def _gateway() -> Iterator[Series]:
-    counter, gauge, histogram = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+def _choices() -> Iterator[Series]:
+    """Choices of the gateway's answers, under vLLM's names."""
+    gauge, histogram = MetricKind.GAUGE, MetricKind.HISTOGRAM
     yield Series("vllm:num_requests_waiting", gauge, "Choices accepted that have no token yet, queued ones too.", MODEL)
     yield Series("vllm:num_requests_running", gauge, "Choices between their first token and their last.", MODEL)
     text = "From a choice's acceptance to its first token."
@@ -97,6 +99,11 @@ def _gateway() -> Iterator[Series]:
     yield Series("vllm:request_generation_tokens", histogram, text, MODEL, TOKENS)
     text = "Tokens of the longest choice of a request that was answered with 200."
     yield Series("vllm:request_max_num_generation_tokens", histogram, text, MODEL, TOKENS)
+
+
+def _gateway() -> Iterator[Series]:
+    """The rest of the gateway's."""
+    counter, gauge, histogram = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
     yield Series("vllm:prompt_tokens", counter, "Prompt tokens of choices that ended well.", MODEL)
     yield Series("vllm:generation_tokens", counter, "Tokens of all choices, as they come; of failed ones too.", MODEL)
     yield Series("vllm:request_success", counter, "Choices that ended well.", (*MODEL, "finished_reason"))
@@ -139,5 +146,5 @@ def _worker() -> Iterator[Series]:
     yield Series("tandem_aborted_blocks", counter, "KV blocks that aborted sequences released.", labels)
 
 
-GATEWAY = _by_name(_gateway())
+GATEWAY = _by_name(chain(_choices(), _gateway()))
 WORKER = _by_name(_worker())

@@ -206,9 +206,8 @@ class LLM:
                 check_prompt(prompt, self.model.tokenizer.vocab_size, param)
         seed = request.given.get("seed")
         return Answer(
-            request, self.pipeline, self.allowances, self.metrics, self.spans,
+            request, self.pipeline, self.allowances, self.running,
             max_model_len=longest, seed=self.seeds.getrandbits(63) if seed is None else seed,
-            running=self.running, new_id=self.new_id,
         )  # fmt: skip
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:

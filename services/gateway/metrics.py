@@ -120,6 +120,8 @@ class Metrics:
 class Meter:
     """One choice, from waiting to running to its end. `close` it."""
 
+    __slots__ = ("_born", "_first", "_last", "_metrics", "_now", "_num_tokens", "_written")
+
     def __init__(self, metrics: Metrics, now: Callable[[], float]) -> None:
         self._metrics, self._written = metrics, metrics.written
         self._now = now

@@ -22,6 +22,7 @@ from services.gateway.admission import Admission
 from services.gateway.errors import WorkerLost
 from services.gateway.generation import pipeline
 from services.gateway.generation.attempt import Attempt
+from services.gateway.generation.choice import Choice
 from services.gateway.generation.migration import Migration
 from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.suspicion import Suspicion
@@ -161,14 +162,14 @@ def share_blocks_across_salts(patch: Patch) -> None:
 
 @planted("INTERNAL|I2", 20)
 def reuse_a_request_id(patch: Patch) -> None:
-    init, tokens = Pipeline.__init__, Pipeline.tokens
+    init = Pipeline.__init__
 
     def same(self: Pipeline, *arguments: Any) -> None:
         init(self, *arguments)
         vars(self)["_nonce"] = lambda: "same"
 
     patch.setattr(Pipeline, "__init__", same)
-    patch.setattr(Pipeline, "tokens", lambda self, sequence, name, *rest: tokens(self, sequence, "one", *rest))
+    patch.setattr(Choice, "name", "one")
 
 
 @planted("not whole again", 10, "kill")
@@ -209,7 +210,7 @@ def keep_the_loss_to_oneself(patch: Patch) -> None:
     note = Attempt._note_route
 
     def without(self: Attempt, route: Any) -> None:
-        self._outcome.lost = ""
+        self._choice.lost = ""
         note(self, route)
 
     patch.setattr(Attempt, "_note_route", without)
@@ -273,8 +274,9 @@ def prolong_the_deadline_at_each_migration(patch: Patch) -> None:
     """Its client, and the guard of one that does not read, end it nearly in time."""
     init = Attempt.__init__
 
-    def later(self: Attempt, cluster: Any, sequence: Any, deadline: float, *rest: Any) -> None:
-        init(self, cluster, sequence, deadline + 3.0 * rest[1].migrated, *rest)
+    def later(self: Attempt, cluster: Any, choice: Choice) -> None:
+        init(self, cluster, choice)
+        self._deadline += 3.0 * choice.migrated
 
     patch.setattr(Attempt, "__init__", later)
 

@@ -13,15 +13,15 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from opentelemetry.context import Context
 
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
-from services.gateway.generation import Outcome
+from services.gateway.generation import Generation
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer, free_ports
 from tandem.registry import Role
-from tandem.v1 import llm_pb2, worker_pb2
+from tandem.sampling import SamplingParams
+from tandem.v1 import worker_pb2
 from tests.gateway.conftest import TEXT, eventually, make_settings, with_settings
 from tests.gateway.peers import MODEL, Peers
 
@@ -135,7 +135,7 @@ async def test_a_request_is_over_once_both_workers_say_so(
 
 async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers) -> None:
     """So many turns of the event loop after it began, or after its workers were chosen."""
-    chosen = gateway.llm.pipeline._cluster.router._offline._own
+    chosen = gateway.llm.pipeline.cluster.router._offline._own
     for turns, after_choice in ((turns, after) for turns in range(60) for after in (False, True)):
         request = asyncio.create_task(first_tokens(gateway, f"r{turns}"))
         while after_choice and not chosen:
@@ -149,11 +149,13 @@ async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers)
 
 
 async def first_tokens(gateway: Gateway, name: str) -> None:
-    sampling = llm_pb2.SamplingParams(max_tokens=8)
-    sequence = worker_pb2.SequenceSpec(token_ids=[5] * 20, sampling=sampling)
-    deadline = asyncio.get_running_loop().time() + 20
-    async with aclosing(gateway.llm.pipeline.tokens(sequence, name, deadline, Context(), Outcome())) as tokens:
-        await anext(tokens)
+    now = asyncio.get_running_loop().time()
+    request = Generation(
+        operation="chat", request_id=name, model=gateway.llm.model, prompts=[[5] * 20], n=1, given={},
+        sampling=SamplingParams(max_tokens=8), deadline=now + 20, arrived=now,
+    )  # fmt: skip
+    async with aclosing(gateway.llm.answer(request, "prompt").deltas()) as deltas:
+        await anext(deltas)
 
 
 async def test_the_deadline_before_the_first_token(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:

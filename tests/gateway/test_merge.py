@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from services.gateway.generation.answer import merge
-from services.gateway.generation.choice import Delta
+from services.gateway.generation.choice_text import Delta
 from services.gateway.workers import Tokens
 from tandem.v1 import llm_pb2
 

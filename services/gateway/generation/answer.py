@@ -15,26 +15,21 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
 
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import Span
 
 from services.gateway.access import Allowances, headers_of
 from services.gateway.errors import GatewayError
 from services.gateway.generation import tracing
-from services.gateway.generation.attempt import Outcome
-from services.gateway.generation.choice import Choice, Delta
+from services.gateway.generation.choice import REASONS, Choice
+from services.gateway.generation.choice_text import ChoiceText, Delta
 from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.request import Generation
 from services.gateway.generation.shared_prompt import MIN_SHARED_TOKENS, SharedPrompt
-from services.gateway.metrics import PATHS, Metrics
+from services.gateway.metrics import PATHS
 from services.gateway.workers import Tokens
 from tandem.registry import Taken
 from tandem.v1 import llm_pb2
 
-REASONS = {
-    llm_pb2.FINISH_REASON_STOP: "stop",
-    llm_pb2.FINISH_REASON_LENGTH: "length",
-    llm_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
-}
 CLIENT_LEFT, TOO_MANY = 499, 429
 
 
@@ -42,27 +37,23 @@ class Answer:
     """`deltas` once; everything else can be asked at any time."""
 
     def __init__(
-        self, request: Generation, pipeline: Pipeline, allowances: Allowances, metrics: Metrics, spans: Tracer,
-        *, max_model_len: int, seed: int, running: set[Answer], new_id: Callable[[], str],
+        self, request: Generation, pipeline: Pipeline, allowances: Allowances, running: set[Answer],
+        *, max_model_len: int, seed: int,
     ) -> None:  # fmt: skip
+        """`running`: where it is from `deltas`' begin to their end."""
         self.request = request
-        self._unique = new_id()
-        self.outcomes = [Outcome() for _ in range(request.num_choices)]
-        self._pipeline = pipeline
+        self._pipeline, self._metrics = pipeline, pipeline.metrics
         self._allowances = allowances
         self._limit_headers: dict[str, str] = {}
         self._running = running
-        self._metrics = metrics
-        self._read: Callable[[Tokens], Delta] | None = None  # of the choice that was begun last
-        self._spans = spans
         self._max_model_len, self._seed = max_model_len, seed
-        shares, stop_token_ids = request.n > 1, request.stop_token_ids
+        tokenizer, stop_ids = request.model.tokenizer, request.stop_token_ids
+        texts = (
+            ChoiceText(i, tokenizer, request.sampling, stop_ids, request.reading) for i in range(request.num_choices)
+        )
+        self.choices = [Choice(request, i, text) for i, text in enumerate(texts)]
         self._shared = [
-            SharedPrompt() if shares and len(prompt) >= MIN_SHARED_TOKENS else None for prompt in request.prompts
-        ]
-        self._choices = [
-            Choice(i, request.model.tokenizer, request.sampling, stop_token_ids, request.reading)
-            for i in range(request.num_choices)
+            SharedPrompt() if request.n > 1 and len(prompt) >= MIN_SHARED_TOKENS else None for prompt in request.prompts
         ]
 
     @property
@@ -70,31 +61,32 @@ class Answer:
         """Each prompt counts once, however many answers it has."""
         return llm_pb2.Usage(
             prompt_tokens=sum(len(prompt) for prompt in self.request.prompts),
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            completion_tokens=sum(choice.text.num_tokens for choice in self.choices),
             cached_tokens=self._num_cached_tokens,
-            proposed_tokens=sum(outcome.num_proposed_tokens for outcome in self.outcomes),
-            accepted_tokens=sum(outcome.num_accepted_tokens for outcome in self.outcomes),
-            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
+            proposed_tokens=sum(choice.num_proposed_tokens for choice in self.choices),
+            accepted_tokens=sum(choice.num_accepted_tokens for choice in self.choices),
+            reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self.choices),
         )
 
     @property
     def _num_cached_tokens(self) -> int:
-        return sum(outcome.num_cached_tokens for outcome in self.outcomes[:: self.request.n])
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.request.n])
 
     @property
     def path(self) -> llm_pb2.Path:
         """The path of the first choice that has one."""
-        return next((outcome.path for outcome in self.outcomes if outcome.path.kind), self.outcomes[0].path)
+        return next((choice.path for choice in self.choices if choice.path.kind), self.choices[0].path)
 
     @property
     def revision(self) -> str | None:
         """The revision of the weights behind `path`."""
-        return next((outcome.revision for outcome in self.outcomes if outcome.path.kind), None)
+        return next((choice.revision for choice in self.choices if choice.path.kind), None)
 
     def call_id(self, choice: int, index: int) -> str:
         """The id of one call of a tool."""
         assert self.request.reading is not None
-        return self.request.reading.call_id(blake2b(f"{self._unique}-{choice}-{index}".encode()).hexdigest())
+        choice_id = self.choices[choice].sequence.choice_id
+        return self.request.reading.call_id(blake2b(f"{choice_id}-{index}".encode()).hexdigest())
 
     def path_headers(self) -> dict[str, str]:
         """Which path the request took and why, as far as it is known: HTTP headers, gRPC trailers."""
@@ -118,7 +110,7 @@ class Answer:
             GatewayError
         """
         self._running.add(self)
-        span = tracing.start_root(self._spans, self.request)
+        span = tracing.start_root(self._pipeline.cluster.spans, self.request)
         status, taken = CLIENT_LEFT, None
         try:
             taken = await self._take()
@@ -148,9 +140,9 @@ class Answer:
         Args:
             write: False where it can take no more; then the reader gets a delta that says nothing.
         """
-        if (read := self._read) is None or len(self._choices) > 1 or self.request.sampling.stop:
-            return  # choices take turns, and a stop string would have to end the reader's wait
-        self.outcomes[0].taker = lambda new: write(read(new))
+        if len(self.choices) == 1 and not self.request.sampling.stop:
+            self.choices[0].write = write
+        # else choices take turns, or a stop string would have to end the reader's wait
 
     async def _take(self) -> Taken | None:
         """From its tenant's limits. Raises RateLimited and InvalidRequest."""
@@ -170,50 +162,31 @@ class Answer:
             self._allowances.settle(self.request.client, taken, prompt_tokens, usage.completion_tokens)
 
     def _merged(self, span: Span) -> AsyncGenerator[Delta, None]:
-        runs = [self._run(choice, span) for choice in self._choices]
+        runs = [self._run(choice, span) for choice in self.choices]
         return runs[0] if len(runs) == 1 else merge(runs)
 
     async def _run(self, choice: Choice, span: Span) -> AsyncGenerator[Delta, None]:
-        """One choice, counted."""
-        request, outcome = self.request, self.outcomes[choice.index]
-        await self._pipeline.begin(request.num_packed(choice.index))
-        tokens = self._tokens(choice.index, span)
-        meter = self._metrics.choice(asyncio.get_running_loop().time)
-
-        def read(new: Tokens) -> Delta:
-            delta = choice.feed(new, outcome.finish_reason)
-            meter.count(len(delta.tokens.ids))
-            return delta
-
-        self._read = read
+        await self._pipeline.begin(choice, self._max_model_len, self._seed, tracing.under(span))
         try:
-            async with aclosing(tokens):
+            async with aclosing(self._tokens(choice)) as tokens:
                 async for new in tokens:
-                    delta = read(new)
+                    delta = choice.read(new)
                     yield delta
                     if delta.finish_reason:
                         break
-            prompt = request.prompts[choice.index // request.n]
-            meter.success(REASONS.get(choice.finish_reason, "abort"), len(prompt), outcome.queued_s)
+            choice.succeed()
         finally:
-            outcome.taker = None  # which knows the answer: together they would be garbage that only a search finds
-            meter.close()
+            choice.end()
 
-    def _tokens(self, index: int, span: Span) -> AsyncGenerator[Tokens, None]:
-        """Those of one choice. The first one of a prompt reads it for the others."""
-        request, outcome = self.request, self.outcomes[index]
-        sequence = request.sequence(index, self._max_model_len, self._seed)
-        shared, is_first = self._shared[index // request.n], index % request.n == 0
-        tokens = self._pipeline.tokens(
-            sequence, f"{request.request_id}-{index}", request.deadline, tracing.under(span), outcome,
-            None if is_first else shared, request.targets.ttft_s,
-        )  # fmt: skip
+    def _tokens(self, choice: Choice) -> AsyncGenerator[Tokens, None]:
+        """Tokens of one choice. The first choice of a prompt has it prefilled for the others."""
+        shared, is_first = self._shared[choice.index // self.request.n], choice.index % self.request.n == 0
         if shared is None:
-            return tokens
+            return self._pipeline.tokens(choice)
         if is_first:
-            return shared.of_first(tokens, outcome)
-        sequence.sampling.ClearField("prompt_logprobs")
-        return shared.of_other(tokens)
+            return shared.of_first(self._pipeline.tokens(choice), choice)
+        choice.sequence.sampling.ClearField("prompt_logprobs")
+        return shared.of_other(self._pipeline.tokens(choice, shared))
 
     def _end(self, span: Span, status: int) -> None:
         usage, metrics = self.usage, self._metrics
@@ -221,16 +194,16 @@ class Answer:
         if span.is_recording():
             if usage.completion_tokens or status == 200:
                 tracing.set_usage(span, usage)
-            reasons = [REASONS.get(choice.finish_reason, "error") for choice in self._choices]
+            reasons = [REASONS.get(choice.text.finish_reason, "error") for choice in self.choices]
             span.set_attributes(
                 {
                     "gen_ai.response.finish_reasons": reasons,
                     "http.response.status_code": status,
-                    "gen_ai.latency.time_in_queue": max(outcome.queued_s for outcome in self.outcomes),
+                    "gen_ai.latency.time_in_queue": max(choice.queued_s for choice in self.choices),
                     "tandem.path": kind,
                     "tandem.path.reason": path.reason,
-                    "tandem.migrated": sum(outcome.migrated for outcome in self.outcomes),
-                    "kv.transfer.bytes": sum(outcome.path.transfer_bytes for outcome in self.outcomes),
+                    "tandem.migrated": sum(choice.migrated for choice in self.choices),
+                    "kv.transfer.bytes": sum(choice.path.transfer_bytes for choice in self.choices),
                 }
             )
         span.end()
@@ -240,12 +213,12 @@ class Answer:
         if status == 200:
             metrics.prefix_cache_queries.inc(usage.prompt_tokens)
             metrics.prefix_cache_hits.inc(usage.cached_tokens)
-            metrics.max_generated.observe(max(choice.num_tokens for choice in self._choices))
+            metrics.max_generated.observe(max(choice.text.num_tokens for choice in self.choices))
         if usage.proposed_tokens:
             metrics.proposed_tokens.inc(usage.proposed_tokens)
             metrics.accepted_tokens.inc(usage.accepted_tokens)
-        for outcome in self.outcomes:
-            metrics.path(outcome.path, outcome.fallback)
+        for choice in self.choices:
+            metrics.path(choice.path, choice.fallback)
 
 
 def _header_value(value: str) -> str:

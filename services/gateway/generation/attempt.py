@@ -14,21 +14,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 import structlog
-from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from services.gateway.admission import SequenceTurns
 from services.gateway.deadlines import Deadlines, Entry
 from services.gateway.errors import TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
+from services.gateway.generation.choice import Choice
 from services.gateway.generation.suspicion import Deaths
 from services.gateway.routing import Router, RouteRequest
-from services.gateway.workers import Mailbox, Taker, Tokens, WorkerConnection, WorkerPool
+from services.gateway.workers import Mailbox, Tokens, WorkerConnection, WorkerPool
 from tandem.registry import Route, WorkerInfo
 from tandem.v1 import llm_pb2, worker_pb2
 
@@ -43,7 +43,7 @@ WORKER_LOST = "worker_lost"
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """What an attempt reaches the cluster with. `in_background` runs a coroutine to its end, apart from the request."""
+    """The cluster, as an attempt reaches it. `in_background` runs a coroutine to its end, apart from the request."""
 
     router: Router
     pool: WorkerPool
@@ -54,52 +54,12 @@ class ClusterAccess:
     deaths: Deaths
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What is known of one choice besides its tokens; filled in as it goes."""
-
-    path: llm_pb2.Path = field(default_factory=llm_pb2.Path)
-    num_cached_tokens: int = 0
-    num_proposed_tokens: int = 0
-    num_accepted_tokens: int = 0
-    finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
-    decode_incarnation: str = ""
-    revision: str = ""  # of the weights that compute it
-    queued_s: float = 0.0
-    lost: str = ""  # why the last attempt came to nothing
-    migrated: int = 0  # attempts before this one
-    fallback: str = ""  # why the path is not what it should be: a Fallback, or WORKER_LOST
-    taker: Taker | None = None  # of tokens, as they are delivered
-
-
 class Attempt:
     """`tokens` once, then `close` once."""
 
-    def __init__(
-        self,
-        cluster: ClusterAccess,
-        sequence: worker_pb2.SequenceSpec,
-        deadline: float,
-        parent: Context,
-        outcome: Outcome,
-        wrote: Callable[[Tokens], None],
-        holder: str = "",
-        first_by: float = inf,
-    ) -> None:
-        """
-        Args:
-            wrote: called with new tokens before anyone has them.
-            holder: the incarnation of a decode worker that has the prompt's KV.
-            first_by: when the first token should come.
-        """
-        self._cluster = cluster
-        self._wrote = wrote
-        self._holder = holder
-        self._first_by = first_by
-        self._sequence = sequence
-        self._deadline = deadline
-        self._parent = parent
-        self._outcome = outcome
+    def __init__(self, cluster: ClusterAccess, choice: Choice) -> None:
+        self._cluster, self._choice = cluster, choice
+        self._sequence, self._deadline, self._parent = choice.sequence, choice.request.deadline, choice.parent
         self._route: Route | None = None
         self._connections: list[WorkerConnection] = []
         self._mailbox: Mailbox | None = None
@@ -126,31 +86,23 @@ class Attempt:
         return {info.incarnation for info in infos if info.worker_id in ended}
 
     async def tokens(self, exclude: Collection[str]) -> AsyncGenerator[Tokens, None]:
-        """New tokens as they come, but those that the outcome's taker had; perhaps none where it has stopped. Ends once
-        the outcome's finish_reason is set.
+        """New tokens, but those that the choice has taken as they were delivered; perhaps none where it has no room for
+        more. Ends once the choice's finish_reason is set.
 
         Raises:
             GatewayError
         """
-        route = await self._choose(exclude)
+        route, choice = await self._choose(exclude), self._choice
         decode = self._use(route.decode.info)
         mailbox, ticket = await self._reserve(decode, route.prefill.info if route.prefill else None)
         if route.prefill is not None:
             yield await self._prefill(self._use(route.prefill.info), ticket, mailbox)
         with tracing.child(self._cluster.spans, "decode", self._parent) as span:
             self.span = span
-
-            def take(tokens: Tokens) -> bool:
-                if mailbox.num_proposed_tokens:
-                    self._note_counts(mailbox)
-                self._wrote(tokens)
-                assert self._outcome.taker is not None
-                return self._outcome.taker(tokens)
-
             try:
                 while not mailbox.finish_reason:
                     begun = mailbox.next_index > self._sequence.num_prior_tokens
-                    tokens = await mailbox.get(take if begun and self._outcome.taker else None)
+                    tokens = await mailbox.get(choice.take if begun and choice.write else None)
                     self._note_progress(route, mailbox, tokens)
                     yield tokens
             finally:  # readers leave at the last token, and those that are lost had some
@@ -180,7 +132,7 @@ class Attempt:
         max_new_tokens = sequence.sampling.max_tokens - sequence.num_prior_tokens
         request = RouteRequest(
             sequence.request_id, sequence.token_ids, sequence.cache_salt, max_new_tokens, left + 1.0,
-            sequence.adapter.revision, self._holder, self._left_to_first(), sequence.itl_target_ms / 1000,
+            sequence.adapter.revision, self._choice.holder, self._left_to_first(), sequence.itl_target_ms / 1000,
         )  # fmt: skip
         with tracing.child(cluster.spans, "route", self._parent) as span:
             try:
@@ -199,7 +151,7 @@ class Attempt:
         try:
             return await self._cluster.router.choose(request, lost | exclude)
         except Unavailable:
-            if not lost or self._outcome.migrated:
+            if not lost or self._choice.migrated:
                 raise
         return await self._cluster.router.choose(request, exclude)
 
@@ -210,7 +162,8 @@ class Attempt:
             self.span = span
             span.set_attribute("tandem.worker", decode.info.worker_id)
             await decode.stream.wait_open(self._deadline)
-            mailbox = self._mailbox = decode.stream.attach(self._sequence.request_id, self._sequence.num_prior_tokens)
+            mailbox = decode.stream.attach(self._sequence.request_id, self._sequence.num_prior_tokens)
+            self._mailbox = self._choice.mailbox = mailbox
             late = TimedOut("the request's deadline passed")
             self._timer = self._cluster.deadlines.add(self._deadline, mailbox.fail, late)
             reservation = worker_pb2.Reservation(
@@ -234,14 +187,14 @@ class Attempt:
             except WorkerLost as error:
                 if not mailbox.ended:
                     raise
-                # The decode worker lives, for it says so: what it has lost is this prefill worker.
+                # The decode worker itself reported this end, so it is alive: the prefill worker is what was lost.
                 raise WorkerLost(prefill.info.worker_id, error.message, ended=True) from None
             finally:
                 if not reply.done():
                     self._abort(prefill, mailbox)
-            self._outcome.path.transfer_bytes += response.transfer_bytes
-            self._outcome.path.transport = response.transport
-            self._outcome.path.refused_transports.update(response.refused_transports)
+            self._choice.path.transfer_bytes += response.transfer_bytes
+            self._choice.path.transport = response.transport
+            self._choice.path.refused_transports.update(response.refused_transports)
             span.set_attribute("kv.transfer.bytes", response.transfer_bytes)
         tokens = mailbox.accept(response.output)
         assert self._route is not None
@@ -278,12 +231,14 @@ class Attempt:
         return left
 
     def _left_to_first(self) -> float:
-        """Of the target; 0 without one."""
-        left = self._first_by - asyncio.get_running_loop().time()
+        """Time that the first token's target leaves; 0 without one, or behind the first token."""
+        if self._sequence.num_prior_tokens:
+            return 0.0
+        left = self._choice.first_by - asyncio.get_running_loop().time()
         return 0.0 if left == inf else max(left, LEAST_LEFT_S)
 
     def _asked(self, span: Span) -> worker_pb2.SequenceSpec:
-        """What a worker is asked to do now, under this span."""
+        """The sequence as a worker is asked for it now, under this span."""
         sequence = self._sequence
         sequence.timeout_ms = max(1, int(self._left() * 1000))
         sequence.trace_context.clear()
@@ -299,31 +254,25 @@ class Attempt:
         return connection
 
     def _note_route(self, route: Route) -> None:
-        reason = f"{route.reason}; after {self._outcome.lost}" if self._outcome.lost else route.reason
-        moved = self._outcome.path.transfer_bytes
-        path = self._outcome.path = llm_pb2.Path(
+        reason = f"{route.reason}; after {self._choice.lost}" if self._choice.lost else route.reason
+        moved = self._choice.path.transfer_bytes
+        path = self._choice.path = llm_pb2.Path(
             decode_worker=route.decode.info.worker_id, reason=reason, transfer_bytes=moved,
-            migrated=self._outcome.migrated,
+            migrated=self._choice.migrated,
         )  # fmt: skip
-        self._outcome.decode_incarnation = route.decode.info.incarnation
-        self._outcome.revision = route.decode.info.revision
-        self._outcome.fallback = WORKER_LOST if self._outcome.lost else route.fallback or ""
+        self._choice.decode_incarnation = route.decode.info.incarnation
+        self._choice.revision = route.decode.info.revision
+        self._choice.fallback = WORKER_LOST if self._choice.lost else route.fallback or ""
         path.kind = llm_pb2.Path.KIND_LOCAL_PREFILL
         if route.prefill is not None:
             path.kind = llm_pb2.Path.KIND_REMOTE_PREFILL
             path.prefill_worker = route.prefill.info.worker_id
 
     def _note_progress(self, route: Route, mailbox: Mailbox, new: Tokens) -> None:
-        num_prior, outcome = self._sequence.num_prior_tokens, self._outcome
+        num_prior, choice = self._sequence.num_prior_tokens, self._choice
         if not num_prior:
-            outcome.num_cached_tokens = mailbox.num_cached_tokens
-        outcome.finish_reason = mailbox.finish_reason
-        self._note_counts(mailbox)
-        self._wrote(new)
+            choice.num_cached_tokens = mailbox.num_cached_tokens
+        choice.finish_reason = mailbox.finish_reason
+        choice.written += new.ids
         if mailbox.next_index - num_prior == len(new.ids) and not mailbox.finish_reason:  # whose end releases all
             self._cluster.in_background(self._cluster.router.release_prefill(route))
-
-    def _note_counts(self, mailbox: Mailbox) -> None:
-        outcome = self._outcome
-        outcome.num_proposed_tokens = mailbox.num_proposed_tokens
-        outcome.num_accepted_tokens = mailbox.num_accepted_tokens

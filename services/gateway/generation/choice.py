@@ -1,131 +1,93 @@
-"""The text of one choice.
+"""One choice of an answer: all that is known of it, and the way that its tokens take.
 
-    tokens -> detokenizer -> stop strings -> thoughts and calls apart, where the request has a plan for them -> Delta
-
-A stop token's own text is not shown. A stop string ends the choice at the token that completes it: later tokens of
-the same message do not count.
+its first, its last   Mailbox.get -> Attempt -> Pipeline -> Choice.read -> deltas, to whoever iterates over them
+the others            Mailbox.put -> Choice.take -> Choice.write: an event, while nobody is woken
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from services.gateway.text import StopStrings, Tokenizer
-from services.gateway.tools import Call, CallPart, Reading, ReadingPlan, joined_parts
-from services.gateway.workers import Tokens
-from tandem.sampling import SamplingParams
-from tandem.v1 import llm_pb2
+from opentelemetry.context import Context
 
+from services.gateway.admission import Work
+from services.gateway.generation.choice_text import ChoiceText, Delta
+from services.gateway.generation.request import Generation
+from services.gateway.metrics import Meter
+from services.gateway.workers import Mailbox, Tokens
+from tandem.v1 import llm_pb2, worker_pb2
 
-@dataclass(slots=True)
-class Delta:
-    """What is new of one choice."""
-
-    choice: int
-    text: str
-    tokens: Tokens
-    offsets: Sequence[int]  # where each token's text begins in the answer, in characters; with logprobs
-    finish_reason: llm_pb2.FinishReason
-    reasoning: str = ""
-    calls: Sequence[Call] = ()  # that are complete now
-    call_parts: Sequence[CallPart] = ()  # at most one of each call
-    stop_reason: str | int | None = None  # the stop string, or token of the client's own, that ended it
-    ends_silently: bool = False  # the text of its last token is not shown
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is text and nothing else."""
-        return not (
-            self.finish_reason or self.reasoning or self.call_parts
-            or self.tokens.logprobs or self.tokens.prompt_logprobs
-        )  # fmt: skip
-
-    @property
-    def says_something(self) -> bool:
-        return bool(self.text or self.finish_reason or self.reasoning or self.call_parts) or bool(
-            self.tokens.logprobs or self.tokens.prompt_logprobs
-        )
+REASONS = {
+    llm_pb2.FINISH_REASON_STOP: "stop",
+    llm_pb2.FINISH_REASON_LENGTH: "length",
+    llm_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
-    def __init__(
-        self, index: int, tokenizer: Tokenizer, sampling: SamplingParams, stop_ids: Collection[int],
-        plan: ReadingPlan | None = None,
-    ) -> None:  # fmt: skip
-        """`stop_ids`: with the model's own ends of text."""
-        self.index = index
-        self.num_tokens = self.num_reasoning_tokens = 0
-        self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
-        self._detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens, plan.markers if plan else ())
-        self._reader = plan.reader() if plan else None
-        self._called = False
-        self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
-        self._plain = not sampling.stop and plan is None  # all text is shown, as it comes
-        self._show_stop = sampling.include_stop_str_in_output
-        self._stop_ids, self._own_stop_ids = frozenset(stop_ids), sampling.stop_token_ids
-        self._length = 0
-        self._unseen = sampling.max_tokens == 0  # workers write a token all the same
+    """Made and owned by its answer. Its pipeline and its attempts, one after another, fill it in."""
 
-    def feed(self, tokens: Tokens, finish_reason: llm_pb2.FinishReason) -> Delta:
-        """Tokens as they came, and the finish reason that came with them."""
-        if self._unseen:
-            self.finish_reason = llm_pb2.FINISH_REASON_LENGTH
-            return Delta(self.index, "", Tokens([], [], tokens.prompt_logprobs), [], self.finish_reason)
-        if self._plain and not finish_reason and not tokens.logprobs:
-            text = "".join(map(self._detokenizer.feed, tokens.ids))
-            self._length += len(text)
-            self.num_tokens += len(tokens.ids)
-            return Delta(self.index, text, tokens, (), finish_reason)
-        shown, offsets, silent = [], [], False
-        last = len(tokens.ids) - 1 if finish_reason == llm_pb2.FINISH_REASON_STOP else -1
-        for i, token_id in enumerate(tokens.ids):
-            offsets.append(self._length)
-            silent = i == last and token_id in self._stop_ids and not self._show_stop
-            shown.append("" if silent else self._show(self._detokenizer.feed(token_id)))
-            if self._stops.matched is not None:
-                finish_reason = llm_pb2.FINISH_REASON_STOP
-                tokens = Tokens(tokens.ids[: i + 1], tokens.logprobs[: i + 1], tokens.prompt_logprobs)
-                break
-        if finish_reason:
-            shown.append(self._rest())
-        self.num_tokens += len(tokens.ids)
-        delta = self._read(shown, tokens, offsets, finish_reason)
-        delta.stop_reason, delta.ends_silently = self._stop_reason(tokens, last), silent
-        self.finish_reason = delta.finish_reason
+    request: Generation
+    index: int
+    text: ChoiceText
+
+    # from when it begins
+    sequence: worker_pb2.SequenceSpec = field(init=False)  # what workers get, and have answered so far
+    work: Work = field(init=False)
+    meter: Meter = field(init=False)
+    parent: Context = field(init=False)  # of its spans
+    first_by: float = field(init=False)  # when its first token should come, on the event loop's clock
+
+    # of its tokens
+    written: list[int] = field(default_factory=list)  # of all attempts
+    finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED  # as its worker gives it
+    write: Callable[[Delta], bool] | None = None  # writes an event at once; False: there is no room for another
+
+    # of its way through the cluster
+    path: llm_pb2.Path = field(default_factory=llm_pb2.Path)
+    mailbox: Mailbox | None = None  # of the last attempt that had one
+    holder: str = ""  # the incarnation of a decode worker that has its prompt's KV
+    decode_incarnation: str = ""
+    revision: str = ""  # of the weights that compute it
+    num_cached_tokens: int = 0
+    queued_s: float = 0.0
+    lost: str = ""  # why the last attempt came to nothing
+    migrated: int = 0  # attempts before this one
+    fallback: str = ""  # why the path is not what it should be: a Fallback, or WORKER_LOST
+
+    @property
+    def name(self) -> str:
+        return f"{self.request.request_id}-{self.index}"
+
+    @property
+    def num_proposed_tokens(self) -> int:
+        return self.mailbox.num_proposed_tokens if self.mailbox else 0
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return self.mailbox.num_accepted_tokens if self.mailbox else 0
+
+    def read(self, new: Tokens) -> Delta:
+        """The text of new tokens, counted."""
+        delta = self.text.feed(new, self.finish_reason)
+        self.meter.count(len(delta.tokens.ids))
         return delta
 
-    def _stop_reason(self, tokens: Tokens, last: int) -> str | int | None:
-        """`last`: where the token is that ended it; below 0 where none did."""
-        if self._stops.matched is not None or last < 0:
-            return self._stops.matched
-        return tokens.ids[last] if tokens.ids[last] in self._own_stop_ids else None
+    def take(self, new: Tokens) -> bool:
+        """Write tokens between the first and the last as they are delivered. False: there is no room for more."""
+        assert self.write is not None
+        self.written += new.ids
+        self.work.new_tokens += len(new.ids)  # as Admission.wrote, behind the first
+        return self.write(self.read(new))
 
-    def _read(
-        self, shown: Sequence[str], tokens: Tokens, offsets: list[int], finish_reason: llm_pb2.FinishReason
-    ) -> Delta:
-        """`shown`: the text of each token, and perhaps what was held back."""
-        if (reader := self._reader) is None:
-            return Delta(self.index, "".join(shown), tokens, offsets, finish_reason)
-        found = Reading()
-        for i, text in enumerate(shown):
-            before = reader.within_thoughts
-            found += reader.feed(text)
-            self.num_reasoning_tokens += i < len(tokens.ids) and (before or reader.within_thoughts)
-        if finish_reason:
-            found += reader.finish()
-        self._called = self._called or bool(found.calls)
-        if self._called and finish_reason == llm_pb2.FINISH_REASON_STOP:
-            finish_reason = llm_pb2.FINISH_REASON_TOOL_CALLS
-        parts = joined_parts(found.parts)
-        return Delta(self.index, found.text, tokens, offsets, finish_reason, found.reasoning, found.calls, parts)
+    def succeed(self) -> None:
+        """It has ended well."""
+        prompt = self.request.prompts[self.index // self.request.n]
+        self.meter.success(REASONS.get(self.text.finish_reason, "abort"), len(prompt), self.queued_s)
 
-    def _show(self, text: str) -> str:
-        self._length += len(text)
-        return self._stops.feed(text)
-
-    def _rest(self) -> str:
-        """What was held back, at the end; nothing behind a stop string."""
-        if self._stops.matched is not None:
-            return ""
-        return self._show(self._detokenizer.flush()) + ("" if self._stops.matched else self._stops.flush())
+    def end(self) -> None:
+        """Stop counting, and let go of the writer, which knows the answer: garbage that only a search would find."""
+        self.write = None
+        self.meter.close()

@@ -20,7 +20,8 @@ from opentelemetry.context import Context
 from services.gateway.admission import Admission, PriorityClass, Work
 from services.gateway.errors import Unavailable, WorkerLost
 from services.gateway.generation import tracing
-from services.gateway.generation.attempt import Attempt, ClusterAccess, Outcome
+from services.gateway.generation.attempt import Attempt, ClusterAccess
+from services.gateway.generation.choice import Choice
 from services.gateway.generation.migration import Migration, MigrationLimits
 from services.gateway.generation.shared_prompt import SharedPrompt
 from services.gateway.generation.suspicion import Suspicion
@@ -30,7 +31,7 @@ from tandem.v1 import worker_pb2
 
 
 class Pipeline:
-    """Tokens of sequences, from workers."""
+    """Runs choices. One for all answers."""
 
     def __init__(
         self,
@@ -40,101 +41,97 @@ class Pipeline:
         nonce: Callable[[], str],
         limits: MigrationLimits,
     ) -> None:
-        self._cluster = cluster
+        self.cluster, self.metrics = cluster, metrics
         self._admission = admission
-        self._metrics = metrics
         self._nonce = nonce
         self._limits = limits
-
-    async def begin(self, num_tokens: int) -> None:
-        """As SequenceTurns.begin."""
-        await self._cluster.turns.begin(num_tokens)
 
     def check_turn(
         self, priority: int, tenant: str, deadline: float, max_tokens: int | None, ttft_s: float | None
     ) -> None:
-        """Before a prompt is read: would its answer of so many tokens, however short the prompt, come too late?
+        """Before a prompt is tokenized: would its answer of so many tokens, however short the prompt, come too late?
 
         Raises:
             Overloaded
         """
         self._admission.check(Work(PriorityClass.of(priority), tenant, deadline, 0, max(max_tokens or 1, 1), ttft_s))
 
-    async def tokens(
-        self, sequence: worker_pb2.SequenceSpec, name: str, deadline: float, parent: Context, outcome: Outcome,
-        prompt: SharedPrompt | None = None, ttft_s: float | None = None,
-    ) -> AsyncGenerator[Tokens, None]:  # fmt: skip
-        """New tokens as they come, once it is its turn, but those that the outcome's taker had. Closing the generator
+    async def begin(self, choice: Choice, max_model_len: int, seed: int, parent: Context) -> None:
+        """In its turn: packing long prompts takes a while."""
+        request, loop = choice.request, asyncio.get_running_loop()
+        await self.cluster.turns.begin(request.num_packed(choice.index))
+        choice.sequence = sequence = request.sequence(choice.index, max_model_len, seed)
+        sequence.choice_id = self._nonce() + self._nonce()
+        choice.parent = parent
+        choice.meter = self.metrics.choice(loop.time)
+        ttft_s = request.targets.ttft_s
+        choice.first_by = inf if ttft_s is None else loop.time() + ttft_s
+        choice.work = Work(
+            PriorityClass.of(request.priority), request.tenant, request.deadline,
+            len(sequence.token_ids), sequence.sampling.max_tokens, ttft_s,
+        )  # fmt: skip
+
+    async def tokens(self, choice: Choice, prompt: SharedPrompt | None = None) -> AsyncGenerator[Tokens, None]:
+        """New tokens as they come, once it is its turn, but those that the choice takes itself. Closing the generator
         frees everything at once.
 
         Args:
-            prompt: read for another choice.
-            ttft_s: how late the first one may come.
+            choice: one that was begun.
+            prompt: prefilled for another choice.
 
         Raises:
             GatewayError
         """
-        work = Work(
-            PriorityClass.of(sequence.priority), sequence.tenant, deadline,
-            len(sequence.token_ids), sequence.sampling.max_tokens, ttft_s,
-        )  # fmt: skip
-        migration = Migration(self._limits, name, self._cluster.spans, parent, self._metrics.migrations.inc)
-        sequence.choice_id = self._nonce() + self._nonce()
-        suspicion = Suspicion(sequence.choice_id, self._cluster.deaths, self._limits.wait_s)
+        cluster = self.cluster
+        migration = Migration(self._limits, choice.name, cluster.spans, choice.parent, self.metrics.migrations.inc)
+        suspicion = Suspicion(choice.sequence.choice_id, cluster.deaths, self._limits.wait_s)
         crashed: set[str] = set()
-        written: list[int] = []
-        first_by = inf if ttft_s is None else asyncio.get_running_loop().time() + ttft_s
-        going = False
-
-        def wrote(new: Tokens) -> None:
-            nonlocal going
-            if not going:
-                migration.close()
-                going = True
-            written.extend(new.ids)
-            self._admission.wrote(work, len(new.ids))
-
         try:
-            await self._wait_turn(work, parent, outcome)
-            holder = await prompt.holder(deadline) if prompt else ""
+            await self._wait_turn(choice)
+            choice.holder = await prompt.holder(choice.request.deadline) if prompt else ""
             while True:
-                if crashed:
-                    await suspicion.lost(crashed, len(written), deadline)
-                    crashed, sequence.alone_until = set(), suspicion.alone_until
-                _continue_behind(sequence, written)
-                going = False
-                sequence.request_id = f"{name}-{self._nonce()}"
-                outcome.migrated = migration.number
-                attempt = Attempt(
-                    self._cluster, sequence, deadline, parent, outcome, wrote, holder, inf if written else first_by
-                )
+                attempt = await self._next_attempt(choice, suspicion, crashed, migration.number)
                 try:
                     async with aclosing(attempt.tokens(migration.exclude)) as tokens:
                         async for new in tokens:
+                            migration.close()
+                            self._admission.wrote(choice.work, len(new.ids))
                             yield new
                     return
                 except WorkerLost as error:
-                    outcome.lost, crashed = error.message, attempt.crashed(error)
-                    migration.lost(error, attempt.lost_incarnations(error), attempt.span, len(written))
+                    choice.lost, crashed = error.message, attempt.crashed(error)
+                    migration.lost(error, attempt.lost_incarnations(error), attempt.span, len(choice.written))
                 except Unavailable as error:
                     await migration.pause(error)
                 finally:
-                    self._cluster.in_background(attempt.close())
+                    cluster.in_background(attempt.close())
         finally:
             migration.close()
-            self._admission.leave(work)
+            self._admission.leave(choice.work)
 
-    async def _wait_turn(self, work: Work, parent: Context, outcome: Outcome) -> None:
-        now = asyncio.get_running_loop().time
+    async def _next_attempt(self, choice: Choice, suspicion: Suspicion, crashed: set[str], number: int) -> Attempt:
+        """It goes on behind what is written. `crashed`: workers that the last one may have died with; emptied."""
+        sequence = choice.sequence
+        if crashed:
+            await suspicion.lost(crashed, len(choice.written), choice.request.deadline)
+            crashed.clear()
+            sequence.alone_until = suspicion.alone_until
+        _continue_behind(sequence, choice.written)
+        sequence.request_id = f"{choice.name}-{self._nonce()}"
+        choice.migrated = number
+        return Attempt(self.cluster, choice)
+
+    async def _wait_turn(self, choice: Choice) -> None:
+        now, work = asyncio.get_running_loop().time, choice.work
         arrived = now()
-        with tracing.child(self._cluster.spans, "queue", parent) as span:
+        with tracing.child(self.cluster.spans, "queue", choice.parent) as span:
             span.set_attributes({"tandem.queue.class": work.priority_class.label, "tandem.queue.tenant": work.tenant})
             try:
                 await self._admission.enter(work)
             finally:
-                outcome.queued_s = now() - arrived
-                span.set_attribute("tandem.queue.wait_s", outcome.queued_s)
-                self._metrics.queued(work.priority_class, outcome.queued_s)
+                choice.queued_s = now() - arrived
+                span.set_attribute("tandem.queue.wait_s", choice.queued_s)
+                self.metrics.queued(work.priority_class, choice.queued_s)
 
 
 def _continue_behind(sequence: worker_pb2.SequenceSpec, written: list[int]) -> None:

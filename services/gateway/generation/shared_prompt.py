@@ -1,4 +1,4 @@
-"""A prompt that several choices continue: it is read for the first of them, and the others share its KV blocks.
+"""A prompt that several choices continue: it is prefilled for the first of them, and the others share its KV blocks.
 
     choice 0    route, reserve, prefill, decode ── its KV is in place on a decode worker ──────> …
     choice 1…   wait ───────────────────────────────────────────────────────┴──> to that worker ─> …
@@ -14,15 +14,17 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.gateway.errors import TimedOut
-from services.gateway.generation.attempt import Outcome
+from services.gateway.generation.choice import Choice
 from services.gateway.workers import Tokens
 from tandem.v1 import llm_pb2
 
-# Less is read as soon as it could be shared.
+# A shorter prompt is prefilled as soon as it could be shared.
 MIN_SHARED_TOKENS = 64
 
 
 class SharedPrompt:
+    """Tells the other choices where the first one's KV is."""
+
     def __init__(self) -> None:
         self._logprobs: Sequence[llm_pb2.TokenLogprobs] = ()
         self._holder = ""
@@ -38,10 +40,10 @@ class SharedPrompt:
             async with asyncio.timeout_at(deadline):
                 await self._known.wait()
         except TimeoutError:
-            raise TimedOut("the request's deadline passed while its prompt was read") from None
+            raise TimedOut("the request's deadline passed while its prompt was prefilled") from None
         return self._holder
 
-    async def of_first(self, tokens: AsyncGenerator[Tokens, None], outcome: Outcome) -> AsyncGenerator[Tokens, None]:
+    async def of_first(self, tokens: AsyncGenerator[Tokens, None], choice: Choice) -> AsyncGenerator[Tokens, None]:
         """The first choice's tokens. The first of them may come from the prefill worker; with the second one all KV has
         arrived."""
         num_tokens = 0
@@ -51,10 +53,10 @@ class SharedPrompt:
                     self._logprobs = self._logprobs or new.prompt_logprobs
                     num_tokens += len(new.ids)
                     if num_tokens > 1:
-                        self._report(outcome)
+                        self._report(choice)
                     yield new
         finally:
-            self._report(outcome)
+            self._report(choice)
 
     async def of_other(self, tokens: AsyncGenerator[Tokens, None]) -> AsyncGenerator[Tokens, None]:
         """Another choice's tokens."""
@@ -64,7 +66,7 @@ class SharedPrompt:
                 yield replace(new, prompt_logprobs=() if begun else self._logprobs)
                 begun = True
 
-    def _report(self, outcome: Outcome) -> None:
+    def _report(self, choice: Choice) -> None:
         if not self._known.is_set():
-            self._holder = outcome.decode_incarnation
+            self._holder = choice.decode_incarnation
             self._known.set()

@@ -237,16 +237,17 @@ class GenerateEndpoint(Endpoint):
         await envelope.prepare(delta)
         if envelope.ends_with(delta):
             exchange.hold(envelope.chunk(delta))
-        elif envelope.shows(delta):
-            await exchange.event(envelope.chunk(delta))
+        elif event := envelope.event(delta):
+            await exchange.event(event)
 
     def _write_at_once(self, exchange: Exchange, envelope: Framing, delta: Delta) -> bool:
-        return not envelope.shows(delta) or exchange.event_at_once(envelope.chunk(delta))
+        event = envelope.event(delta)
+        return not event or exchange.event_at_once(event)
 
     async def _write_whole(
         self, exchange: Exchange, envelope: Framing, answer: Answer, first: Delta, deltas: AsyncIterator[Delta]
     ) -> None:
-        choices: list[list[Delta]] = [[] for _ in answer.outcomes]
+        choices: list[list[Delta]] = [[] for _ in answer.choices]
         choices[first.choice].append(first)
         async for delta in deltas:
             choices[delta.choice].append(delta)

@@ -1,4 +1,4 @@
-"""What the two generation endpoints share: the shape of answers.
+"""Shapes of answers, which chats and completions share.
 
 whole answer    {"id", "object", "created", "model", "choices": [...], "usage"}
 stream          the same envelope around each delta; a last one with usage where asked for
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import orjson
 
 from services.gateway.errors import GatewayError, InvalidRequest
-from services.gateway.generation import REASONS, Answer, Delta, Outcome, Structure, read_response_format, read_structure
+from services.gateway.generation import REASONS, Answer, Choice, Delta, Structure, read_response_format, read_structure
 from services.gateway.http.long_lists import is_long, made_in_turns
 from services.gateway.http.schema import GenerationBody
 from services.gateway.metrics import PATHS
@@ -49,7 +49,7 @@ class Format(Protocol):
     def choice(self, delta: Delta, made: Made) -> dict[str, Any]: ...
 
     def logprobs(self, delta: Delta) -> Made:
-        """What its logprobs consist of, nothing where there are none. Before `delta` or `choice` of it."""
+        """Entries that its logprobs consist of, nothing where there are none. Before `delta` or `choice` of it."""
 
 
 class Framing(Protocol):
@@ -68,6 +68,10 @@ class Framing(Protocol):
     def ends_with(self, delta: Delta) -> bool: ...
 
     def chunk(self, delta: Delta) -> bytes: ...
+
+    def event(self, delta: Delta) -> bytes:
+        """Its `chunk`, or nothing where a stream does not show it."""
+        return self.chunk(delta) if self.shows(delta) else b""
 
     async def last(self) -> bytes: ...
 
@@ -101,7 +105,7 @@ class ParsedBody:
 
 
 def structure_of(body: GenerationBody) -> Structure | None:
-    """What the answer must look like, by whichever of its names.
+    """The form that the answer must have, by whichever of its names.
 
     Raises:
         InvalidRequest: two of them say so.
@@ -133,8 +137,9 @@ class Envelope(Framing):
         self._continuous = self.with_usage and bool(options and options.continuous_usage_stats)
         self._begun: set[int] = set()
         self._made: dict[int, Made] = {}  # by id of the delta
-        # Of each choice that has begun what stands around the text in an event that says nothing else, once known.
-        self._plain: dict[int, tuple[bytes, bytes] | None] = {}
+        self._chunked: set[int] = set()  # choices that have had an event
+        # Of a choice, once known: what stands around the text in an event that says nothing else.
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
         self._repeats = not (self._continuous or self.with_token_ids)
         self._num_ended = 0
         self._with_prompt_logprobs = found.with_prompt_logprobs
@@ -151,14 +156,19 @@ class Envelope(Framing):
 
     def chunk(self, delta: Delta) -> bytes:
         """One event of a stream."""
-        if not delta.is_plain or not self._repeats or delta.choice not in self._plain:
-            event = self._chunk(delta)
-            self._plain.setdefault(delta.choice, None)  # the first of a choice says more than the others
-            return event
-        if (around := self._plain[delta.choice]) is None:
+        if delta.is_plain and (around := self._plain.get(delta.choice)):
+            return around[0] + orjson.dumps(delta.text) + around[1]
+        event = self._chunk(delta)
+        if self._repeats and delta.is_plain and delta.choice in self._chunked:
             begin, end = self._chunk(replace(delta, text=MARK)).split(orjson.dumps(MARK))
-            around = self._plain[delta.choice] = begin, end
-        return around[0] + orjson.dumps(delta.text) + around[1]
+            self._plain[delta.choice] = begin, end
+        self._chunked.add(delta.choice)  # whose first event says more than the others
+        return event
+
+    def event(self, delta: Delta) -> bytes:
+        if delta.is_plain and delta.choice in self._plain:
+            return self.chunk(delta) if delta.text else b""
+        return super().event(delta)
 
     def _chunk(self, delta: Delta) -> bytes:
         made = self._made.pop(id(delta), NONE_MADE)
@@ -168,22 +178,22 @@ class Envelope(Framing):
         return self._event([self._numbered(delta, self._form.delta(delta, made), made)], beside)
 
     def shows(self, delta: Delta) -> bool:
-        """Whether a stream has an event for it."""
+        """True if a stream has an event for it."""
         return delta.says_something or (self.with_token_ids and bool(delta.tokens.ids))
 
     def ends_with(self, delta: Delta) -> bool:
-        """Whether this one, of those that come in their order, is the last of the answer's last choice."""
+        """True if this one, of those that come in their order, is the last of the answer's last choice."""
         if not delta.finish_reason:
             return False
         self._num_ended += 1
         return self._num_ended == self._answer.request.num_choices
 
     async def last(self) -> bytes:
-        """What stands before the end of a stream."""
+        """An event before the end of a stream, with usage where that was asked for."""
         return self._event([], {"usage": usage(self._answer)}) if self.with_usage else b""
 
     def failure(self, error: GatewayError) -> bytes:
-        """What stands there instead where the answer failed."""
+        """The last event where the answer failed."""
         return b"data: " + orjson.dumps(error.body()) + b"\n\n"
 
     def _event(self, choices: list[dict[str, Any]], beside: Mapping[str, Any]) -> bytes:
@@ -259,19 +269,19 @@ def usage(answer: Answer) -> dict[str, Any]:
         "total_tokens": used.prompt_tokens + used.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": used.cached_tokens, "audio_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": used.reasoning_tokens, "audio_tokens": 0},
-        "tandem": [_path(outcome) for outcome in answer.outcomes],
+        "tandem": [_path(choice) for choice in answer.choices],
     }
 
 
-def _path(outcome: Outcome) -> dict[str, Any]:
-    path = outcome.path
+def _path(choice: Choice) -> dict[str, Any]:
+    path = choice.path
     return {
         "path": PATHS.get(path.kind),
         "prefill_worker": path.prefill_worker or None,
         "decode_worker": path.decode_worker,
-        "cached_tokens": outcome.num_cached_tokens,
-        "proposed_tokens": outcome.num_proposed_tokens,
-        "accepted_tokens": outcome.num_accepted_tokens,
+        "cached_tokens": choice.num_cached_tokens,
+        "proposed_tokens": choice.num_proposed_tokens,
+        "accepted_tokens": choice.num_accepted_tokens,
         "transfer_bytes": path.transfer_bytes,
         "transport": path.transport or None,
         "reason": path.reason,

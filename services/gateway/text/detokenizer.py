@@ -30,6 +30,8 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For tokenizers in which every token stands for certain bytes."""
 
+    __slots__ = ("_decoder", "_texts", "_token_bytes", "_unfinished")
+
     def __init__(self, token_bytes: Callable[[int], bytes], texts: dict[int, str]) -> None:
         """`texts`: of tokens that are whole characters by themselves; all answers share it, and add to it."""
         self._token_bytes, self._texts = token_bytes, texts

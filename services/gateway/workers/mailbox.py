@@ -35,12 +35,17 @@ class Tokens:
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
 
 
-# Takes tokens as they are delivered; False: not these, nor more, before its owner was woken.
+# Takes tokens as they are delivered; False: no more of them, before its owner was woken.
 Taker: TypeAlias = Callable[[Tokens], bool]
 
 
 class Mailbox:
-    """Owned by one request, which is the only one to call `get`."""
+    """Owned by one attempt, which is the only one to call `get`."""
+
+    __slots__ = (
+        "_outputs", "_taker", "_taker_error", "_taker_stopped", "_waiting", "_worker_id", "ended", "error",
+        "finish_reason", "next_index", "num_accepted_tokens", "num_cached_tokens", "num_proposed_tokens", "request_id",
+    )  # fmt: skip
 
     def __init__(self, request_id: str, worker_id: str, next_index: int = 0) -> None:
         self.request_id = request_id
@@ -52,12 +57,19 @@ class Mailbox:
         self._worker_id = worker_id
         self._outputs: list[worker_pb2.SequenceOutput] = []
         self._waiting: asyncio.Future[None] | None = None
-        self._taker: Taker | None = None  # while `get` waits
+        self._taker: Taker | None = None  # while `get` waits and was not woken
         self._taker_stopped = False
         self._taker_error: Exception | None = None
 
     def put(self, output: worker_pb2.SequenceOutput) -> None:
-        if self._takes(output):
+        """Hands it to the taker, if nothing is before it and it is not the answer's end; else it waits for `get`."""
+        taker, waiting = self._taker, self._waiting
+        if (
+            taker is not None and waiting is not None and not waiting.done()
+            and output.first_index == self.next_index
+            and not output.finish_reason and not output.HasField("failure")
+        ):  # fmt: skip
+            self._hand_over(taker, self._new(output, 0))
             return
         self._outputs.append(output)
         failed = output.HasField("failure")
@@ -66,6 +78,15 @@ class Mailbox:
             self.fail(from_failure(self._worker_id, output.failure.code, output.failure.message))
         else:
             self._wake()
+
+    def _hand_over(self, taker: Taker, new: Tokens) -> None:
+        try:
+            if taker(new):
+                return
+            self._taker_stopped = True
+        except Exception as error:  # the request's, and none of the others that share the stream
+            self._taker_error = error
+        self._wake()
 
     def fail(self, error: GatewayError) -> None:
         self.error = self.error or error
@@ -118,36 +139,23 @@ class Mailbox:
         Raises:
             Internal: tokens before them are missing.
         """
-        # Each field is read once, and only where it may be set: reading one costs as much as all that is done with it.
         first = output.first_index
         if first > self.next_index:
             raise Internal(f"worker {self._worker_id} sent token {first} of an answer before token {self.next_index}")
+        self.finish_reason = output.finish_reason or self.finish_reason
+        return self._new(output, self.next_index - first)
+
+    def _new(self, output: worker_pb2.SequenceOutput, num_seen: int) -> Tokens:
+        # Each field is read once, and only where it may be set: reading one costs as much as all that is done with it.
         if num_cached := output.num_cached_tokens:
             self.num_cached_tokens = max(self.num_cached_tokens, num_cached)
         if num_proposed := output.num_proposed_tokens:
             self.num_proposed_tokens = max(self.num_proposed_tokens, num_proposed)
             self.num_accepted_tokens = max(self.num_accepted_tokens, output.num_accepted_tokens)
-        self.finish_reason = output.finish_reason or self.finish_reason
-        seen = self.next_index - first
         prompt = () if self.next_index else output.prompt_logprobs  # not copied: there may be very many
-        new = Tokens(output.token_ids[seen:], output.logprobs[seen:], prompt)
+        new = Tokens(output.token_ids[num_seen:], output.logprobs[num_seen:], prompt)
         self.next_index += len(new.ids)
         return new
-
-    def _takes(self, output: worker_pb2.SequenceOutput) -> bool:
-        """Hands it to the taker, if nothing is before it and it is not the answer's end; True if it did."""
-        taker, waiting = self._taker, self._waiting
-        if taker is None or waiting is None or waiting.done():
-            return False
-        if output.first_index != self.next_index or output.finish_reason or output.HasField("failure"):
-            return False
-        try:
-            self._taker_stopped = not taker(self.accept(output))
-        except Exception as error:  # the request's, and none of the others that share the stream
-            self._taker_error = error
-        if self._taker_stopped or self._taker_error:
-            self._wake()
-        return True
 
     def _take(self) -> Tokens:
         outputs, self._outputs = self._outputs, []

@@ -12,7 +12,7 @@ from grpc import aio
 from openai import AsyncOpenAI
 
 from services.gateway import Gateway
-from services.gateway.generation.choice import Choice
+from services.gateway.generation.choice_text import ChoiceText
 from services.gateway.text import ChatTemplate, Tokenizer
 from services.gateway.tools import FORMATS, TAGS, detect_format, plan_reading, read_tools
 from services.gateway.workers import Tokens
@@ -103,7 +103,7 @@ async def test_a_call_whole_and_streamed(client: AsyncOpenAI, says: Any, tokeniz
 def test_a_delta_has_one_entry_for_each_call(tokenizer: Tokenizer, count: int) -> None:
     """However many tokens come in one message."""
     plan = plan_reading(None, FORMATS["hermes"], read_tools(TOOLS, "auto", None), "")
-    choice = Choice(0, tokenizer, SamplingParams(), (), plan)
+    choice = ChoiceText(0, tokenizer, SamplingParams(), (), plan)
     ids = list(tokenizer.token_ids(f"{CALL}{CALL}"))
     said: dict[int, str] = {}
     for at in range(0, len(ids), count):
