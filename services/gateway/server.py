@@ -179,8 +179,8 @@ class Gateway:
         self._run(self._ports.access.run())
         if self._ports.sandbox:
             self._run(self._ports.sandbox.run())
-        decodes_read = settings.disaggregation is not Disaggregation.REQUIRE
-        judging = Judging(starvation.now, self._ports.dead_here, decodes_read)
+        decodes_prefill = settings.disaggregation is not Disaggregation.REQUIRE
+        judging = Judging(starvation.now, self._ports.dead_here, decodes_prefill)
         pool = WorkerPool(view, model.name, self._ports.connect, judging, model.text_digests)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
@@ -254,8 +254,8 @@ class Gateway:
         self.admission = Admission(FairQueue(weights), settings.max_queued)
         self.text_turns = TextTurns(weights, settings.max_queued)
         metrics.watch(self.admission)
-        decodes_read = settings.disaggregation is Disaggregation.AUTO
-        bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens, decodes_read
+        decodes_prefill = settings.disaggregation is Disaggregation.AUTO
+        bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens, decodes_prefill
         others = self._ports.registry.other_demands
         self._run(self.admission.run(view, lambda: capacity_of(pool.workers, *bounds), others))
 

@@ -6,4 +6,4 @@ from tandem.worker import WorkerSettings
 
 
 class PrefillSettings(WorkerSettings):
-    """A Tandem prefill worker: reads prompts and pushes their KV blocks to decode workers."""
+    """A Tandem prefill worker: prefills prompts and pushes their KV blocks to decode workers."""

@@ -204,14 +204,14 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         queued = chain(scheduler.waiting, scheduler.running)
-        unread = (seq.num_prompt_tokens - seq.num_computed_tokens for seq in queued)
+        uncomputed = (seq.num_prompt_tokens - seq.num_computed_tokens for seq in queued)
         return EngineStats(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             num_reserved=len(scheduler.reserved),
             free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
-            queued_tokens=sum(tokens for tokens in unread if tokens > 0),
+            queued_tokens=sum(tokens for tokens in uncomputed if tokens > 0),
             num_read_tokens=self._num_computed - self._num_written,
             num_written_tokens=self._num_written,
             num_proposed_tokens=self._speculator.num_proposed,

@@ -40,8 +40,8 @@ class Request:
 
     The last `num_prior_tokens` of `token_ids` are the answer's first ones, written by another engine: the answer goes
     on behind them as that engine would have gone on. `sampling` is of the whole answer. `speculative` None takes the
-    engine's own. With a `lora`, `adapter` has its weights, as `Engine.adapters` gave them. Other prompts are read in
-    chunks that leave no more than `itl_target_s` between its tokens, where that is not 0 and can be kept.
+    engine's own. With a `lora`, `adapter` has its weights, as `Engine.adapters` gave them. Other prompts are prefilled
+    in chunks that leave no more than `itl_target_s` between its tokens, where that is not 0 and can be kept.
 
     `choice_id` names it in the crash page, whatever engine it runs on; by default its request id. A suspect, of which
     an engine may have died, computes alone until there are `alone_until` tokens of its answer.

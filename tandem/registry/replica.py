@@ -7,7 +7,7 @@
 
 A worker read anew gets a new slot, which takes the old one's place when it is complete: so an old snapshot deletes
 nothing, and the batches behind it are applied to it in order. All this is one task, hence no two of these at once. A
-generation that ends (a lease lost, a worker restarted) holds nothing from that event on. Whatever is missed meanwhile
+incarnation that ends (a lease lost, a worker restarted) holds nothing from that event on. Whatever is missed meanwhile
 costs a cache miss and no more: Redis counts no hit for a generation that has ended.
 """
 

@@ -3,6 +3,18 @@
     Sender.open_link -> Link.begin -> Push.push ... -> Push.commit
     Receiver.expect  ->               frames land ...-> on_commit
 
+Things that one transfer is made of, each known to one side or floor of it:
+
+    Landing   the receiver's record of an expected transfer: its blocks, deadline, fences
+    Frame     the sender's unit of work: blocks of one layer that fit one slot, in line until the GPU has computed them
+    Slot      a place in memory that both ends know, while a frame lies in it; transports differ in where that is
+    Payload   the protocol's words for a filled slot: its number, length and checksum. It knows no memory and no tensor
+    Write     the receiver's unit of work: a payload to copy into a landing's blocks and to verify
+
+Frame and Write are the two ends' own halves, because only the sender knows rows of a device and only the receiver
+where blocks lie. Payload stands between Frame and Slot so that the protocol runs, and is tested, without memory.
+A message between them is a LinkMessage of the protos and needs no class of its own.
+
 Frames name logical blocks; only the receiver knows where they lie. Nothing becomes visible before all of it verified.
 """
 

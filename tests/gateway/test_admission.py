@@ -330,12 +330,12 @@ P, D = worker(Role.PREFILL), worker(Role.DECODE)
     ],
 )
 def test_capacity(workers: Sequence[LiveWorker], max_tokens: int | None, expected: Capacity | None) -> None:
-    assert capacity_of(workers, 50, max_tokens, decodes_read=False) == expected
+    assert capacity_of(workers, 50, max_tokens, decodes_prefill=False) == expected
 
 
 def test_decode_workers_that_read_beside_others_have_room_for_prompts_too() -> None:
-    assert capacity_of([P, D, D], 50, None, decodes_read=True) == Capacity(3200, 24, 150, 12)
-    assert capacity_of([D, D], 50, None, decodes_read=True) == capacity_of([D, D], 50, None, decodes_read=False)
+    assert capacity_of([P, D, D], 50, None, decodes_prefill=True) == Capacity(3200, 24, 150, 12)
+    assert capacity_of([D, D], 50, None, decodes_prefill=True) == capacity_of([D, D], 50, None, decodes_prefill=False)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,14 +1,14 @@
 """Waiting to be let into the cluster, and being inside.
 
-    check ──> refused at once, before its prompt is read
-    enter ──> it is this work's turn, and there is room ──> inside ── first token ──> read ── end ──> leave
+    check ──> refused at once, before its prompt is tokenized
+    enter ──> it is this work's turn, and there is room ──> inside ── first token ──> prefilled ── end ──> leave
          ├──> it would come too late: refused at once (forecast.py), for its deadline or its class's time to first token
          ├──> too many wait: the last of the tenant with most waiting is refused, this one or another
          ├──> the deadline passes
          └──> the gateway stops
 
 With room to spare nothing waits and no task is made. `leave` is right at any time, so one `finally` releases
-everything. The queue is looked at again when work leaves, when a prompt was read, and when workers come and go.
+everything. The queue is looked at again when work leaves, when a prompt was prefilled, and when workers come and go.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Admission:
     def wrote(self, work: Work, num_tokens: int) -> None:
         """So many new tokens of work that is inside."""
         if num_tokens and not work.new_tokens:
-            self._forecast.read(work, asyncio.get_running_loop().time())
-            self.admitted.read(work)
+            self._forecast.prefilled(work, asyncio.get_running_loop().time())
+            self.admitted.prefilled(work)
             self._let_in()
         work.new_tokens += num_tokens
 

@@ -2,7 +2,7 @@
 
     tokens          KV blocks of the decode workers: a choice may come to hold its prompt and all that it may write
     sequences       what workers may run at once
-    prompt tokens   sent to workers that read prompts and not read yet: more would only wait there, out of order. Some
+    prompt tokens   sent to workers that prefill and not prefilled yet: more would only wait there, out of order. Some
                     prompts each are let through whatever their length: much of them may be cached
 
 Blocks are counted as if no two choices shared any and all were as long as they may be. They are not, so beyond the
@@ -20,7 +20,7 @@ from services.gateway.admission.fair_queue import Work
 from services.gateway.admission.priority import PriorityClass
 from tandem.registry import LiveWorker, Role
 
-PROMPTS_PER_READER = 4
+PROMPTS_PER_PREFILLER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Capacity:
     tokens: int
     sequences: int
     prompt_tokens: int
-    prompts: int  # so many may wait to be read whatever their tokens
+    prompts: int  # so many may wait to be prefilled whatever their tokens
     max_tokens: int | None = None  # never to be exceeded, whatever is shared
 
     def times(self, part: float) -> Capacity:
@@ -45,30 +45,30 @@ class Capacity:
     def filled_by(self, work: Work) -> float:
         """The part of that room which the work takes most of."""
         tokens = min(self.tokens, self.max_tokens or self.tokens)
-        reading = 0.0 if work.new_tokens else work.prompt_tokens / self.prompt_tokens
-        return max(work.cost / tokens, 1 / self.sequences, reading)
+        prefilling = 0.0 if work.new_tokens else work.prompt_tokens / self.prompt_tokens
+        return max(work.cost / tokens, 1 / self.sequences, prefilling)
 
 
 def capacity_of(
-    workers: Sequence[LiveWorker], prefill_queue_tokens: int, max_tokens: int | None, decodes_read: bool
+    workers: Sequence[LiveWorker], prefill_queue_tokens: int, max_tokens: int | None, decodes_prefill: bool
 ) -> Capacity | None:
     """None without a decode worker: nothing is known then, and the router says best what is missing.
 
     Args:
-        prefill_queue_tokens: how much may wait to be read by each worker that reads prompts.
+        prefill_queue_tokens: how much may wait to be prefilled by each worker that prefills.
         max_tokens: of the answer.
-        decodes_read: decode workers read prompts beside prefill workers, and not only where there are none.
+        decodes_prefill: decode workers prefill beside prefill workers, and not only where there are none.
     """
     live = [worker for worker in workers if not worker.load.draining]
     decodes = [worker.info for worker in live if worker.info.role is Role.DECODE]
     if not decodes:
         return None
-    readers = len(live) if decodes_read else len(live) - len(decodes) or len(decodes)
+    prefillers = len(live) if decodes_prefill else len(live) - len(decodes) or len(decodes)
     return Capacity(
         tokens=sum(info.num_blocks * info.block_size for info in decodes),
         sequences=sum(worker.info.max_num_seqs for worker in live),
-        prompt_tokens=readers * prefill_queue_tokens,
-        prompts=readers * PROMPTS_PER_READER,
+        prompt_tokens=prefillers * prefill_queue_tokens,
+        prompts=prefillers * PROMPTS_PER_PREFILLER,
         max_tokens=max_tokens,
     )
 
@@ -81,7 +81,7 @@ class Admitted:
         self.tokens = 0
         self.prompt_tokens = 0
         self._inside: dict[Work, None] = {}  # in the order in which they came
-        self._unread: set[Work] = set()
+        self._prefilling: set[Work] = set()
 
     def __contains__(self, work: Work) -> bool:
         return work in self._inside
@@ -105,7 +105,7 @@ class Admitted:
             return False
         if capacity.max_tokens is not None and self.tokens + work.cost > capacity.max_tokens:
             return False
-        many = len(self._unread) >= capacity.prompts
+        many = len(self._prefilling) >= capacity.prompts
         if many and self.prompt_tokens + work.prompt_tokens > capacity.prompt_tokens:
             return False
         return self.tokens + work.cost <= capacity.tokens or not self._is_probed(work.priority_class)
@@ -119,18 +119,18 @@ class Admitted:
 
     def enter(self, work: Work) -> None:
         self._inside[work] = None
-        self._unread.add(work)
+        self._prefilling.add(work)
         self.tokens += work.cost
         self.prompt_tokens += work.prompt_tokens
 
-    def read(self, work: Work) -> None:
+    def prefilled(self, work: Work) -> None:
         """Its first token is there: it has its blocks, and its prompt waits no longer."""
-        if work in self._unread:
-            self._unread.remove(work)
+        if work in self._prefilling:
+            self._prefilling.remove(work)
             self.prompt_tokens -= work.prompt_tokens
 
     def leave(self, work: Work) -> None:
-        self.read(work)
+        self.prefilled(work)
         del self._inside[work]
         self.tokens -= work.cost
 
@@ -138,10 +138,10 @@ class Admitted:
         """One line for each counter that contradicts what is inside."""
         sums = {
             "tokens": (self.tokens, sum(work.cost for work in self._inside)),
-            "prompt tokens": (self.prompt_tokens, sum(work.prompt_tokens for work in self._unread)),
-            "unread and not inside": (len(self._unread - self._inside.keys()), 0),
+            "prompt tokens": (self.prompt_tokens, sum(work.prompt_tokens for work in self._prefilling)),
+            "prefilling and not inside": (len(self._prefilling - self._inside.keys()), 0),
         }
         return [f"{name}: {is_} where {should} should be" for name, (is_, should) in sums.items() if is_ != should]
 
     def _is_probed(self, kind: PriorityClass) -> bool:
-        return any(work.priority_class <= kind for work in self._unread)
+        return any(work.priority_class <= kind for work in self._prefilling)

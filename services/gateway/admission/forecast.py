@@ -46,7 +46,7 @@ class Forecast:
         self._inside_s, self._first_s = Average(), Average()
         self._token_s, self._used = Average(), Average()
 
-    def read(self, work: Work, now: float) -> None:
+    def prefilled(self, work: Work, now: float) -> None:
         """Its first token has come."""
         work.first_at = now
         self._first_s.add(now - work.entered_at)

@@ -89,7 +89,7 @@ class Answer:
         return self.request.reading.call_id(blake2b(f"{choice_id}-{index}".encode()).hexdigest())
 
     def path_headers(self) -> dict[str, str]:
-        """Which path the request took and why, as far as it is known: HTTP headers, gRPC trailers."""
+        """The request's path and its reason, as far as they are known, as HTTP headers or gRPC trailers."""
         path = self.path
         said = {
             "x-tandem-path": PATHS.get(path.kind, "none"),

@@ -71,7 +71,7 @@ class Generation:
         return len(self.prompts[choice // self.n]) + others
 
     def sequence(self, choice: int, max_model_len: int, seed: int) -> worker_pb2.SequenceSpec:
-        """What workers get for one choice; its request_id is set for each attempt."""
+        """The sequence that workers get for one choice; its request_id is set for each attempt."""
         prompt, sampling = self.prompts[choice // self.n], self.sampling
         spec = worker_pb2.SequenceSpec(
             token_ids=prompt, priority=self.priority, cache_salt=self.cache_salt, tenant=self.tenant

@@ -31,7 +31,7 @@ class Structure:
 def held_to(
     use: ToolUse | None, said: Structure | None, reading: ReadingPlan | None, tokenizer: Tokenizer
 ) -> Structure | None:
-    """What holds an answer to the calls that must be made, else to what the client said; behind its thoughts."""
+    """The structure of an answer behind its thoughts: calls that must be made, else what the client said."""
     structure = (_of_calls(use) if use else None) or said
     if structure is None and use and reading and reading.calls and use.strict:
         structure = _of_strict(use, reading.calls)

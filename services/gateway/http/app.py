@@ -96,7 +96,7 @@ def _refuse_upgrade(app: FastAPI) -> None:
 
 
 def cors_of(settings: GatewaySettings) -> dict[str, Any]:
-    """What browsers are allowed; no cookies, for a page shows its key itself."""
+    """Rules for browsers; no cookies, for a page shows its key itself."""
     if not settings.cors_origins:
         return {}
     every = ["*"]
@@ -150,7 +150,7 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Which Tandem this is."""
+        """The version of this Tandem."""
         return {"version": __version__}
 
     @app.get("/metrics")
@@ -162,7 +162,7 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
 def _add_integrity(app: FastAPI, integrity: Look) -> None:
     @app.get("/debug/integrity")
     async def look() -> dict[str, Any]:
-        """What is held, and what of it no request accounts for."""
+        """Everything that is held, and what of it no request accounts for."""
         return (await lasting(integrity)).json()
 
 

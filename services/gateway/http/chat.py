@@ -124,7 +124,7 @@ class ChatFormat(Format):
         return {"id": self._new_call_id(), "type": "function", "function": function}
 
     def logprobs(self, delta: Delta) -> Made:
-        """Of tokens that are shown: the one that ends an answer is none of its content."""
+        """Logprobs of shown tokens: the one that ends an answer is none of its content."""
         if not delta.tokens.logprobs:
             return {}
         shown = delta.tokens.logprobs[:-1] if delta.ends_silently else delta.tokens.logprobs
@@ -154,7 +154,7 @@ def template_options(body: schema.ChatBody | schema.TokenizeBody, use: ToolUse |
     )
 
 
-def read_messages(said: Sequence[schema.Message]) -> list[Mapping[str, Any]]:
+def read_messages(said: Sequence[schema.ChatMessage]) -> list[Mapping[str, Any]]:
     """
     Raises:
         InvalidRequest
@@ -170,7 +170,7 @@ def _logprobs(body: schema.ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _message(message: schema.Message, param: str) -> Mapping[str, Any]:
+def _message(message: schema.ChatMessage, param: str) -> Mapping[str, Any]:
     schema.refuse_message_extras(message, param)
     role = ROLES.get(message.role)
     if role is None:
@@ -188,7 +188,7 @@ def _message(message: schema.Message, param: str) -> Mapping[str, Any]:
     return said | {name: value for name, value in given.items() if value is not None}
 
 
-def _said(message: schema.Message, role: str, param: str) -> str:
+def _said(message: schema.ChatMessage, role: str, param: str) -> str:
     """An assistant may have refused, beside its content or in a part of it."""
     if role == "assistant" and message.content is None and message.refusal is not None:
         return message.refusal

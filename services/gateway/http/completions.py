@@ -87,7 +87,7 @@ class CompletionFormat(Format):
         return self.delta(delta, made)
 
     def _echo(self, delta: Delta) -> Echo | None:
-        """What comes before it."""
+        """The text before it."""
         if not self._echoes or delta.choice in self._begun:
             return None
         return self._echoes[delta.choice // self._n]

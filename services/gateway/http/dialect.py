@@ -1,4 +1,4 @@
-"""What protocols word in their own way around an answer: errors, the request's id, the end of a stream."""
+"""A protocol's own words around an answer: errors, the request's id, the end of a stream."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Framing(Protocol):
     """An endpoint's words for an answer: the events of its stream, or all of it. One object serves one answer."""
 
     def begin(self) -> bytes:
-        """What a stream says before its answer has begun."""
+        """Events of a stream before its answer has begun."""
         return b""
 
     async def prepare(self, delta: Delta) -> None:
@@ -213,7 +213,7 @@ class Envelope(Framing):
         return {**self._frame, "object": kind, "system_fingerprint": self._answer.revision}
 
     def _best(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """Of each prompt's choices the `n` likeliest per token, best first."""
+        """The `n` choices of each prompt that are likeliest per token, best first."""
         best_of, kept = self._answer.request.n, []
         for first in range(0, len(deltas), best_of):
             ranked = sorted(deltas[first : first + best_of], key=_mean_logprob, reverse=True)

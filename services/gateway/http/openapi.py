@@ -1,4 +1,4 @@
-"""What /openapi.json and /docs say of the routes that FastAPI does not know: their bodies, from the schemas that read
+"""/openapi.json and /docs of routes that FastAPI does not know: their bodies, from the schemas that read
 them."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Pings:
         self.begin()
 
     async def _ping(self) -> None:
-        """Where the connection is gone, the answer's own next event finds out."""
+        """A connection that is gone is left for the answer's own next event to find."""
         try:
             await self._send({"type": "http.response.body", "body": self._event, "more_body": True})
         except Exception:

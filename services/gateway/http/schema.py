@@ -61,7 +61,7 @@ class SpeculativeBody(Body):
 
 
 class GenerationBody(Body):
-    """What chat and completions have in common."""
+    """Fields that chats and completions share."""
 
     model: str
     stream: bool | None = None
@@ -96,7 +96,7 @@ class CompletionBody(GenerationBody):
     best_of: int | None = None
 
 
-class Message(Body):
+class ChatMessage(Body):
     role: str
     content: Any = None
     name: str | None = None
@@ -108,7 +108,7 @@ class Message(Body):
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -124,7 +124,7 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -206,7 +206,7 @@ def check_tokenize(body: TokenizeBody) -> None:
         raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
 
 
-def refuse_message_extras(message: Message, param: str) -> None:
+def refuse_message_extras(message: ChatMessage, param: str) -> None:
     """
     Raises:
         InvalidRequest

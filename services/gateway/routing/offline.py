@@ -39,7 +39,7 @@ class OfflineRouter:
     ) -> Route:
         """
         Args:
-            held: generation of a worker: tokens of the prompt that it has cached.
+            held: incarnation of a worker: tokens of the prompt that it has cached.
             why: Redis is not asked; `fallback` says it for metrics.
 
         Raises:

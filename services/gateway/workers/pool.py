@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """Silent workers. `decodes_read`: where no prefill worker is left, decode workers prefill prompts."""
+    """Silent workers. `decodes_prefill`: where no prefill worker is left, decode workers prefill prompts."""
 
     starvation: Callable[[], float]  # of this gateway
     dead_here: Callable[[str], str]
-    decodes_read: bool
+    decodes_prefill: bool
 
 
-TRUSTING = Judging(lambda: 0.0, lambda process: "", decodes_read=True)
+TRUSTING = Judging(lambda: 0.0, lambda process: "", decodes_prefill=True)
 
 
 class WorkerPool:
@@ -113,7 +113,7 @@ class WorkerPool:
         """True where no other worker that answers could do what this one does."""
         out = {worker.info.incarnation for worker in self.workers if worker.load.draining} | {info.incarnation}
         others = (one for one in self._connections.values() if one.info.incarnation not in out)
-        roles = {info.role, Role.DECODE} if self._judging.decodes_read else {info.role}
+        roles = {info.role, Role.DECODE} if self._judging.decodes_prefill else {info.role}
         return not any(one.info.role in roles and one.stream.answers for one in others)
 
     def lost(self) -> set[str]:

@@ -24,6 +24,8 @@ from torch import Tensor
 from tandem.engine.device import sent
 from tandem.engine.kv import opened
 
+# Attention of one step, planned once for all layers. A model's own `Attend` names the layer and knows no cache: Forward
+# makes it of this one, which knows the cache and no layer.
 # q, k, v of a step's tokens (tokens, heads, head_dim), k and v as the cache holds them, and that cache ──> as q.
 StepAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -4,7 +4,7 @@
 
 Rows and blocks are padded: a row to the next of SIZES, a table to a power of two. A row of padding is a sequence of one
 token in a block that belongs to nobody, so it writes where nothing is read. A graph is captured when a step first needs
-it; steps that read prompts, have adapters or push KV go to the plain forward. While the device computes one step, the
+it; steps that prefill, have adapters or push KV go to the plain forward. While the device computes one step, the
 next one's row is written, as far as it can be foreseen: if it is what comes, its ids are all that is missing.
 """
 
@@ -23,7 +23,7 @@ from tandem.engine.models import Decoder
 
 SIZES = (1, 2, 4, *range(8, 257, 8))
 
-# Runs what it is given, and returns what runs it again over the same memory.
+# Records a function's work on the GPU; returns a function that runs it again over the same memory.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
@@ -38,7 +38,7 @@ class DecodeGraphs:
         self._padding_block = len(cache[0]) - 1
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._ahead: tuple[Graph, StepInput] | None = None
-        self.num_prepared = 0  # steps whose inputs were written before they came
+        self.num_prepared = 0  # steps whose inputs had been written while the step before them ran
         self.logits = plain.logits
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:

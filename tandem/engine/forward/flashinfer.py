@@ -37,7 +37,7 @@ class Library(Protocol):
 
 
 def paged_attention_for(kv: Tensor, num_heads: int) -> PagedAttention:
-    """The best there is for a cache: torch's says in the log why it is not FlashInfer's."""
+    """Attention for a cache: FlashInfer's where it works here, else torch's, and the log says why."""
     if not kv.is_cuda:
         return TorchAttention(kv)
     reason = misfit(kv)
@@ -46,7 +46,7 @@ def paged_attention_for(kv: Tensor, num_heads: int) -> PagedAttention:
             return tried(import_module("flashinfer"), kv, num_heads)
         except ImportError as error:
             reason = f"{error}; install tandem[gpu]"
-        except Exception as error:  # of a compiler, of its kernels: it is a library of many
+        except Exception as error:  # its compiler and its kernels raise errors of many kinds
             reason = f"FlashInfer does not work here: {error}; its kernels need CUDA's compiler, as in CUDA_HOME"
     log.warning("attention by torch", reason=reason)
     return TorchAttention(kv)

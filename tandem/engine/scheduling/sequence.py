@@ -42,8 +42,8 @@ class Sequence:
     another engine has written the first tokens of it.
 
     The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
-    `turn`: when its prompt is read, among those of its priority. `waits_since`: of the seconds of all steps, those that
-    had passed when it came to wait.
+    `turn`: when its prompt is prefilled, among those of its priority. `waits_since`: of the seconds of all steps, those
+    that had passed when it came to wait.
     `slot` is its place in the crash page while it runs. A suspect computes alone until it has `alone_until` output
     tokens.
     `num_reserved_blocks`: kept although fewer may do for now. `swapped_blocks` hold its KV while it is preempted.

@@ -53,7 +53,7 @@ class EagleProposer:
         context = self._contexts.get(seq)
         if context is None or not context.first <= start <= context.features.end:
             context = self._contexts[seq] = Context(start, features, self._head.config)
-        elif start + len(features) > context.end:  # of what was read before, features are the same
+        elif start + len(features) > context.end:  # features of tokens before `context.end` would be the same again
             new = max(start, context.end)
             context.features.put(new, features[new - start :])
         return context

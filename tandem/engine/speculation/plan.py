@@ -73,7 +73,7 @@ class Plan:
             self._account.spend((seconds - self._plain.at(num_seqs)) * own / num_proposed)
 
     def passed_reading(self, own: int) -> None:
-        """A step that also read prompts had so many proposed tokens, which took what they take elsewhere."""
+        """A step that also prefilled had so many proposed tokens, which took what they take elsewhere."""
         self._account.spend(own * self._ahead.line()[1])
 
     def verified(self, seq: Sequence, proposed: int, accepted: int) -> None:

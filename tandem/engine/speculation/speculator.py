@@ -12,8 +12,8 @@ from tandem.engine.speculation.plan import Plan
 from tandem.engine.speculation.proposer import Proposer, Wanted
 
 MOST_FORCED = 64  # tokens of one answer in a step
-REST = 7  # steps without a thought of proposing, after one where nothing paid
-PLAIN_EVERY = 50  # steps with proposals one is plain, as is the first: so that it is known what those take
+REST = 7  # after a step where no proposal paid for itself, so many pass before the next is considered
+PLAIN_EVERY = 50  # one of so many steps, and the first, goes without proposals, to measure what such a step takes
 
 
 class Speculator:
@@ -89,7 +89,7 @@ class Speculator:
             return False
         if self._proposers:
             self._wanted = {item.seq.speculative.method for item in batch} & self._proposers.keys()
-        # While prompts are read no step can be plain.
+        # While prompts are prefilled no step can be plain.
         seen = PLAIN_EVERY if all(map(_decodes, batch)) else inf
         return bool(self._wanted) and self._since_plain < seen
 

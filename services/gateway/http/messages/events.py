@@ -31,7 +31,7 @@ INVALID = "INVALID_JSON"
 
 @dataclass(frozen=True, slots=True)
 class MessageOptions:
-    """What a body says of its answer's form."""
+    """The form of its answer that a body asks for."""
 
     max_tokens: int  # before it was clipped to what the context has left
     caches: bool  # `cache_control` is there

@@ -95,7 +95,7 @@ def _rendering(
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """What a chat calls a tool's fields."""
+    """A tool's fields, by their names in a chat."""
     try:
         yield
     except InvalidRequest as error:

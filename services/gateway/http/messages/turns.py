@@ -16,7 +16,7 @@ from typing import Any
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.messages.schema import CountTokensBody, MessageParam
-from services.gateway.http.schema import Message
+from services.gateway.http.schema import ChatMessage
 from services.gateway.text import ChatTemplate
 
 # What an agent says of itself, anew with each request: in a prompt it would leave nothing of the cache to be hit.
@@ -31,8 +31,8 @@ class _Turn:
     calls: list[Mapping[str, Any]] = field(default_factory=list)
     answers: str | None = None  # the id of a call
 
-    def message(self) -> Message:
-        return Message(
+    def message(self) -> ChatMessage:
+        return ChatMessage(
             role=self.role,
             content=None if self.calls and not self.texts else "\n".join(self.texts),
             reasoning_content="\n".join(self.thoughts) or None,
@@ -46,7 +46,7 @@ class _Turn:
         self.calls += more.calls
 
 
-def messages_of(body: CountTokensBody, template: ChatTemplate | None) -> list[Message]:
+def messages_of(body: CountTokensBody, template: ChatTemplate | None) -> list[ChatMessage]:
     """
     Raises:
         InvalidRequest
@@ -70,7 +70,7 @@ def messages_of(body: CountTokensBody, template: ChatTemplate | None) -> list[Me
     return [turn.message() for turn in turns]
 
 
-def continues(messages: Sequence[Message]) -> bool:
+def continues(messages: Sequence[ChatMessage]) -> bool:
     """True if the last message is the beginning of the answer."""
     return messages[-1].role == "assistant"
 

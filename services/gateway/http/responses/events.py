@@ -135,7 +135,7 @@ class ResponseEvents(Framing):
         return said + self._event("output_item.done", {"output_index": len(self._items) - 1, "item": item.json()})
 
     def _events(self, said: Iterable[Said]) -> bytes:
-        """Of the last item."""
+        """The last item's events."""
         place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
         return b"".join(self._event(kind, {**place, **fields}) for kind, fields in said)
 

@@ -84,7 +84,7 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
 
 
 def _echo(body: ResponseBody, box: Toolbox, parsed: ParsedBody) -> dict[str, Any]:
-    """What a response repeats of its request, as it was served.
+    """Fields of its request that a response repeats, as they were served.
 
     Raises:
         InvalidRequest
