@@ -13,7 +13,10 @@ from tandem.client import Client, field_violations
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "lines": {"type": "integer", "minimum": 1}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "lines": {"type": "integer", "minimum": 1, "maximum": 999},
+    },
     "required": ["name", "lines"],
     "additionalProperties": False,
 }

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -14,9 +18,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.e2e.cluster import RunningCluster
+from tests.e2e.cluster import BOUND_S, RunningCluster
 
 MODEL = "tandem-demo"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -110,6 +115,17 @@ def test_every_answer_says_which_way_it_went(client: OpenAI, shm_cluster: Runnin
     for told in (whole.headers, streamed.headers, trailers):
         assert told["x-tandem-path"] == "remote"
         assert told["x-tandem-reason"].startswith("remote prefill: ")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir() if path.is_file()))
+def test_examples_run(shm_cluster: RunningCluster, name: str) -> None:
+    command = {".py": sys.executable, ".mjs": "node", ".sh": "sh"}[Path(name).suffix]
+    if shutil.which(command) is None:
+        pytest.skip(f"no {command} on this machine")
+    address = shm_cluster.grpc if name == "generate.py" else shm_cluster.http
+    done = subprocess.run([command, EXAMPLES / name, address], capture_output=True, text=True, timeout=BOUND_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lines" in done.stdout
 
 
 async def test_grpc_service_health_and_reflection(shm_cluster: RunningCluster) -> None:
