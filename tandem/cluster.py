@@ -175,6 +175,11 @@ class Cluster(_Part):
     def in_namespace(self, namespace: str) -> Cluster:
         return self.model_copy(update={"redis": self.redis.model_copy(update={"namespace": namespace})})
 
+    def storing(self, store_url: str) -> Cluster:
+        """The same, its gateways keeping responses there."""
+        gateway = self.gateway.model_copy(update={"settings": {**self.gateway.settings, "store_url": store_url}})
+        return self.model_copy(update={"gateway": gateway})
+
     def worker_services(self, redis_url: str, folder: Path) -> list[Service]:
         """A worker without a cpu resource has its part of this machine's cores, and borrows. They share `folder`, of
         each machine."""
@@ -209,9 +214,9 @@ class Cluster(_Part):
         ]
 
     def kvstore_service(self, **own_redis: object) -> Service:
-        """`own_redis`: settings of the server that it starts, where none is given."""
-        redis = {"redis_url": self.redis.url} if self.redis.url else {"redis_port": self.redis.port, **own_redis}
-        settings = {**redis, **self._own_namespace(), "grpc_port": 0, **self.security}
+        """`own_redis`: settings of the servers that it starts."""
+        redis: dict[str, object] = {"redis_url": self.redis.url} if self.redis.url else {"redis_port": self.redis.port}
+        settings = {**redis, **own_redis, **self._own_namespace(), "grpc_port": 0, **self.security}
         return Service("kvstore", "services.kvstore", settings)
 
     def expected(self, model: str) -> dict[str, int]:

@@ -29,9 +29,12 @@ from tandem.liveness import CpuPressure, dead_here
 from tandem.process import ends_where_it_stands_still, telemetry
 from tandem.registry import Registry
 from tandem.settings import load
+from tandem.store import Store
 
 # A request waits no longer for a silent Redis before it is routed without it.
 REGISTRY_WAIT_S = 0.5
+# An answer waits no longer for being kept, and a request for what it goes on from.
+STORE_WAIT_S = 1.0
 # How long the reservations of a gateway that died stay.
 RESERVATIONS_LEASE_S = 2.0
 
@@ -106,6 +109,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         pressure=CpuPressure(),
         dead_here=dead_here,
         sandbox=Sandbox((*bodies.MODULES, "tandem.grammar")),
+        store=Store(settings.store_url, settings.namespace, STORE_WAIT_S) if settings.store_url else None,
         access=Access(settings.api_keys, settings.share_prefixes),
     )
     return Gateway(settings, model, ports, make_router)

@@ -76,10 +76,16 @@ class PromptBounds:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A body to be read. `prompts`: what a helper has taken out of its `fields`, token ids as four bytes each."""
+    """A body to be read.
+
+    `prompts`: what a helper has taken out of its `fields`, token ids as four bytes each; `items`: those of a response,
+    as it has read them; `owner`: whose it is, by its headers alone.
+    """
 
     fields: bytes
     prompts: Sequence[str | bytes] | None = None
+    items: bytes | None = None
+    owner: str = ""
 
     def checked(self) -> list[str | CheckedIds]:
         """The prompts that a helper has taken out of the body."""

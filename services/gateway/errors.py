@@ -5,6 +5,7 @@
     Unauthorized       401    authentication_error      UNAUTHENTICATED
     Forbidden          403    permission_error          PERMISSION_DENIED
     ModelNotFound      404    invalid_request_error     NOT_FOUND
+    NotKept            404    invalid_request_error     NOT_FOUND
     BodyTimeout        408    timeout                   DEADLINE_EXCEEDED
     BodyTooLarge       413    invalid_request_error     RESOURCE_EXHAUSTED
     UnsupportedEncoding 415   invalid_request_error     INVALID_ARGUMENT
@@ -74,6 +75,15 @@ class Forbidden(GatewayError):
 
 class ModelNotFound(GatewayError):
     status, type, grpc = 404, "invalid_request_error", StatusCode.NOT_FOUND
+
+
+class NotKept(GatewayError):
+    """Nothing of this name is kept for whoever asks: not any more, never, or for another."""
+
+    status, type, grpc = 404, "invalid_request_error", StatusCode.NOT_FOUND
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is not kept here", "id", "not_found")
 
 
 class BodyTimeout(GatewayError):

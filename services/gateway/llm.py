@@ -32,6 +32,7 @@ from services.gateway.text import CheckedIds, TemplateOptions, TooManyTokens
 from services.gateway.workers import WorkerPool
 from tandem.registry import ClusterView, LiveWorker, Role
 from tandem.sampling import SamplingParams
+from tandem.store import Store
 
 MAX_TIMEOUT_S = 24 * 3600.0
 
@@ -55,6 +56,7 @@ class LLM:
     bodies: LargeBodies
     text_turns: TextTurns
     grammars: CheckedGrammars
+    store: Store | None = None
     running: set[Answer] = field(default_factory=set)
     accepted: int = 0
     leaving: bool = False  # balancers should send nothing more; what comes is served

@@ -60,6 +60,7 @@ from tandem.liveness import Starvation, no_pressure
 from tandem.process import IntegrityReport
 from tandem.registry import BlockReplica, ClusterView, GatewayAddress, Registry, RegistryUnavailable
 from tandem.rpc import DrainService
+from tandem.store import Store
 
 log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
@@ -104,6 +105,7 @@ class GatewayPorts:
     pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
     dead_here: Callable[[str], str] = lambda process: ""  # what this host's kernel says of a worker's process
     sandbox: Sandbox | None = None  # where what clients send is read that could do harm
+    store: Store | None = None  # for what clients ask to be kept; the gateway closes it
     access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))
 
 
@@ -172,6 +174,8 @@ class Gateway:
     async def _start(self) -> None:
         settings, model, registry = self.settings, self._model, self._ports.registry
         self._stack.push_async_callback(registry.close)
+        if self._ports.store:
+            self._stack.callback(self._ports.store.close)
         starvation = Starvation(self._ports.pressure)
         self._run(starvation.run())
         self._run(registry.hold_client_lease(starvation.now))
@@ -239,6 +243,7 @@ class Gateway:
             bodies=LargeBodies(self._ports.sandbox),
             text_turns=self.text_turns,
             grammars=CheckedGrammars(self._ports.sandbox),
+            store=self._ports.store,
         )
 
     def _admit(self, view: ClusterView, pool: WorkerPool, metrics: Metrics) -> None:

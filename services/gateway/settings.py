@@ -56,6 +56,13 @@ class GatewaySettings(ClusterSettings):
     )
     redis_url: str = "redis://127.0.0.1:6379/0"
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
+    store_url: str = Field(
+        "", description="another Redis, one that may evict, for responses that clients ask to be kept; none: nothing is"
+    )
+    store_ttl_s: int = Field(7 * 86400, ge=1, description="how long they are kept")
+    store_max_bytes: int = Field(
+        2 * 2**20, ge=1024, description="most of one response with all items before it, or of one conversation"
+    )
     host: str = Field("127.0.0.1", description="address to listen on; others than loopback need api-keys or insecure")
     advertise_host: str = Field("", description="address clients reach it at, for `tandem status` (default: host)")
     api_keys: Path | None = Field(

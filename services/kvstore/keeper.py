@@ -1,6 +1,7 @@
 """The life of a kvstore process.
 
-1 redis     its own redis-server, unless one is given; started again at the same port should it die
+1 redis     its own redis-server, unless one is given, and one that evicts where it is asked for; started again at the
+            same port should it die
 2 serve     gRPC with health and reflection; healthy while Redis answers
 3 sweep     every `sweep_s`: what is past its time is forgotten, and Redis is seen to answer
 4 end       SIGTERM or SIGINT, or the death of a task: calls end, connections close, the own redis-server stops
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import structlog
 
@@ -26,11 +29,11 @@ WATCH_S = 0.1
 
 
 class OwnRedis:
-    """The redis-server that this process runs. Starting again loses its memory, which workers and gateways bear."""
+    """A redis-server that this process runs. Starting again loses its memory, which workers and gateways bear."""
 
-    def __init__(self, settings: KVStoreSettings) -> None:
-        self._settings = settings
-        self._server = self._start(settings.redis_port)
+    def __init__(self, settings: KVStoreSettings, port: int, max_memory_mb: int, evicts: bool = False) -> None:
+        self._settings, self._max_memory_mb, self._evicts = settings, max_memory_mb, evicts
+        self._server = self._start(port)
         self.url = self._server.url
         self.shown_url = f"redis://{settings.redis_host}:{self._server.port}"
 
@@ -54,8 +57,9 @@ class OwnRedis:
     def _start(self, port: int) -> RedisServer:
         settings = self._settings
         return RedisServer.start(
-            port, host=settings.redis_host, password=settings.redis_password, max_memory_mb=settings.redis_memory_mb
-        )
+            port, host=settings.redis_host, password=settings.redis_password, max_memory_mb=self._max_memory_mb,
+            evicts=self._evicts,
+        )  # fmt: skip
 
 
 async def sweep(registry: Registry, server: rpc.Server, interval: float) -> None:
@@ -82,29 +86,30 @@ async def run(settings: KVStoreSettings) -> None:
     Raises:
         OSError, RuntimeError, ValueError: it cannot start, or a task died; the message says why.
     """
-    own = None if settings.redis_url else OwnRedis(settings)
-    try:
+    with ExitStack() as servers:
+        own = None if settings.redis_url else OwnRedis(settings, settings.redis_port, settings.redis_memory_mb)
+        owned = [own] if own else []
+        if settings.store_port is not None:
+            owned.append(OwnRedis(settings, settings.store_port, settings.store_memory_mb, evicts=True))
+        for server in owned:
+            servers.callback(server.stop)
         registry = Registry.connect(own.url if own else settings.redis_url, namespace=settings.namespace)
         try:
-            await _serve(settings, registry, own)
+            await _serve(settings, registry, owned, own.shown_url if own else "given")
         finally:
             await registry.close()
-    finally:
-        if own:
-            own.stop()
     log.info("stopped")
 
 
-async def _serve(settings: KVStoreSettings, registry: Registry, own: OwnRedis | None) -> None:
+async def _serve(settings: KVStoreSettings, registry: Registry, owned: Sequence[OwnRedis], url: str) -> None:
     servicers = [KVStoreService(registry).servicer, IntegrityService(registry.check_integrity).servicer]
     server = await rpc.serve(servicers, settings.host, settings.grpc_port, security=settings.security)
     if settings.health_port is not None:
         await server.add_probes(settings.host, settings.health_port)
     tasks = [asyncio.create_task(sweep(registry, server, settings.sweep_s), name="sweep")]
-    if own:
-        tasks.append(asyncio.create_task(own.keep(), name="redis"))
+    tasks += [asyncio.create_task(own.keep(), name="redis") for own in owned]
     settled()
-    log.info("serving", host=settings.host, grpc_port=server.port, redis_url=own.shown_url if own else "given")
+    log.info("serving", host=settings.host, grpc_port=server.port, redis_url=url)
     try:
         await _stopped_or_failed(tasks)
     finally:

@@ -31,7 +31,7 @@ LAST_LINES = 15
 MAX_LINE = 2**20
 LOOK_S = 1.0
 # Settings that may hold a password: in the environment, for every user of a machine can read command lines.
-SECRETS = frozenset({"redis_url", "redis_password"})
+SECRETS = frozenset({"redis_url", "redis_password", "store_url"})
 
 T = TypeVar("T")
 

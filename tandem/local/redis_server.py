@@ -45,9 +45,10 @@ class RedisServer:
         host: str = "127.0.0.1",
         password: str = "",
         max_memory_mb: int = 512,
+        evicts: bool = False,
         timeout: float = 10.0,
     ) -> RedisServer:
-        """Start and wait until it answers. Port 0 takes a free one.
+        """Start and wait until it answers. Port 0 takes a free one. `evicts`: forgets where it is full, else refuses.
 
         Raises:
             RuntimeError: the program is not installed, or did not start; the message says why.
@@ -55,7 +56,8 @@ class RedisServer:
         """
         if not password and host != "127.0.0.1":
             raise ValueError(f"redis_password: redis-server at {host} needs one, for others can reach it")
-        server = cls._spawn(_program(), host, port or free_ports(1)[0], password, max_memory_mb)
+        memory = {"maxmemory": f"{max_memory_mb}mb", "maxmemory-policy": "allkeys-lru" if evicts else "noeviction"}
+        server = cls._spawn(_program(), host, port or free_ports(1)[0], password, memory)
         try:
             server._wait_until_up(timeout)
         except BaseException:
@@ -101,11 +103,10 @@ class RedisServer:
         self.stop()
 
     @classmethod
-    def _spawn(cls, program: Path, host: str, port: int, password: str, max_memory_mb: int) -> RedisServer:
+    def _spawn(cls, program: Path, host: str, port: int, password: str, memory: dict[str, str]) -> RedisServer:
         options = {
             "port": port, "bind": host, "save": "", "appendonly": "no", "dir": tempfile.gettempdir(),
-            "maxmemory": f"{max_memory_mb}mb", "maxmemory-policy": "noeviction", "loglevel": "warning",
-            "lazyfree-lazy-expire": "yes",
+            "loglevel": "warning", "lazyfree-lazy-expire": "yes", **memory,
         }  # fmt: skip
         if password:
             options["requirepass"] = password

@@ -12,14 +12,17 @@ from tandem.registry.errors import (
     WorkerIdTaken,
 )
 from tandem.registry.limits import Limits, Taken, Usage
+from tandem.registry.master import Master
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry
 from tandem.registry.replica import BlockReplica
+from tandem.registry.resp import Argument, ReplyError, Wire
 from tandem.registry.view import ClusterView
 from tandem.registry.worker import Fallback, LiveWorker, Place, Role, Route, WorkerInfo, WorkerLoad
 
 __all__ = [
     "Adapters",
+    "Argument",
     "BlockReplica",
     "ClusterView",
     "Demand",
@@ -28,6 +31,7 @@ __all__ = [
     "IncompatibleLayout",
     "Limits",
     "LiveWorker",
+    "Master",
     "NoWorkers",
     "Place",
     "PrefillPolicy",
@@ -36,6 +40,7 @@ __all__ = [
     "Registry",
     "RegistryError",
     "RegistryUnavailable",
+    "ReplyError",
     "RequestTooLarge",
     "Role",
     "Route",
@@ -44,6 +49,7 @@ __all__ = [
     "Swept",
     "Taken",
     "Usage",
+    "Wire",
     "WorkerIdTaken",
     "WorkerInfo",
     "WorkerLoad",

@@ -23,7 +23,7 @@ from services.gateway.http.exchange import request_id_of
 from services.gateway.http.messages import Anthropic, count_tokens, read_messages_body, reduce_messages
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
-from services.gateway.http.responses import read_response, reduce_response
+from services.gateway.http.responses import kept_routes, read_response, reduce_response
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
@@ -58,6 +58,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     anthropic = Anthropic(wall)
     _add_messages(app, llm, wall, cors, anthropic)
     _refuse_upgrade(app)
+    app.router.routes.extend(kept_routes(llm, wall))
     for path, respond, reduce in (
         ("/tokenize", tokenize, large.tokenize),
         ("/detokenize", detokenize, large.detokenize),

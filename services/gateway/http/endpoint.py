@@ -14,6 +14,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -275,10 +276,10 @@ class _Asked:
         Raises:
             GatewayError
         """
-        if not is_large(body):  # as nearly all are
-            return Incoming(body)
         tenant = self._llm.access.tenant(self.client, self._exchange.headers, "", "user")  # the body may name another
-        return await self._llm.reduced(reduce, body, tenant)
+        if not is_large(body):  # as nearly all are
+            return Incoming(body, owner=tenant)
+        return replace(await self._llm.reduced(reduce, body, tenant), owner=tenant)
 
     def check_turn(self, body: GenerationBody, max_tokens: int | None) -> str:
         """Returns the tenant.

@@ -42,6 +42,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = request_id_of(self.headers, new_id)
+        self.scope = scope
         self.arrived = asyncio.get_running_loop().time()
         self._since_s: float = scope.get(SINCE_S, 0.0)
         self._dialect = dialect

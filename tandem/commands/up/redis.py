@@ -8,21 +8,23 @@ from secrets import token_urlsafe
 
 from tandem.cluster import Cluster
 from tandem.commands import REDIS_URL_FILE
-from tandem.local import Service
+from tandem.local import Service, free_ports
 
 
-def redis_of(cluster: Cluster, folder: Path) -> tuple[str, Service]:
-    """Its URL, and the kvstore that keeps it."""
+def redis_of(cluster: Cluster, folder: Path, store_url: str) -> tuple[str, str, Service]:
+    """Its URL, that of the store for what clients ask to be kept, and the kvstore that keeps both."""
     (folder / REDIS_URL_FILE).unlink(missing_ok=True)
-    if cluster.redis.url:
-        return cluster.redis.url, cluster.kvstore_service()
-    place = f"127.0.0.1:{cluster.redis.port}"
-    if not cluster.guarded:
-        return f"redis://{place}", cluster.kvstore_service()
-    password = token_urlsafe(24)
-    url = f"redis://:{password}@{place}"
-    _write_for_owner(folder / REDIS_URL_FILE, url)
-    return url, cluster.kvstore_service(redis_password=password)
+    given = store_url or str(cluster.gateway.settings.get("store_url", ""))
+    port = None if given else free_ports(1)[0]
+    password = token_urlsafe(24) if cluster.guarded else ""
+    own: dict[str, object] = {} if given else {"store_port": port}
+    if password and not (cluster.redis.url and given):
+        own["redis_password"] = password
+    login = f":{password}@" if password else ""
+    url = cluster.redis.url or f"redis://{login}127.0.0.1:{cluster.redis.port}"
+    if password and not cluster.redis.url:
+        _write_for_owner(folder / REDIS_URL_FILE, url)
+    return url, given or f"redis://{login}127.0.0.1:{port}", cluster.kvstore_service(**own)
 
 
 def _write_for_owner(path: Path, text: str) -> None:

@@ -31,8 +31,8 @@ from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 async def up_here(settings: UpSettings, cluster: Cluster, environment: Mapping[str, str]) -> None:
     for left in ("cores", "crashes"):
         shutil.rmtree(settings.logs / left, ignore_errors=True)
-    redis_url, kvstore = redis_of(cluster, settings.logs)
-    plan = ClusterPlan.of(cluster, redis_url, kvstore, settings.logs, environment)
+    redis_url, store_url, kvstore = redis_of(cluster, settings.logs, settings.store_url)
+    plan = ClusterPlan.of(cluster.storing(store_url), redis_url, kvstore, settings.logs, environment)
     console = _console()
     launcher = LocalLauncher(
         settings.logs, lambda text: console.print(escape(text), style="yellow"), on_death=report_death
@@ -52,6 +52,8 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping
     kvstore = running or kvstore_on_ray(cluster)
     redis_url = service_address(kvstore)
     shared = Path(gettempdir()) / f"tandem-{settings.ray_namespace}"  # of each node
+    if settings.store_url:
+        cluster = cluster.storing(settings.store_url)
     plan = ClusterPlan.of(cluster, redis_url, kvstore, shared, environment)
     if not settings.detach:
         await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)

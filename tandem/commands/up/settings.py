@@ -54,6 +54,7 @@ class UpSettings(ClusterSettings):
     )  # fmt: skip
     redis_port: int = Field(6380, ge=1, le=65535, description="port of the redis-server started here")
     redis_url: str = Field("", description="use this Redis instead of starting one")
+    store_url: str = Field("", description="keep responses in this Redis instead of in one started here")
     namespace: str = Field(
         "", description="prefix of the registry's keys; if not given, one of this cluster's own on a given Redis"
     )

@@ -18,6 +18,7 @@ from services.gateway.errors import GatewayError
 from services.gateway.generation import Answer, Delta
 from services.gateway.http.format import Framing, ParsedBody, usage
 from services.gateway.http.responses.items import Item, Message, Said, TextItem, Thoughts, ToolCall, item_of_call
+from services.gateway.http.responses.recalling import Keeping
 from services.gateway.http.responses.tools import Tool
 from services.gateway.tools import CallPart
 from tandem.v1 import llm_pb2
@@ -28,11 +29,11 @@ class ResponseEvents(Framing):
 
     def __init__(
         self, new_id: Callable[[], str], echo: Mapping[str, Any], tools: Mapping[str, Tool],
-        found: ParsedBody, answer: Answer, created: int,
+        keeping: Keeping | None, found: ParsedBody, answer: Answer, created: int,
     ) -> None:  # fmt: skip
         """`tools` that may be called, by the names that a chat gives them."""
         self._new_id, self._unique = new_id, new_id()
-        self._answer, self._tools, self._reading = answer, tools, found.reading
+        self._answer, self._tools, self._reading, self._keeping = answer, tools, found.reading, keeping
         frame = {"id": f"resp_{self._unique}", "object": "response", "created_at": created}
         self._frame = {**frame, "model": answer.request.model.name, **echo}
         self._items: list[Item] = []
@@ -70,7 +71,7 @@ class ResponseEvents(Framing):
 
     async def last(self) -> bytes:
         """Says that the response is whole, or was cut off."""
-        found = self._response("incomplete" if self._is_cut else "completed")
+        found = await self._kept()
         return self._event(found["status"], {"response": found})
 
     def failure(self, error: GatewayError) -> bytes:
@@ -87,7 +88,12 @@ class ResponseEvents(Framing):
     async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         for delta in deltas:
             self.chunk(delta)
-        return self._response("incomplete" if self._is_cut else "completed")
+        return await self._kept()
+
+    async def _kept(self) -> dict[str, Any]:
+        """The response at its end. It says `store` only if it is kept."""
+        found = self._response("incomplete" if self._is_cut else "completed")
+        return {**found, "store": await self._keeping.end(found)} if self._keeping else found
 
     @property
     def _open_call(self) -> int | None:

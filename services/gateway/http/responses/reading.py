@@ -11,12 +11,13 @@ from typing import Any
 import orjson
 from pydantic_core import to_json
 
-from services.gateway.bodies import Incoming, PromptBounds, rendered, small
+from services.gateway.bodies import Incoming, PromptBounds, is_large, rendered, small
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.chat import read_chat, read_messages, template_options
 from services.gateway.http.format import TIERS_SERVED, CheckTurn, ParsedBody
 from services.gateway.http.responses.conversion import chat_of
 from services.gateway.http.responses.events import ResponseEvents
+from services.gateway.http.responses.recalling import items_of, recalled
 from services.gateway.http.responses.schema import ResponseBody, read_body
 from services.gateway.http.responses.tools import Toolbox, read_toolbox
 from services.gateway.http.schema import ChatBody, validated
@@ -40,13 +41,21 @@ async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pars
     Raises:
         GatewayError
     """
-    found = read_body(body.fields)
-    if body.prompts is not None:
+    said = found = read_body(body.fields)
+    whole, keeping = await recalled(llm, said, body)
+    if whole is not body:
+        if is_large(whole.fields):
+            whole = await llm.reduced(reduce_response, whole.fields, body.owner)
+        found = read_body(whole.fields)
+    if whole.prompts is not None:
         found.input = "in the prompt"
     box = read_toolbox(found.tools or (), found.tool_choice)
     with own_names():
-        parsed = await read_chat(llm, Incoming(to_json(chat_of(found, box)), body.prompts), check_turn)
-    frame = partial(ResponseEvents, llm.new_id, _echo(found, box, parsed), box.tools)
+        parsed = await read_chat(llm, Incoming(to_json(chat_of(found, box)), whole.prompts), check_turn)
+    echo = _echo(said, box, parsed) | {"store": keeping is not None and keeping.stores}
+    if keeping and keeping.conversation:
+        echo["conversation"] = {"id": keeping.conversation}
+    frame = partial(ResponseEvents, llm.new_id, echo, box.tools, keeping)
     return replace(parsed, param="input", envelope=frame)
 
 
@@ -62,8 +71,10 @@ def reduce_response(body: bytes, bounds: PromptBounds, template: ChatTemplate | 
         asked = validated(ChatBody, to_json(chat_of(found, box)))
         use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         text = rendered(read_messages(asked.messages), template_options(asked, use), template, bounds)
+    needed = found.store is not False or found.conversation is not None or found.previous_response_id is not None
+    items = items_of(found.input) if needed else b"[]"
     found.input = ""
-    return Incoming(small(to_json(found.model_dump(exclude_unset=True)), "input"), [text])
+    return Incoming(small(to_json(found.model_dump(exclude_unset=True)), "input"), [text], items)
 
 
 @contextmanager
@@ -93,7 +104,7 @@ def _echo(body: ResponseBody, box: Toolbox, parsed: ParsedBody) -> dict[str, Any
     echo: dict[str, Any] = {
         "background": False, "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {}, "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None, "prompt_cache_key": body.prompt_cache_key,
+        "previous_response_id": body.previous_response_id, "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "safety_identifier": body.safety_identifier, "service_tier": TIERS_SERVED.get(tier, tier), "store": False,
         "temperature": parsed.sampling.temperature, "top_p": parsed.sampling.top_p, "top_logprobs": 0,

@@ -10,8 +10,6 @@ from services.gateway.http.schema import Body, StreamOptions, validated
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 LOGPROBS = "message.output_text.logprobs"
-# What needs responses that are kept, or a prompt that is kept elsewhere.
-NEEDS_STORE = ("previous_response_id", "conversation", "prompt")
 
 
 class Reasoning(Body):
@@ -53,24 +51,32 @@ class ResponseBody(Body):
     prompt_cache_key: str | None = None
 
 
+class ConversationBody(Body):
+    items: list[Any] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ItemsBody(Body):
+    items: list[Any]
+
+
 def read_body(body: bytes) -> ResponseBody:
     """
     Raises:
         InvalidRequest: naming the first field that is wrong.
     """
     found = validated(ResponseBody, body)
-    for name in NEEDS_STORE:
-        if getattr(found, name) is not None:
-            raise _unsupported(name, "this server keeps no responses")
+    if found.prompt is not None:
+        raise _unsupported("prompt", "this server keeps no prompts")
     if found.background:
-        raise _unsupported("background", "this server keeps no responses")
+        raise _unsupported("background", "responses are not made in the background here")
     if found.truncation not in (None, "auto", "disabled"):
         raise InvalidRequest(f"truncation must be auto or disabled, got {found.truncation!r}", "truncation")
     if found.top_logprobs or LOGPROBS in (found.include or ()):
         raise _unsupported("top_logprobs" if found.top_logprobs else "include", "logprobs are not supported here")
     if found.text and found.text.verbosity not in (None, "medium"):
         raise _unsupported("text.verbosity", "not supported by this server")
-    _check_metadata(found.metadata or {})
+    check_metadata(found.metadata or {})
     return found
 
 
@@ -78,7 +84,11 @@ def _unsupported(param: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{param}: {why}", param, "unsupported_parameter")
 
 
-def _check_metadata(metadata: dict[str, str]) -> None:
+def check_metadata(metadata: dict[str, str]) -> None:
+    """
+    Raises:
+        InvalidRequest
+    """
     if len(metadata) > MAX_METADATA:
         raise InvalidRequest(f"metadata: at most {MAX_METADATA} entries, got {len(metadata)}", "metadata")
     for key, value in metadata.items():

@@ -1,0 +1,209 @@
+"""Responses and conversations that are kept, each owner's apart: another's are not there.
+
+response       a record: `response`, `items` (all that it answers), `output`; one more for each item of its output
+conversation   a list: itself, then its items
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+import structlog
+
+from services.gateway.errors import InvalidRequest, NotKept, Unavailable
+from tandem.store import Store, StoreUnavailable
+
+log = structlog.get_logger(__name__)
+# Of a page of items.
+MOST_ITEMS, SOME_ITEMS = 100, 20
+
+
+def joined_lists(lists: Sequence[bytes]) -> bytes:
+    """Several JSON lists as one."""
+    return b"[" + b",".join(one[1:-1] for one in lists if len(one) > 2) + b"]"
+
+
+class Kept:
+    """One owner's."""
+
+    def __init__(self, store: Store, owner: str, most_bytes: int, ttl_s: int) -> None:
+        self._store, self._most, self._ttl_s = store, most_bytes, ttl_s
+        self._of = blake2b(owner.encode(errors="replace"), digest_size=12).hexdigest()
+
+    async def response(self, response_id: str) -> bytes:
+        """
+        Raises:
+            NotKept | Unavailable
+        """
+        (found,) = await self._fields(response_id, "response")
+        return found
+
+    async def items_of(self, response_id: str) -> bytes:
+        """The list of those that it answered.
+
+        Raises:
+            NotKept | Unavailable
+        """
+        (found,) = await self._fields(response_id, "items")
+        return found
+
+    async def behind(self, response_id: str) -> bytes:
+        """The list of items that a next response goes on from.
+
+        Raises:
+            InvalidRequest | Unavailable
+        """
+        try:
+            return joined_lists(await self._fields(response_id, "items", "output"))
+        except NotKept as error:
+            param = "previous_response_id"
+            raise InvalidRequest(f"{param}: {error.message}", param, "previous_response_not_found") from None
+
+    async def item(self, item_id: str) -> bytes:
+        """
+        Raises:
+            NotKept | Unavailable
+        """
+        (found,) = await self._fields(item_id, "item")
+        return found
+
+    async def keep(self, response: Mapping[str, Any], items: bytes) -> bool:
+        """False where it is too large, or the store does not take it."""
+        output = orjson.dumps(response["output"])
+        fields = {"response": orjson.dumps(response), "items": items, "output": output}
+        if sum(map(len, fields.values())) > self._most:
+            return False
+        try:
+            for item in response["output"]:
+                await self._store.write(self._key(item["id"]), {"item": orjson.dumps(item)}, self._ttl_s)
+            await self._store.write(self._key(response["id"]), fields, self._ttl_s)
+        except StoreUnavailable as error:
+            log.warning("a response is not kept", response=response["id"], error=str(error))
+            return False
+        return True
+
+    async def forget(self, response_id: str) -> None:
+        """With the items of its output.
+
+        Raises:
+            NotKept | Unavailable
+        """
+        (output,) = await self._fields(response_id, "output")
+        await self._delete(response_id, *(item["id"] for item in orjson.loads(output)))
+
+    async def forget_conversation(self, conversation_id: str) -> None:
+        """
+        Raises:
+            NotKept | Unavailable
+        """
+        await self._delete(conversation_id)
+
+    async def _delete(self, *names: str) -> None:
+        try:
+            if not await self._store.delete(*map(self._key, names)):
+                raise NotKept(names[0])
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def begin(self, conversation: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
+        """
+        Raises:
+            Unavailable
+        """
+        try:
+            entries = [orjson.dumps(one) for one in (conversation, *items)]
+            await self._store.begin(self._key(conversation["id"]), entries, self._ttl_s)
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def conversation(self, conversation_id: str) -> list[bytes]:
+        """Itself, and its items.
+
+        Raises:
+            InvalidRequest: it is full.
+            NotKept | Unavailable
+        """
+        try:
+            found = await self._store.entries(self._key(conversation_id))
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+        if not found:
+            raise NotKept(conversation_id)
+        if sum(map(len, found)) > self._most:
+            raise InvalidRequest(f"conversation: {conversation_id} is full", "conversation", "conversation_full")
+        return found
+
+    async def add(self, conversation_id: str, items: Sequence[bytes]) -> None:
+        """
+        Raises:
+            NotKept | Unavailable
+        """
+        try:
+            if items and not await self._store.append(self._key(conversation_id), items, self._ttl_s):
+                raise NotKept(conversation_id)
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def rename(self, conversation: Mapping[str, Any]) -> None:
+        """Its new metadata.
+
+        Raises:
+            Unavailable
+        """
+        try:
+            await self._store.replace_first(self._key(conversation["id"]), orjson.dumps(conversation))
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def remove(self, conversation_id: str, item: bytes) -> None:
+        """
+        Raises:
+            Unavailable
+        """
+        try:
+            await self._store.remove(self._key(conversation_id), item)
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def _fields(self, name: str, *fields: str) -> list[bytes]:
+        try:
+            found = await self._store.read(self._key(name), *fields)
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+        if found is None:
+            raise NotKept(name)
+        return found
+
+    def _key(self, name: str) -> str:
+        return f"{self._of}:{name}"
+
+
+def _unavailable(error: StoreUnavailable) -> Unavailable:
+    return Unavailable(f"what is kept cannot be reached: {error}", code="store_unavailable")
+
+
+def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Newest first, unless `order` is asc.
+
+    Raises:
+        InvalidRequest
+    """
+    order, after, said = query.get("order", "desc"), query.get("after"), query.get("limit", str(SOME_ITEMS))
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order must be asc or desc, got {order!r}", "order")
+    if not said.isascii() or not said.isdigit() or not 1 <= (limit := int(said[:4])) <= MOST_ITEMS:
+        raise InvalidRequest(f"limit must be between 1 and {MOST_ITEMS}, got {said!r}", "limit")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise InvalidRequest(f"after: no item has the id {after!r}", "after")
+        ordered = ordered[ids.index(after) + 1 :]
+    shown = ordered[:limit]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else ("", "")
+    return {
+        "object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(ordered) > len(shown)
+    }  # fmt: skip

@@ -1,0 +1,158 @@
+"""Recalls what a response goes on from, and keeps its end: earlier items before its own, itself kept at its end.
+
+previous_response_id, conversation, item_reference ──> items ──> before those of the body ──> read as one body
+its end ──> kept, within a bound of time ──> `completed` says whether it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+import structlog
+
+from services.gateway.bodies import Incoming
+from services.gateway.errors import GatewayError, InvalidRequest, NotKept
+from services.gateway.http.responses.kept import Kept, joined_lists
+from services.gateway.http.responses.schema import ResponseBody
+from services.gateway.llm import LLM
+
+log = structlog.get_logger(__name__)
+PREFIXES = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+}  # fmt: skip
+NEEDS_STORE = ("previous_response_id", "conversation")
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """The place of one response's end. `items`: all that it answers; `own`: those of its body."""
+
+    kept: Kept
+    stores: bool
+    items: bytes
+    own: bytes
+    conversation: str | None
+
+    async def end(self, response: Mapping[str, Any]) -> bool:
+        """Returns whether the response is kept. The answer is not lost for it."""
+        if self.conversation:
+            said = [*orjson.loads(self.own), *response["output"]]
+            try:
+                await self.kept.add(self.conversation, [orjson.dumps(item) for item in said])
+            except GatewayError as error:
+                log.warning("a conversation lacks a turn", conversation=self.conversation, error=error.message)
+                return False
+        return self.stores and await self.kept.keep(response, self.items)
+
+
+def kept_of(llm: LLM, owner: str) -> Kept | None:
+    settings = llm.settings
+    return Kept(llm.store, owner, settings.store_max_bytes, settings.store_ttl_s) if llm.store else None
+
+
+async def recalled(llm: LLM, found: ResponseBody, body: Incoming) -> tuple[Incoming, Keeping | None]:
+    """The body with all items that it goes on from, and where its response is to be kept.
+
+    Raises:
+        GatewayError
+    """
+    kept = kept_of(llm, body.owner)
+    conversation = _conversation(found)
+    if kept is None:
+        _refuse_what_needs_store(found)
+        return body, None
+    if conversation and found.previous_response_id:
+        raise InvalidRequest("conversation and previous_response_id exclude each other", "conversation")
+    own = body.items if body.items is not None else items_of(found.input)
+    before = await _before(kept, found, conversation)
+    if body.items is None:
+        own = await _resolved(kept, own)
+    items = joined_lists([before, own]) if before else own
+    stores = found.store is not False
+    keeping = Keeping(kept, stores, items, own, conversation) if stores or conversation else None
+    if not before and not _refers(found.input):
+        return body, keeping
+    fields = found.model_dump(exclude_unset=True, exclude={*NEEDS_STORE, "input"})
+    whole = orjson.dumps({**fields, "input": orjson.Fragment(items)})
+    return replace(body, fields=whole, prompts=None, items=None), keeping
+
+
+def items_of(said: Any) -> bytes:
+    """The items of an `input` as a list, each with an id; what is none is left for others to refuse."""
+    items = [{"type": "message", "role": "user", "content": said}] if isinstance(said, str) else said
+    if not isinstance(items, list):
+        return b"[]"
+    try:
+        unique = blake2b(orjson.dumps(items), digest_size=12).hexdigest()
+    except TypeError as error:
+        raise InvalidRequest(f"input: {error}", "input") from None
+    return orjson.dumps([_named(item, f"{unique}{i}") for i, item in enumerate(items)])
+
+
+def _named(item: Any, unique: str) -> Any:
+    if not isinstance(item, dict):
+        return item
+    kind = item.get("type", "message")
+    if kind == "message" and isinstance(content := item.get("content"), str):
+        part = {"type": "output_text" if item.get("role") == "assistant" else "input_text", "text": content}
+        item = {**item, "content": [part | ({"annotations": []} if part["type"] == "output_text" else {})]}
+    prefix = PREFIXES.get(kind, "item") if isinstance(kind, str) else "item"
+    return {"id": f"{prefix}_{unique}", "type": kind, "status": "completed", **item}
+
+
+async def _before(kept: Kept, found: ResponseBody, conversation: str | None) -> bytes:
+    if found.previous_response_id:
+        return await kept.behind(found.previous_response_id)
+    if conversation:
+        try:
+            _, *items = await kept.conversation(conversation)
+        except NotKept as error:
+            raise InvalidRequest(f"conversation: {error.message}", "conversation", "conversation_not_found") from None
+        return b"[" + b",".join(items) + b"]"
+    return b""
+
+
+def _refers(said: Any) -> bool:
+    return isinstance(said, list) and any(_is_reference(item) for item in said)
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, Mapping) and item.get("type") == "item_reference"
+
+
+async def _resolved(kept: Kept, items: bytes) -> bytes:
+    """With the items that others refer to."""
+    if b'"item_reference"' not in items:
+        return items
+    made: list[Any] = []
+    for i, item in enumerate(orjson.loads(items)):
+        if not _is_reference(item):
+            made.append(item)
+            continue
+        where = f"input[{i}].id"
+        try:
+            made.append(orjson.Fragment(await kept.item(str(item.get("id")))))
+        except NotKept as error:
+            raise InvalidRequest(f"{where}: {error.message}", where, "item_not_found") from None
+    return orjson.dumps(made)
+
+
+def _conversation(found: ResponseBody) -> str | None:
+    match found.conversation:
+        case None:
+            return None
+        case str(name) | {"id": str(name)}:
+            return name
+    raise InvalidRequest("conversation must be an id, or an object with an id", "conversation")
+
+
+def _refuse_what_needs_store(found: ResponseBody) -> None:
+    said: Sequence[str] = [name for name in NEEDS_STORE if getattr(found, name) is not None]
+    if said:
+        why = f"{said[0]}: this server keeps no responses: its store-url is not set"
+        raise InvalidRequest(why, said[0], "unsupported_parameter")

@@ -1,0 +1,178 @@
+"""Routes to what is kept: responses, conversations, and their items."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+from starlette.routing import Route
+
+from services.gateway.bodies import LARGE
+from services.gateway.errors import InvalidRequest, NotKept, TimedOut
+from services.gateway.http.endpoint import Endpoint
+from services.gateway.http.exchange import Exchange
+from services.gateway.http.responses.kept import Kept, page_of
+from services.gateway.http.responses.recalling import items_of, kept_of
+from services.gateway.http.responses.schema import ConversationBody, ItemsBody, check_metadata
+from services.gateway.http.schema import validated
+from services.gateway.llm import LLM
+
+MOST_ITEMS = 20  # that are added at once
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    kept: Kept
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+    body: bytes
+    new_id: Callable[[], str]
+    now: int
+
+    @property
+    def name(self) -> str:
+        return self.path["name"]
+
+
+Respond = Callable[[Asked], Awaitable[Any]]
+
+
+class KeptEndpoint(Endpoint):
+    """Serves what is kept for whoever asks, by the request's method."""
+
+    def __init__(self, llm: LLM, methods: Mapping[str, Respond], wall: Callable[[], float]) -> None:
+        super().__init__(llm)
+        self._methods, self._wall = methods, wall
+
+    async def _serve(self, exchange: Exchange) -> None:
+        llm, scope = self._llm, exchange.scope
+        client = llm.access.authenticate(exchange.headers)
+        kept = kept_of(llm, llm.access.tenant(client, exchange.headers, "", "user"))
+        try:
+            with llm.deadlines.until(exchange.deadline(llm)):
+                body = await exchange.body(LARGE, llm.settings.body_timeout_s, llm.deadlines)
+                if kept is None:
+                    raise NotKept(scope["path"].rstrip("/").rpartition("/")[2])
+                query = _query(scope["query_string"])
+                asked = Asked(kept, scope["path_params"], query, body, llm.new_id, int(self._wall()))
+                found = await self._methods["GET" if scope["method"] == "HEAD" else scope["method"]](asked)
+        except TimeoutError:
+            raise TimedOut("the request's deadline passed") from None
+        await exchange.json(200, found, {})
+
+
+def _query(said: bytes) -> dict[str, str]:
+    try:
+        return dict(parse_qsl(said.decode("latin-1"), max_num_fields=16))
+    except ValueError as error:
+        raise InvalidRequest(f"the query is malformed: {error}") from None
+
+
+def kept_routes(llm: LLM, wall: Callable[[], float]) -> Iterator[Route]:
+    conversation = {"GET": get_conversation, "POST": change_conversation, "DELETE": delete_conversation}
+    paths: Mapping[str, Mapping[str, Respond]] = {
+        "/v1/responses/{name}": {"GET": get_response, "DELETE": delete_response},
+        "/v1/responses/{name}/input_items": {"GET": list_input},
+        "/v1/conversations": {"POST": create_conversation},
+        "/v1/conversations/{name}": conversation,
+        "/v1/conversations/{name}/items": {"GET": list_items, "POST": add_items},
+        "/v1/conversations/{name}/items/{item}": {"GET": get_item, "DELETE": delete_item},
+    }
+    for path, methods in paths.items():
+        yield Route(path, KeptEndpoint(llm, methods, wall), methods=list(methods))
+
+
+async def get_response(asked: Asked) -> Any:
+    return orjson.Fragment(await asked.kept.response(asked.name))
+
+
+async def delete_response(asked: Asked) -> Any:
+    await asked.kept.forget(asked.name)
+    return {"id": asked.name, "object": "response", "deleted": True}
+
+
+async def list_input(asked: Asked) -> Any:
+    return page_of(await _parsed(await asked.kept.items_of(asked.name)), asked.query)
+
+
+async def create_conversation(asked: Asked) -> Any:
+    body = validated(ConversationBody, asked.body or b"{}")
+    check_metadata(body.metadata or {})
+    made = {
+        "id": f"conv_{asked.new_id()}", "object": "conversation", "created_at": asked.now,
+        "metadata": body.metadata or {},
+    }  # fmt: skip
+    await asked.kept.begin(made, _items(body.items or [], asked))
+    return made
+
+
+async def get_conversation(asked: Asked) -> Any:
+    return orjson.Fragment((await asked.kept.conversation(asked.name))[0])
+
+
+async def change_conversation(asked: Asked) -> Any:
+    body = validated(ConversationBody, asked.body)
+    check_metadata(body.metadata or {})
+    found = {**orjson.loads((await asked.kept.conversation(asked.name))[0]), "metadata": body.metadata or {}}
+    await asked.kept.rename(found)
+    return found
+
+
+async def delete_conversation(asked: Asked) -> Any:
+    await asked.kept.forget_conversation(asked.name)
+    return {"id": asked.name, "object": "conversation.deleted", "deleted": True}
+
+
+async def list_items(asked: Asked) -> Any:
+    return page_of(await _items_of(asked), asked.query)
+
+
+async def add_items(asked: Asked) -> Any:
+    items = _items(validated(ItemsBody, asked.body).items, asked)
+    if not items:
+        raise InvalidRequest("items must not be empty", "items")
+    await asked.kept.conversation(asked.name)
+    await asked.kept.add(asked.name, [orjson.dumps(item) for item in items])
+    return page_of(items, {"order": "asc"})
+
+
+async def get_item(asked: Asked) -> Any:
+    return await _item(asked)
+
+
+async def delete_item(asked: Asked) -> Any:
+    """Answers with the conversation."""
+    await asked.kept.remove(asked.name, orjson.dumps(await _item(asked)))
+    return await get_conversation(asked)
+
+
+async def _item(asked: Asked) -> Any:
+    found = [item for item in await _items_of(asked) if item["id"] == asked.path["item"]]
+    if not found:
+        raise NotKept(asked.path["item"])
+    return found[0]
+
+
+async def _items_of(asked: Asked) -> list[Any]:
+    _, *items = await asked.kept.conversation(asked.name)
+    return await _parsed(b"[" + b",".join(items) + b"]")
+
+
+async def _parsed(items: bytes) -> list[Any]:
+    """At most `store_max_bytes`, beside the loop."""
+    found: list[Any] = await asyncio.to_thread(orjson.loads, items)
+    return found
+
+
+def _items(said: Sequence[Any], asked: Asked) -> list[Any]:
+    if len(said) > MOST_ITEMS:
+        raise InvalidRequest(f"items: at most {MOST_ITEMS} at once, got {len(said)}", "items")
+    for i, item in enumerate(said):
+        if not isinstance(item, dict) or not isinstance(item.get("id", ""), str):
+            raise InvalidRequest(f"items[{i}] must be an object whose id, if any, is a string", f"items[{i}]")
+    found: list[Any] = orjson.loads(items_of([{"id": f"item_{asked.new_id()}", **item} for item in said]))
+    return found

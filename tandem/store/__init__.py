@@ -1,0 +1,5 @@
+"""Keeps what clients ask for, in a Redis of its own that may forget; gateways enter."""
+
+from tandem.store.store import Store, StoreUnavailable
+
+__all__ = ["Store", "StoreUnavailable"]

@@ -1,0 +1,209 @@
+"""Responses that are kept, in a real Redis that evicts, as the official client asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import strategies as st
+from openai import AsyncOpenAI
+
+from services.gateway import Gateway, GatewaySettings
+from services.gateway.__main__ import make_gateway
+from services.gateway.admission import FAIRNESS_ID
+from services.gateway.bodies import LARGE
+from services.gateway.text import Tokenizer
+from tandem.local import RedisServer, free_ports
+from tests.fuzzing import collected
+from tests.gateway.conftest import TEXT, eventually, make_settings
+from tests.gateway.peers import MODEL, Peers
+from tests.gateway.test_fuzz import TYPED, VALUES
+
+ASKED: Any = {"model": MODEL, "input": "tell me", "extra_body": {"seed": 0}, "max_output_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[RedisServer]:
+    with RedisServer.start(max_memory_mb=16, evicts=True) as server:
+        yield server
+
+
+@pytest.fixture
+def settings(model_folder: Path, redis: RedisServer, kept: RedisServer) -> GatewaySettings:
+    return make_settings(model_folder, redis, store_url=kept.url, store_max_bytes=20_000)
+
+
+def client_of(base: str, owner: str = "") -> AsyncOpenAI:
+    headers = {FAIRNESS_ID: owner} if owner else {}
+    return AsyncOpenAI(
+        base_url=f"{base}/v1", api_key="none", max_retries=0, default_headers=headers, _strict_response_validation=True
+    )
+
+
+@pytest.fixture
+async def client(http: httpx.AsyncClient) -> AsyncIterator[AsyncOpenAI]:
+    async with client_of(str(http.base_url)) as client:
+        yield client
+
+
+def prompts(peers: Peers, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(list(spec.token_ids), skip_special_tokens=False) for spec in peers.decode.seen]
+
+
+async def test_a_response_goes_on_from_another_at_any_gateway(
+    client: AsyncOpenAI, settings: GatewaySettings, peers: Peers, tokenizer: Tokenizer
+) -> None:
+    first = await client.responses.create(**ASKED, instructions="be brief")
+    assert first.to_dict()["store"] is True
+    other = settings.model_copy(update={"http_port": free_ports(1)[0]})
+    async with make_gateway(other) as gateway, client_of(f"http://127.0.0.1:{other.http_port}") as there:
+        await eventually(lambda: gateway.llm.readiness()[0])
+        asked = {**ASKED, "input": "more", "previous_response_id": first.id, "stream": True}
+        events = [event async for event in await there.responses.create(**asked)]
+        last: Any = events[-1]
+        assert last.type == "response.incomplete"
+        found = await there.responses.retrieve(last.response.id)
+        assert found.to_dict() == last.response.to_dict()
+        assert found.previous_response_id == first.id
+        items = await there.responses.input_items.list(found.id, order="asc")
+        said: Any = [(item.to_dict()["role"], item.to_dict()["content"][0]["text"]) for item in items.data]  # type: ignore[index]
+        assert said == [("user", "tell me"), ("assistant", first.output_text), ("user", "more")]
+    assert prompts(peers, tokenizer)[:2] == [
+        "<s><system>be brief\n<user>tell me\n<assistant>",
+        f"<s><user>tell me\n<assistant>{first.output_text}\n<user>more\n<assistant>",
+    ]
+    page = await client.responses.input_items.list(found.id, limit=2)
+    assert (page.has_more, page.data[0].to_dict()["content"][0]["text"]) == (True, "more")  # type: ignore[index]
+    rest = await client.responses.input_items.list(found.id, limit=2, after=page.data[-1].id or "")
+    assert [item.to_dict()["role"] for item in rest.data] == ["user"]
+    assert not rest.has_more
+
+
+async def test_a_response_is_its_owners_alone(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    found = await client.responses.create(**ASKED)
+    async with client_of(str(http.base_url), "another") as other:
+        for ask in (other.responses.retrieve, other.responses.delete, other.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                await ask(found.id)  # type: ignore[operator]
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await other.responses.create(**ASKED, previous_response_id=found.id)
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\]"):
+            await other.responses.create(**{**ASKED, "input": [{"type": "item_reference", "id": found.output[0].id}]})
+    assert (await client.responses.retrieve(found.id)).id == found.id
+    await client.responses.delete(found.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(found.id)
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.create(**{**ASKED, "input": [{"type": "item_reference", "id": found.output[0].id}]})
+
+
+async def test_a_conversation_grows_by_its_turns(client: AsyncOpenAI, peers: Peers, tokenizer: Tokenizer) -> None:
+    item: Any = {"role": "user", "content": "hi"}
+    conversation = await client.conversations.create(items=[item], metadata={"a": "b"})
+    assert (await client.conversations.retrieve(conversation.id)).metadata == {"a": "b"}
+    first = await client.responses.create(**ASKED, conversation=conversation.id, store=False)
+    assert first.conversation is not None
+    assert first.conversation.id == conversation.id
+    await client.responses.create(**{**ASKED, "input": "more"}, conversation={"id": conversation.id})
+    said = f"<s><user>hi\ntell me\n<assistant>{first.output_text}\n<user>more\n<assistant>"
+    assert prompts(peers, tokenizer)[1] == said
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(first.id)
+    items = (await client.conversations.items.list(conversation.id, order="asc")).data
+    assert [one.to_dict()["role"] for one in items] == ["user", "user", "assistant", "user", "assistant"]
+    await client.conversations.items.delete(items[0].id or "", conversation_id=conversation.id)
+    added = await client.conversations.items.create(conversation.id, items=[item])
+    got = await client.conversations.items.retrieve(added.data[0].id or "", conversation_id=conversation.id)
+    assert got.to_dict() == added.data[0].to_dict()
+    assert len((await client.conversations.items.list(conversation.id)).data) == 5
+    assert (await client.conversations.update(conversation.id, metadata={"c": "d"})).metadata == {"c": "d"}
+    assert (await client.conversations.delete(conversation.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.conversations.retrieve(conversation.id)
+    with pytest.raises(openai.BadRequestError, match="conversation"):
+        await client.responses.create(**ASKED, conversation=conversation.id)
+
+
+async def test_items_are_named_instead_of_repeated(client: AsyncOpenAI, peers: Peers, tokenizer: Tokenizer) -> None:
+    first = await client.responses.create(**ASKED)
+    items: Any = [{"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "so?"}]
+    await client.responses.create(**{**ASKED, "input": items})
+    assert prompts(peers, tokenizer)[1] == f"<s><assistant>{first.output_text}\n<user>so?\n<assistant>"
+
+
+async def test_a_large_body_goes_on_from_a_small_one(client: AsyncOpenAI, peers: Peers, tokenizer: Tokenizer) -> None:
+    first = await client.responses.create(**ASKED)
+    large = {**ASKED, "input": "more", "extra_body": {"seed": 0, "x": "x" * LARGE}}
+    second = await client.responses.create(**large, previous_response_id=first.id)
+    assert second.to_dict()["store"] is True
+    assert prompts(peers, tokenizer)[1] == f"<s><user>tell me\n<assistant>{first.output_text}\n<user>more\n<assistant>"
+    items = await client.responses.input_items.list(second.id)
+    assert len(items.data) == 3
+
+
+async def test_what_is_too_large_is_not_kept_and_says_so(client: AsyncOpenAI) -> None:
+    found = await client.responses.create(**ASKED, instructions="", metadata={f"k{i}": "x" * 500 for i in range(16)})
+    assert found.to_dict()["store"] is True
+    many: Any = [{"role": "user", "content": ""}] * 200
+    found = await client.responses.create(**{**ASKED, "input": many})
+    assert found.to_dict()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(found.id)
+
+
+async def test_without_its_store_an_answer_comes_all_the_same(
+    client: AsyncOpenAI, gateway: Gateway, kept: RedisServer
+) -> None:
+    first = await client.responses.create(**ASKED)
+    kept.pause()
+    try:
+        found = await client.responses.create(**ASKED, store=True)
+        assert (found.output_text, found.to_dict()["store"]) == (first.output_text, False)
+        with pytest.raises(openai.InternalServerError, match="cannot be reached") as caught:
+            await client.responses.create(**ASKED, previous_response_id=first.id)
+        assert caught.value.status_code == 503
+    finally:
+        kept.resume()
+    await eventually(lambda: _is_there(client, first.id))
+    assert TEXT.startswith(first.output_text)
+
+
+async def _is_there(client: AsyncOpenAI, response_id: str) -> bool:
+    try:
+        return (await client.responses.retrieve(response_id)).id == response_id
+    except openai.InternalServerError:
+        return False
+
+
+PATHS = ("/v1/conversations", "/v1/conversations/{}", "/v1/conversations/{}/items")
+BODIES = st.dictionaries(st.sampled_from(("items", "metadata")), VALUES | st.lists(TYPED, max_size=3), max_size=2)
+QUERIES = st.dictionaries(st.sampled_from(("order", "limit", "after", "include[]")), st.text(max_size=8), max_size=3)
+GOES_ON = st.fixed_dictionaries(
+    {"model": st.just(MODEL), "input": st.lists(TYPED, max_size=2) | st.just("x"), "max_output_tokens": st.just(2)},
+    optional={
+        "previous_response_id": VALUES | st.just("GOOD"), "conversation": VALUES | st.just("CONV"), "store": VALUES,
+    },
+)  # fmt: skip
+
+
+async def test_anything_at_all_is_a_success_or_the_clients_fault(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    http.headers["authorization"] = "Bearer none"  # whose they are, where nothing else says so
+    response = await client.responses.create(**ASKED)
+    conversation = await client.conversations.create()
+    statuses = set()
+    for number, (body, query, asked) in enumerate(collected(st.tuples(BODIES, QUERIES, GOES_ON), 80)):
+        path = PATHS[number % len(PATHS)].format(conversation.id)
+        named = {"GOOD": response.id, "CONV": conversation.id}
+        asked = {key: named.get(value, value) if isinstance(value, str) else value for key, value in asked.items()}
+        answers = [
+            await http.post(path, json=body),
+            await http.post("/v1/responses", json=asked),
+            await http.get(f"/v1/conversations/{conversation.id}/items", params=query),
+            await http.get(f"/v1/responses/{response.id}/input_items", params=query),
+        ]
+        statuses |= {answer.status_code for answer in answers}
+    assert statuses == {200, 400}
