@@ -145,7 +145,7 @@ def _requests(workers: int, mixes: Sequence[str], load: float) -> tuple[list[Req
 
 
 def _fleet(prefill: int, decode: int, gateways: Iterable[tuple[str, str]]) -> Fleet:
-    goal = {"interactive_ttft_s": TTFT_S, "interactive_itl_s": ITL_S}
+    goal = {"classes": {"interactive": {"ttft_s": TTFT_S, "itl_s": ITL_S}}}
     return Fleet(prefill, decode, gateways=tuple(gateways), step_time=STEP_TIME, gateway_settings=goal)
 
 

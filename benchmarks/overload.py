@@ -37,7 +37,7 @@ REFUSALS = "tandem_refused_after_seconds"
 LOADS = ((2.0, None), (7.5, None), (2.0, 3.0), (7.5, 3.0))
 FLEET = Fleet(
     prefill=1, decode=1, decode_blocks=128, gateways=(("tandem", "auto"),),
-    gateway_settings={"interactive_ttft_s": TTFT_S}, step_time=StepTime(decode_step_s=0.05),
+    gateway_settings={"classes": {"interactive": {"ttft_s": TTFT_S}}}, step_time=StepTime(decode_step_s=0.05),
 )  # fmt: skip
 
 

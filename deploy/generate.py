@@ -123,6 +123,8 @@ def type_of(schema: Schema) -> str:
     kind = str(schema.get("type", ""))
     if kind == "array":
         return f"list of {type_of(schema['items'])}"
+    if kind == "object" and "properties" in schema:
+        return "map with " + ", ".join(f"{_code(name)} ({type_of(one)})" for name, one in schema["properties"].items())
     if kind == "object":
         return f"map to {type_of(schema.get('additionalProperties', {}))}"
     words = {"string": "text", "null": "nothing", "boolean": "true or false"}

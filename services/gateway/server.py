@@ -249,12 +249,7 @@ class Gateway:
     def _admit(self, view: ClusterView, pool: WorkerPool, metrics: Metrics) -> None:
         settings = self.settings
         weights = Weights(
-            {
-                PriorityClass.REALTIME: settings.realtime_weight,
-                PriorityClass.INTERACTIVE: settings.interactive_weight,
-                PriorityClass.BATCH: settings.batch_weight,
-            },
-            settings.tenant_weights,
+            {kind: settings.classes[kind.label].weight for kind in PriorityClass}, settings.tenant_weights
         )
         self.admission = Admission(FairQueue(weights), settings.max_queued)
         self.text_turns = TextTurns(weights, settings.max_queued)

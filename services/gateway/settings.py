@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
 
 from tandem.api_keys import check_exposed
 from tandem.checkpoints import TextPath
@@ -16,7 +17,7 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@,]+")
 
 
 class Disaggregation(StrEnum):
-    """Who reads prompts."""
+    """The policy who prefills."""
 
     REQUIRE = "require"  # a prefill worker, or the request fails
     PREFER = "prefer"  # a prefill worker; the decode worker itself where none can
@@ -38,6 +39,24 @@ class ReasoningParser(StrEnum):
     NONE = "none"
     THINK = "think"  # <think>...</think>
     MISTRAL = "mistral"  # [THINK]...[/THINK]
+
+
+class ClassSettings(BaseModel):
+    """A priority class. Times are in seconds; None: no target."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weight: PositiveFloat = 1.0
+    ttft_s: PositiveFloat | None = None
+    itl_s: PositiveFloat | None = None
+
+
+ClassName = Literal["realtime", "interactive", "batch"]
+CLASSES: dict[ClassName, ClassSettings] = {
+    "realtime": ClassSettings(weight=8, ttft_s=5, itl_s=0.1),
+    "interactive": ClassSettings(weight=4, ttft_s=30, itl_s=0.1),
+    "batch": ClassSettings(weight=1),
+}
 
 
 class GatewaySettings(ClusterSettings):
@@ -100,21 +119,12 @@ class GatewaySettings(ClusterSettings):
     )
     body_timeout_s: float = Field(30, gt=0, description="how long a client may take over its body")
     max_choices: int = Field(128, ge=1, description="most prompts times n of one request")
-    realtime_weight: float = Field(8, gt=0, description="share of tokens when every class has requests waiting")
-    interactive_weight: float = Field(4, gt=0)
-    batch_weight: float = Field(1, gt=0)
-    realtime_ttft_s: float | None = Field(
-        5, gt=0, description="what would get its first token later than this is refused; none: as late as its deadline"
+    classes: dict[ClassName, ClassSettings] = Field(
+        CLASSES,
+        description="of each class: its share of tokens when all have requests waiting (weight), the time to a first "
+        "token beyond which a request is refused (ttft_s), and the time between tokens that prompts beside its answers "
+        "leave (itl_s); null: no target. What a map leaves out stays as it is",
     )
-    interactive_ttft_s: float | None = Field(30, gt=0)
-    batch_ttft_s: float | None = Field(None, gt=0)
-    realtime_itl_s: float | None = Field(
-        0.1,
-        gt=0,
-        description="prompts read beside its answers leave no more time between tokens; none: no target",
-    )
-    interactive_itl_s: float | None = Field(0.1, gt=0)
-    batch_itl_s: float | None = Field(None, gt=0)
     tenant_weights: dict[str, PositiveFloat] = Field({}, description="share of tokens within a class; 1 if not named")
     max_queued: int = Field(
         1024, ge=1, description="most choices waiting for their turn, at all gateways of the model; beyond it, 429"
@@ -123,12 +133,21 @@ class GatewaySettings(ClusterSettings):
         None, ge=1, description="prompts and answers in the cluster at once; if not set, what it finds room for"
     )
     prefill_queue_tokens: int = Field(
-        16384, ge=1, description="prompt tokens sent to each worker that reads prompts and not read yet"
+        16384, ge=1, description="prompt tokens sent to each worker that prefills and not prefilled yet"
     )
     replica_max_blocks: int = Field(
         2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"
     )
     log_level: str = "info"
+
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _beside_defaults(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        defaults = {name: default.model_dump() for name, default in CLASSES.items()}
+        changed = {name: defaults.get(name, {}) | said for name, said in given.items() if isinstance(said, dict)}
+        return defaults | given | changed
 
     @field_validator("cors_origins")
     @classmethod

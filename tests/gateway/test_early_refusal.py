@@ -14,6 +14,7 @@ from services.gateway import Gateway, GatewaySettings
 from services.gateway.admission import Work
 from services.gateway.admission.priority import PriorityClass
 from services.gateway.errors import Overloaded
+from services.gateway.settings import CLASSES, ClassSettings
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.peers import MODEL
 
@@ -23,7 +24,9 @@ BODY = {"model": MODEL, "prompt": [10**6] * 40, "max_tokens": 8}
 
 @pytest.fixture
 def settings(settings: GatewaySettings) -> GatewaySettings:
-    return settings.model_copy(update={"max_admitted_tokens": 200, "interactive_ttft_s": 1.0})
+    return settings.model_copy(
+        update={"max_admitted_tokens": 200, "classes": CLASSES | {"interactive": ClassSettings(ttft_s=1.0)}}
+    )
 
 
 async def test_what_would_come_too_late_is_not_read(gateway: Gateway, http: httpx.AsyncClient) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from services.gateway import Gateway
 from services.gateway.admission.targets import Targets, targets_of
@@ -26,7 +27,23 @@ TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
 
 @pytest.fixture
 def settings(settings: GatewaySettings) -> GatewaySettings:
-    return settings.model_copy(update={"batch_itl_s": 0.5, "realtime_ttft_s": 2.0})
+    given = {**settings.model_dump(), "classes": {"batch": {"itl_s": 0.5}, "realtime": {"ttft_s": 2.0}}}
+    return GatewaySettings.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("classes", "named"),
+    [
+        ({"urgent": {}}, "'realtime', 'interactive' or 'batch'"),
+        ({"batch": {"ttft": 1}}, "batch.ttft"),
+        ({"batch": {"weight": 0}}, "batch.weight"),
+        ({"batch": 3}, "batch"),
+        ([], "dictionary"),
+    ],
+)
+def test_a_wrong_class_is_named(settings: GatewaySettings, classes: object, named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        GatewaySettings.model_validate({**settings.model_dump(), "classes": classes})
 
 
 def test_headers_go_before_the_class(settings: GatewaySettings) -> None:

@@ -18,9 +18,13 @@ from enum import IntEnum
 from hashlib import sha256
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.settings import ClassName
 
 FAIRNESS_ID = "x-llm-d-inference-fairness-id"
 MAX_TENANT_LENGTH = 256
+
+
+LABELS: tuple[ClassName, ...] = ("realtime", "interactive", "batch")
 
 
 class PriorityClass(IntEnum):
@@ -35,8 +39,8 @@ class PriorityClass(IntEnum):
         return cls.REALTIME if priority < 0 else cls.BATCH if priority else cls.INTERACTIVE
 
     @property
-    def label(self) -> str:
-        return self.name.lower()
+    def label(self) -> ClassName:
+        return LABELS[self]
 
     @property
     def priority(self) -> int:

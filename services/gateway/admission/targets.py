@@ -1,7 +1,7 @@
 """A request's latency targets: its own headers, HTTP or gRPC metadata, else its class's settings.
 
 x-llm-d-slo-ttft-ms    to the first token: routing weighs who would be late; what would get it later is refused at once
-x-llm-d-slo-tpot-ms    between tokens: no step beside its own reads more of others' prompts than keeps this
+x-llm-d-slo-tpot-ms    between tokens: no step beside its own prefills more of others' prompts than keeps this
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def targets_of(headers: Mapping[str, str], priority: int, settings: GatewaySetti
     Raises:
         InvalidRequest: a header is no number of milliseconds.
     """
-    kind = PriorityClass.of(priority).label
+    own = settings.classes[PriorityClass.of(priority).label]
     ttft_s, itl_s = _seconds(headers, TTFT), _seconds(headers, TPOT)
     return Targets(
-        getattr(settings, f"{kind}_ttft_s") if ttft_s is None else ttft_s,
-        getattr(settings, f"{kind}_itl_s") if itl_s is None else itl_s,
+        own.ttft_s if ttft_s is None else ttft_s,
+        own.itl_s if itl_s is None else itl_s,
     )
 
 
