@@ -15,7 +15,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/run.stamp ## serve the demo model on CPU: Redis, gateway, prefill, decode; one that talks: MODEL=smollm2
-	@$(BIN)/tandem up $(MODEL) --sample "$(if $(MODEL),The capital of France is,import )" $(ARGS)
+	@$(BIN)/tandem up $(MODEL) --sample "$(if $(MODEL),Once upon a time,import )" $(ARGS)
 
 # Three files at a time, for many of them wait.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10

@@ -111,7 +111,7 @@ def speed(client: Client) -> dict[str, float]:
         found = asyncio.run(closed_loop(client, jobs, streams))
         return decode_rate(found) if tokens > 1 else prompt / found[0].ttft
 
-    return {"1 stream": rate(1, 32, 192), "16 streams": rate(16, 32, 128), "prompt of 1,024": rate(1, 1024, 1)}
+    return {"1 stream": rate(1, 32, 96), "16 streams": rate(16, 32, 32), "prompt of 1,024": rate(1, 1024, 1)}
 
 
 def main() -> None:
@@ -125,16 +125,18 @@ def main() -> None:
         "llama.cpp": llama_cpp("llama-cpp-gguf", "llama.cpp", None),
     }
     asked, ranked = questions(file), dict[str, list[Ranked]]()
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
-    for number in range(arguments.rounds):
-        for name, peer in peers.items():
-            with peer.running(file) as client:
-                if number == 0:
-                    ranked[name] = asyncio.run(answers(client, asked))
-                rounds[name].append(speed(client))
+    for name, peer in peers.items():
+        with peer.running(file) as client:
+            ranked[name] = asyncio.run(answers(client, asked))
     print(f"| same token, lead above {GAP} | truth's lead | llama.cpp's lead | truth's, any lead |\n|---|---|---|---|")
     for name in peers:
-        print(words_row(name, asked, ranked[name], ranked["llama.cpp"]))
+        print(words_row(name, asked, ranked[name], ranked["llama.cpp"]), flush=True)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
+    for _ in range(arguments.rounds):
+        for name, peer in peers.items():
+            with peer.running(file) as client:
+                rounds[name].append(speed(client))
+                print(name, rounds[name][-1], flush=True)
     shown(peers, rounds)
 
 

@@ -47,7 +47,8 @@ def test_the_lines_to_try_run_as_they_are_printed(shm_cluster: RunningCluster) -
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip(), command
         assert "error" not in done.stdout
-    page = httpx.get(commands[3].split()[0], timeout=60)
+    assert " chat --url http://127.0.0.1:" in commands[3]
+    page = httpx.get(commands[4].split()[0], timeout=60)
     assert page.status_code == 200
 
 

@@ -110,6 +110,8 @@ print(c.completions.create(model='{name}', prompt='def ', max_tokens=32).choices
 
   {tandem} generate "class " --address {plan.url(gateway, "grpc_port")}{key[2]}     # gRPC
 
+  {tandem} chat --url {http.removesuffix("/v1")}{key[2]}     # talk to it
+
   {http.removesuffix("/v1")}/docs  describes every field of a request
 
 {end}""")
