@@ -14,8 +14,9 @@ from services.gateway.access import ANYONE, Access, Allowances, Caller, check_ti
 from services.gateway.admission import Intake, TextTurns
 from services.gateway.bodies import Incoming, LargeBodies, PromptBounds, Reduce, is_large, rendered
 from services.gateway.deadlines import Deadlines
-from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
+from services.gateway.errors import GatewayError, InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.generation import (
+    TOO_MANY,
     Answer,
     CheckedGrammars,
     Generation,
@@ -24,6 +25,8 @@ from services.gateway.generation import (
     check_length,
     check_prompt,
     read_sampling,
+    record_refused,
+    tracing,
 )
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedAdapters, ServedModel
@@ -211,6 +214,20 @@ class LLM:
             request, self.pipeline, self.allowances, self.running,
             max_model_len=longest, seed=self.seeds.getrandbits(63) if seed is None else seed,
         )  # fmt: skip
+
+    def refuse(self, headers: Mapping[str, str], request_id: str, error: GatewayError, arrived: float) -> None:
+        """Count, trace and record a request that failed before anything was asked of the cluster.
+
+        Args:
+            headers: of HTTP, or gRPC metadata.
+            arrived: on the event loop's clock.
+        """
+        after_s = asyncio.get_running_loop().time() - arrived
+        self.metrics.request("none", error.status)
+        if error.status == TOO_MANY:
+            self.metrics.refused(after_s)
+        tracing.refused(self.spans, headers, request_id, error, after_s)
+        record_refused(request_id, error, after_s)
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Says if a request would be served now, and which workers there are."""

@@ -23,6 +23,8 @@ from tandem.v1 import llm_pb2
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
 
+NUM_GAPS = len(ITL) + 1  # with those beyond the last bound
+
 
 class Metrics:
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
@@ -120,13 +122,14 @@ class Metrics:
 class Meter:
     """One choice, from waiting to running to its end. `close` it."""
 
-    __slots__ = ("_born", "_first", "_last", "_metrics", "_now", "_num_tokens", "_written")
+    __slots__ = ("_born", "_first", "_last", "_metrics", "_now", "_num_tokens", "_written", "gaps")
 
     def __init__(self, metrics: Metrics, now: Callable[[], float]) -> None:
         self._metrics, self._written = metrics, metrics.written
         self._now = now
         self._born = self._first = self._last = now()
         self._num_tokens = 0
+        self.gaps = [0] * NUM_GAPS  # between its messages, per token, by bucket of ITL
         metrics.num_waiting += 1
 
     def count(self, num_tokens: int) -> None:
@@ -135,7 +138,7 @@ class Meter:
             return
         now = self._now()
         if self._num_tokens:
-            self._written.between((now - self._last) / num_tokens)
+            self.gaps[self._written.between((now - self._last) / num_tokens)] += 1
         else:
             self._first = now
             self._metrics.ttft.observe(now - self._born)
@@ -186,11 +189,14 @@ class _TokenCollector(Collector):
         self._labels = (model,)
         self.num_tokens = 0
         self._seconds = 0.0
-        self._counts = [0] * (len(ITL) + 1)
+        self._counts = [0] * NUM_GAPS
 
-    def between(self, seconds: float) -> None:
+    def between(self, seconds: float) -> int:
+        """Returns its bucket."""
         self._seconds += seconds
-        self._counts[bisect_left(ITL, seconds)] += 1
+        bucket = bisect_left(ITL, seconds)
+        self._counts[bucket] += 1
+        return bucket
 
     def collect(self) -> Iterator[Metric]:
         tokens = GATEWAY["vllm:generation_tokens"].family()

@@ -80,6 +80,15 @@ def attributes(span: Span) -> dict[str, object]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value") or "string_value") for a in span.attributes}
 
 
+def check_decode(spans: list[tuple[str, Span]]) -> None:
+    """The worker's span is within the gateway's."""
+    decode = next(span for service, span in spans if (service, span.name) == ("tandem-gateway", "decode"))
+    assert attributes(decode)["decode.tokens"] == 8
+    work = next(span for service, span in spans if (service, span.name) == ("tandem-decode", "decode"))
+    assert work.parent_span_id == decode.span_id
+    assert decode.start_time_unix_nano <= work.start_time_unix_nano <= decode.end_time_unix_nano
+
+
 def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Collector, str]) -> None:
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     body = {"model": "tandem-demo", "prompt": "import os\n" * 40, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -111,8 +120,7 @@ def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Colle
     assert moved["kv.transfer.overlap_ratio"] == pytest.approx(1 - moved["kv.transfer.exposed_s"] / lasted, abs=0.1)
     pushes = [event for event in transfer.events if event.name == "layer"]
     assert len(pushes) == 8 * sum(event.name == "chunk" for event in by_id[transfer.parent_span_id.hex()].events)
-    decode = next(span for service, span in spans if (service, span.name) == ("tandem-gateway", "decode"))
-    assert attributes(decode)["decode.tokens"] == 8
+    check_decode(spans)
     assert [event.name for event in root.events] == ["first_token"]
     usage = attributes(root)
     assert 0 < usage["gen_ai.latency.time_to_first_token"] < 60

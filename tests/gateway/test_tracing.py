@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import grpc
 import httpx
 import pytest
 from opentelemetry import trace
@@ -15,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from services.gateway import Gateway
+from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually, with_settings
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_failures import received
@@ -85,7 +87,7 @@ async def test_workers_are_called_within_their_spans(
 ) -> None:
     await http.post("/v1/completions", json=BODY, headers=HEADERS)
     await eventually(lambda: len(ours(spans)) == 6)
-    for name, peer in (("reserve", peers.decode), ("prefill", peers.prefill)):
+    for name, peer in (("decode", peers.decode), ("prefill", peers.prefill)):
         _, trace_id, span_id, _ = peer.seen[0].trace_context["traceparent"].split("-")
         assert trace_id == TRACE
         assert span_id == f"{ours(spans)[name].context.span_id:016x}"
@@ -133,3 +135,37 @@ async def test_a_migration_is_a_span_linked_to_the_one_that_was_lost(
     assert told["tandem.migration.reason"]
     assert told["tandem.migration.written_tokens"] == peers.decode.seen[-1].num_prior_tokens > 5
     assert root.status.status_code is StatusCode.UNSET
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (llm_pb2.GenerateRequest(model=MODEL, request_id="refused"), grpc.StatusCode.INVALID_ARGUMENT),
+        (llm_pb2.GenerateRequest(model="another", prompt="x", request_id="refused"), grpc.StatusCode.NOT_FOUND),
+    ],
+)
+async def test_a_refused_call_is_one_failed_span(
+    spans: InMemorySpanExporter, gateway: Gateway, asked: llm_pb2.GenerateRequest, code: grpc.StatusCode
+) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await llm_pb2_grpc.LLMServiceStub(channel).GenerateUnary(
+                llm_pb2.GenerateUnaryRequest(generate=asked), metadata=tuple(HEADERS.items())
+            )
+    assert error.value.code() is code
+    await eventually(lambda: bool(ours(spans)))
+    [(name, span)] = ours(spans).items()
+    assert (name, span.status.status_code) == ("refused", StatusCode.ERROR)
+    assert f"{span.parent.span_id:016x}" == PARENT
+    told = dict(span.attributes or {})
+    assert (told["gen_ai.request.id"], told["rpc.grpc.status_code"]) == ("refused", code.value[0])
+
+
+async def test_of_the_hops_only_the_one_that_failed_is_marked(
+    spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers
+) -> None:
+    peers.prefill.hold.clear()
+    await http.post("/v1/completions", json=BODY, headers={**HEADERS, "x-request-timeout-ms": "2000"})
+    await eventually(lambda: f"text_completion {MODEL}" in ours(spans))
+    failed = {name for name, span in ours(spans).items() if span.status.status_code is StatusCode.ERROR}
+    assert failed == {f"text_completion {MODEL}", "prefill"}

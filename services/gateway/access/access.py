@@ -36,6 +36,7 @@ class Caller:
     names_tenants: bool
     models: frozenset[str] | None = None  # that it may use; None: all
     manages_models: bool = True
+    key_id: str = ""  # the public part
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -84,8 +85,9 @@ class Access:
         if key is None:
             raise Unauthorized("the API key is not valid", code="invalid_api_key")
         return Caller(
-            key.tenant, self._keys.tiers[key.tier], key.names_tenants, key.models, manages_models=key.manages_models
-        )
+            key.tenant, self._keys.tiers[key.tier], key.names_tenants, key.models,
+            manages_models=key.manages_models, key_id=key.id,
+        )  # fmt: skip
 
     def tenant(self, client: Caller, headers: Mapping[str, str], said: str, param: str) -> str:
         """Whom the request counts for, where its own field `param` names `said`.

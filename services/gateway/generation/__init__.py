@@ -28,6 +28,7 @@ from services.gateway.generation.choice_text import Delta
 from services.gateway.generation.grammars import CheckedGrammars
 from services.gateway.generation.migration import MigrationLimits
 from services.gateway.generation.pipeline import Pipeline
+from services.gateway.generation.record import record_refused
 from services.gateway.generation.request import (
     Generation,
     check_length,
@@ -64,6 +65,7 @@ __all__ = [
     "read_sampling",
     "read_speculative",
     "read_structure",
+    "record_refused",
     "tracing",
     "truncated",
 ]

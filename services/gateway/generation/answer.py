@@ -23,6 +23,7 @@ from services.gateway.generation import tracing
 from services.gateway.generation.choice import REASONS, Choice
 from services.gateway.generation.choice_text import ChoiceText, Delta
 from services.gateway.generation.pipeline import Pipeline
+from services.gateway.generation.record import record_answer
 from services.gateway.generation.request import Generation
 from services.gateway.generation.shared_prompt import MIN_SHARED_TOKENS, SharedPrompt
 from services.gateway.metrics import PATHS
@@ -111,28 +112,31 @@ class Answer:
         """
         self._running.add(self)
         span = tracing.start_root(self._pipeline.cluster.spans, self.request)
-        status, taken = CLIENT_LEFT, None
+        status, outcome, taken, first_s = CLIENT_LEFT, "client_left", None, None
         try:
             taken = await self._take()
             async with aclosing(self._merged(span)) as deltas:
-                started = False
                 async for delta in deltas:
-                    if not started and delta.tokens.ids:
-                        started = True
-                        tracing.note_first(span, asyncio.get_running_loop().time() - self.request.arrived)
+                    if first_s is None and delta.tokens.ids:
+                        first_s = asyncio.get_running_loop().time() - self.request.arrived
+                        tracing.note_first(span, first_s)
                     yield delta
-            status = 200
+            status, outcome = 200, "ok"
         except GatewayError as error:
-            status = error.status
+            status, outcome = error.status, error.type
             tracing.fail(span, error)
             raise
         except BaseException as error:
+            if isinstance(error, Exception):  # a bug, and no reader that has left
+                status, outcome = 500, "internal_error"
             tracing.fail(span, error)
             raise
         finally:
             self._settle(taken)
             self._running.discard(self)
             self._end(span, status)
+            whole_s = asyncio.get_running_loop().time() - self.request.arrived
+            record_answer(self, span, status, outcome, first_s, whole_s)
 
     def write_at_once(self, write: Callable[[Delta], bool]) -> None:
         """From now on, while the reader of `deltas` waits, `write` may get those that end nothing instead of it.

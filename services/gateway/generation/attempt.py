@@ -66,7 +66,7 @@ class Attempt:
         self._reserving = False
         self._aborts: dict[asyncio.Future[Any], str] = {}  # the workers' ids
         self._timer: Entry | None = None
-        self.span: Span | None = None  # the one that is open
+        self.span: Span | None = None  # of the hop under way
 
     def lost_incarnations(self, error: WorkerLost) -> set[str]:
         """Those that the error is about: the worker it names, and a decode worker whose stream broke."""
@@ -94,10 +94,11 @@ class Attempt:
         """
         route, choice = await self._choose(exclude), self._choice
         decode = self._use(route.decode.info)
-        mailbox, ticket = await self._reserve(decode, route.prefill.info if route.prefill else None)
-        if route.prefill is not None:
-            yield await self._prefill(self._use(route.prefill.info), ticket, mailbox)
-        with tracing.child(self._cluster.spans, "decode", self._parent) as span:
+        hop = tracing.child(self._cluster.spans, "decode", self._parent, is_at_fault=lambda span: span is self.span)
+        with hop as span:  # from the reservation on, for the worker's own span is within it
+            mailbox, ticket = await self._reserve(decode, route.prefill.info if route.prefill else None, span)
+            if route.prefill is not None:
+                yield await self._prefill(self._use(route.prefill.info), ticket, mailbox)
             self.span = span
             try:
                 while not mailbox.finish_reason:
@@ -156,8 +157,9 @@ class Attempt:
         return await self._cluster.router.choose(request, exclude)
 
     async def _reserve(
-        self, decode: WorkerConnection, prefill: WorkerInfo | None
+        self, decode: WorkerConnection, prefill: WorkerInfo | None, decoding: Span
     ) -> tuple[Mailbox, worker_pb2.LandingTicket]:
+        """`decoding`: the span within which the worker works."""
         with tracing.child(self._cluster.spans, "reserve", self._parent, SpanKind.CLIENT) as span:
             self.span = span
             span.set_attribute("tandem.worker", decode.info.worker_id)
@@ -167,7 +169,7 @@ class Attempt:
             late = TimedOut("the request's deadline passed")
             self._timer = self._cluster.deadlines.add(self._deadline, mailbox.fail, late)
             reservation = worker_pb2.Reservation(
-                sequence=self._asked(span),
+                sequence=self._asked(decoding),
                 local_prefill=prefill is None,
                 prefill_incarnation=prefill.incarnation if prefill else "",
             )

@@ -14,7 +14,7 @@ from opentelemetry.context import Context
 from services.gateway.admission import Work
 from services.gateway.generation.choice_text import ChoiceText, Delta
 from services.gateway.generation.request import Generation
-from services.gateway.metrics import Meter
+from services.gateway.metrics import NUM_GAPS, Meter
 from services.gateway.workers import Mailbox, Tokens
 from tandem.v1 import llm_pb2, worker_pb2
 
@@ -68,6 +68,11 @@ class Choice:
     @property
     def num_accepted_tokens(self) -> int:
         return self.mailbox.num_accepted_tokens if self.mailbox else 0
+
+    @property
+    def gaps(self) -> list[int]:
+        """How many of the times between its tokens lie in each bucket of the histogram of them."""
+        return self.meter.gaps if hasattr(self, "meter") else [0] * NUM_GAPS
 
     def read(self, new: Tokens) -> Delta:
         """The text of new tokens, counted."""

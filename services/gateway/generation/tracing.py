@@ -5,13 +5,13 @@ chat {model}  (SERVER; GenAI semantic conventions, and vLLM's names beside them)
  ├─ route      which pair, and why
  ├─ reserve    blocks on the decode worker        (CLIENT)
  ├─ prefill    until the prefill worker answers   (CLIENT; the worker's span is the child)
- ├─ decode     from there to the last token
+ ├─ decode     from the reservation to the last token; the decode worker's span is the child
  └─ migration  from a worker's loss until tokens come again, linked to the span that it ended; then route … decode anew
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from opentelemetry import propagate, trace
@@ -85,6 +85,7 @@ def refused(spans: Tracer, headers: Mapping[str, str], request_id: str, error: G
             {
                 "gen_ai.request.id": request_id,
                 "http.response.status_code": error.status,
+                "rpc.grpc.status_code": error.grpc.value[0],
                 "tandem.refused.after_s": after_s,
             }
         )
@@ -122,9 +123,14 @@ def fail(span: Span, error: BaseException) -> None:
 class child:  # a context manager, read as a function
     """A span for the length of a block; failed if the block is. The parent itself where that is not recorded."""
 
-    __slots__ = ("_is_own", "_span")
+    __slots__ = ("_is_at_fault", "_is_own", "_span")
 
-    def __init__(self, spans: Tracer, name: str, parent: Context, kind: SpanKind = SpanKind.INTERNAL) -> None:
+    def __init__(
+        self, spans: Tracer, name: str, parent: Context, kind: SpanKind = SpanKind.INTERNAL,
+        is_at_fault: Callable[[Span], bool] = lambda span: True,
+    ) -> None:  # fmt: skip
+        """`is_at_fault`: says of this span if a failure of the block is its own, and not that of a span within."""
+        self._is_at_fault = is_at_fault
         self._span = trace.get_current_span(parent)
         self._is_own = self._span.is_recording()
         if self._is_own:
@@ -136,7 +142,8 @@ class child:  # a context manager, read as a function
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._is_own:
             return
-        if error is not None and not isinstance(error, GeneratorExit):  # the reader had enough, at a stop string say
+        left = isinstance(error, GeneratorExit)  # the reader had enough, at a stop string say
+        if error is not None and not left and self._is_at_fault(self._span):
             fail(self._span, error)
         self._span.end()
 

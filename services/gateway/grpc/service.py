@@ -18,7 +18,7 @@ from opentelemetry import context as otel_context
 from services.gateway.admission import PriorityClass, targets_of
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut
-from services.gateway.generation import TOO_MANY, Answer, Generation, check_salt, held_to, truncated
+from services.gateway.generation import Answer, Generation, check_salt, held_to, truncated
 from services.gateway.grpc import large_messages
 from services.gateway.grpc.large_messages import has_many_parts, unless_large
 from services.gateway.grpc.messages import (
@@ -136,9 +136,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             generation, param = await self._read(request, prompt, context, arrived)
             return self._llm.answer(generation, param)
         except GatewayError as error:
-            self._llm.metrics.request("none", error.status)
-            if error.status == TOO_MANY:
-                self._llm.metrics.refused(asyncio.get_running_loop().time() - arrived)
+            named = "" if isinstance(request, bytes) else request.request_id[:128]
+            self._llm.refuse(_metadata(context), named or self._llm.new_id(), error, arrived)
             raise _refused(error, context, {}) from None
 
     async def _reduced(

@@ -28,7 +28,6 @@ from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, unexpected
 from services.gateway.generation import (
     CLIENT_LEFT,
-    TOO_MANY,
     Answer,
     Delta,
     Generation,
@@ -158,11 +157,7 @@ class GenerateEndpoint(Endpoint):
             await exchange.fail(error, answer.path_headers())
 
     def _note_refused(self, exchange: Exchange, error: GatewayError) -> None:
-        after_s = asyncio.get_running_loop().time() - exchange.arrived
-        self._llm.metrics.request("none", error.status)
-        if error.status == TOO_MANY:
-            self._llm.metrics.refused(after_s)
-        tracing.refused(self._llm.spans, exchange.headers, exchange.request_id, error, after_s)
+        self._llm.refuse(exchange.headers, exchange.request_id, error, exchange.arrived)
 
     async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
         """Write the answer for as long as there is anyone to write it to."""

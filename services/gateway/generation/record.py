@@ -1,0 +1,89 @@
+"""One log line for each request at its end, `request` or `request refused`, without prompt, answer or key."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from opentelemetry.trace import Span
+
+from services.gateway.admission import PriorityClass
+from services.gateway.errors import GatewayError
+from services.gateway.generation.choice import REASONS
+from services.gateway.generation.request import Generation
+from services.gateway.metrics import PATHS
+from tandem.metrics import ITL
+
+if TYPE_CHECKING:
+    from services.gateway.generation.answer import Answer
+
+log = structlog.get_logger("tandem.requests")
+
+
+def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s: float | None, whole_s: float) -> None:
+    """
+    Args:
+        outcome: "ok", "client_left" or the error's type.
+        first_s: from the request's arrival to its first token, if one came.
+        whole_s: from its arrival to now.
+    """
+    request, usage, path = answer.request, answer.usage, answer.path
+    client, trace_id = request.client, span.get_span_context().trace_id
+    gaps = [sum(counts) for counts in zip(*(choice.gaps for choice in answer.choices), strict=True)]
+    writing_s = 0.0 if first_s is None else whole_s - first_s
+    fields: dict[str, Any] = {
+        **_asked(request),
+        "trace_id": f"{trace_id:032x}" if trace_id else None,
+        "status": status,
+        "outcome": outcome,
+        "finish_reasons": [REASONS.get(choice.text.finish_reason, "error") for choice in answer.choices],
+        "path": PATHS.get(path.kind, "none"),
+        "path_reason": path.reason,
+        "prefill_worker": path.prefill_worker,
+        "decode_worker": path.decode_worker,
+        "transport": path.transport,
+        "transfer_bytes": sum(choice.path.transfer_bytes for choice in answer.choices),
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "queue_s": _rounded(max(choice.queued_s for choice in answer.choices)),
+        "ttft_s": _rounded(first_s),
+        "itl_p50_s": _quantile(gaps, 0.5),
+        "itl_p99_s": _quantile(gaps, 0.99),
+        "tokens_per_s": round(usage.completion_tokens / writing_s, 1) if writing_s else None,
+        "whole_s": _rounded(whole_s),
+        "migrations": sum(choice.migrated for choice in answer.choices),
+        "cost": client.tier.cost(usage.prompt_tokens, usage.completion_tokens) if usage.completion_tokens else 0.0,
+    }
+    log.info("request", **{name: value for name, value in fields.items() if value not in (None, "", 0.0)})
+
+
+def _asked(request: Generation) -> dict[str, str]:
+    return {
+        "request_id": request.request_id,
+        "operation": request.operation,
+        "model": request.model.name,
+        "tenant": request.tenant,
+        "key_id": request.client.key_id,
+        "priority_class": PriorityClass.of(request.priority).label,
+    }
+
+
+def record_refused(request_id: str, error: GatewayError, after_s: float) -> None:
+    """It failed before anything was asked of the cluster. The error may quote it, so its words are left out."""
+    told = {"request_id": request_id, "status": error.status, "outcome": error.type, "whole_s": _rounded(after_s)}
+    log.info("request refused", **told, **({"code": error.code} if error.code else {}))
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def _quantile(gaps: list[int], share: float) -> float | None:
+    """The bound of vLLM's histogram that so many of the gaps do not pass; none of those beyond its last."""
+    if not (total := sum(gaps)):
+        return None
+    at = bisect_left(list(accumulate(gaps)), share * total)
+    return ITL[at] if at < len(ITL) else None

@@ -1,0 +1,68 @@
+"""One record per request, whichever door it came by, and nothing in it that it should not tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+from grpc import aio
+from structlog.testing import capture_logs
+
+from services.gateway import Gateway
+from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.gateway.conftest import eventually
+from tests.gateway.peers import MODEL
+
+PROMPT = "a prompt that no log may hold"
+
+
+@pytest.fixture(autouse=True)
+def info() -> Iterator[None]:
+    """Tests log warnings alone."""
+    before = structlog.get_config()["wrapper_class"]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+    yield
+    structlog.configure(wrapper_class=before)
+
+
+def of_requests(logs: list[Any]) -> list[Any]:
+    return [line for line in logs if line["event"] in ("request", "request refused")]
+
+
+async def test_a_request_of_each_door_leaves_one_record(http: httpx.AsyncClient, gateway: Gateway) -> None:
+    with capture_logs() as logs:
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 5, "user": "acme"}
+        answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "by-http"})
+        async with aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+            asked = llm_pb2.GenerateRequest(model=MODEL, prompt=PROMPT, tenant="acme", request_id="by-grpc")
+            asked.sampling.max_tokens = 5
+            await llm_pb2_grpc.LLMServiceStub(channel).GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=asked))
+        await eventually(lambda: len(of_requests(logs)) == 2)
+    for line, name in zip(of_requests(logs), ("by-http", "by-grpc"), strict=True):
+        assert line.items() >= {
+            "event": "request", "request_id": name, "tenant": "acme", "priority_class": "interactive", "status": 200,
+            "outcome": "ok", "path": "remote", "prefill_worker": "p", "decode_worker": "d", "output_tokens": 5,
+            "prompt_tokens": answer.json()["usage"]["prompt_tokens"], "transfer_bytes": 4096,
+        }.items()  # fmt: skip
+        assert 0 < line["ttft_s"] <= line["whole_s"]
+        assert 0 < line["itl_p50_s"] <= line["itl_p99_s"]
+    assert PROMPT not in str(logs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "code"), [({"n": -1}, 400, None), ({"model": PROMPT}, 404, "model_not_found")]
+)
+async def test_a_refused_request_leaves_one_that_does_not_quote_it(
+    http: httpx.AsyncClient, wrong: dict[str, Any], status: int, code: str | None
+) -> None:
+    with capture_logs() as logs:
+        body = {"model": MODEL, "prompt": PROMPT, **wrong}
+        assert (await http.post("/v1/completions", json=body, headers={"x-request-id": "x"})).status_code == status
+    (line,) = of_requests(logs)
+    assert line["event"] == "request refused"
+    assert (line["request_id"], line["status"], line.get("code")) == ("x", status, code)
+    assert PROMPT not in str(logs)
