@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -50,8 +51,15 @@ FLOORS = (
 OUTSIDE = {"tandem.precompile", "tandem.client", "tandem.cli", "tandem.__main__"}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file's tree, made once for all tests here."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -65,9 +73,10 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path
 
 
+@cache
 def modules_imported(path: Path) -> set[str]:
     """Modules that a file imports names from while it runs, not for types alone."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     unused = {id(node) for block in types for statement in block.body for node in ast.walk(statement)}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in unused]
@@ -91,7 +100,7 @@ def test_each_room_says_what_it_is_and_who_may_enter() -> None:
     for name in sorted({room for floor in FLOORS for room in floor}):
         door = ROOT / name.replace(".", "/") / "__init__.py"
         if name.startswith("tandem.") and door.exists():
-            assert ast.get_docstring(ast.parse(door.read_text())), name
+            assert ast.get_docstring(parsed(door)), name
 
 
 def floor_of(name: str) -> int:
@@ -196,7 +205,7 @@ EXCEPTIONS = {"tandem/engine/engine.py": {"time.sleep", "time.monotonic"}}
 
 def uses_of(path: Path) -> set[str]:
     """Dotted names of modules' members that a file uses, as they are called where they were defined."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     known: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -241,13 +250,17 @@ def sources(top: str) -> list[Path]:
     return [path for path in sorted((ROOT / top).rglob("*.py")) if not path.is_relative_to(ROOT / "benchmarks" / "out")]
 
 
-def definitions(tops: Iterable[str] = ("tandem", "services")) -> Iterator[tuple[str, Definition]]:
-    for path in chain.from_iterable(map(sources, tops)):
-        name = str(path.relative_to(ROOT))
-        if not name.startswith("tandem/v1/"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, Definition):
-                    yield name, node
+@cache
+def definitions(tops: tuple[str, ...] = ("tandem", "services")) -> Sequence[tuple[str, Definition]]:
+    paths = chain.from_iterable(sorted((ROOT / top).rglob("*.py")) for top in tops)
+    names = {str(path.relative_to(ROOT)): path for path in paths}
+    return [
+        (name, node)
+        for name, path in names.items()
+        if not name.startswith("tandem/v1/")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, Definition)
+    ]
 
 
 def by_file(found: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
@@ -290,6 +303,6 @@ def test_docstrings_begin_with_what_a_thing_is_or_does() -> None:
     documented = [(name, ast.get_docstring(node)) for name, node in definitions(TOPS)]
     for top in TOPS:
         for path in sources(top):
-            documented.append((str(path.relative_to(ROOT)), ast.get_docstring(ast.parse(path.read_text()))))
+            documented.append((str(path.relative_to(ROOT)), ast.get_docstring(parsed(path))))
     found = [(name, text.splitlines()[0]) for name, text in documented if text and text.split()[0] in NO_FIRST_WORDS]
     assert found == []
