@@ -14,6 +14,7 @@ commands:
   up         start a whole cluster, on this machine or on Ray, and serve until Ctrl-C
   ps         list the clusters that run on this machine
   down       end them, or with --ray one that `up --ray --detach` left running
+  logs       follow what all processes of a cluster on this machine write
   status     show the services of a cluster on Ray
   chat       talk to a model of a running cluster
   generate   send a prompt to a running cluster and stream the answer
@@ -29,6 +30,7 @@ COMMANDS = {
     "up": "up:main",
     "ps": "running:ps",
     "down": "detached:down",
+    "logs": "running:logs",
     "status": "detached:status",
     "chat": "chat:main",
     "generate": "generate:main",

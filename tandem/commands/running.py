@@ -2,7 +2,7 @@
 
 up        writes the file once all is ready, removes it at its end
 up -d     a process of its own that does so; returns once its cluster is ready
-ps, down  read the files; one whose process is gone, or is another by now, is removed
+ps, down, logs  read the files; one whose process is gone, or is another by now, is removed
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ class DownSettings(Settings):
     pid: int | None = Field(None, ge=1, description="of the only one to end, as `tandem ps` lists it")
 
 
+class LogsSettings(Settings):
+    """Follow the logs of the clusters that `tandem up` started on this machine."""
+
+    pid: int | None = Field(None, ge=1, description="of the only one to follow, as `tandem ps` lists it")
+    lines: int = Field(10, ge=0, description="lines of each process that were written before")
+
+
 def ps(arguments: list[str]) -> None:
     load(Settings, arguments, "tandem ps")
     rows = [(str(note.pid), note.model, note.workers, note.http, note.grpc, note.logs) for note in running()]
@@ -66,6 +73,16 @@ def down_here(arguments: list[str]) -> None:
     if left := asyncio.run(_ended(found)):
         raise SystemExit(f"tandem down: not over after {STOP_WAIT_S:.0f} s: {', '.join(str(n.pid) for n in left)}")
     print(f"stopped {', '.join(f'{note.model} ({note.pid})' for note in found)}")
+
+
+def logs(arguments: list[str]) -> None:
+    """Follow what all processes of the clusters on this machine write, a restarted one's, too, until Ctrl-C."""
+    settings = load(LogsSettings, arguments, "tandem logs")
+    notes = [note for note in running() if settings.pid in (None, note.pid)]
+    files = sorted(str(file) for note in notes for file in Path(note.logs).glob("*.log"))
+    if not files:
+        raise SystemExit("tandem logs: no such cluster runs on this machine")
+    os.execvp("tail", ["tail", f"--lines={settings.lines}", "-F", *files])
 
 
 def up_in_background(arguments: list[str], logs: Path, ready_timeout_s: float) -> None:
