@@ -141,7 +141,7 @@ def passages(count: int) -> list[dict[str, Any]]:
 def evaluate(programs: Path, folder: Path, model: str, arguments: Mapping[str, Any]) -> dict[str, float]:
     """Every figure by "task metric"."""
     given = ",".join(
-        f"{name}={value}" for name, value in {**arguments, "max_length": 2048, "add_bos_token": True}.items()
+        f"{name}={value}" for name, value in {**arguments, "max_length": 2048, "add_bos_token": False}.items()
     )
     out = folder / model
     _run(
