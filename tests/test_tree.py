@@ -252,7 +252,7 @@ def sources(top: str) -> list[Path]:
 
 @cache
 def definitions(tops: tuple[str, ...] = ("tandem", "services")) -> Sequence[tuple[str, Definition]]:
-    paths = chain.from_iterable(sorted((ROOT / top).rglob("*.py")) for top in tops)
+    paths = chain.from_iterable(map(sources, tops))
     names = {str(path.relative_to(ROOT)): path for path in paths}
     return [
         (name, node)
