@@ -27,6 +27,10 @@ READY_BOUND_S = 120.0
 LOGS = OUT / "logs" / f"fleet-{os.getpid()}"  # two may run at a time
 
 
+# Nothing is refused for coming late, unless that is what is measured.
+PATIENT = {"classes": {"realtime": {"ttft_s": 600.0}, "interactive": {"ttft_s": 600.0}}}
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """How many of each, the size of each worker's KV cache in blocks of 16 tokens, and how long a step takes.
@@ -38,6 +42,7 @@ class Fleet:
     decode: int = 8
     prefill_blocks: int = 4096
     decode_blocks: int = 4096
+    decode_seqs: int | None = None
     gateways: tuple[tuple[str, str], ...] = (("tandem", "require"),)
     gateway_settings: Mapping[str, object] = field(default_factory=dict)
     step_time: StepTime = field(default_factory=lambda: StepTime(decode_step_s=0.02))
@@ -101,10 +106,13 @@ def _shared(redis: int) -> dict[str, object]:
 def _workers(fleet: Fleet, redis: int) -> list[Service]:
     null = {f"null_{name}": value for name, value in asdict(fleet.step_time).items()}
     same = _shared(redis) | null | {"engine": "null", "threads": 1, "log_level": "info"}
-    pools = {"prefill": (fleet.prefill, fleet.prefill_blocks), "decode": (fleet.decode, fleet.decode_blocks)}
+    pools: dict[str, tuple[int, dict[str, object]]] = {
+        "prefill": (fleet.prefill, {"num_blocks": fleet.prefill_blocks}),
+        "decode": (fleet.decode, {"num_blocks": fleet.decode_blocks, "max_num_seqs": fleet.decode_seqs}),
+    }
     return [
-        Service(f"{role}-{i}", f"services.{role}", same | {"worker_id": f"{role}-{i}", "num_blocks": blocks})
-        for role, (count, blocks) in pools.items()
+        Service(f"{role}-{i}", f"services.{role}", same | {"worker_id": f"{role}-{i}"} | size)
+        for role, (count, size) in pools.items()
         for i in range(count)
     ]
 
@@ -113,7 +121,11 @@ def _gateways(fleet: Fleet, http: list[int], grpc: list[int], redis: int) -> lis
     def settings(i: int, policy: str, disaggregation: str) -> dict[str, object]:
         ports = {"host": "127.0.0.1", "http_port": http[i], "grpc_port": grpc[i]}
         return (
-            _shared(redis) | ports | dict(fleet.gateway_settings) | {"policy": policy, "disaggregation": disaggregation}
+            _shared(redis)
+            | ports
+            | PATIENT
+            | dict(fleet.gateway_settings)
+            | {"policy": policy, "disaggregation": disaggregation}
         )
 
     return [

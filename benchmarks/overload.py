@@ -1,12 +1,14 @@
 """`python -m benchmarks.overload`: what a gateway makes of more work than fits.
 
-A prefill and a decode worker (null engine) that hold about 21 answers at once. First their peak: so many clients that
-each asks again as soon as it has its answer. Then clients that come at random at a multiple of that, come what may,
-with and without deadlines. Good is an answer that came whole, its first token within TTFT_S (or all of it
-within the deadline). The first seconds of each load are not counted.
+A prefill and a decode worker (null engine), whose blocks hold about 21 answers at once, or whose batch has 32 seats
+beside many blocks. First their peak: so many clients that each asks again as soon as it has its answer. Then clients
+that come at random at a multiple of that, come what may: of one class, with and without deadlines, or of all three,
+with deadlines or none and answers of three lengths. Good is an answer that came whole, its first token within its
+target (or all of it within the deadline). The first seconds of each load are not counted.
 
 Refusals are timed twice: by the clients, whose process shares the cores with everything else, and inside the gateway,
-from a request's arrival to its 429. Ends with status 1 where goodput or the gateway's refusals miss what is wanted.
+from a request's arrival to its 429. Ends with status 1 where goodput, the gateway's refusals or answers that are cut
+miss what is wanted.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,13 +33,58 @@ from tandem.engine import StepTime
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 PROMPT_TOKENS, NEW_TOKENS, TTFT_S = 64, 32, 2.0
-WARM_S, COUNTED_S, CLIENTS = 6.0, 12.0, 24
-GOODPUT, REFUSED_S = 0.95, 0.010
+WARM_S, COUNTED_S = 6.0, 12.0
+GOODPUT, REFUSED_S, CUT = 0.95, 0.010, 0.01
 REFUSALS = "tandem_refused_after_seconds"
-LOADS = ((2.0, None), (7.5, None), (2.0, 3.0), (7.5, 3.0))
-FLEET = Fleet(
-    prefill=1, decode=1, decode_blocks=128, gateways=(("tandem", "auto"),),
-    gateway_settings={"classes": {"interactive": {"ttft_s": TTFT_S}}}, step_time=StepTime(decode_step_s=0.05),
+STEP_TIME = StepTime(decode_step_s=0.05)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Answers of `new_tokens`, with each of the deadlines, of each class with its target to the first token."""
+
+    name: str
+    new_tokens: tuple[int, ...] = (NEW_TOKENS,)
+    deadlines_s: tuple[float | None, ...] = (None,)
+    ttft_s: Mapping[int, float | None] = field(default_factory=lambda: {llm_pb2.PRIORITY_INTERACTIVE: TTFT_S})
+
+
+PATIENT, HASTY = Kind("no deadline"), Kind("deadline 3 s", deadlines_s=(3.0,))
+MIXED = Kind(
+    "three classes", (16, 32, 48), (None, 3.0, 8.0),
+    {llm_pb2.PRIORITY_REALTIME: 1.0, llm_pb2.PRIORITY_INTERACTIVE: 5.0, llm_pb2.PRIORITY_BATCH: None},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fleet, as many clients as bring it to its peak, and the loads on it: times the peak, and of what."""
+
+    name: str
+    fleet: Fleet
+    clients: int
+    loads: tuple[tuple[float, Kind], ...]
+
+
+TRIALS = (
+    Trial(
+        "few blocks",
+        Fleet(
+            prefill=1, decode=1, decode_blocks=128, gateways=(("tandem", "auto"),), step_time=STEP_TIME,
+            gateway_settings={"classes": {"interactive": {"ttft_s": TTFT_S}}},
+        ),
+        24,
+        ((2.0, PATIENT), (7.5, PATIENT), (2.0, HASTY), (7.5, HASTY)),
+    ),
+    Trial(
+        "few seats",
+        Fleet(
+            prefill=1, decode=1, decode_seqs=32, gateways=(("tandem", "auto"),), step_time=STEP_TIME,
+            gateway_settings={"classes": {"interactive": {"ttft_s": 5.0}, "realtime": {"ttft_s": 1.0}}},
+        ),
+        40,
+        ((3.0, MIXED), (7.5, MIXED), (15.0, MIXED)),
+    ),
 )  # fmt: skip
 
 
@@ -60,6 +107,8 @@ class Tally:
             wrong.append(f"{self.load}: goodput is under {GOODPUT:.0%} of its peak")
         if self.refused_at_once < 0.99:
             wrong.append(f"{self.load}: more than 1 % of refusals took the gateway over {1000 * REFUSED_S:.0f} ms")
+        if peak and self.cut > CUT * (self.good + self.late):
+            wrong.append(f"{self.load}: {self.cut} answers were cut in the middle")
         return wrong
 
     def line(self, peak: float) -> str:
@@ -70,23 +119,23 @@ class Tally:
             p99 = f", {within}, p99 at the client {1000 * percentile(self.refused_after, 99):.1f} ms"
         share = f" ({rate / peak:.0%} of peak)" if peak else ""
         return (
-            f"{self.load:<22} goodput {rate:5.1f}/s{share}; late {self.late}, cut {self.cut}, 429 {self.refused}{p99}"
+            f"{self.load:<36} goodput {rate:5.1f}/s{share}; late {self.late}, cut {self.cut}, 429 {self.refused}{p99}"
         )
 
 
 class Load:
-    def __init__(self, channel: aio.Channel, tally: Tally, deadline_s: float | None) -> None:
+    def __init__(self, channel: aio.Channel, tally: Tally, kind: Kind) -> None:
         self._service: Any = llm_pb2_grpc.LLMServiceStub(channel)
-        self._tally, self._deadline_s = tally, deadline_s
+        self._tally, self._kind = tally, kind
         self._chance = random.Random(1)
         self._start = asyncio.get_running_loop().time()
 
-    async def closed(self) -> None:
+    async def closed(self, clients: int) -> None:
         async def client() -> None:
             while self._age() < WARM_S + COUNTED_S:
                 await self._ask()
 
-        await asyncio.gather(*(client() for _ in range(CLIENTS)))
+        await asyncio.gather(*(client() for _ in range(clients)))
 
     async def open(self, rate: float) -> None:
         tasks, due = set[asyncio.Task[None]](), 0.0
@@ -97,20 +146,27 @@ class Load:
         await asyncio.gather(*tasks)
 
     async def _ask(self) -> None:
-        born, first, tally = self._age(), 0.0, self._tally
-        ids = self._chance.choices(range(1, 2000), k=PROMPT_TOKENS)
-        sampling = llm_pb2.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-        asked = llm_pb2.GenerateRequest(model=MODEL, token_ids=llm_pb2.TokenIds(ids=ids), sampling=sampling)
-        end = StatusCode.OK
+        kind, chance = self._kind, self._chance
+        priority, ttft_s = chance.choice(list(kind.ttft_s.items()))
+        deadline_s = chance.choice(kind.deadlines_s)
+        asked = llm_pb2.GenerateRequest(
+            model=MODEL, token_ids=llm_pb2.TokenIds(ids=chance.choices(range(1, 2000), k=PROMPT_TOKENS)),
+            sampling=llm_pb2.SamplingParams(max_tokens=chance.choice(kind.new_tokens), ignore_eos=True),
+            priority=llm_pb2.Priority.Name(priority),
+        )  # fmt: skip
+        born, first, end = self._age(), 0.0, StatusCode.OK
         try:
-            async for _ in self._service.Generate(asked, timeout=self._deadline_s):
+            async for _ in self._service.Generate(asked, timeout=deadline_s):
                 first = first or self._age()
         except aio.AioRpcError as error:
             end = error.code()
-        if not WARM_S <= born < WARM_S + COUNTED_S:
-            return
+        if WARM_S <= born < WARM_S + COUNTED_S:
+            in_time = deadline_s is not None or ttft_s is None or first - born <= ttft_s
+            self._count(end, born, first, in_time)
+
+    def _count(self, end: StatusCode, born: float, first: float, in_time: bool) -> None:
+        tally = self._tally
         if end is StatusCode.OK:
-            in_time = self._deadline_s is not None or first - born <= TTFT_S
             tally.good, tally.late = tally.good + in_time, tally.late + (not in_time)
         elif end is StatusCode.RESOURCE_EXHAUSTED:
             tally.refused += 1
@@ -122,15 +178,15 @@ class Load:
         return asyncio.get_running_loop().time() - self._start
 
 
-async def measure(address: Address) -> AsyncIterator[Tally]:
+async def measure(trial: Trial, address: Address) -> AsyncIterator[Tally]:
     async with rpc.channel(address.grpc) as channel:
-        peak = Tally(f"peak, {CLIENTS} clients")
-        await Load(channel, peak, None).closed()
+        peak = Tally(f"{trial.name}: peak, {trial.clients} clients")
+        await Load(channel, peak, PATIENT).closed(trial.clients)
         yield peak
-        for times, deadline_s in LOADS:
-            tally = Tally(f"{times:g}x, " + (f"deadline {deadline_s:g} s" if deadline_s else "no deadline"))
+        for times, kind in trial.loads:
+            tally = Tally(f"{trial.name}: {times:g}x, {kind.name}")
             before = await refusals(address.http)
-            await Load(channel, tally, deadline_s).open(times * peak.good / COUNTED_S)
+            await Load(channel, tally, kind).open(times * (peak.good + peak.late) / COUNTED_S)
             fast, all_ = (after - earlier for after, earlier in zip(await refusals(address.http), before, strict=True))
             tally.refused_at_once = fast / all_ if all_ else 1.0
             yield tally
@@ -150,17 +206,24 @@ async def refusals(address: str) -> tuple[float, float]:
 
 
 async def run() -> list[str]:
-    """Runs the load; returns the bars that it misses."""
-    tallies: list[Tally] = []
-    async with running(FLEET) as (address,):
-        async for tally in measure(address):
-            peak = tallies[0].good / COUNTED_S if tallies else 0.0
-            tallies.append(tally)
-            print(tally.line(peak), flush=True)
+    """Runs the loads; returns the bars that they miss."""
+    found: dict[str, list[Tally]] = {}
+    for trial in TRIALS:
+        tallies = found[trial.name] = []
+        async with running(trial.fleet) as (address,):
+            async for tally in measure(trial, address):
+                peak = (tallies[0].good + tallies[0].late) / COUNTED_S if tallies else 0.0
+                tallies.append(tally)
+                print(tally.line(peak), flush=True)
     OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "overload.json").write_text(json.dumps([asdict(tally) for tally in tallies], indent=2))
-    best = tallies[0].good / COUNTED_S
-    return [miss for tally in tallies[1:] for miss in tally.misses(best)]
+    all_ = [tally for tallies in found.values() for tally in tallies]
+    (OUT / "overload.json").write_text(json.dumps([asdict(tally) for tally in all_], indent=2))
+    return [
+        miss
+        for best, *others in found.values()
+        for tally in others
+        for miss in tally.misses((best.good + best.late) / COUNTED_S)
+    ]
 
 
 if __name__ == "__main__":

@@ -129,6 +129,7 @@ def tandem(name: str, title: str, *options: str) -> Peer:
             sys.executable, "-m", "tandem", "up", f"--model-path={model}", f"--model-name={model.name}",
             f"--http-port={port}", f"--grpc-port={grpc}",
             f"--redis-port={redis}", f"--prefill-kv-memory={KV_GIB}GiB", f"--decode-kv-memory={KV_GIB}GiB",
+            '--classes={"interactive": {"ttft_s": 600}}',  # peers refuse nothing for coming late
             f"--logs={OUT / 'logs' / f'{name}-{model.name}'}", *options,
         ]  # fmt: skip
 

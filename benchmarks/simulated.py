@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.fleet import Fleet, model_folder
+from benchmarks.fleet import PATIENT, Fleet, model_folder
 from benchmarks.grpc_load import TIMEOUT_S, Replayed, replay_through
 from benchmarks.mooncake import Request
 from benchmarks.routing import POLICIES
@@ -40,7 +40,7 @@ class FleetSettings(ClusterSettings):
         self._fleet = fleet
 
     def _gateway(self, name: str) -> dict[str, Any]:
-        return super()._gateway(name) | dict(self._fleet.gateway_settings)
+        return super()._gateway(name) | PATIENT | dict(self._fleet.gateway_settings)
 
     def _worker(self, name: str) -> dict[str, Any]:
         null = {f"null_{name}": value for name, value in asdict(self._fleet.step_time).items()}

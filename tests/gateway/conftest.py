@@ -71,7 +71,9 @@ def with_settings(**others: Any) -> pytest.MarkDecorator:
 
 
 def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> GatewaySettings:
-    said = {"disaggregation": Disaggregation.PREFER, "migration_wait_s": 0.5} | other  # short prompts use both workers
+    said = {"disaggregation": Disaggregation.PREFER, "migration_wait_s": 0.5}  # short prompts use both workers
+    no_target = {"ttft_s": None}  # a busy machine is slow to its first token
+    said |= {"classes": {"realtime": no_target, "interactive": no_target}} | other
     return GatewaySettings(
         model_path=model_folder, model_name=MODEL, redis_url=redis.url, namespace=f"t{uuid4().hex[:8]}",
         host="127.0.0.1", http_port=free_ports(1)[0], grpc_port=0, drain_s=0.2, **said,

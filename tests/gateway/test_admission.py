@@ -322,11 +322,11 @@ P, D = worker(Role.PREFILL), worker(Role.DECODE)
         ([], None, None),
         ([P], None, None),
         ([P, worker(Role.DECODE, draining=True)], None, None),
-        ([P, D], None, Capacity(1600, 16, 50, 4)),
-        ([P, P, P, D, D], None, Capacity(3200, 40, 150, 12)),
+        ([P, D], None, Capacity(1600, 12, 50, 4)),
+        ([P, P, P, D, D], None, Capacity(3200, 28, 150, 12)),
         ([D, D], None, Capacity(3200, 16, 100, 8)),
-        ([P, D, worker(Role.DECODE, draining=True)], None, Capacity(1600, 16, 50, 4)),
-        ([P, D], 1000, Capacity(1600, 16, 50, 4, 1000)),
+        ([P, D, worker(Role.DECODE, draining=True)], None, Capacity(1600, 12, 50, 4)),
+        ([P, D], 1000, Capacity(1600, 12, 50, 4, 1000)),
     ],
 )
 def test_capacity(workers: Sequence[LiveWorker], max_tokens: int | None, expected: Capacity | None) -> None:
@@ -334,7 +334,7 @@ def test_capacity(workers: Sequence[LiveWorker], max_tokens: int | None, expecte
 
 
 def test_decode_workers_that_read_beside_others_have_room_for_prompts_too() -> None:
-    assert capacity_of([P, D, D], 50, None, decodes_prefill=True) == Capacity(3200, 24, 150, 12)
+    assert capacity_of([P, D, D], 50, None, decodes_prefill=True) == Capacity(3200, 20, 150, 12)
     assert capacity_of([D, D], 50, None, decodes_prefill=True) == capacity_of([D, D], 50, None, decodes_prefill=False)
 
 

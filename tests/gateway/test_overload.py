@@ -94,6 +94,56 @@ def test_goodput_stays_at_its_peak(times: float, deadline_s: float | None, sprea
     assert refused[int(0.99 * len(refused))] < 0.010
 
 
+SLACK = {PriorityClass.REALTIME: 1.0, INTERACTIVE: 5.0, PriorityClass.BATCH: None}
+
+
+class Mixed(Overload):
+    """Clients of all classes, with deadlines and without, that ask for answers of three lengths."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, None, spread=True)
+        self.ended_at = self.last_refused_at = 0.0
+
+    async def _request(self, counted: bool) -> None:
+        chance, now = self._world.random, asyncio.get_running_loop().time
+        born, kind, tokens = now(), chance.choice(list(WEIGHTS)), chance.choice((TOKENS // 4, TOKENS, TOKENS * 7 // 4))
+        work = Work(kind, "t", born + chance.choice((600.0, 3.0, 8.0)), 100, tokens, SLACK[kind])
+        end, self.ended_at = "done", max(self.ended_at, born)
+        try:
+            self.admission.check(Work(kind, "t", work.deadline, 0, tokens, SLACK[kind]))
+            await self.admission.enter(work)
+            await asyncio.sleep(READ_S)
+            self.admission.wrote(work, 1)
+            while work.new_tokens < tokens:
+                await asyncio.sleep(STEP_S)
+                self.admission.wrote(work, 1)
+                if now() > work.deadline:
+                    end = "cut"
+                    break
+        except GatewayError as error:
+            end = str(error.code)
+            self.last_refused_at = now()
+            if counted:
+                self.outcomes.refused_after.append(now() - born)
+        finally:
+            self.admission.leave(work)
+        if counted:
+            self.outcomes.ends[end] += 1
+
+
+@pytest.mark.parametrize("times", [3.0, 7.5, 15.0])
+def test_mixed_work_is_refused_at_once_or_ends_in_time(times: float) -> None:
+    with World(1) as world:
+        process = world.process("gateway")
+        mixed = Mixed(world)
+        world.run(process, mixed.run(times * PEAK))
+    ends, refused = mixed.outcomes.ends, sorted(mixed.outcomes.refused_after)
+    assert ends["done"] >= 0.95 * PEAK * (RUN_S - WARM_S), ends
+    assert refused[int(0.99 * len(refused))] < 0.010, ends
+    assert ends["cut"] <= 0.01 * ends["done"], ends
+    assert mixed.last_refused_at <= mixed.ended_at + 0.010, "it recovers at once"
+
+
 def test_who_is_refused_is_told_when_to_come_again() -> None:
     with World(2) as world:
         overload = Overload(world, None, spread=False)

@@ -83,6 +83,7 @@ async def test_grpc_metadata_says_the_same(gateway: Gateway, peers: Peers) -> No
     assert TTFT in str(raised.value.details())
 
 
+@with_settings(classes={"interactive": {"ttft_s": 30.0}})
 async def test_routing_is_told_what_is_left_until_the_first_token(
     gateway: Gateway, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -298,7 +298,10 @@ class ClusterSettings:
         return self._made[name]
 
     def _gateway(self, name: str) -> dict[str, Any]:
-        return {"disaggregation": self.shape.disaggregation, "timeout_s": self.shape.timeout_s, "insecure": True}
+        patient = {"classes": {"realtime": {"ttft_s": 5.0}, "interactive": {"ttft_s": 30.0}}}
+        return {
+            "disaggregation": self.shape.disaggregation, "timeout_s": self.shape.timeout_s, "insecure": True, **patient
+        }  # fmt: skip
 
     def _worker(self, name: str) -> dict[str, Any]:
         shape = self.shape

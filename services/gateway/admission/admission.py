@@ -74,6 +74,7 @@ class Admission:
         if self._stopped:
             raise self._stopped()
         turn = self._turns[work] = asyncio.get_running_loop().create_future()
+        work.start_by = self._forecast.start_by(work, asyncio.get_running_loop().time())
         self._queue.push(work)
         self._let_in()
         if len(self._queue) > self._room:
@@ -162,7 +163,7 @@ class Admission:
         now = asyncio.get_running_loop().time()
         forecast, left = self._forecast, work.deadline - now
         target = work.ttft_s
-        turn_s = forecast.turn_s(self._queue.tokens_ahead(work), self.admitted, work.priority_class, now)
+        turn_s = self._turn_s(work, now)
         if not turn_s:
             return None
         last_s, first_s = forecast.last_token_s(turn_s, work), forecast.first_token_s(turn_s)
@@ -174,23 +175,32 @@ class Admission:
             return Overloaded(f"{said} {target:g} s", "too_late", wait_s=first_s - SURE * target)
         return None
 
+    def _turn_s(self, work: Work, now: float) -> float:
+        """Seconds until its turn, with none of its tenant's made late by it: at the end of them, but before those that
+        may begin later still."""
+
+        def turn_s(until: float) -> float:
+            tokens = self._queue.tokens_ahead(work, until)
+            return self._forecast.turn_s(tokens, self.admitted, work.priority_class, now)
+
+        return turn_s(now + turn_s(inf))
+
     def _full(self) -> Overloaded:
         return Overloaded(
             f"{self._room} choices wait already, and this one's tenant has most of them", code="queue_full"
         )
 
     async def _until(self, turn: asyncio.Future[GatewayError | None], work: Work) -> None:
-        target = work.ttft_s
-        waits_s = inf if target is None else max(target - self._forecast.first_token_s(0.0), 0.0)
-        bound = min(work.deadline, asyncio.get_running_loop().time() + waits_s)
+        began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout_at(bound):
+            async with asyncio.timeout_at(min(work.deadline, work.start_by)):
                 await asyncio.wait({turn})
         except TimeoutError:
             if turn.done():
                 return
-            if bound < work.deadline:
-                said = f"it has waited {waits_s:.1f} s, and its first token would come later than its target"
-                raise Overloaded(f"{said}, {target:g} s", "too_late") from None
-            late = "the request's deadline passed while it waited for its turn"
-            raise TimedOut(late, code="queue_timeout") from None
+            if work.deadline <= work.start_by:
+                late = "the request's deadline passed while it waited for its turn"
+                raise TimedOut(late, code="queue_timeout") from None
+            waited_s = asyncio.get_running_loop().time() - began
+            said = f"it has waited {waited_s:.1f} s, and its turn would come too late for its target or its deadline"
+            raise Overloaded(said, "too_late") from None

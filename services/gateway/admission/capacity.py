@@ -1,7 +1,7 @@
 """How much may be in the cluster at once, and how much is.
 
     tokens          KV blocks of the decode workers: a choice may come to hold its prompt and all that it may write
-    sequences       what workers may run at once
+    sequences       seats in the decode workers' batches, and those whose prompts are prefilled meanwhile
     prompt tokens   sent to workers that prefill and not prefilled yet: more would only wait there, out of order. Some
                     prompts each are let through whatever their length: much of them may be cached
 
@@ -66,7 +66,7 @@ def capacity_of(
     prefillers = len(live) if decodes_prefill else len(live) - len(decodes) or len(decodes)
     return Capacity(
         tokens=sum(info.num_blocks * info.block_size for info in decodes),
-        sequences=sum(worker.info.max_num_seqs for worker in live),
+        sequences=sum(info.max_num_seqs for info in decodes) + (len(live) - len(decodes)) * PROMPTS_PER_PREFILLER,
         prompt_tokens=prefillers * prefill_queue_tokens,
         prompts=prefillers * PROMPTS_PER_PREFILLER,
         max_tokens=max_tokens,

@@ -2,10 +2,11 @@
 
     class     realtime, interactive, batch      fair shares by weight, tokens; realtime wins ties
       tenant                                    fair shares by weight, tokens, within the class
-        choice                                  earliest deadline first, strictly; then in order of arrival
+        choice                                  the one that has to begin first, strictly; then in order of arrival
 
-Why deadlines order only one tenant's own choices: a deadline is what a client says. If it ordered tenants too, the
-one that asks for the shortest would have the cluster to itself. Where there is one tenant, deadlines order the class.
+A choice has to begin in time for its deadline, and for its target to the first token. Why that orders only one tenant's
+own choices: both are what a client says. If they ordered tenants too, the one that asks for the shortest would have the
+cluster to itself. Where there is one tenant, they order the class.
 A class that has been idle begins at the virtual time, so a sporadic realtime request is next whatever batch has queued.
 
 What a choice costs is its prompt and all that it may write; at its end the tokens it did not write are refunded.
@@ -18,6 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 
 from services.gateway.admission.fair_share import FairShare, Party
 from services.gateway.admission.priority import PriorityClass
@@ -26,6 +28,9 @@ from services.gateway.admission.priority import PriorityClass
 MIN_REMEMBERED = 64
 # A weight counts for so much at least: what a party had while it was here with little of its work keeps it back after.
 LEAST_HERE = 1 / 16
+# What classes were given lately: each choice taken counts for so much less with every one behind it.
+FADES = 1 - 1 / 64
+ROUNDS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +44,7 @@ class Work:
     max_new_tokens: int
     ttft_s: float | None = None  # how late its first token may come; None: as late as its deadline
     new_tokens: int = 0  # written so far
+    start_by: float = inf  # its turn is too late after that: on the event loop's clock, set before it waits
     arrival: int = 0  # set by the queue
     entered_at: float = 0.0  # on the event loop's clock, as is
     first_at: float = 0.0  # when its first token came
@@ -58,12 +64,14 @@ class _Tenant(Party):
         self.works: list[Work] = []  # the first one last
         self.tokens = 0  # of all of them
 
-    def tokens_before(self, work: Work) -> int:
-        """Tokens of those that go before this one, which waits too or does not yet. Newcomers stand at the end as a
-        rule."""
-        place = bisect_left(self.works, _last_first(work), key=_last_first)
-        behind = place + (self.works[place : place + 1] == [work])
-        return self.tokens - sum(other.cost for other in self.works[:behind])
+    def tokens_before(self, work: Work, until: float) -> int:
+        """Tokens of those that go before this one, which waits too or does not yet, and of those that have to begin
+        before `until`. Newcomers stand at the end as a rule."""
+        own = _last_first(work)
+        place = bisect_left(self.works, min(own, (-until, 0.0)), key=_last_first)
+        behind = sum(other.cost for other in self.works[:place])
+        waits = bisect_left(self.works, own, key=_last_first)
+        return self.tokens - behind - (work.cost if self.works[waits : waits + 1] == [work] else 0)
 
 
 class _Class(Party):
@@ -72,6 +80,7 @@ class _Class(Party):
         self.share = FairShare[_Tenant]()
         self.tenants: dict[str, _Tenant] = {}
         self.num_waiting = 0
+        self.given = 0.0  # tokens lately
         self.forget_above = MIN_REMEMBERED
 
     @property
@@ -145,23 +154,39 @@ class FairQueue:
         group = self._share.waiting[0]
         tenant = group.share.waiting[0]
         work = tenant.works[-1]
+        for other in self._classes.values():
+            other.given *= FADES
+        group.given += work.cost
         self._share.take(group, work.cost)
         group.share.take(tenant, work.cost)
         self.remove(work)
         return work
 
-    def tokens_ahead(self, work: Work) -> int:
+    def tokens_ahead(self, work: Work, until: float) -> int:
         """About what is given to others before this work, waiting or not yet, has had its turn: parties that share are
-        served alike by weight, until each has had what stands before it or has nothing left."""
+        served alike by weight, until each has had what stands before it or has nothing left.
+
+        What comes later counts too. Of other classes as much as they were given lately; of its own tenant, all that
+        waits and has to begin before `until`, for it might have to go first to be in time.
+        """
         group = self._classes[work.priority_class]
         tenant = group.tenants.get(work.tenant)
         weight = tenant.weight if tenant else self._weight(work.priority_class, work.tenant)
-        own = work.cost + (tenant.tokens_before(work) if tenant else 0)
+        own = work.cost + (tenant.tokens_before(work, until) if tenant else 0)
         others = (other for other in group.tenants.values() if other is not tenant and other.works)
         within = own + sum(min(other.tokens, own * other.weight / weight) for other in others)
-        classes = (other for other in self._classes.values() if other is not group and other.num_waiting)
-        beside = (min(other.tokens, within * other.weight / group.weight) for other in classes)
-        return round(within + sum(beside)) - work.cost
+        return round(self._beside(group, within)) - work.cost
+
+    def _beside(self, group: _Class, within: float) -> float:
+        """Tokens that all classes are given until this one had so many."""
+        given = sum(other.given for other in self._classes.values()) or 1.0
+        others = [other for other in self._classes.values() if other is not group]
+        most = [within * other.weight / group.weight for other in others]
+        all_ = within + sum(most)
+        for _ in range(ROUNDS):
+            comes = (other.tokens + all_ * other.given / given for other in others)
+            all_ = within + sum(map(min, comes, most))
+        return all_
 
     def remove(self, work: Work) -> None:
         """It waits no longer."""
@@ -221,8 +246,8 @@ class FairQueue:
         return self.weights.of_tenant(tenant) * max(self._tenants_here.get((kind, tenant), 1.0), LEAST_HERE)
 
 
-def _last_first(work: Work) -> tuple[float, int]:
-    return -work.deadline, -work.arrival
+def _last_first(work: Work) -> tuple[float, float]:
+    return -min(work.deadline, work.start_by), -work.arrival
 
 
 def _forget(group: _Class) -> None:

@@ -12,6 +12,8 @@ cluster takes work, and measures anew.
 
 from __future__ import annotations
 
+from math import inf
+
 from services.gateway.admission.capacity import Admitted
 from services.gateway.admission.fair_queue import Work
 from services.gateway.admission.priority import PriorityClass
@@ -70,6 +72,11 @@ class Forecast:
 
     def first_token_s(self, turn_s: float) -> float:
         return turn_s + self._first_s.high
+
+    def start_by(self, work: Work, now: float) -> float:
+        """When its turn has to come, at the latest, for its target and its deadline; now at the earliest."""
+        target = inf if work.ttft_s is None else now + work.ttft_s - self.first_token_s(0.0)
+        return max(min(target, work.deadline - self.last_token_s(0.0, work)), now)
 
     def last_token_s(self, turn_s: float, work: Work) -> float:
         return self.first_token_s(turn_s) + self._used.mean * work.max_new_tokens * self._token_s.mean
