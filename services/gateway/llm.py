@@ -18,6 +18,7 @@ from services.gateway.errors import GatewayError, InvalidRequest, ModelNotFound,
 from services.gateway.generation import (
     TOO_MANY,
     Answer,
+    BackgroundTasks,
     CheckedGrammars,
     Generation,
     Pipeline,
@@ -60,6 +61,7 @@ class LLM:
     text_turns: TextTurns
     grammars: CheckedGrammars
     store: Store | None = None
+    detached: BackgroundTasks = field(default_factory=BackgroundTasks)  # answers that nobody waits for
     running: set[Answer] = field(default_factory=set)
     accepted: int = 0
     leaving: bool = False  # balancers should send nothing more; what comes is served

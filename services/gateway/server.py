@@ -324,6 +324,7 @@ class Gateway:
         await asyncio.gather(grpc, self._grpc.stop(GRPC_GRACE_S), *stops, return_exceptions=True)
         try:
             async with asyncio.timeout(FREE_WAIT_S):
+                await self.llm.detached.drain()
                 await self._background.drain()
         except TimeoutError:
             log.warning(

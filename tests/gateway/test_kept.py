@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,13 +180,90 @@ async def _is_there(client: AsyncOpenAI, response_id: str) -> bool:
         return False
 
 
+LONG: Any = {**ASKED, "extra_body": {"seed": 0, "ignore_eos": True}, "max_output_tokens": 200, "background": True}
+
+
+async def ended(client: AsyncOpenAI, response_id: str) -> Any:
+    async with asyncio.timeout(30):
+        while (found := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.05)
+    return found
+
+
+async def test_a_response_in_the_background_is_fetched_at_any_gateway(
+    client: AsyncOpenAI, settings: GatewaySettings
+) -> None:
+    queued = await client.responses.create(**ASKED, background=True)
+    assert (queued.status, queued.background) == ("queued", True)
+    other = settings.model_copy(update={"http_port": free_ports(1)[0]})
+    async with make_gateway(other), client_of(f"http://127.0.0.1:{other.http_port}") as there:
+        found = await ended(there, queued.id)
+        assert found.status == "incomplete"
+        assert found.output_text
+        assert TEXT.startswith(found.output_text)
+        events = [event async for event in await there.responses.retrieve(queued.id, stream=True)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[-1].to_dict()["response"] == found.to_dict()
+        late = [event async for event in await there.responses.retrieve(queued.id, stream=True, starting_after=3)]
+        assert late == events[4:]
+
+
+async def test_a_background_stream_is_that_of_its_response(client: AsyncOpenAI) -> None:
+    events = [event async for event in await client.responses.create(**ASKED, background=True, stream=True)]
+    last: Any = events[-1]
+    assert (events[0].type, last.type) == ("response.created", "response.incomplete")
+    assert (await client.responses.retrieve(last.response.id)).to_dict() == last.response.to_dict()
+
+
+async def test_a_cancelled_response_frees_its_workers(client: AsyncOpenAI, gateway: Gateway, peers: Peers) -> None:
+    peers.decode.step_s = 0.02
+    queued = await client.responses.create(**LONG)
+    await eventually(lambda: bool(gateway.llm.running))
+    assert (await client.responses.cancel(queued.id)).status == "cancelled"
+    await eventually(lambda: not gateway.llm.running and not len(gateway.llm.detached))
+    assert (await client.responses.retrieve(queued.id)).status == "cancelled"
+    queued = await client.responses.create(**LONG)
+    await eventually(lambda: bool(gateway.llm.running))
+    await client.responses.delete(queued.id)
+    await eventually(lambda: not gateway.llm.running and not len(gateway.llm.detached))
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(queued.id)
+    done = await client.responses.create(**ASKED)
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.cancel(done.id)
+
+
+async def test_a_background_response_of_a_worker_or_gateway_that_is_gone_has_failed(
+    client: AsyncOpenAI, gateway: Gateway, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers.decode.step_s = 0.02
+    queued = await client.responses.create(**LONG)
+    await eventually(lambda: bool(gateway.llm.running))
+    await peers.workers["d"].die()
+    found = await ended(client, queued.id)
+    assert (found.status, found.error.code) == ("failed", "server_error")
+    slow: Any = (await peers.add_decode("d2")).servicer
+    slow.step_s = 0.02
+    await eventually(lambda: gateway.llm.readiness()[0])
+    monkeypatch.setattr("services.gateway.http.responses.background.ALIVE_S", 1)
+    monkeypatch.setattr("services.gateway.http.responses.background.BEAT_S", 60.0)  # as if it were gone
+    queued = await client.responses.create(**LONG)
+    found = await ended(client, queued.id)
+    assert (found.status, found.error.message) == ("failed", "the gateway that made this response is gone")
+
+
 PATHS = ("/v1/conversations", "/v1/conversations/{}", "/v1/conversations/{}/items")
 BODIES = st.dictionaries(st.sampled_from(("items", "metadata")), VALUES | st.lists(TYPED, max_size=3), max_size=2)
-QUERIES = st.dictionaries(st.sampled_from(("order", "limit", "after", "include[]")), st.text(max_size=8), max_size=3)
+QUERIES = st.dictionaries(
+    st.sampled_from(("order", "limit", "after", "include[]", "stream", "starting_after")),
+    st.text(max_size=8),
+    max_size=3,
+)
 GOES_ON = st.fixed_dictionaries(
     {"model": st.just(MODEL), "input": st.lists(TYPED, max_size=2) | st.just("x"), "max_output_tokens": st.just(2)},
     optional={
         "previous_response_id": VALUES | st.just("GOOD"), "conversation": VALUES | st.just("CONV"), "store": VALUES,
+        "background": VALUES,
     },
 )  # fmt: skip
 
@@ -204,6 +282,8 @@ async def test_anything_at_all_is_a_success_or_the_clients_fault(client: AsyncOp
             await http.post("/v1/responses", json=asked),
             await http.get(f"/v1/conversations/{conversation.id}/items", params=query),
             await http.get(f"/v1/responses/{response.id}/input_items", params=query),
+            await http.get(f"/v1/responses/{response.id}", params=query),
+            await http.post(f"/v1/responses/{response.id}/cancel", json=body),
         ]
         statuses |= {answer.status_code for answer in answers}
     assert statuses == {200, 400}

@@ -152,7 +152,8 @@ class GenerateEndpoint(Endpoint):
             self._note_refused(exchange, error)
             raise
         try:
-            await self._supervise(exchange, self._write(exchange, found, answer), asked.deadline)
+            detach = found.detach and found.detach(exchange, found.framing(answer, int(self._wall())), answer)
+            await self._supervise(exchange, detach or self._write(exchange, found, answer), asked.deadline)
         except GatewayError as error:
             await exchange.fail(error, answer.path_headers())
 

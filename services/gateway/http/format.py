@@ -6,7 +6,7 @@ stream          the same envelope around each delta; a last one with usage where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import orjson
 
 from services.gateway.errors import GatewayError, InvalidRequest
 from services.gateway.generation import REASONS, Answer, Choice, Delta, Structure, read_response_format, read_structure
+from services.gateway.http.exchange import Exchange
 from services.gateway.http.long_lists import is_long, made_in_turns
 from services.gateway.http.schema import GenerationBody
 from services.gateway.metrics import PATHS
@@ -99,6 +100,7 @@ class ParsedBody:
     with_prompt_logprobs: bool
     reading: ReadingPlan | None = None
     envelope: Callable[[ParsedBody, Answer, int], Framing] | None = None  # another than `Envelope`
+    detach: Callable[[Exchange, Framing, Answer], Awaitable[None]] | None = None  # responds while the answer goes on
 
     def framing(self, answer: Answer, created: int) -> Framing:
         return (self.envelope or Envelope)(self, answer, created)

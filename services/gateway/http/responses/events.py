@@ -34,17 +34,21 @@ class ResponseEvents(Framing):
         """`tools` that may be called, by the names that a chat gives them."""
         self._new_id, self._unique = new_id, new_id()
         self._answer, self._tools, self._reading, self._keeping = answer, tools, found.reading, keeping
-        frame = {"id": f"resp_{self._unique}", "object": "response", "created_at": created}
+        frame = {"id": self.id, "object": "response", "created_at": created}
         self._frame = {**frame, "model": answer.request.model.name, **echo}
         self._items: list[Item] = []
         self._is_open = False  # the last item grows
         self._number = 0
-        self._is_cut = False
+        self._is_cut = self.is_kept = False
+
+    @property
+    def id(self) -> str:
+        return f"resp_{self._unique}"
 
     def begin(self) -> bytes:
         if self._number:
             return b""
-        found = self._response("in_progress")
+        found = self.response("in_progress")
         return b"".join(self._event(name, {"response": found}) for name in ("created", "in_progress"))
 
     def shows(self, delta: Delta) -> bool:
@@ -77,9 +81,16 @@ class ResponseEvents(Framing):
     def failure(self, error: GatewayError) -> bytes:
         """A stream's end where the answer failed."""
         said = {"code": error.code or error.type, "message": error.message, "param": error.param}
+        return self._event("error", said, "") + self._event("failed", {"response": self._failed(error)})
+
+    async def keep_failed(self, error: GatewayError) -> None:
+        """Keep that it failed, for those who ask later."""
+        if self._keeping:
+            await self._keeping.kept.keep(self._failed(error), self._keeping.items)
+
+    def _failed(self, error: GatewayError) -> dict[str, Any]:
         why = {"code": "rate_limit_exceeded" if error.status == 429 else "server_error", "message": error.message}
-        found = {**self._response("failed"), "error": why}
-        return self._event("error", said, "") + self._event("failed", {"response": found})
+        return {**self.response("failed"), "error": why}
 
     def gathered(self, choices: Sequence[Sequence[Delta]]) -> Sequence[Delta]:
         """All deltas in their order: whole, an answer has the items that its stream has."""
@@ -92,8 +103,10 @@ class ResponseEvents(Framing):
 
     async def _kept(self) -> dict[str, Any]:
         """The response at its end. It says `store` only if it is kept."""
-        found = self._response("incomplete" if self._is_cut else "completed")
-        return {**found, "store": await self._keeping.end(found)} if self._keeping else found
+        found = self.response("incomplete" if self._is_cut else "completed")
+        if self._keeping:
+            self.is_kept = found["store"] = await self._keeping.end(found)
+        return found
 
     @property
     def _open_call(self) -> int | None:
@@ -151,7 +164,8 @@ class ResponseEvents(Framing):
         self._number += 1
         return b"event: " + name.encode() + b"\ndata: " + event + b"\n\n"
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def response(self, status: str) -> dict[str, Any]:
+        """As far as it has come."""
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         ended = status in ("completed", "incomplete")
         beside = {"status": status, "error": None, "incomplete_details": cut}

@@ -2,6 +2,7 @@
 
 response       a record: `response`, `items` (all that it answers), `output`; one more for each item of its output
 conversation   a list: itself, then its items
+background     beside its response: a list of events, and marks that its gateway lives, and that it was cancelled
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class Kept:
             NotKept | Unavailable
         """
         (output,) = await self._fields(response_id, "output")
-        await self._delete(response_id, *(item["id"] for item in orjson.loads(output)))
+        await self.cancel(response_id)  # where it is still being made
+        items = (item["id"] for item in orjson.loads(output))
+        await self._delete(response_id, f"{response_id}:events", *items)
 
     async def forget_conversation(self, conversation_id: str) -> None:
         """
@@ -107,6 +110,61 @@ class Kept:
                 raise NotKept(names[0])
         except StoreUnavailable as error:
             raise _unavailable(error) from None
+
+    async def beat(self, response_id: str, events: Sequence[bytes], ttl_s: int) -> None:
+        """Its gateway lives, and these events are new.
+
+        Raises:
+            Unavailable
+        """
+        try:
+            await self._store.write(self._key(f"{response_id}:alive"), {"is": b"1"}, ttl_s)
+            if events:
+                await self._store.begin(self._key(f"{response_id}:events"), events, self._ttl_s)
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def is_alive(self, response_id: str) -> bool:
+        """
+        Raises:
+            Unavailable
+        """
+        return await self._is_there(f"{response_id}:alive")
+
+    async def cancel(self, response_id: str) -> None:
+        """
+        Raises:
+            Unavailable
+        """
+        try:
+            await self._store.write(self._key(f"{response_id}:cancelled"), {"is": b"1"}, self._ttl_s)
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def is_cancelled(self, response_id: str) -> bool:
+        """
+        Raises:
+            Unavailable
+        """
+        return await self._is_there(f"{response_id}:cancelled")
+
+    async def events(self, response_id: str, start: int) -> list[bytes]:
+        """From number `start` on.
+
+        Raises:
+            Unavailable
+        """
+        try:
+            return await self._store.entries(self._key(f"{response_id}:events"), start)
+        except StoreUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def _is_there(self, name: str) -> bool:
+        try:
+            await self._fields(name, "is")
+        except NotKept:
+            return False
+        return True
 
     async def begin(self, conversation: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
         """

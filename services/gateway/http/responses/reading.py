@@ -15,6 +15,7 @@ from services.gateway.bodies import Incoming, PromptBounds, is_large, rendered, 
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.chat import read_chat, read_messages, template_options
 from services.gateway.http.format import TIERS_SERVED, CheckTurn, ParsedBody
+from services.gateway.http.responses.background import Background
 from services.gateway.http.responses.conversion import chat_of
 from services.gateway.http.responses.events import ResponseEvents
 from services.gateway.http.responses.recalling import items_of, recalled
@@ -56,7 +57,8 @@ async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pars
     if keeping and keeping.conversation:
         echo["conversation"] = {"id": keeping.conversation}
     frame = partial(ResponseEvents, llm.new_id, echo, box.tools, keeping)
-    return replace(parsed, param="input", envelope=frame)
+    detach = Background(llm, keeping.kept, keeping.items).start if said.background and keeping else None
+    return replace(parsed, param="input", envelope=frame, detach=detach)
 
 
 def reduce_response(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:
@@ -102,7 +104,8 @@ def _echo(body: ResponseBody, box: Toolbox, parsed: ParsedBody) -> dict[str, Any
     """
     tier = body.service_tier or "default"
     echo: dict[str, Any] = {
-        "background": False, "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
+        "background": bool(body.background), "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {}, "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id, "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},

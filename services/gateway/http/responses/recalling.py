@@ -25,7 +25,7 @@ PREFIXES = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
-NEEDS_STORE = ("previous_response_id", "conversation")
+NEEDS_STORE = ("previous_response_id", "conversation", "background")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ async def recalled(llm: LLM, found: ResponseBody, body: Incoming) -> tuple[Incom
     keeping = Keeping(kept, stores, items, own, conversation) if stores or conversation else None
     if not before and not _refers(found.input):
         return body, keeping
-    fields = found.model_dump(exclude_unset=True, exclude={*NEEDS_STORE, "input"})
+    fields = found.model_dump(exclude_unset=True, exclude={"previous_response_id", "conversation", "input"})
     whole = orjson.dumps({**fields, "input": orjson.Fragment(items)})
     return replace(body, fields=whole, prompts=None, items=None), keeping
 
@@ -152,7 +152,7 @@ def _conversation(found: ResponseBody) -> str | None:
 
 
 def _refuse_what_needs_store(found: ResponseBody) -> None:
-    said: Sequence[str] = [name for name in NEEDS_STORE if getattr(found, name) is not None]
+    said: Sequence[str] = [name for name in NEEDS_STORE if getattr(found, name)]
     if said:
         why = f"{said[0]}: this server keeps no responses: its store-url is not set"
         raise InvalidRequest(why, said[0], "unsupported_parameter")

@@ -12,9 +12,10 @@ import orjson
 from starlette.routing import Route
 
 from services.gateway.bodies import LARGE
-from services.gateway.errors import InvalidRequest, NotKept, TimedOut
+from services.gateway.errors import GatewayError, InvalidRequest, NotKept, TimedOut
 from services.gateway.http.endpoint import Endpoint
 from services.gateway.http.exchange import Exchange
+from services.gateway.http.responses.background import cancel, current, send_events
 from services.gateway.http.responses.kept import Kept, page_of
 from services.gateway.http.responses.recalling import items_of, kept_of
 from services.gateway.http.responses.schema import ConversationBody, ItemsBody, check_metadata
@@ -47,6 +48,7 @@ class KeptEndpoint(Endpoint):
     def __init__(self, llm: LLM, methods: Mapping[str, Respond], wall: Callable[[], float]) -> None:
         super().__init__(llm)
         self._methods, self._wall = methods, wall
+        self._streams = methods.get("GET") is get_response
 
     async def _serve(self, exchange: Exchange) -> None:
         llm, scope = self._llm, exchange.scope
@@ -59,10 +61,15 @@ class KeptEndpoint(Endpoint):
                     raise NotKept(scope["path"].rstrip("/").rpartition("/")[2])
                 query = _query(scope["query_string"])
                 asked = Asked(kept, scope["path_params"], query, body, llm.new_id, int(self._wall()))
+                if scope["method"] == "GET" and query.get("stream") == "true" and self._streams:
+                    await send_events(exchange, kept, asked.name, _after(query))
+                    return
                 found = await self._methods["GET" if scope["method"] == "HEAD" else scope["method"]](asked)
+                await exchange.json(200, found, {})
         except TimeoutError:
-            raise TimedOut("the request's deadline passed") from None
-        await exchange.json(200, found, {})
+            await exchange.fail(TimedOut("the request's deadline passed"), {})
+        except GatewayError as error:
+            await exchange.fail(error, {})
 
 
 def _query(said: bytes) -> dict[str, str]:
@@ -72,10 +79,18 @@ def _query(said: bytes) -> dict[str, str]:
         raise InvalidRequest(f"the query is malformed: {error}") from None
 
 
+def _after(query: Mapping[str, str]) -> int:
+    said = query.get("starting_after", "")
+    if said and not (said.isascii() and said.isdigit() and len(said) < 10):
+        raise InvalidRequest(f"starting_after must be the number of an event, got {said!r}", "starting_after")
+    return int(said) if said else -1
+
+
 def kept_routes(llm: LLM, wall: Callable[[], float]) -> Iterator[Route]:
     conversation = {"GET": get_conversation, "POST": change_conversation, "DELETE": delete_conversation}
     paths: Mapping[str, Mapping[str, Respond]] = {
         "/v1/responses/{name}": {"GET": get_response, "DELETE": delete_response},
+        "/v1/responses/{name}/cancel": {"POST": cancel_response},
         "/v1/responses/{name}/input_items": {"GET": list_input},
         "/v1/conversations": {"POST": create_conversation},
         "/v1/conversations/{name}": conversation,
@@ -87,7 +102,11 @@ def kept_routes(llm: LLM, wall: Callable[[], float]) -> Iterator[Route]:
 
 
 async def get_response(asked: Asked) -> Any:
-    return orjson.Fragment(await asked.kept.response(asked.name))
+    return await current(asked.kept, asked.name)
+
+
+async def cancel_response(asked: Asked) -> Any:
+    return await cancel(asked.kept, asked.name)
 
 
 async def delete_response(asked: Asked) -> Any:

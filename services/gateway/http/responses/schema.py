@@ -68,8 +68,8 @@ def read_body(body: bytes) -> ResponseBody:
     found = validated(ResponseBody, body)
     if found.prompt is not None:
         raise _unsupported("prompt", "this server keeps no prompts")
-    if found.background:
-        raise _unsupported("background", "responses are not made in the background here")
+    if found.background and found.store is False:
+        raise InvalidRequest("background: what is made in the background is kept, and store is false", "background")
     if found.truncation not in (None, "auto", "disabled"):
         raise InvalidRequest(f"truncation must be auto or disabled, got {found.truncation!r}", "truncation")
     if found.top_logprobs or LOGPROBS in (found.include or ()):
