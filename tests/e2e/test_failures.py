@@ -132,7 +132,8 @@ def test_redis_gone_for_a_moment_fails_no_request(cluster: RunningCluster) -> No
     import psutil
 
     processes = psutil.Process(cluster.process.pid).children(recursive=True)
-    (server,) = [process for process in processes if process.name() == "redis-server"]
+    address = cluster.redis_url.rpartition("/")[2]  # there is a second one, for responses that are kept
+    (server,) = [one for one in processes if one.name() == "redis-server" and address in " ".join(one.cmdline())]
     server.suspend()
     try:
         assert succeeds(cluster)
