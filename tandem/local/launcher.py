@@ -276,6 +276,8 @@ def _options(service: Service) -> list[str]:
 def _option(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
+    if isinstance(value, Mapping):
+        return f"--{name}={json.dumps(value)}"
     return f"--{name}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
 
