@@ -285,7 +285,7 @@ async def test_anything_at_all_is_a_success_or_the_clients_fault(client: AsyncOp
             await http.get(f"/v1/conversations/{conversation.id}/items", params=query),
             await http.get(f"/v1/responses/{response.id}/input_items", params=query),
             await http.get(f"/v1/responses/{response.id}", params=query),
-            await http.post(f"/v1/responses/{response.id}/cancel", json=body),
+            await http.post(f"/v1/responses/{response.id}/cancel", content=json.dumps(body)),
         ]
         statuses |= {answer.status_code for answer in answers}
     assert statuses == {200, 400}

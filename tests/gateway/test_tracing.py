@@ -28,11 +28,13 @@ BODY = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 5, "stop
 
 @pytest.fixture(scope="module")
 def exporter() -> InMemorySpanExporter:
-    """The SDK can be installed once in a process."""
+    """The SDK can be installed once in a process: where it is, it has one processor more."""
     exporter = InMemorySpanExporter()
-    provider = TracerProvider()
+    provider = trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):
+        provider = TracerProvider()
+        trace.set_tracer_provider(provider)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
     return exporter
 
 
