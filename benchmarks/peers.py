@@ -129,11 +129,11 @@ def tandem(name: str, title: str, *options: str) -> Peer:
             sys.executable, "-m", "tandem", "up", f"--model-path={model}", f"--model-name={model.name}",
             f"--http-port={port}", f"--grpc-port={grpc}",
             f"--redis-port={redis}", f"--prefill-kv-memory={KV_GIB}GiB", f"--decode-kv-memory={KV_GIB}GiB",
-            '--classes={"interactive": {"ttft_s": 600}}',  # peers refuse nothing for coming late
             f"--logs={OUT / 'logs' / f'{name}-{model.name}'}", *options,
         ]  # fmt: skip
 
-    return Peer(name, title, command, health="/health/ready")
+    patient = {"TANDEM_CLASSES": json.dumps({"interactive": {"ttft_s": 600}})}  # peers refuse nothing for coming late
+    return Peer(name, title, command, health="/health/ready", environment=patient)
 
 
 def vllm(name: str, title: str, *options: str) -> Peer:

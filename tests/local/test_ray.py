@@ -31,6 +31,7 @@ from tandem.local.ray import ActorState, RayLauncher
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import eventually
 
+PATIENT = {"interactive": {"ttft_s": 60}}  # a busy machine is slow to its first token
 pytestmark = pytest.mark.long
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,7 +64,7 @@ class OnRay:
             "ray": {"runtime_env": {"working_dir": str(self.folder / "models")}},
             "workers": {"settings": settings},
             "pools": pools + ([common | pool] if pool else []),
-            "gateway": {"settings": {"http_port": self.http_port, "grpc_port": self.grpc_port}},
+            "gateway": {"settings": {"http_port": self.http_port, "grpc_port": self.grpc_port, "classes": PATIENT}},
             "redis": {"port": free_ports(1)[0]},
         }
         (file := self.folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
