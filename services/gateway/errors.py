@@ -78,7 +78,7 @@ class ModelNotFound(GatewayError):
 
 
 class NotKept(GatewayError):
-    """Nothing of this name is kept for whoever asks: not any more, never, or for another."""
+    """Nothing of this name is kept for this caller: not any more, never, or for another."""
 
     status, type, grpc = 404, "invalid_request_error", StatusCode.NOT_FOUND
 

@@ -33,7 +33,7 @@ SIZE = HEADER_BYTES + NUM_SLOTS * SLOT.size
 IDLE, STEPPING, MASKING = range(3)
 FREE, COMPUTING, SUSPECT, COMPILING = range(4)
 NOBODY = -1
-# A step raised an exception: whoever compiles beside it has no part in that.
+# A step raised an exception: sequences whose grammars are compiled beside it have no part in that.
 RAISED = "RAISED"
 # Ends that say something of what was being computed. OOM: the kernel, for want of memory.
 CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "OOM", RAISED})

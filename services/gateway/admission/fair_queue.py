@@ -181,10 +181,12 @@ class FairQueue:
         """Tokens that all classes are given until this one had so many."""
         given = sum(other.given for other in self._classes.values()) or 1.0
         others = [other for other in self._classes.values() if other is not group]
+        waits = [other.tokens for other in others]
+        parts = [other.given / given for other in others]
         most = [within * other.weight / group.weight for other in others]
         all_ = within + sum(most)
         for _ in range(ROUNDS):
-            comes = (other.tokens + all_ * other.given / given for other in others)
+            comes = (tokens + all_ * part for tokens, part in zip(waits, parts, strict=True))
             all_ = within + sum(map(min, comes, most))
         return all_
 

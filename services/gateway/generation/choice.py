@@ -1,6 +1,6 @@
 """One choice of an answer: all that is known of it, and the way that its tokens take.
 
-its first, its last   Mailbox.get -> Attempt -> Pipeline -> Choice.read -> deltas, to whoever iterates over them
+its first, its last   Mailbox.get -> Attempt -> Pipeline -> Choice.read -> deltas, to their reader
 the others            Mailbox.put -> Choice.take -> Choice.write: an event, while nobody is woken
 """
 

@@ -1,4 +1,4 @@
-"""Responses that are made though nobody waits: kept from their beginning, and told of by any gateway.
+"""Responses that are made though nobody waits: kept from their beginning, and reported by any gateway.
 
     POST ──> kept as queued ──> a task of this gateway: events to the store each BEAT_S ──> kept as it ended
                                                        └── cancelled or deleted there: it ends, and nothing more is kept

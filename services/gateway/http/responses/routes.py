@@ -43,7 +43,7 @@ Respond = Callable[[Asked], Awaitable[Any]]
 
 
 class KeptEndpoint(Endpoint):
-    """Serves what is kept for whoever asks, by the request's method."""
+    """Serves what is kept for the caller, by the request's method."""
 
     def __init__(self, llm: LLM, methods: Mapping[str, Respond], wall: Callable[[], float]) -> None:
         super().__init__(llm)
