@@ -108,8 +108,15 @@ def read_line(prompt: str) -> str:
 
 
 class Chat:
-    def __init__(self, client: OpenAI, console: Console, settings: ChatSettings, conversation: Conversation) -> None:
-        self._client, self._console, self._settings = client, console, settings
+    def __init__(
+        self,
+        client: OpenAI,
+        console: Console,
+        settings: ChatSettings,
+        conversation: Conversation,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._console, self._settings, self._now = client, console, settings, now
         self._said = conversation
         self._said.reset()
 
@@ -163,14 +170,14 @@ class Chat:
     def _answer(self, text: str) -> None:
         """One that fails or is stopped before its first token leaves no trace in the conversation."""
         self._said.messages.append({"role": "user", "content": text})
-        cost, parts = Cost(time.monotonic()), list[str]()
+        cost, parts = Cost(self._now()), list[str]()
         try:
             self._stream(cost, parts)
         except KeyboardInterrupt:
             cost.stopped = True
         except openai.OpenAIError as error:
             self._console.print(escape(f"\n{error}"), style="red")
-        cost.ended_at = time.monotonic()
+        cost.ended_at = self._now()
         self._console.print(f"\n[dim]\\[{escape(cost.line())}][/]")
         if parts:
             self._said.messages.append({"role": "assistant", "content": "".join(parts)})
@@ -200,5 +207,5 @@ class Chat:
             for chunk in stream:
                 cost.usage = chunk.usage or cost.usage
                 if chunk.choices and (text := chunk.choices[0].delta.content):
-                    cost.first_at = cost.first_at or time.monotonic()
+                    cost.first_at = cost.first_at or self._now()
                     yield text

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import grpc
 
+from services.gateway import GatewaySettings
 from tandem import rpc
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
@@ -395,3 +396,14 @@ async def peers_on(registry: Registry, reply: Reply) -> AsyncIterator[Peers]:
         yield peers
     finally:
         await peers.close()
+
+
+@asynccontextmanager
+async def peers_of_long_prompts(settings: GatewaySettings, context: int, reply: Reply) -> AsyncIterator[Peers]:
+    """One prefill and one decode worker, for prompts and answers of so many tokens."""
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
+    async with peers_on(registry, reply) as peers:
+        peers.max_model_len = context
+        await peers.add_decode(num_blocks=context // 4)
+        await peers.add_prefill()
+        yield peers

@@ -12,9 +12,8 @@ import pytest
 from services.gateway import GatewaySettings
 from services.gateway.text import Tokenizer
 from tandem.local import RedisServer
-from tandem.registry import Registry
 from tests.gateway.conftest import make_settings
-from tests.gateway.peers import MODEL, Peers, peers_on
+from tests.gateway.peers import MODEL, Peers, peers_of_long_prompts
 from tests.gateway.recorded import codex_bodies
 from tests.gateway.tiny_model import write_model
 from tests.gateway.tools.test_calls import prompt_in, says
@@ -32,11 +31,7 @@ def settings(tmp_path: Path, redis: RedisServer) -> GatewaySettings:
 
 @pytest.fixture
 async def peers(settings: GatewaySettings) -> AsyncIterator[Peers]:
-    registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
-    async with peers_on(registry, lambda spec: [0]) as peers:
-        peers.max_model_len = CONTEXT
-        await peers.add_decode(num_blocks=CONTEXT // 16)
-        await peers.add_prefill()
+    async with peers_of_long_prompts(settings, CONTEXT, lambda spec: [0]) as peers:
         yield peers
 
 

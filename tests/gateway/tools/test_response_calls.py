@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,9 +13,10 @@ from services.gateway.bodies import LARGE
 from services.gateway.http.responses.items import OnlyString
 from services.gateway.text import Tokenizer
 from tests.gateway.peers import MODEL
+from tests.gateway.test_responses import client
 from tests.gateway.tools.test_calls import CALL, PLACE, prompt_in, says
 
-__all__ = ["says"]  # a fixture
+__all__ = ["client", "says"]  # fixtures
 WEATHER = {"type": "function", "name": "weather", "description": "today's", "parameters": PLACE, "strict": False}
 PATCH = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}}
 AGENTS = {
@@ -29,14 +29,6 @@ ASKED: dict[str, Any] = {"model": MODEL, "input": "hi", "tools": TOOLS}
 
 def call_of(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-@pytest.fixture
-async def client(http: httpx.AsyncClient) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
-        base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
-    ) as client:
-        yield client
 
 
 async def streamed(client: AsyncOpenAI, **said: Any) -> list[Any]:

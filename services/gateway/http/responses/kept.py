@@ -7,7 +7,8 @@ background     beside its response: a list of events, and marks that its gateway
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -105,11 +106,9 @@ class Kept:
         await self._delete(conversation_id)
 
     async def _delete(self, *names: str) -> None:
-        try:
+        with _reached():
             if not await self._store.delete(*map(self._key, names)):
                 raise NotKept(names[0])
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
 
     async def beat(self, response_id: str, events: Sequence[bytes], ttl_s: int) -> None:
         """Its gateway lives, and these events are new.
@@ -117,12 +116,10 @@ class Kept:
         Raises:
             Unavailable
         """
-        try:
+        with _reached():
             await self._store.write(self._key(f"{response_id}:alive"), {"is": b"1"}, ttl_s)
             if events:
                 await self._store.begin(self._key(f"{response_id}:events"), events, self._ttl_s)
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
 
     async def is_alive(self, response_id: str) -> bool:
         """
@@ -136,10 +133,8 @@ class Kept:
         Raises:
             Unavailable
         """
-        try:
+        with _reached():
             await self._store.write(self._key(f"{response_id}:cancelled"), {"is": b"1"}, self._ttl_s)
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
 
     async def is_cancelled(self, response_id: str) -> bool:
         """
@@ -154,10 +149,8 @@ class Kept:
         Raises:
             Unavailable
         """
-        try:
+        with _reached():
             return await self._store.entries(self._key(f"{response_id}:events"), start)
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
 
     async def _is_there(self, name: str) -> bool:
         try:
@@ -171,11 +164,9 @@ class Kept:
         Raises:
             Unavailable
         """
-        try:
+        with _reached():
             entries = [orjson.dumps(one) for one in (conversation, *items)]
             await self._store.begin(self._key(conversation["id"]), entries, self._ttl_s)
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
 
     async def conversation(self, conversation_id: str) -> list[bytes]:
         """Itself, and its items.
@@ -184,10 +175,8 @@ class Kept:
             InvalidRequest: it is full.
             NotKept | Unavailable
         """
-        try:
+        with _reached():
             found = await self._store.entries(self._key(conversation_id))
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
         if not found:
             raise NotKept(conversation_id)
         if sum(map(len, found)) > self._most:
@@ -199,11 +188,9 @@ class Kept:
         Raises:
             NotKept | Unavailable
         """
-        try:
+        with _reached():
             if items and not await self._store.append(self._key(conversation_id), items, self._ttl_s):
                 raise NotKept(conversation_id)
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
 
     async def rename(self, conversation: Mapping[str, Any]) -> None:
         """Its new metadata.
@@ -211,26 +198,20 @@ class Kept:
         Raises:
             Unavailable
         """
-        try:
+        with _reached():
             await self._store.replace_first(self._key(conversation["id"]), orjson.dumps(conversation))
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
 
     async def remove(self, conversation_id: str, item: bytes) -> None:
         """
         Raises:
             Unavailable
         """
-        try:
+        with _reached():
             await self._store.remove(self._key(conversation_id), item)
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
 
     async def _fields(self, name: str, *fields: str) -> list[bytes]:
-        try:
+        with _reached():
             found = await self._store.read(self._key(name), *fields)
-        except StoreUnavailable as error:
-            raise _unavailable(error) from None
         if found is None:
             raise NotKept(name)
         return found
@@ -239,8 +220,17 @@ class Kept:
         return f"{self._of}:{name}"
 
 
-def _unavailable(error: StoreUnavailable) -> Unavailable:
-    return Unavailable(f"what is kept cannot be reached: {error}", code="store_unavailable")
+@contextmanager
+def _reached() -> Iterator[None]:
+    """Around calls of the store.
+
+    Raises:
+        Unavailable
+    """
+    try:
+        yield
+    except StoreUnavailable as error:
+        raise Unavailable(f"what is kept cannot be reached: {error}", code="store_unavailable") from None
 
 
 def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
