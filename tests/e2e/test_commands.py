@@ -46,7 +46,7 @@ def test_the_lines_to_try_run_as_they_are_printed(shm_cluster: RunningCluster) -
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=90)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip(), command
-        assert "error" not in done.stdout
+        assert not done.stdout.startswith('{"error"'), done.stdout  # a random model may write the word itself
     assert " chat --url http://127.0.0.1:" in commands[3]
     page = httpx.get(commands[4].split()[0], timeout=60)
     assert page.status_code == 200
