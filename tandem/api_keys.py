@@ -38,10 +38,15 @@ class Tier(Part):
     max_new_tokens: int | None = Field(default=None, ge=1)
     daily_budget: float | None = Field(default=None, gt=0)
     prompt_price: float = Field(default=0.0, ge=0)
+    cached_prompt_price: float | None = Field(default=None, ge=0)  # as prompt_price where it is not given
     completion_price: float = Field(default=0.0, ge=0)
 
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
+    def cost(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> float:
+        """`cached_tokens` are those of the prompt that nobody had to compute."""
+        cached_price = self.prompt_price if self.cached_prompt_price is None else self.cached_prompt_price
+        cached = min(cached_tokens, prompt_tokens)
+        prompt = (prompt_tokens - cached) * self.prompt_price + cached * cached_price
+        return (prompt + completion_tokens * self.completion_price) / 1e6
 
 
 class ApiKey(Part):

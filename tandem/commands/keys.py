@@ -80,11 +80,12 @@ def _usage(said: argparse.Namespace) -> None:
 async def _print_usage(said: argparse.Namespace) -> None:
     registry = Registry.connect(with_own_password(said.redis_url), namespace=said.namespace)
     try:
-        print(f"{'tenant':<24}{'requests':>10}{'prompt tokens':>16}{'new tokens':>14}{'cost':>14}")
+        print(
+            f"{'tenant':<24}{'requests':>10}{'prompt tokens':>16}{'of them cached':>16}{'new tokens':>14}{'cost':>14}"
+        )
         for tenant in sorted({key.tenant for key in read_keys(said.file).keys}):
             used = await registry.usage(tenant)
-            print(
-                f"{tenant:<24}{used.requests:>10}{used.prompt_tokens:>16}{used.completion_tokens:>14}{used.cost:>14.4f}"
-            )
+            prompts = f"{used.prompt_tokens:>16}{used.cached_tokens:>16}"
+            print(f"{tenant:<24}{used.requests:>10}{prompts}{used.completion_tokens:>14}{used.cost:>14.4f}")
     finally:
         await registry.close()

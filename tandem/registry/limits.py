@@ -54,6 +54,7 @@ class Usage:
 
     requests: int
     prompt_tokens: int
+    cached_tokens: int  # of the prompts'
     completion_tokens: int
     cost: float  # of requests that run still, the most that they may come to
 
@@ -61,7 +62,5 @@ class Usage:
     def of(cls, flat: Sequence[Any]) -> Usage:
         """From Redis's names and values in turns."""
         found = dict(zip(flat[::2], flat[1::2], strict=True))
-        requests, prompt, completion = (
-            int(found.get(name, 0)) for name in ("requests", "prompt_tokens", "completion_tokens")
-        )
-        return cls(requests, prompt, completion, max(0.0, float(found.get("cost", 0))))
+        counted = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+        return cls(**{name: int(found.get(name, 0)) for name in counted}, cost=max(0.0, float(found.get("cost", 0))))

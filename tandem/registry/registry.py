@@ -258,7 +258,7 @@ class Registry:
                 "take", tenant, request, _ms(ttl), *every, tokens, repr(cost)
             )
         except BaseException:
-            self._late.add("settle", tenant, request, "0", every[1], str(tokens), "0", "0", "0", "1")
+            self._late.add("settle", tenant, request, "0", every[1], str(tokens), "0", "0", "0", "1", "0")
             raise
         if self._connection.lines != lines:
             self._doubtful.add(request)
@@ -267,14 +267,16 @@ class Registry:
             left_full / 1000, day,
         )  # fmt: skip
 
-    async def settle(self, taken: Taken, prompt_tokens: int, completion_tokens: int, cost: float) -> None:
+    async def settle(
+        self, taken: Taken, prompt_tokens: int, completion_tokens: int, cost: float, cached_tokens: int = 0
+    ) -> None:
         """The request has ended and used so much."""
         unused = max(taken.tokens - prompt_tokens - completion_tokens, 0)
         _, per_minute, _, _ = taken.limits.arguments()
         said = taken.tenant, taken.request, taken.day, per_minute, str(unused), repr(taken.cost - cost)
         doubtful = str(int(taken.request in self._doubtful))
         self._doubtful.discard(taken.request)
-        arguments = *said, str(prompt_tokens), str(completion_tokens), doubtful
+        arguments = *said, str(prompt_tokens), str(completion_tokens), doubtful, str(cached_tokens)
         try:
             await self._connection.call("settle", *arguments)
         except (RegistryUnavailable, asyncio.CancelledError):

@@ -316,22 +316,25 @@ async def test_tokens_not_written_are_the_tenants_again(
     guarded: tuple[Gateway, httpx.AsyncClient], limited: Callable[..., Awaitable[dict[str, str]]]
 ) -> None:
     gateway, http = guarded
-    key = await limited(tokens_per_minute=250, prompt_price=1e6, completion_price=2e6, daily_budget=1000)
+    prices = {"prompt_price": 1e6, "cached_prompt_price": 0.5e6, "completion_price": 2e6}
+    key = await limited(tokens_per_minute=250, daily_budget=1000, **prices)
     for _ in range(2):  # each may come to nearly all of the minute, and writes little
         answer = await complete(http, key, prompt=[5] * 10, max_tokens=200)
         assert answer.status_code == 200
         written = answer.json()["usage"]["completion_tokens"]
         await eventually(lambda: not len(gateway._background))
     usage = await gateway._ports.registry.usage("acme")
+    cached = 3  # by each prompt, the peers say
     assert (usage.requests, usage.prompt_tokens, usage.completion_tokens) == (2, 20, 2 * written)
-    assert usage.cost == pytest.approx(20 + 4 * written)
+    assert usage.cached_tokens == 2 * cached
+    assert usage.cost == pytest.approx(2 * (10 - cached / 2 + 2 * written))
     where = f"--redis-url={gateway.settings.redis_url}", f"--namespace={gateway.settings.namespace}"
     ended = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "tandem", "keys", "usage", f"--file={gateway.settings.api_keys}", *where],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert ended.stdout.splitlines()[1].split() == ["acme", "2", "20", str(2 * written), f"{usage.cost:.4f}"]
+    assert ended.stdout.splitlines()[1].split() == ["acme", "2", "20", "6", str(2 * written), f"{usage.cost:.4f}"]
     too_large = await complete(http, key, prompt=[5] * 10, max_tokens=245)
     assert (too_large.status_code, too_large.json()["error"]["code"]) == (400, "request_too_large")
 

@@ -76,15 +76,18 @@ class Allowances:
             yield headers_of(taken) if taken else {}
         finally:
             if taken:
-                self.settle(client, taken, 0, 0)
+                self.settle(client, taken)
 
-    def settle(self, client: Caller, taken: Taken, prompt_tokens: int, completion_tokens: int) -> None:
-        cost = client.tier.cost(prompt_tokens, completion_tokens)
-        self._in_background(self._settle(taken, prompt_tokens, completion_tokens, cost))
+    def settle(
+        self, client: Caller, taken: Taken, prompt_tokens: int = 0, completion_tokens: int = 0, cached_tokens: int = 0
+    ) -> None:
+        cost = client.tier.cost(prompt_tokens, completion_tokens, cached_tokens)
 
-    async def _settle(self, taken: Taken, prompt_tokens: int, completion_tokens: int, cost: float) -> None:
-        with suppress(RegistryUnavailable):  # it is tried again later
-            await self._registry.settle(taken, prompt_tokens, completion_tokens, cost)
+        async def settle() -> None:
+            with suppress(RegistryUnavailable):  # it is tried again later
+                await self._registry.settle(taken, prompt_tokens, completion_tokens, cost, cached_tokens)
+
+        self._in_background(settle())
 
 
 def check_tier(tier: Tier, prompt_tokens: int, max_tokens: int | None, param: str) -> None:

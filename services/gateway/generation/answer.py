@@ -162,8 +162,10 @@ class Answer:
     def _settle(self, taken: Taken | None) -> None:
         if taken is not None:
             usage = self.usage
-            prompt_tokens = usage.prompt_tokens if usage.completion_tokens else 0
-            self._allowances.settle(self.request.client, taken, prompt_tokens, usage.completion_tokens)
+            used = (
+                (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if usage.completion_tokens else ()
+            )
+            self._allowances.settle(self.request.client, taken, *used)
 
     def _merged(self, span: Span) -> AsyncGenerator[Delta, None]:
         runs = [self._run(choice, span) for choice in self.choices]

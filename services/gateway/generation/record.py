@@ -30,7 +30,7 @@ def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s
         whole_s: from its arrival to now.
     """
     request, usage, path = answer.request, answer.usage, answer.path
-    client, trace_id = request.client, span.get_span_context().trace_id
+    trace_id = span.get_span_context().trace_id
     gaps = [sum(counts) for counts in zip(*(choice.gaps for choice in answer.choices), strict=True)]
     writing_s = 0.0 if first_s is None else whole_s - first_s
     fields: dict[str, Any] = {
@@ -55,9 +55,16 @@ def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s
         "tokens_per_s": round(usage.completion_tokens / writing_s, 1) if writing_s else None,
         "whole_s": _rounded(whole_s),
         "migrations": sum(choice.migrated for choice in answer.choices),
-        "cost": client.tier.cost(usage.prompt_tokens, usage.completion_tokens) if usage.completion_tokens else 0.0,
+        "cost": _cost(answer),
     }
     log.info("request", **{name: value for name, value in fields.items() if value not in (None, "", 0.0)})
+
+
+def _cost(answer: Answer) -> float:
+    """What its tier's prices come to; who got no token pays nothing."""
+    usage, tier = answer.usage, answer.request.client.tier
+    used = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+    return tier.cost(*used) if usage.completion_tokens else 0.0
 
 
 def _asked(request: Generation) -> dict[str, str]:

@@ -1,6 +1,6 @@
 -- A request has ended: what it took and did not use is its tenant's again, and what it used is counted.
 -- ARGV: tenant, request, day it began, tokens per minute ('' if there is no limit), tokens not used, cost not used,
---   prompt tokens, completion tokens, '1' if its taking may have been sent twice
+--   prompt tokens, completion tokens, '1' if its taking may have been sent twice, those of the prompt that were cached
 -- Returns 1, or 0 for a request that is not inside, or no longer.
 if ARGV[9] == '1' then abandon(ARGV[2]) end
 if redis.call('ZREM', key('inside', ARGV[1]), ARGV[2]) == 0 then return 0 end
@@ -13,5 +13,6 @@ redis.call('HINCRBYFLOAT', usage, 'cost', -ARGV[6])
 redis.call('HINCRBY', usage, 'requests', 1)
 redis.call('HINCRBY', usage, 'prompt_tokens', ARGV[7])
 redis.call('HINCRBY', usage, 'completion_tokens', ARGV[8])
+redis.call('HINCRBY', usage, 'cached_tokens', ARGV[10])
 redis.call('PEXPIRE', usage, USAGE_KEPT_MS)
 return 1
