@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from benchmarks.fleet import PATIENT, Fleet, model_folder
@@ -43,11 +42,10 @@ class FleetSettings(ClusterSettings):
         return super()._gateway(name) | PATIENT | dict(self._fleet.gateway_settings)
 
     def _worker(self, name: str) -> dict[str, Any]:
-        null = {f"null_{name}": value for name, value in asdict(self._fleet.step_time).items()}
         num_blocks = self._fleet.prefill_blocks if name.startswith("p") else self._fleet.decode_blocks
-        return null | {
+        return {
             "worker_id": name, "transfer_port": TRANSFER_PORT, "transports": ("memory",), "engine": "null",
-            "num_blocks": num_blocks,
+            "num_blocks": num_blocks, "null_step": self._fleet.step_time,
         }  # fmt: skip
 
 

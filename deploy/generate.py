@@ -21,7 +21,9 @@ from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
 from services.prefill.settings import PrefillSettings
 from tandem import __version__, metrics
+from tandem.security import ClusterSettings
 from tandem.settings import Settings
+from tandem.worker import WorkerSettings
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm"
@@ -29,6 +31,17 @@ DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 SERVICES: dict[str, type[Settings]] = {
     "gateway": GatewaySettings, "prefill": PrefillSettings, "decode": DecodeSettings, "kvstore": KVStoreSettings,
 }  # fmt: skip
+# Of each section of docs/settings.md: its first line, the settings, and those that another section has.
+SECTIONS: dict[str, tuple[str, type[Settings], type[Settings]]] = {
+    "every service": ("Within a cluster all or none have them: docs/security.md.", ClusterSettings, Settings),
+    "gateway": ("`python -m services.gateway`", GatewaySettings, ClusterSettings),
+    "prefill and decode": (
+        "`python -m services.prefill`, `python -m services.decode`",
+        WorkerSettings,
+        ClusterSettings,
+    ),
+    "kvstore": ("`python -m services.kvstore`", KVStoreSettings, ClusterSettings),
+}
 # What the chart itself sets, from other values or from the pod; and own_http_port, for a pod is one process.
 SET_BY_CHART = {
     "redis_url", "redis_port", "redis_memory_mb", "namespace", "host", "http_port", "grpc_port", "transfer_port",
@@ -80,16 +93,17 @@ def settings_page() -> str:
         "workload, by name. `tandem up` hands variables that it has no option for to its services, and refuses those",
         "that set nothing.",
     ]
-    for service, settings in SERVICES.items():
-        lines += ["", f"## {service}", "", f"`python -m services.{service}`", ""]
-        lines += ["| setting | type | default | |", "| --- | --- | --- | --- |"]
-        lines += [_row(*row) for row in _settings_rows(settings)]
+    for title, (intro, settings, base) in SECTIONS.items():
+        lines += ["", f"## {title}", "", intro, "", "| setting | type | default | |", "| --- | --- | --- | --- |"]
+        lines += [_row(*row) for row in _settings_rows(settings, base)]
     return "\n".join(lines) + "\n"
 
 
-def _settings_rows(settings: type[Settings]) -> Iterator[tuple[str, str, str, str]]:
+def _settings_rows(settings: type[Settings], base: type[Settings]) -> Iterator[tuple[str, str, str, str]]:
     schema = settings.model_json_schema()
     for name, field in _fields(settings).items():
+        if name in base.model_fields:
+            continue
         required = name in schema.get("required", ())
         default = "required" if required else _code(schema["properties"][name].get("default"))
         yield _code(name), type_of(field), default, schema["properties"][name].get("description", "")

@@ -31,7 +31,7 @@ class DecodeWorker:
             engine.kv_cache,
             host=settings.host,
             port=settings.transfer_port,
-            transports=settings.transports,
+            transports=settings.kv_transports,
             runtime=context.ports.links,
         )
         port = self._receiver.address.rpartition(":")[2]

@@ -97,7 +97,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         connect=partial(rpc.channel, security=settings.security),
         serve=partial(
             rpc.serve,
-            max_receive_bytes=settings.max_message_bytes,
+            max_receive_bytes=settings.max_body_bytes,
             shared_port=settings.shares_ports,
             max_connections=room.grpc,
         ),

@@ -112,8 +112,7 @@ class GatewaySettings(ClusterSettings):
     migration_wait_s: float = Field(
         30.0, ge=0, description="how long such an answer waits for a worker, one that is restarted for example"
     )
-    max_body_bytes: int = Field(16 * 2**20, gt=0)
-    max_message_bytes: int = Field(16 * 2**20, gt=0, description="of gRPC")
+    max_body_bytes: int = Field(16 * 2**20, gt=0, description="of a request, on HTTP and on gRPC")
     header_timeout_s: float = Field(
         30, gt=0, description="how long a client may take over the head of a request, the next one of a connection too"
     )

@@ -26,6 +26,7 @@ from tandem.rpc import IntegrityService
 
 log = structlog.get_logger(__name__)
 WATCH_S = 0.1
+STOP_GRACE_S = 2.0  # of calls that run at the end
 
 
 class OwnRedis:
@@ -116,7 +117,7 @@ async def _serve(settings: KVStoreSettings, registry: Registry, owned: Sequence[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await server.stop(settings.stop_grace_s)
+        await server.stop(STOP_GRACE_S)
 
 
 async def _stopped_or_failed(tasks: list[asyncio.Task[None]]) -> None:

@@ -39,5 +39,4 @@ class KVStoreSettings(ClusterSettings):
         None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
     )
     sweep_s: float = Field(1.0, gt=0, description="seconds between two sweeps of what is past its time")
-    stop_grace_s: float = Field(2.0, ge=0, description="on SIGTERM, time for running calls to end")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")

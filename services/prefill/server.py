@@ -34,7 +34,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         vitals = Vitals(context.starvation, lambda: self._links.is_sole, lambda: self._links.has_sole_peer)
         self._sender = Sender(
             LocalPeer(LinkPeer(context.worker_id, context.incarnation, layout.hash), context.ports.secret, vitals),
-            transports=context.settings.transports,
+            transports=context.settings.kv_transports,
             runtime=context.ports.links,
             arena_bytes=_arena_bytes(context.engine),
         )

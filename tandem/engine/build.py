@@ -20,7 +20,7 @@ from torch import Tensor
 from tandem import native
 from tandem.checkpoints import WEIGHTS_FILE, MemoryNeed, machine_memory, misfit
 from tandem.engine.cores import Cores
-from tandem.engine.device import memory_checked, open_device
+from tandem.engine.device import kv_budget, memory_checked, open_device
 from tandem.engine.forward import (
     DecodeGraphs,
     Forward,
@@ -92,7 +92,7 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
     model = read_model_config(config.model_path, config.max_model_len)
     if config.null:
         layout = null_layout(config)
-        kv_cache = _kv_cache(layout, config.device, _num_blocks(config, layout))
+        kv_cache = _kv_cache(layout, config.device, _num_blocks(config, 0, layout))
         null = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
         return Parts(model, layout, kv_cache, null, {"ngram": NgramProposer()}, _adapters(config, model, layout))
     if model.quantized is not None and config.quantization != "none":
@@ -121,9 +121,14 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
         raise ValueError("cuda_graphs: eagle3 heads read what goes into layers, which graphs do not keep")
     draft = None if head else _read_draft(config, model)
     draft_layout = _layout(config, draft) if draft else layout
-    num_blocks = _num_blocks(config, *(layout, draft_layout) if draft else (layout,))
+    weights = _weights_bytes(config.model_path, model, layout)
+    if draft and config.speculative_model:
+        of_draft = _weights_bytes(config.speculative_model, draft, draft_layout)
+        num_blocks = _num_blocks(config, weights + of_draft, layout, draft_layout)
+    else:
+        num_blocks = _num_blocks(config, weights, layout)
     if config.device == "cpu":
-        _check_memory(config.model_path, model, layout, num_blocks)
+        _check_memory(weights, layout, num_blocks)
     kv_cache = _kv_cache(layout, config.device, num_blocks)
     computing = _load(config, config.model_path, model, layout, kv_cache, cores, on_progress, taps)
     proposers: dict[str, Proposer] = {"ngram": NgramProposer()}
@@ -193,12 +198,14 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
     return layout
 
 
-def _num_blocks(config: EngineConfig, *layouts: KVLayout) -> int:
+def _num_blocks(config: EngineConfig, weights: int, *layouts: KVLayout) -> int:
+    """Blocks of all layouts, beside weights of so many bytes."""
     if config.num_blocks is not None:
         return config.num_blocks
-    num_blocks = (config.kv_budget_bytes or 0) // sum(layout.block_bytes * layout.num_layers for layout in layouts)
+    budget = kv_budget(weights) if config.kv_budget_bytes is None else config.kv_budget_bytes
+    num_blocks = budget // sum(layout.block_bytes * layout.num_layers for layout in layouts)
     if num_blocks < 1:
-        raise ValueError(f"kv_budget_bytes: {config.kv_budget_bytes} bytes do not hold one block")
+        raise ValueError(f"kv_budget_bytes: {budget} bytes do not hold one block")
     return num_blocks
 
 
@@ -232,12 +239,17 @@ def _load(
     return Computing(plain, kv_cache, choose)
 
 
-def _check_memory(path: Path, model: ModelConfig, layout: KVLayout, num_blocks: int) -> None:
-    """ValueError where the machine has less memory than this worker alone needs."""
+def _weights_bytes(path: Path, model: ModelConfig, layout: KVLayout) -> int:
+    """Memory of a checkpoint's weights as they are loaded, before any quantization."""
     held = sum(tensor.numel() for tensor in Decoder(model, torch.float32, "meta").checkpoint_tensors().values())
     weights = held * torch_dtype(layout.dtype).itemsize
     if model.quantized is not None or (path / WEIGHTS_FILE).exists():
         weights = min(weights, sum(shard.stat().st_size for shard in shard_paths(path)))
+    return weights
+
+
+def _check_memory(weights: int, layout: KVLayout, num_blocks: int) -> None:
+    """ValueError where the machine has less memory than this worker alone needs."""
     if why := misfit([MemoryNeed(weights, num_blocks * layout.block_bytes * layout.num_layers)], machine_memory()):
         raise ValueError(f"model_path: {why}")
 

@@ -11,6 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# Of what is free on a device, weights and KV take so much; steps, graphs and kernels' workspaces have the rest.
+DEVICE_SHARE = 0.85
+
 
 class Cuda(Protocol):
     """The part of torch.cuda that is used here."""
@@ -54,6 +57,12 @@ def memory_checked(device: torch.device, cuda: Cuda = torch.cuda) -> Iterator[No
             f"kv_memory: weights and KV cache do not fit on {device}, which has {free} of {total} free now: "
             f"lower it, or choose another device ({str(error).splitlines()[0]})"
         ) from None
+
+
+def kv_budget(weights: int, cuda: Cuda = torch.cuda) -> int:
+    """Bytes for KV on the device that was opened, before weights of so many bytes are loaded."""
+    free, _ = cuda.mem_get_info()
+    return max(0, int(free * DEVICE_SHARE) - weights)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

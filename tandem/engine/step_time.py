@@ -20,6 +20,8 @@ class StepTime:
     decode_sequence_s: float = 0.0001
     speedup: float = 1.0
 
+    __pydantic_config__ = {"extra": "forbid"}  # where it is a setting  # noqa: RUF012
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value, may_be_zero = getattr(self, field.name), field.name.startswith("decode")

@@ -155,7 +155,8 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of an engine. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds.
+    """Settings of an engine. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds;
+    None, on devices alone, takes most of what weights leave free.
 
     A step computes up to `max_num_batched_tokens`; one that decodes, only `max_prefill_beside_decode` of prompts, so
     that running answers go on. None makes that, on CPUs, as many as take about a tenth of a second, which arithmetic in
@@ -216,7 +217,7 @@ class EngineConfig:
                 raise ValueError(f"{name}: {value} is not at least 1")
         if self.swap_memory < 0:
             raise ValueError(f"swap_memory: {self.swap_memory} is not at least 0")
-        if self.num_blocks is None and self.kv_budget_bytes is None:
+        if self.num_blocks is None and self.kv_budget_bytes is None and self.device == "cpu":
             raise ValueError("kv_budget_bytes: set it or num_blocks")
         if self.quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization: {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")

@@ -329,7 +329,7 @@ def _info(context: WorkerContext, service: WorkerService, grpc_port: int) -> Wor
         num_blocks=context.ports.engine.stats.num_blocks,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=engine.model_config.max_model_len,
-        transports=settings.transports,
+        transports=settings.kv_transports,
         host=hostname,
         process=context.ports.process,
         text_digests=text_digests(settings.model_path),

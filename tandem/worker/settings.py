@@ -12,6 +12,12 @@ from tandem.engine import EngineConfig, StepTime
 from tandem.security import ClusterSettings
 from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 
+AUTO = ("auto",)
+HOST_TRANSPORTS = ("shm", "tcp")
+DEVICE_TRANSPORTS = ("nccl", "cuda_ipc", *HOST_TRANSPORTS)
+CPU_KV_MEMORY = 256 * 2**20
+CPU_BATCHED_TOKENS, DEVICE_BATCHED_TOKENS = 512, 8192
+
 
 class WorkerSettings(ClusterSettings):
     """A Tandem worker."""
@@ -36,16 +42,13 @@ class WorkerSettings(ClusterSettings):
     ready_when: Literal["registered", "linked"] = Field(
         "registered", description="linked: only once KV bytes have moved between it and a worker of the other role"
     )
-    transports: tuple[str, ...] = Field(("shm", "tcp"), description="how KV may move, best first")
+    transports: tuple[str, ...] = Field(
+        AUTO, description="how KV may move, best first; auto: shm, tcp, and on GPUs before them nccl, cuda_ipc"
+    )
     engine: Literal["model", "null"] = Field(
         "model", description="null: no weights, steps take a stated time, KV holds verified digests of the tokens"
     )
-    null_prefill_tokens_per_s: float = Field(StepTime.prefill_tokens_per_s, gt=0, description="null engine: reading")
-    null_decode_step_s: float = Field(StepTime.decode_step_s, ge=0, description="null engine: a decode step")
-    null_decode_sequence_s: float = Field(
-        StepTime.decode_sequence_s, ge=0, description="null engine: what each decoding sequence adds to it"
-    )
-    null_speedup: float = Field(StepTime.speedup, gt=0, description="null engine: divides all its times")
+    null_step: StepTime = Field(StepTime(), description="how long the null engine's steps take: docs/null-engine.md")
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
     cuda_graphs: bool = Field(False, description="replay decode steps as CUDA graphs (see docs/gpu.md)")
     dtype: str = Field("auto", description="float32, bfloat16, or auto: as the weights are stored")
@@ -55,13 +58,17 @@ class WorkerSettings(ClusterSettings):
     kv_cache_dtype: Literal["auto", "int8"] = Field(
         "auto", description="what KV is held and moved in; auto: what the model computes in"
     )
-    kv_memory: ByteSize = Field(ByteSize(256 * 2**20), description="memory for the KV cache, such as 4GiB")
+    kv_memory: ByteSize | None = Field(
+        None, description="memory for the KV cache, such as 4GiB (default: 256MiB; on GPUs most of what weights leave)"
+    )
     num_blocks: int | None = Field(None, ge=2, description="size of the KV cache in blocks, instead of kv-memory")
     swap_memory: ByteSize = Field(
         ByteSize(256 * 2**20), ge=0, description="host memory for KV of preempted answers; 0: it is computed again"
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
-    max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one engine step")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="token budget of one engine step (default: 512; on GPUs 8192)"
+    )
     max_prefill_beside_decode: int | None = Field(
         None, ge=1, description="prompt tokens in a step that also decodes (default: 0.1 s of them on CPUs)"
     )
@@ -79,9 +86,6 @@ class WorkerSettings(ClusterSettings):
     )
     speculative_model: ModelPath | None = Field(
         None, description="folder of a draft model with the same vocabulary, or of heads"
-    )
-    jump_forward: bool = Field(
-        True, description="compute tokens that a grammar leaves no choice about in one step; the answer is the same"
     )
     lora_dir: Path | None = Field(
         None,
@@ -107,6 +111,17 @@ class WorkerSettings(ClusterSettings):
         return self.lease_ttl_s / 4
 
     @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def kv_transports(self) -> tuple[str, ...]:
+        """Transports to use, best first."""
+        if self.transports != AUTO:
+            return self.transports
+        return HOST_TRANSPORTS if self.on_cpu else DEVICE_TRANSPORTS
+
+    @property
     def served_name(self) -> str:
         return self.model_name or self.model_path.resolve().name
 
@@ -122,29 +137,27 @@ class WorkerSettings(ClusterSettings):
             device=self.device,
             cuda_graphs=self.cuda_graphs,
             block_size=self.block_size,
-            kv_budget_bytes=int(self.kv_memory),
+            kv_budget_bytes=self._kv_budget_bytes(),
             num_blocks=self.num_blocks,
             swap_memory=int(self.swap_memory),
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens
+            or (CPU_BATCHED_TOKENS if self.on_cpu else DEVICE_BATCHED_TOKENS),
             max_prefill_beside_decode=self.max_prefill_beside_decode,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             speculative=Speculative(self.speculative_method, self.speculative_num_tokens),
             speculative_model=self.speculative_model,
-            jump_forward=self.jump_forward,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             lora_dir=self.lora_dir,
             lora_memory=int(self.lora_memory),
             num_threads=self.threads,
             shared_cores=self.shared_cores,
-            null=self._step_time() if self.engine == "null" else None,
+            null=self.null_step if self.engine == "null" else None,
         )
 
-    def _step_time(self) -> StepTime:
-        return StepTime(
-            prefill_tokens_per_s=self.null_prefill_tokens_per_s,
-            decode_step_s=self.null_decode_step_s,
-            decode_sequence_s=self.null_decode_sequence_s,
-            speedup=self.null_speedup,
-        )
+    def _kv_budget_bytes(self) -> int | None:
+        """None: what the device has."""
+        if self.kv_memory is None and (self.on_cpu or self.engine == "null"):
+            return CPU_KV_MEMORY
+        return None if self.kv_memory is None else int(self.kv_memory)

@@ -46,7 +46,8 @@ RETRY = json.dumps(
 )  # fmt: skip
 CLUSTER = """
 models: [{{id: m, name: nothing, weights: {{path: {model}}}}}]
-workers: {{settings: {{engine: "null", null_speedup: 0.2, drain_s: 0.3, kv_memory: 8MiB, max_num_seqs: {sequences}}}}}
+workers:
+  settings: {{engine: "null", null_step: {{speedup: 0.2}}, drain_s: 0.3, kv_memory: 8MiB, max_num_seqs: {sequences}}}
 pools:
 - {{name: p, role: prefill, model: m, replicas: 2}}
 - {{name: d, role: decode, model: m, replicas: 2}}

@@ -26,8 +26,8 @@ CLUSTER = """
 models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
 workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB}}}}}}}}
 pools:
-- {{{{name: prefill, role: prefill, model: m, settings: {{{{null_prefill_tokens_per_s: 2000}}}}}}}}
-- {{{{name: decode, role: decode, model: m, settings: {{{{null_decode_step_s: 0.025}}}}}}}}
+- {{{{name: prefill, role: prefill, model: m, settings: {{{{null_step: {{{{prefill_tokens_per_s: 2000}}}}}}}}}}}}
+- {{{{name: decode, role: decode, model: m, settings: {{{{null_step: {{{{decode_step_s: 0.025}}}}}}}}}}}}
 gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: require}}}}}}}}
 redis: {{{{port: {{redis}}}}}}
 """

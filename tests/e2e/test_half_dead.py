@@ -28,9 +28,9 @@ models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
 workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB}}}}}}}}
 pools:
 - {{{{name: p, role: prefill, model: m, replicas: 2,
-    settings: {{{{null_prefill_tokens_per_s: 500, max_num_batched_tokens: 64}}}}}}}}
+    settings: {{{{null_step: {{{{prefill_tokens_per_s: 500}}}}, max_num_batched_tokens: 64}}}}}}}}
 - {{{{name: d, role: decode, model: m}}}}
-- {{{{name: stuck, role: decode, model: m, settings: {{{{null_decode_step_s: 60, max_step_s: 0.3}}}}}}}}
+- {{{{name: stuck, role: decode, model: m, settings: {{{{null_step: {{{{decode_step_s: 60}}}}, max_step_s: 0.3}}}}}}}}
 gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: require}}}}}}}}
 redis: {{{{port: {{redis}}}}}}
 """
@@ -40,7 +40,7 @@ models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
 workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB}}}}}}}}
 pools:
 - {{{{name: d, role: decode, model: m}}}}
-- {{{{name: stuck, role: decode, model: m, settings: {{{{null_decode_step_s: 60, max_step_s: 12}}}}}}}}
+- {{{{name: stuck, role: decode, model: m, settings: {{{{null_step: {{{{decode_step_s: 60}}}}, max_step_s: 12}}}}}}}}
 gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: prefer}}}}}}}}
 redis: {{{{port: {{redis}}}}}}
 """

@@ -34,7 +34,7 @@ HALT_S, RUN_S = 2.5, 1.5
 STREAMS, PROMPT_TOKENS, NEW_TOKENS = 16, 24, 40
 CLUSTER = """
 models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
-workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB, null_decode_step_s: 0.02}}}}}}}}
+workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB, null_step: {{{{decode_step_s: 0.02}}}}}}}}}}}}
 pools:
 - {{{{name: p, role: prefill, model: m}}}}
 - {{{{name: d, role: decode, model: m, replicas: {decodes}}}}}

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ByteSize
 
 from tandem.engine import EngineConfig
-from tandem.engine.device import memory_checked, open_device
+from tandem.engine.device import kv_budget, memory_checked, open_device
+from tandem.worker import WorkerSettings
 
 
 class TwoDevices:
@@ -69,6 +71,30 @@ def test_a_cache_that_does_not_fit_is_named_with_what_is_free() -> None:
     with pytest.raises(ValueError, match=r"kv_memory: .* on cuda:0, which has 3\.0 GiB of 80\.0 GiB free"):  # noqa: SIM117
         with memory_checked(torch.device("cuda:0"), TwoDevices()):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100.00 GiB.\nmore")
+
+
+def test_kv_takes_most_of_what_weights_leave_of_a_device() -> None:
+    assert kv_budget(1 << 30, TwoDevices()) == int(0.85 * (3 << 30)) - (1 << 30)
+    assert kv_budget(80 << 30, TwoDevices()) == 0
+
+
+def test_a_worker_that_is_told_nothing_takes_what_suits_its_device(demo_model: Path) -> None:
+    on_cpu, on_gpu = (WorkerSettings(model_path=demo_model, device=device) for device in ("cpu", "cuda:1"))
+    assert on_cpu.kv_transports == ("shm", "tcp")
+    assert on_gpu.kv_transports == ("nccl", "cuda_ipc", "shm", "tcp")
+    configs = on_cpu.engine_config(), on_gpu.engine_config()
+    assert [(config.kv_budget_bytes, config.max_num_batched_tokens) for config in configs] == [
+        (256 << 20, 512), (None, 8192),
+    ]  # fmt: skip
+    told = WorkerSettings(
+        model_path=demo_model,
+        device="cuda",
+        transports=("tcp",),
+        kv_memory=ByteSize(1 << 30),
+        max_num_batched_tokens=64,
+    )
+    assert told.kv_transports == ("tcp",)
+    assert (told.engine_config().kv_budget_bytes, told.engine_config().max_num_batched_tokens) == (1 << 30, 64)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")

@@ -22,9 +22,7 @@ BOUND_S, DRIP_S, DRIPS = 30.0, 0.1, 900
 
 @pytest.fixture
 def settings(settings: GatewaySettings) -> GatewaySettings:
-    return settings.model_copy(
-        update={"header_timeout_s": 0.5, "body_timeout_s": 0.5, "max_body_bytes": 1 << 20, "max_message_bytes": 1 << 20}
-    )
+    return settings.model_copy(update={"header_timeout_s": 0.5, "body_timeout_s": 0.5, "max_body_bytes": 1 << 20})
 
 
 async def sent(gateway: Gateway, data: bytes, drip: bytes = b"") -> bytes:

@@ -28,7 +28,7 @@ from services.gateway.settings import Disaggregation, GatewaySettings
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
 from tandem import rpc
-from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams
+from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams, StepTime
 from tandem.registry import Registry
 from tandem.transfer import LinkRuntime
 from tandem.transfer.runtime.loop import LoopDriver
@@ -309,7 +309,7 @@ class ClusterSettings:
             "worker_id": name, "transfer_port": TRANSFER_PORT, "transports": ("memory",), "engine": "null",
             "num_blocks": shape.num_blocks, "block_size": shape.block_size, "max_num_seqs": shape.max_num_seqs,
             "max_num_batched_tokens": shape.max_num_batched_tokens,
-            "null_prefill_tokens_per_s": shape.prefill_tokens_per_s, "swap_memory": SWAP_BYTES,
+            "null_step": StepTime(prefill_tokens_per_s=shape.prefill_tokens_per_s), "swap_memory": SWAP_BYTES,
         }  # fmt: skip
 
 

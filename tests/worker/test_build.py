@@ -21,7 +21,7 @@ from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
 from tandem.checkpoints.model_files import text_digests
 from tandem.commands.doctor import DoctorSettings, examine
-from tandem.engine import Engine, Request, SamplingParams
+from tandem.engine import Engine, Request, SamplingParams, StepTime
 from tandem.local import RedisServer
 from tandem.registry import Registry
 from tandem.worker import EngineStuck, Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
@@ -91,7 +91,7 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
 
 async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) -> None:
     """Its lease is released and its sequence handed over at once, though the engine answers nothing any more."""
-    slow = {"null_decode_step_s": 4, "null_prefill_tokens_per_s": 1e6, "max_step_s": 0.3}
+    slow = {"null_step": StepTime(decode_step_s=4, prefill_tokens_per_s=1e6), "max_step_s": 0.3}
 
     async def stick(worker: Worker) -> None:
         request = Request("stuck", [1, 2, 3], SamplingParams(max_tokens=4))
@@ -108,7 +108,7 @@ async def test_a_worker_says_when_it_is_stuck_and_when_no_longer(demo_model: Pat
         registry = Registry.connect(redis.url, timeout=30.0)
         chosen = DecodeSettings(
             model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16,
-            null_decode_step_s=3, null_prefill_tokens_per_s=1e6,
+            null_step=StepTime(decode_step_s=3, prefill_tokens_per_s=1e6),
         )  # fmt: skip
 
         async def stuck() -> bool:

@@ -55,4 +55,4 @@ def _misfit(cluster: Cluster, model_id: str, weights: int) -> str:
 
 def _need(settings: dict[str, Any], weights: int) -> MemoryNeed:
     held = held_weights(weights, str(settings.get("dtype", "auto")), str(settings.get("quantization", "none")))
-    return MemoryNeed(held, int(TypeAdapter(ByteSize).validate_python(settings.get("kv_memory", DEFAULT_KV))))
+    return MemoryNeed(held, int(TypeAdapter(ByteSize).validate_python(settings.get("kv_memory") or DEFAULT_KV)))

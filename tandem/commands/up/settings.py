@@ -69,7 +69,7 @@ class UpSettings(ClusterSettings):
     kv_cache_dtype: Literal["auto", "int8"] = Field(
         "auto", description="what KV is held and moved in; auto: what the model computes in"
     )
-    transports: str = Field("shm,tcp", description="how KV may move, best first")
+    transports: str = Field("auto", description="how KV may move, best first; auto: shm, tcp, and what GPUs have")
     disaggregation: Literal["require", "prefer", "auto"] = Field(
         "auto", description="who reads prompts: prefill workers, those if there are any, or what costs less"
     )
@@ -185,12 +185,12 @@ class UpSettings(ClusterSettings):
             "kv_cache_dtype",
             "lora_dir",
             "max_num_seqs",
-            "null_speedup",
             "max_model_len",
             "threads",
             "drain_s",
         }
-        return self.model_dump(include=fields, exclude_none=True) | {"transports": self.transports.split(",")}
+        lists_and_maps = {"transports": self.transports.split(","), "null_step": {"speedup": self.null_speedup}}
+        return self.model_dump(include=fields, exclude_none=True) | lists_and_maps
 
     def _pool(
         self, role: str, replicas: int, memory: ByteSize | None, environment: Mapping[str, str]
