@@ -61,7 +61,7 @@ def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s
 
 
 def _cost(answer: Answer) -> float:
-    """What its tier's prices come to; who got no token pays nothing."""
+    """The sum by its tier's prices; who got no token pays nothing."""
     usage, tier = answer.usage, answer.request.client.tier
     used = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
     return tier.cost(*used) if usage.completion_tokens else 0.0
