@@ -26,10 +26,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet import MODEL, Fleet, running
+from benchmarks.fleet import MODEL, NullFleet, running
 from benchmarks.grpc_load import Replayed, replay
 from benchmarks.models import OUT
-from benchmarks.mooncake import Request, read_trace
+from benchmarks.mooncake import TraceRequest, read_trace
 from benchmarks.perfect import SimulatedWorker
 from benchmarks.results import earlier, percentile
 from benchmarks.shapes import shaped
@@ -75,14 +75,14 @@ def main() -> None:
     _print(options.load, found)
 
 
-def kinds(requests: Sequence[Request]) -> list[str]:
+def kinds(requests: Sequence[TraceRequest]) -> list[str]:
     """Kind of each: `turns` if its conversation (equal second blocks) has others in the trace, else `short` or `long`.
 
     All conversations begin with the same block of the trace.
     """
     sizes = Counter(request.blocks[1:2] for request in requests)
 
-    def kind(request: Request) -> str:
+    def kind(request: TraceRequest) -> str:
         if request.blocks[1:2] and sizes[request.blocks[1:2]] > 1:
             return "turns"
         return "short" if request.prompt_tokens <= SHORT_TOKENS else "long"
@@ -90,7 +90,9 @@ def kinds(requests: Sequence[Request]) -> list[str]:
     return [kind(request) for request in requests]
 
 
-def mixed(trace: Sequence[Request], wanted: Sequence[str], capacity: float, seconds: float = SECONDS) -> list[Request]:
+def mixed(
+    trace: Sequence[TraceRequest], wanted: Sequence[str], capacity: float, seconds: float = SECONDS
+) -> list[TraceRequest]:
     """The trace's first requests of the `wanted` kinds, in order, arriving at random for about `seconds`.
 
     So many that what no cache of any size could hold is `capacity` tokens a second, and at most MOST_PER_S a second.
@@ -103,15 +105,15 @@ def mixed(trace: Sequence[Request], wanted: Sequence[str], capacity: float, seco
     return [replace(request, at=at) for request, at in zip(chosen, times, strict=True)]
 
 
-def bursty(capacity: float, seconds: float = SECONDS) -> list[Request]:
+def bursty(capacity: float, seconds: float = SECONDS) -> list[TraceRequest]:
     """As `mixed`, of the shape `bursts`."""
     chosen = _as_many(shaped("bursts", round(MOST_PER_S * seconds), 1.0), capacity, seconds)
     return [replace(request, at=request.at * seconds / chosen[-1].at) for request in chosen]
 
 
-def _as_many(requests: Iterable[Request], capacity: float, seconds: float) -> list[Request]:
+def _as_many(requests: Iterable[TraceRequest], capacity: float, seconds: float) -> list[TraceRequest]:
     """The first of them that are `capacity` tokens a second."""
-    chosen, cache, unread = list[Request](), SimulatedWorker(10**9, 1.0), 0
+    chosen, cache, unread = list[TraceRequest](), SimulatedWorker(10**9, 1.0), 0
     for request in requests:
         if unread >= capacity * seconds or len(chosen) >= MOST_PER_S * seconds:
             break
@@ -137,21 +139,23 @@ def _simulate(prefill: int, decode: int, mixes: Sequence[str], load: float, _: i
     }
 
 
-def _requests(workers: int, mixes: Sequence[str], load: float) -> tuple[list[Request], dict[str, list[Request]]]:
+def _requests(
+    workers: int, mixes: Sequence[str], load: float
+) -> tuple[list[TraceRequest], dict[str, list[TraceRequest]]]:
     """Those that come before, so that every worker has measured itself; and of each mix."""
     trace, capacity = read_trace(1.0), load * workers * STEP_TIME.prefill_tokens_per_s
     of_each = {mix: mixed(trace, MIXES[mix], capacity) if MIXES[mix] else bursty(capacity) for mix in mixes}
     return mixed(trace, MIXES["all"], capacity, 5.0), of_each
 
 
-def _fleet(prefill: int, decode: int, gateways: Iterable[tuple[str, str]]) -> Fleet:
+def _fleet(prefill: int, decode: int, gateways: Iterable[tuple[str, str]]) -> NullFleet:
     goal = {"classes": {"interactive": {"ttft_s": TTFT_S, "itl_s": ITL_S}}}
-    return Fleet(prefill, decode, gateways=tuple(gateways), step_time=STEP_TIME, gateway_settings=goal)
+    return NullFleet(prefill, decode, gateways=tuple(gateways), step_time=STEP_TIME, gateway_settings=goal)
 
 
 async def _run(
-    prefill: int, decode: int, policies: Mapping[str, tuple[str, str]], warm_up: Sequence[Request],
-    requests: Mapping[str, Sequence[Request]], rounds: int,
+    prefill: int, decode: int, policies: Mapping[str, tuple[str, str]], warm_up: Sequence[TraceRequest],
+    requests: Mapping[str, Sequence[TraceRequest]], rounds: int,
 ) -> dict[str, Any]:  # fmt: skip
     async with running(_fleet(prefill, decode, policies.values())) as addresses:
         gateways = dict(zip(policies, (address.grpc for address in addresses), strict=True))
@@ -160,7 +164,9 @@ async def _run(
         return {mix: await _compare(asked, gateways, mix, rounds) for mix, asked in requests.items()}
 
 
-async def _compare(requests: Sequence[Request], gateways: Mapping[str, str], mix: str, rounds: int) -> dict[str, Any]:
+async def _compare(
+    requests: Sequence[TraceRequest], gateways: Mapping[str, str], mix: str, rounds: int
+) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in gateways}
     for number in range(rounds):
         for name, address in gateways.items():

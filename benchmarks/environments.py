@@ -28,7 +28,7 @@ INSTALL_BOUND_S, BUILD_BOUND_S = 900.0, 1800.0
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
-class Unavailable(RuntimeError):
+class PeerUnavailable(RuntimeError):
     """The peer cannot run here; says why. The others go on."""
 
 
@@ -58,7 +58,7 @@ def _once(what: str, place: Path, install: Callable[[Path], None]) -> Path:
         try:
             install(place)
         except (subprocess.SubprocessError, OSError) as error:
-            raise Unavailable(f"{what} does not install here: {error}") from None
+            raise PeerUnavailable(f"{what} does not install here: {error}") from None
         (place / "complete").touch()
     return place
 
@@ -104,7 +104,7 @@ def _install_vllm(place: Path) -> None:
 def _build_llama_cpp(place: Path) -> None:
     """llama.cpp's own server, for this machine's instructions."""
     if not shutil.which("cmake") or not shutil.which("g++"):
-        raise Unavailable("llama.cpp is built here, with cmake and g++")
+        raise PeerUnavailable("llama.cpp is built here, with cmake and g++")
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     python = _environment(place / "venv")

@@ -32,7 +32,7 @@ PATIENT = {"classes": {"realtime": {"ttft_s": 600.0}, "interactive": {"ttft_s": 
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class NullFleet:
     """How many of each, the size of each worker's KV cache in blocks of 16 tokens, and how long a step takes.
 
     `gateways`: for each, its routing policy and its disaggregation; `gateway_settings`: more of all of them.
@@ -56,7 +56,7 @@ class Address(NamedTuple):
 
 
 @asynccontextmanager
-async def running(fleet: Fleet) -> AsyncIterator[list[Address]]:
+async def running(fleet: NullFleet) -> AsyncIterator[list[Address]]:
     """The gateways, once everything is ready.
 
     Raises:
@@ -103,7 +103,7 @@ def _shared(redis: int) -> dict[str, object]:
     return {"model_path": model_folder(), "model_name": MODEL, "redis_url": f"redis://127.0.0.1:{redis}"}
 
 
-def _workers(fleet: Fleet, redis: int) -> list[Service]:
+def _workers(fleet: NullFleet, redis: int) -> list[Service]:
     null = {f"null_{name}": value for name, value in asdict(fleet.step_time).items()}
     same = _shared(redis) | null | {"engine": "null", "threads": 1, "log_level": "info"}
     seqs: dict[str, object] = {"max_num_seqs": fleet.decode_seqs} if fleet.decode_seqs else {}
@@ -118,7 +118,7 @@ def _workers(fleet: Fleet, redis: int) -> list[Service]:
     ]
 
 
-def _gateways(fleet: Fleet, http: list[int], grpc: list[int], redis: int) -> list[Service]:
+def _gateways(fleet: NullFleet, http: list[int], grpc: list[int], redis: int) -> list[Service]:
     def settings(i: int, policy: str, disaggregation: str) -> dict[str, object]:
         ports = {"host": "127.0.0.1", "http_port": http[i], "grpc_port": grpc[i]}
         return (
@@ -134,14 +134,14 @@ def _gateways(fleet: Fleet, http: list[int], grpc: list[int], redis: int) -> lis
     ]
 
 
-async def _ready(fleet: Fleet, ports: list[int]) -> None:
+async def _ready(fleet: NullFleet, ports: list[int]) -> None:
     async with asyncio.timeout(READY_BOUND_S), httpx.AsyncClient(timeout=2.0) as client:
         for port in ports:
             while not await _linked(client, port, fleet):
                 await asyncio.sleep(0.2)
 
 
-async def _linked(client: httpx.AsyncClient, port: int, fleet: Fleet) -> bool:
+async def _linked(client: httpx.AsyncClient, port: int, fleet: NullFleet) -> bool:
     try:
         found = (await client.get(f"http://127.0.0.1:{port}/health/ready")).json()
     except httpx.TransportError:

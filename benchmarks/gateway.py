@@ -26,8 +26,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environments import Unavailable
-from benchmarks.frontends import FRONTS, Front, Pace, Running
+from benchmarks.environments import PeerUnavailable
+from benchmarks.frontends import FRONTS, BackendPace, Front, RunningFront
 from benchmarks.results import percentile
 from tandem.commands.up import DEMO_MODEL
 
@@ -53,7 +53,7 @@ def main() -> None:
             try:
                 for figure, value in uvloop.run(measured(FRONTS[name], loads)).items():
                     found[name][figure].append(value)
-            except Unavailable as error:
+            except PeerUnavailable as error:
                 print(f"{FRONTS[name].title}: {error}")
     report({name: found[name] for name in names if found[name]})
 
@@ -61,7 +61,7 @@ def main() -> None:
 async def measured(front: Front, loads: Sequence[str]) -> Figures:
     os.sched_setaffinity(0, OTHER_CORE)
     figures: Figures = {}
-    pace = Pace()
+    pace = BackendPace()
     async with front.running(DEMO_MODEL, pace) as running:
         pin(running.process)
         await running.load.run(AT_ONCE, 1, AT_ONCE)
@@ -72,7 +72,7 @@ async def measured(front: Front, loads: Sequence[str]) -> Figures:
     return figures
 
 
-async def requests(front: Front, running: Running, pace: Pace) -> Figures:
+async def requests(front: Front, running: RunningFront, pace: BackendPace) -> Figures:
     before = cpu_s(running.process)
     seen = await running.load.run(REQUESTS, 1, AT_ONCE)
     cpu = cpu_s(running.process) - before
@@ -83,7 +83,7 @@ async def requests(front: Front, running: Running, pace: Pace) -> Figures:
     }
 
 
-async def streams(front: Front, running: Running, pace: Pace) -> Figures:
+async def streams(front: Front, running: RunningFront, pace: BackendPace) -> Figures:
     pace.step_s, before = 0.0, cpu_s(running.process)
     seen = await running.load.run(AT_ONCE, STREAM_TOKENS, AT_ONCE)
     cpu, tokens = cpu_s(running.process) - before, AT_ONCE * STREAM_TOKENS
@@ -94,7 +94,7 @@ async def streams(front: Front, running: Running, pace: Pace) -> Figures:
     }
 
 
-async def delay(front: Front, running: Running, pace: Pace) -> Figures:
+async def delay(front: Front, running: RunningFront, pace: BackendPace) -> Figures:
     figures: Figures = {}
     pace.step_s = STEP_S
     for count in DELAY_STREAMS:
@@ -109,7 +109,7 @@ async def delay(front: Front, running: Running, pace: Pace) -> Figures:
     return figures
 
 
-async def held(front: Front, running: Running, pace: Pace) -> Figures:
+async def held(front: Front, running: RunningFront, pace: BackendPace) -> Figures:
     pace.step_s = HELD_STEP_S
     seen = await running.load.run(HELD, HELD_TOKENS, HELD)
     return {

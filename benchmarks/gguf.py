@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gguf_file import opened
-from benchmarks.load import Client, Job, closed_loop
-from benchmarks.peers import Peer, llama_cpp, tandem
+from benchmarks.load import Job, LoadClient, closed_loop
+from benchmarks.peers import MeasuredPeer, llama_cpp, tandem
 from benchmarks.results import decode_rate
 from tandem.checkpoints import as_folder, find_model
 
@@ -72,7 +72,7 @@ def texts() -> list[str]:
     return [*prose[:TEXTS], *code[:TEXTS]]
 
 
-async def answers(client: Client, asked: Sequence[Question]) -> list[Ranked]:
+async def answers(client: LoadClient, asked: Sequence[Question]) -> list[Ranked]:
     """The two best tokens that the server has for each question."""
     async with httpx.AsyncClient(timeout=ASK_BOUND_S) as http:
         found = []
@@ -103,7 +103,7 @@ def words_row(title: str, asked: Sequence[Question], ours: list[Ranked], theirs:
     return f"| {title} | {' | '.join(cells)} |"
 
 
-def speed(client: Client) -> dict[str, float]:
+def speed(client: LoadClient) -> dict[str, float]:
     """Tokens a second."""
 
     def rate(streams: int, prompt: int, tokens: int) -> float:
@@ -140,7 +140,7 @@ def main() -> None:
     shown(peers, rounds)
 
 
-def shown(peers: dict[str, Peer], rounds: dict[str, list[dict[str, float]]]) -> None:
+def shown(peers: dict[str, MeasuredPeer], rounds: dict[str, list[dict[str, float]]]) -> None:
     print("\n| tok/s | " + " | ".join(rounds["Tandem"][0]) + " |\n|---|---|---|---|")
     for name in peers:
         medians = (statistics.median(found[what] for found in rounds[name]) for what in rounds[name][0])

@@ -13,8 +13,8 @@ from itertools import cycle
 
 from grpc import aio
 
-from benchmarks.mooncake import Request
-from benchmarks.results import Answer, Arrival
+from benchmarks.mooncake import TraceRequest
+from benchmarks.results import Arrival, TimedAnswer
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 TIMEOUT_S = 120.0
@@ -24,14 +24,16 @@ TIMEOUT_S = 120.0
 class Replayed:
     """One request's end: its answer, or the error it ended with."""
 
-    request: Request
-    answer: Answer | None
+    request: TraceRequest
+    answer: TimedAnswer | None
     cached_tokens: int = 0
     remote: bool = False
     error: str = ""
 
 
-async def replay(requests: Sequence[Request], addresses: Sequence[str], model: str, salt: str = "") -> list[Replayed]:
+async def replay(
+    requests: Sequence[TraceRequest], addresses: Sequence[str], model: str, salt: str = ""
+) -> list[Replayed]:
     """Sends each request at its time, gateways taking turns; returns them in order when the last has ended.
 
     What was cached under another `salt` is not found.
@@ -46,7 +48,7 @@ async def replay(requests: Sequence[Request], addresses: Sequence[str], model: s
 
 
 async def replay_through(
-    requests: Sequence[Request], stubs: Sequence[llm_pb2_grpc.LLMServiceAsyncStub], model: str, salt: str,
+    requests: Sequence[TraceRequest], stubs: Sequence[llm_pb2_grpc.LLMServiceAsyncStub], model: str, salt: str,
     now: Callable[[], float] = time.perf_counter,
 ) -> list[Replayed]:  # fmt: skip
     """As `replay`; `now` is the clock that the event loop sleeps by."""
@@ -58,7 +60,7 @@ async def replay_through(
 
 
 async def _send(
-    request: Request, stub: llm_pb2_grpc.LLMServiceAsyncStub, model: str, salt: str, now: Callable[[], float]
+    request: TraceRequest, stub: llm_pb2_grpc.LLMServiceAsyncStub, model: str, salt: str, now: Callable[[], float]
 ) -> Replayed:
     message = llm_pb2.GenerateRequest(
         model=model,
@@ -73,6 +75,6 @@ async def _send(
                 arrivals.append(Arrival(now(), len(response.token_ids)))
     except aio.AioRpcError as error:
         return Replayed(request, None, error=f"{error.code().name}: {error.details()}")
-    answer = Answer(sent, tuple(arrivals), request.prompt_tokens)
+    answer = TimedAnswer(sent, tuple(arrivals), request.prompt_tokens)
     remote = response.path.kind == llm_pb2.Path.KIND_REMOTE_PREFILL
     return Replayed(request, answer, response.usage.cached_tokens, remote)

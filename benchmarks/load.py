@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.results import Answer, Arrival
+from benchmarks.results import Arrival, TimedAnswer
 
 READ_BYTES = 1 << 18
 
@@ -46,7 +46,7 @@ class Unread:
     sent: float
     stamped: Sequence[tuple[float, bytes]]
 
-    def read(self) -> Answer:
+    def read(self) -> TimedAnswer:
         """
         Raises:
             PeerError: another status than 200, an error event, or fewer tokens than asked for.
@@ -58,7 +58,7 @@ class Unread:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class LoadClient:
     """Speaks to one OpenAI server. `extra` is added to each body (a server's own fields)."""
 
     url: str
@@ -66,7 +66,7 @@ class Client:
     extra: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 300.0
 
-    async def send(self, job: Job) -> Answer:
+    async def send(self, job: Job) -> TimedAnswer:
         """Streams one greedy answer of exactly `job.max_tokens` tokens.
 
         Raises:
@@ -104,17 +104,17 @@ class Client:
             writer.close()
 
 
-async def closed_loop(client: Client, jobs: Sequence[Job], concurrency: int) -> list[Answer]:
+async def closed_loop(client: LoadClient, jobs: Sequence[Job], concurrency: int) -> list[TimedAnswer]:
     """Keeps `concurrency` requests running until all are answered; answers in the order of `jobs`."""
     return _read(await _ask_all(client, jobs, concurrency))
 
 
-async def open_loop(client: Client, jobs: Sequence[Job]) -> list[Answer]:
+async def open_loop(client: LoadClient, jobs: Sequence[Job]) -> list[TimedAnswer]:
     """Sends each request at its own time, whether or not others are answered; answers in the order of `jobs`."""
     return await in_slots(client, jobs, len(jobs))
 
 
-async def in_slots(client: Client, jobs: Sequence[Job], slots: int) -> list[Answer]:
+async def in_slots(client: LoadClient, jobs: Sequence[Job], slots: int) -> list[TimedAnswer]:
     """Continuous batching's load: open loop, but a request waits until one of `slots` is free."""
     free, start = asyncio.Semaphore(slots), time.perf_counter()
 
@@ -128,7 +128,7 @@ async def in_slots(client: Client, jobs: Sequence[Job], slots: int) -> list[Answ
     return _read([task.result() for task in tasks])
 
 
-async def in_batches(client: Client, jobs: Sequence[Job], size: int) -> list[Answer]:
+async def in_batches(client: LoadClient, jobs: Sequence[Job], size: int) -> list[TimedAnswer]:
     """Static batching's load: `size` requests at once when all of them have come and the batch before is answered."""
     answers, start = list[Unread](), time.perf_counter()
     for first in range(0, len(jobs), size):
@@ -138,7 +138,7 @@ async def in_batches(client: Client, jobs: Sequence[Job], size: int) -> list[Ans
     return _read(answers)
 
 
-async def _ask_all(client: Client, jobs: Sequence[Job], concurrency: int) -> list[Unread]:
+async def _ask_all(client: LoadClient, jobs: Sequence[Job], concurrency: int) -> list[Unread]:
     waiting = iter(enumerate(jobs))
     answers: dict[int, Unread] = {}
 
@@ -152,7 +152,7 @@ async def _ask_all(client: Client, jobs: Sequence[Job], concurrency: int) -> lis
     return [answers[index] for index in range(len(jobs))]
 
 
-def _read(answers: Sequence[Unread]) -> list[Answer]:
+def _read(answers: Sequence[Unread]) -> list[TimedAnswer]:
     return [answer.read() for answer in answers]
 
 
@@ -165,7 +165,7 @@ def poisson(count: int, per_second: float, seed: int) -> list[float]:
     return times
 
 
-def read_answer(sent: float, stamped: Sequence[tuple[float, bytes]]) -> Answer:
+def read_answer(sent: float, stamped: Sequence[tuple[float, bytes]]) -> TimedAnswer:
     """An Answer from the bytes of one HTTP response, stamped as they were read.
 
     Raises:
@@ -180,7 +180,7 @@ def read_answer(sent: float, stamped: Sequence[tuple[float, bytes]]) -> Answer:
     if usage is None or not found:
         raise PeerError("the stream ended without tokens and usage")
     arrivals = _counted(found, usage["completion_tokens"])
-    return Answer(sent, arrivals, usage["prompt_tokens"])
+    return TimedAnswer(sent, arrivals, usage["prompt_tokens"])
 
 
 def _counted(found: Sequence[tuple[float, dict[str, Any]]], total: int) -> tuple[Arrival, ...]:

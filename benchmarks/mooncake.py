@@ -24,7 +24,7 @@ FIRST_ID, LAST_ID = 300, 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request, scaled: seconds after the start, tokens in and out, and the trace's names of the prompt's blocks."""
 
     at: float
@@ -46,7 +46,7 @@ class Request:
         return [int(token) for token in ids.reshape(-1)[: self.prompt_tokens]]
 
 
-def read_trace(speedup: float, path: Path | None = None, limit: int | None = None) -> list[Request]:
+def read_trace(speedup: float, path: Path | None = None, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests in order of arrival, lengths divided by SCALE (rounded up), times by `speedup`.
 
     Raises FileNotFoundError saying what to save where.
@@ -56,7 +56,7 @@ def read_trace(speedup: float, path: Path | None = None, limit: int | None = Non
         raise FileNotFoundError(f"{path} is missing: save {TRACE_SOURCE} there")
     rows = [json.loads(line) for line in path.read_text().splitlines()[:limit]]
     return [
-        Request(
+        TraceRequest(
             at=row["timestamp"] / 1000 / speedup,
             prompt_tokens=-(-row["input_length"] // SCALE),
             max_tokens=-(-row["output_length"] // SCALE),
@@ -66,6 +66,6 @@ def read_trace(speedup: float, path: Path | None = None, limit: int | None = Non
     ]
 
 
-def tokens_of(requests: Sequence[Request]) -> int:
+def tokens_of(requests: Sequence[TraceRequest]) -> int:
     """Prompt tokens in all."""
     return sum(request.prompt_tokens for request in requests)

@@ -25,7 +25,7 @@ import httpx
 from grpc import StatusCode, aio
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.fleet import MODEL, Address, Fleet, running
+from benchmarks.fleet import MODEL, Address, NullFleet, running
 from benchmarks.models import OUT
 from benchmarks.results import percentile
 from tandem import rpc
@@ -40,7 +40,7 @@ STEP_TIME = StepTime(decode_step_s=0.05)
 
 
 @dataclass(frozen=True)
-class Kind:
+class LoadKind:
     """Answers of `new_tokens`, with each of the deadlines, of each class with its target to the first token."""
 
     name: str
@@ -49,8 +49,8 @@ class Kind:
     ttft_s: Mapping[int, float | None] = field(default_factory=lambda: {llm_pb2.PRIORITY_INTERACTIVE: TTFT_S})
 
 
-PATIENT, HASTY = Kind("no deadline"), Kind("deadline 3 s", deadlines_s=(3.0,))
-MIXED = Kind(
+PATIENT, HASTY = LoadKind("no deadline"), LoadKind("deadline 3 s", deadlines_s=(3.0,))
+MIXED = LoadKind(
     "three classes", (16, 32, 48), (None, 3.0, 8.0),
     {llm_pb2.PRIORITY_REALTIME: 1.0, llm_pb2.PRIORITY_INTERACTIVE: 5.0, llm_pb2.PRIORITY_BATCH: None},
 )  # fmt: skip
@@ -61,15 +61,15 @@ class Trial:
     """One fleet, as many clients as bring it to its peak, and the loads on it: times the peak, and of what."""
 
     name: str
-    fleet: Fleet
+    fleet: NullFleet
     clients: int
-    loads: tuple[tuple[float, Kind], ...]
+    loads: tuple[tuple[float, LoadKind], ...]
 
 
 TRIALS = (
     Trial(
         "few blocks",
-        Fleet(
+        NullFleet(
             prefill=1, decode=1, decode_blocks=128, gateways=(("tandem", "auto"),), step_time=STEP_TIME,
             gateway_settings={"classes": {"interactive": {"ttft_s": TTFT_S}}},
         ),
@@ -78,7 +78,7 @@ TRIALS = (
     ),
     Trial(
         "few seats",
-        Fleet(
+        NullFleet(
             prefill=1, decode=1, decode_seqs=32, gateways=(("tandem", "auto"),), step_time=STEP_TIME,
             gateway_settings={"classes": {"interactive": {"ttft_s": 5.0}, "realtime": {"ttft_s": 1.0}}},
         ),
@@ -123,8 +123,8 @@ class Tally:
         )
 
 
-class Load:
-    def __init__(self, channel: aio.Channel, tally: Tally, kind: Kind) -> None:
+class OpenLoad:
+    def __init__(self, channel: aio.Channel, tally: Tally, kind: LoadKind) -> None:
         self._service: Any = llm_pb2_grpc.LLMServiceStub(channel)
         self._tally, self._kind = tally, kind
         self._chance = random.Random(1)
@@ -181,12 +181,12 @@ class Load:
 async def measure(trial: Trial, address: Address) -> AsyncIterator[Tally]:
     async with rpc.channel(address.grpc) as channel:
         peak = Tally(f"{trial.name}: peak, {trial.clients} clients")
-        await Load(channel, peak, PATIENT).closed(trial.clients)
+        await OpenLoad(channel, peak, PATIENT).closed(trial.clients)
         yield peak
         for times, kind in trial.loads:
             tally = Tally(f"{trial.name}: {times:g}x, {kind.name}")
             before = await refusals(address.http)
-            await Load(channel, tally, kind).open(times * (peak.good + peak.late) / COUNTED_S)
+            await OpenLoad(channel, tally, kind).open(times * (peak.good + peak.late) / COUNTED_S)
             fast, all_ = (after - earlier for after, earlier in zip(await refusals(address.http), before, strict=True))
             tally.refused_at_once = fast / all_ if all_ else 1.0
             yield tally

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environments
-from benchmarks.environments import Unavailable
+from benchmarks.environments import PeerUnavailable
 from benchmarks.gguf_file import WeightType, written
-from benchmarks.load import Client, Job, PeerError
+from benchmarks.load import Job, LoadClient, PeerError
 from benchmarks.models import OUT
 from tandem.local import free_ports
 
@@ -38,7 +38,7 @@ SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class MeasuredPeer:
     """A server to measure.
 
     `command(model folder, port)` is how it is started; None for one that runs already, at `url`.
@@ -53,37 +53,37 @@ class Peer:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def running(self, model: Path) -> Iterator[Client]:
+    def running(self, model: Path) -> Iterator[LoadClient]:
         """The peer serving the model's folder by the folder's name, ready and warm.
 
         Raises:
             Unavailable
         """
         if self.command is None:
-            yield self._ready(Client(self.url.rstrip("/"), model.name, dict(self.extra)), lambda: True)
+            yield self._ready(LoadClient(self.url.rstrip("/"), model.name, dict(self.extra)), lambda: True)
             return
         port = free_ports(1)[0]
         log = OUT / "logs" / f"{self.name}-{model.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with started(self.command(model, port), log, self.environment) as process:
-            client = Client(f"http://127.0.0.1:{port}", model.name, dict(self.extra))
+            client = LoadClient(f"http://127.0.0.1:{port}", model.name, dict(self.extra))
             try:
                 yield self._ready(client, lambda: process.poll() is None)
-            except Unavailable as error:
-                raise Unavailable(f"{error}; its log is {log}") from None
+            except PeerUnavailable as error:
+                raise PeerUnavailable(f"{error}; its log is {log}") from None
 
-    def _ready(self, client: Client, alive: Callable[[], bool]) -> Client:
+    def _ready(self, client: LoadClient, alive: Callable[[], bool]) -> LoadClient:
         end = time.monotonic() + START_BOUND_S
         while not _answers(client.url + self.health):
             if not alive() or self.command is None:
-                raise Unavailable("the process ended" if self.command else f"nothing answers at {self.url}")
+                raise PeerUnavailable("the process ended" if self.command else f"nothing answers at {self.url}")
             if time.monotonic() > end:
-                raise Unavailable(f"not ready after {START_BOUND_S:.0f} s")
+                raise PeerUnavailable(f"not ready after {START_BOUND_S:.0f} s")
             time.sleep(0.2)
         try:
             asyncio.run(client.send(Job(range(300, 332), 8)))
         except (PeerError, OSError, TimeoutError) as error:
-            raise Unavailable(f"its first request failed: {error!r}") from None
+            raise PeerUnavailable(f"its first request failed: {error!r}") from None
         return client
 
 
@@ -122,7 +122,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def tandem(name: str, title: str, *options: str) -> Peer:
+def tandem(name: str, title: str, *options: str) -> MeasuredPeer:
     def command(model: Path, port: int) -> list[str]:
         grpc, redis = free_ports(2)
         return [
@@ -133,10 +133,10 @@ def tandem(name: str, title: str, *options: str) -> Peer:
         ]  # fmt: skip
 
     patient = {"TANDEM_CLASSES": json.dumps({"interactive": {"ttft_s": 600}})}  # peers refuse nothing for coming late
-    return Peer(name, title, command, health="/health/ready", environment=patient)
+    return MeasuredPeer(name, title, command, health="/health/ready", environment=patient)
 
 
-def vllm(name: str, title: str, *options: str) -> Peer:
+def vllm(name: str, title: str, *options: str) -> MeasuredPeer:
     eager = () if shutil.which("g++") else ("--enforce-eager",)  # compiled steps need a C++ compiler
 
     def command(model: Path, port: int) -> list[str]:
@@ -152,17 +152,19 @@ def vllm(name: str, title: str, *options: str) -> Peer:
         "LD_PRELOAD": str(environments.VLLM_ENVIRONMENT / "lib" / "libiomp5.so"), "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
-    return Peer(name, title, command, "", "/health", environment, {"return_token_ids": True})
+    return MeasuredPeer(name, title, command, "", "/health", environment, {"return_token_ids": True})
 
 
-def transformers() -> Peer:
+def transformers() -> MeasuredPeer:
     def command(model: Path, port: int) -> list[str]:
         return [sys.executable, "-m", "benchmarks.transformers_server", str(model), f"--port={port}"]
 
-    return Peer("transformers", "transformers, generate()", command)
+    return MeasuredPeer("transformers", "transformers, generate()", command)
 
 
-def llama_cpp(name: str, title: str, weights: WeightType | None, *options: str, draft: Path | None = None) -> Peer:
+def llama_cpp(
+    name: str, title: str, weights: WeightType | None, *options: str, draft: Path | None = None
+) -> MeasuredPeer:
     """With a context of 4,096 tokens for each of 16, of which any may take what others leave.
 
     `weights`: None where models are GGUF files already.
@@ -181,10 +183,10 @@ def llama_cpp(name: str, title: str, weights: WeightType | None, *options: str, 
             *drafting, *options,
         ]  # fmt: skip
 
-    return Peer(name, title, command, health="/health")
+    return MeasuredPeer(name, title, command, health="/health")
 
 
-def openvino(name: str, title: str, weights: WeightType) -> Peer:
+def openvino(name: str, title: str, weights: WeightType) -> MeasuredPeer:
     """Its own choice for the KV cache is 8 bits."""
 
     def command(model: Path, port: int) -> list[str]:
@@ -192,10 +194,10 @@ def openvino(name: str, title: str, weights: WeightType) -> Peer:
         return [python, "-m", "benchmarks.openvino_server", str(written(model, weights)), f"--port={port}"]
 
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    return Peer(name, title, command, environment=environment)
+    return MeasuredPeer(name, title, command, environment=environment)
 
 
-def known() -> dict[str, Peer]:
+def known() -> dict[str, MeasuredPeer]:
     """The peers that can be started here, by name."""
     peers = (
         tandem("tandem", "Tandem, aggregated", "--prefill=0", "--decode=1"),
@@ -216,7 +218,7 @@ def known() -> dict[str, Peer]:
     return {peer.name: peer for peer in peers}
 
 
-def by_url(text: str) -> Peer:
+def by_url(text: str) -> MeasuredPeer:
     """A peer that runs already, from "name=http://host:port".
 
     Raises:
@@ -225,4 +227,4 @@ def by_url(text: str) -> Peer:
     name, _, url = text.partition("=")
     if not name or not url.startswith("http://"):
         raise ValueError(f"peer: {text!r} is not name=http://host:port")
-    return Peer(name, f"{name} ({url})", url=url)
+    return MeasuredPeer(name, f"{name} ({url})", url=url)

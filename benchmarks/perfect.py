@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.mooncake import BLOCK, Request, tokens_of
+from benchmarks.mooncake import BLOCK, TraceRequest, tokens_of
 
 BACKLOG_WEIGHTS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -31,7 +31,7 @@ class SimulatedWorker:
     def backlog(self, now: float) -> float:
         return max(0.0, self.free_at - now) * self.tokens_per_s
 
-    def cached_tokens(self, request: Request) -> int:
+    def cached_tokens(self, request: TraceRequest) -> int:
         """As an engine counts: whole blocks from the first on, and at least one token left to compute."""
         found = 0
         for block in request.blocks[: (request.prompt_tokens - 1) // BLOCK]:
@@ -40,7 +40,7 @@ class SimulatedWorker:
             found += 1
         return found * BLOCK
 
-    def read(self, request: Request, turn: int) -> int:
+    def read(self, request: TraceRequest, turn: int) -> int:
         """Returns how many of its tokens were cached."""
         cached = self.cached_tokens(request)
         self.free_at = max(self.free_at, request.at) + (request.prompt_tokens - cached) / self.tokens_per_s
@@ -53,12 +53,12 @@ class SimulatedWorker:
         return cached
 
 
-def hit_rate(requests: Sequence[Request], workers: list[SimulatedWorker], backlog_weight: float) -> float:
+def hit_rate(requests: Sequence[TraceRequest], workers: list[SimulatedWorker], backlog_weight: float) -> float:
     """Share of all prompt tokens that were cached where they were sent."""
     cached = 0
     for turn, request in enumerate(requests):
 
-        def cost(worker: SimulatedWorker, request: Request = request) -> tuple[float, int]:
+        def cost(worker: SimulatedWorker, request: TraceRequest = request) -> tuple[float, int]:
             left = request.prompt_tokens - worker.cached_tokens(request)
             return left + backlog_weight * worker.backlog(request.at), worker.chosen
 
@@ -66,7 +66,7 @@ def hit_rate(requests: Sequence[Request], workers: list[SimulatedWorker], backlo
     return cached / tokens_of(requests)
 
 
-def perfect_hit_rate(requests: Sequence[Request], num_workers: int, num_blocks: int, tokens_per_s: float) -> float:
+def perfect_hit_rate(requests: Sequence[TraceRequest], num_workers: int, num_blocks: int, tokens_per_s: float) -> float:
     """The best over BACKLOG_WEIGHTS."""
     return max(
         hit_rate(requests, [SimulatedWorker(num_blocks, tokens_per_s) for _ in range(num_workers)], weight)
@@ -74,6 +74,6 @@ def perfect_hit_rate(requests: Sequence[Request], num_workers: int, num_blocks: 
     )
 
 
-def pooled_hit_rate(requests: Sequence[Request], num_blocks: int) -> float:
+def pooled_hit_rate(requests: Sequence[TraceRequest], num_blocks: int) -> float:
     """One worker with all caches as one: no router can do better for long."""
     return hit_rate(requests, [SimulatedWorker(num_blocks, 1.0)], 0.0)

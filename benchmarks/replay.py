@@ -19,10 +19,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet import MODEL, Fleet, running, tokens_read, worker_tokens
+from benchmarks.fleet import MODEL, NullFleet, running, tokens_read, worker_tokens
 from benchmarks.grpc_load import Replayed, replay
 from benchmarks.models import OUT
-from benchmarks.mooncake import SCALE, Request, read_trace, tokens_of
+from benchmarks.mooncake import SCALE, TraceRequest, read_trace, tokens_of
 from benchmarks.perfect import perfect_hit_rate, pooled_hit_rate
 from benchmarks.results import earlier, percentile
 from benchmarks.routing import POLICIES
@@ -36,7 +36,7 @@ SHAPE_REQUESTS = 300
 def main() -> None:
     options = _options()
     requests = _requests(options)
-    fleet = Fleet(gateways=(("tandem", "require"),) * options.gateways)
+    fleet = NullFleet(gateways=(("tandem", "require"),) * options.gateways)
     setting = {
         "shape": options.shape, "requests": len(requests), "scale": SCALE, "speedup": options.speedup,
         "per_second": options.per_second, "fleet": asdict(fleet),
@@ -54,13 +54,13 @@ def main() -> None:
     _print(requests, setting, bounds, runs)
 
 
-def _requests(options: argparse.Namespace) -> list[Request]:
+def _requests(options: argparse.Namespace) -> list[TraceRequest]:
     if options.shape == "mooncake":
         return read_trace(options.speedup, limit=options.requests)
     return shaped(options.shape, options.requests or SHAPE_REQUESTS, options.per_second)
 
 
-async def _run(requests: Sequence[Request], fleet: Fleet) -> dict[str, Any]:
+async def _run(requests: Sequence[TraceRequest], fleet: NullFleet) -> dict[str, Any]:
     async with running(fleet) as addresses:
         replayed = await replay(requests, [address.grpc for address in addresses], MODEL)
     return figures(replayed, tokens_read("prefill")) | {
@@ -103,7 +103,7 @@ def _options() -> argparse.Namespace:
 
 
 def _print(
-    requests: Sequence[Request], setting: dict[str, Any], bounds: dict[str, float], runs: dict[str, dict[str, Any]]
+    requests: Sequence[TraceRequest], setting: dict[str, Any], bounds: dict[str, float], runs: dict[str, dict[str, Any]]
 ) -> None:
     title = f"{setting['shape']}: {len(requests):,} requests, {tokens_of(requests):,} prompt tokens, "
     table = Table(

@@ -24,7 +24,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """One streamed answer, as its client saw it. Times in seconds on one clock."""
 
     sent: float
@@ -95,17 +95,17 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-def wall(answers: Sequence[Answer]) -> float:
+def wall(answers: Sequence[TimedAnswer]) -> float:
     """Seconds from the first request sent to the last token received."""
     return max(answer.done for answer in answers) - min(answer.sent for answer in answers)
 
 
-def throughput(answers: Sequence[Answer]) -> float:
+def throughput(answers: Sequence[TimedAnswer]) -> float:
     """Output tokens per second, prompts' time included."""
     return sum(answer.tokens for answer in answers) / wall(answers)
 
 
-def decode_rate(answers: Sequence[Answer]) -> float:
+def decode_rate(answers: Sequence[TimedAnswer]) -> float:
     """Output tokens per second while every answer was being decoded: after the last first token, before the first end.
 
     Zero where there was no such time: the first answer ended before the last one began.
@@ -115,11 +115,11 @@ def decode_rate(answers: Sequence[Answer]) -> float:
     return tokens / (end - start) if end > start else 0.0
 
 
-def gaps(answers: Sequence[Answer]) -> list[float]:
+def gaps(answers: Sequence[TimedAnswer]) -> list[float]:
     return [gap for answer in answers for gap in answer.gaps]
 
 
-def goodput(answers: Sequence[Answer], ttft: float, itl: float) -> float:
+def goodput(answers: Sequence[TimedAnswer], ttft: float, itl: float) -> float:
     """Share of the requests, 0 to 1, whose first token and every later one came in time (both in seconds)."""
     return sum(answer.meets(ttft, itl) for answer in answers) / len(answers)
 

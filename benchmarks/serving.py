@@ -25,11 +25,11 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environments import Unavailable
+from benchmarks.environments import PeerUnavailable
 from benchmarks.floors import Floors, measured
-from benchmarks.load import Client, PeerError
+from benchmarks.load import LoadClient, PeerError
 from benchmarks.models import OUT, Shape, made
-from benchmarks.peers import Peer, by_url, known
+from benchmarks.peers import MeasuredPeer, by_url, known
 from benchmarks.results import Figure, Metric
 from benchmarks.workloads import Workload, all_workloads
 from tandem.native import cpu_instructions
@@ -43,12 +43,12 @@ class Report:
 
     floors: Floors
     workloads: list[Workload]
-    peers: list[Peer]
+    peers: list[MeasuredPeer]
     baseline: tuple[str, ...]
     figures: dict[str, dict[str, dict[str, Figure]]] = field(default_factory=lambda: defaultdict(dict))
     missing: list[str] = field(default_factory=list)
 
-    def add(self, workload: Workload, peer: Peer, values: dict[str, float]) -> None:
+    def add(self, workload: Workload, peer: MeasuredPeer, values: dict[str, float]) -> None:
         """One more round."""
         before = self.figures[workload.name].get(peer.name)
         self.figures[workload.name][peer.name] = {
@@ -119,14 +119,14 @@ def _measure_model(report: Report, shape: Shape, options: argparse.Namespace, co
                     for workload in mine:
                         console.print(f"  {workload.title}")
                         report.add(workload, peer, measure(client, workload, number, warm=options.rounds > 1))
-            except (Unavailable, PeerError, FileNotFoundError, TimeoutError, ExceptionGroup) as error:
+            except (PeerUnavailable, PeerError, FileNotFoundError, TimeoutError, ExceptionGroup) as error:
                 peers.remove(peer)
                 report.missing.append(f"{peer.title}, {shape.name}, round {number + 1}: {_cause(error)}")
                 console.print(f"  {report.missing[-1]}", markup=False)
             options.out.write_text(json.dumps(report.as_json(), indent=1))
 
 
-def measure(client: Client, workload: Workload, number: int, warm: bool) -> dict[str, float]:
+def measure(client: LoadClient, workload: Workload, number: int, warm: bool) -> dict[str, float]:
     """One round's values; the same prompts for every peer, others each round.
 
     `warm`: behind a round that nobody counts. One round alone is a quick look and goes without.

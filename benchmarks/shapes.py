@@ -12,19 +12,19 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import accumulate, count, islice
 
-from benchmarks.mooncake import BLOCK, Request
+from benchmarks.mooncake import BLOCK, TraceRequest
 
 Prompts = Iterator[tuple[tuple[int, ...], int]]  # names of a prompt's blocks, and tokens to write
 
 
-def shaped(name: str, num_requests: int, per_second: float, seed: int = 1) -> list[Request]:
+def shaped(name: str, num_requests: int, per_second: float, seed: int = 1) -> list[TraceRequest]:
     """`num_requests` of a shape, arriving at random `per_second` on average (a burst's together)."""
     dice = random.Random(seed)
     prompts = list(islice(SHAPES[name](dice), num_requests))
     together = BURST if name == "bursts" else 1
     gaps = [dice.expovariate(per_second / together) if i % together == 0 else 0.0 for i in range(num_requests)]
     return [
-        Request(at, len(blocks) * BLOCK, new_tokens, blocks)
+        TraceRequest(at, len(blocks) * BLOCK, new_tokens, blocks)
         for at, (blocks, new_tokens) in zip(accumulate(gaps), prompts, strict=True)
     ]
 

@@ -10,27 +10,27 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.fleet import PATIENT, Fleet, model_folder
+from benchmarks.fleet import PATIENT, NullFleet, model_folder
 from benchmarks.grpc_load import TIMEOUT_S, Replayed, replay_through
-from benchmarks.mooncake import Request
+from benchmarks.mooncake import TraceRequest
 from benchmarks.routing import POLICIES
 from services.gateway.model.served import ServedModel
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer
 from tandem.v1 import llm_pb2_grpc
-from tests.simulation.cluster import GRPC_PORT, MODEL, TRANSFER_PORT, Cluster, ClusterSettings, Shape
+from tests.simulation.cluster import GRPC_PORT, MODEL, TRANSFER_PORT, ClusterShape, SimulatedCluster, SimulationSettings
 from tests.simulation.grpc_client import Channel
-from tests.simulation.redis import Store
+from tests.simulation.redis import RedisStore
 from tests.simulation.world import World
 
 LIMIT_S = 900.0
 LOOK_S = 0.05
 
 
-class FleetSettings(ClusterSettings):
-    def __init__(self, fleet: Fleet) -> None:
+class FleetSettings(SimulationSettings):
+    def __init__(self, fleet: NullFleet) -> None:
         policy, disaggregation = fleet.gateways[0]
-        shape = Shape(
+        shape = ClusterShape(
             prefills=fleet.prefill, decodes=fleet.decode, disaggregation=Disaggregation(disaggregation),
             timeout_s=TIMEOUT_S,
         )  # fmt: skip
@@ -49,22 +49,24 @@ class FleetSettings(ClusterSettings):
         }  # fmt: skip
 
 
-def simulate(fleet: Fleet, warm_up: Sequence[Request], requests: Sequence[Request]) -> list[Replayed]:
+def simulate(fleet: NullFleet, warm_up: Sequence[TraceRequest], requests: Sequence[TraceRequest]) -> list[Replayed]:
     """As `replay` through the fleet's one gateway; what the warm-up cached is not found again.
 
     Raises:
         RuntimeError: something in the fleet failed.
     """
     settings, model = FleetSettings(fleet), ServedModel.load(model_folder(), MODEL, 0)
-    with RedisServer.start() as server, Store(server.port) as store, World(0) as world:
-        cluster = Cluster(world, store, model, settings)
+    with RedisServer.start() as server, RedisStore(server.port) as store, World(0) as world:
+        cluster = SimulatedCluster(world, store, model, settings)
         replayed = world.run(cluster.client, _replays(cluster, warm_up, requests), LIMIT_S)
         if world.errors or cluster.exits:
             raise RuntimeError(f"{world.errors} {cluster.exits}")
         return replayed
 
 
-async def _replays(cluster: Cluster, warm_up: Sequence[Request], requests: Sequence[Request]) -> list[Replayed]:
+async def _replays(
+    cluster: SimulatedCluster, warm_up: Sequence[TraceRequest], requests: Sequence[TraceRequest]
+) -> list[Replayed]:
     await cluster.ready()
     while cluster.gateways["g0"].llm.readiness()[1]["decode_workers"] < cluster.shape.decodes:
         await asyncio.sleep(LOOK_S)

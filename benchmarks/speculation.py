@@ -25,9 +25,9 @@ from pydoc_data.topics import topics
 
 from tokenizers import Tokenizer
 
-from benchmarks.environments import Unavailable
+from benchmarks.environments import PeerUnavailable
 from benchmarks.load import Job, PeerError, closed_loop
-from benchmarks.peers import Peer, llama_cpp, tandem, vllm
+from benchmarks.peers import MeasuredPeer, llama_cpp, tandem, vllm
 from benchmarks.results import throughput
 from services.gateway.text.chat_template import ChatTemplate
 from tandem.checkpoints import as_folder, find_model
@@ -117,7 +117,7 @@ def row(name: str, streams: int, rounds: Mapping[str, Sequence[Round]]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def servers(draft: Path) -> list[tuple[Peer, ...]]:
+def servers(draft: Path) -> list[tuple[MeasuredPeer, ...]]:
     """Each plain, and then proposing."""
     one = ("--prefill=0", "--decode=1")
     ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 16})
@@ -138,7 +138,7 @@ def servers(draft: Path) -> list[tuple[Peer, ...]]:
     ]  # fmt: skip
 
 
-def served(peer: Peer, model: Path, rounds: int) -> list[float]:
+def served(peer: MeasuredPeer, model: Path, rounds: int) -> list[float]:
     """Output tokens a second at each of SERVED streams, prompts' time included: the median of rounds."""
     found = []
     with peer.running(model) as client:
@@ -156,7 +156,7 @@ def beside_peers(model: Path, draft: Path, rounds: int) -> None:
         for peer in of_one:
             try:
                 rates = served(peer, model, rounds)
-            except (Unavailable, PeerError) as error:
+            except (PeerUnavailable, PeerError) as error:
                 print(f"| {peer.title} | {error} |", flush=True)
                 continue
             plain = plain or rates

@@ -107,7 +107,7 @@ def run(engine: Engine, asked: Mapping[str, SamplingParams]) -> dict[str, tuple[
     return found
 
 
-class Judge:
+class SchemaJudge:
     """Checks an answer against its schema: it is valid or, where it was cut, the beginning of a valid one."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Judge:
 
 def check_schemas(engine: Engine, count: int, first: int = 0) -> Iterator[tuple[int, bool, str]]:
     """For each schema its number, whether its answer ended, and what is wrong with it."""
-    judge, numbers = Judge(), iter(range(first, first + count))
+    judge, numbers = SchemaJudge(), iter(range(first, first + count))
     while batch := list(islice(numbers, BATCH)):
         schemas = {n: random_schema(random.Random(n)) for n in batch}
         asked = {

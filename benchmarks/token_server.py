@@ -36,7 +36,7 @@ class Waiting:
 Requests: TypeAlias = "queue.SimpleQueue[Waiting]"
 
 
-class Door(BaseHTTPRequestHandler):
+class TokenHandler(BaseHTTPRequestHandler):
     """One connection; `server.waiting` is where its request goes."""
 
     def do_GET(self) -> None:
@@ -68,12 +68,12 @@ class Door(BaseHTTPRequestHandler):
         return
 
 
-class Server(ThreadingHTTPServer):
+class TokenServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
     def __init__(self, port: int, model_name: str) -> None:
-        super().__init__(("127.0.0.1", port), Door)
+        super().__init__(("127.0.0.1", port), TokenHandler)
         self.model_name = model_name
         self.waiting: Requests = queue.SimpleQueue()
 
@@ -89,6 +89,6 @@ def serve(load: Callable[[Path], Callable[[Requests], None]], description: str |
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
     generate = load(options.model)
-    server = Server(options.port, options.model.name)
+    server = TokenServer(options.port, options.model.name)
     threading.Thread(target=generate, args=(server.waiting,), daemon=True).start()
     server.serve_forever()

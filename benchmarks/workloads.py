@@ -16,9 +16,9 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import Client, Job, closed_loop, in_batches, in_slots, open_loop
+from benchmarks.load import Job, LoadClient, closed_loop, in_batches, in_slots, open_loop
 from benchmarks.models import LARGE, SMALL, Shape
-from benchmarks.results import Answer, Metric, decode_rate, gaps, goodput, percentile, throughput, wall
+from benchmarks.results import Metric, TimedAnswer, decode_rate, gaps, goodput, percentile, throughput, wall
 
 TRACE = Path("../shared/traces/azure_conv_2023.csv")
 TRACE_SOURCE = "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset"
@@ -46,7 +46,7 @@ PERSON = {
 SCHEMA = {"type": "array", "items": PERSON, "minItems": 64}
 RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "people", "schema": SCHEMA}}
 
-Run = Callable[[Client, random.Random], Coroutine[Any, Any, dict[str, float]]]
+Run = Callable[[LoadClient, random.Random], Coroutine[Any, Any, dict[str, float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ def prompt(dice: random.Random, length: int) -> list[int]:
     return [dice.randint(FIRST_ID, LAST_ID) for _ in range(length)]
 
 
-async def single(client: Client, dice: random.Random) -> dict[str, float]:
+async def single(client: LoadClient, dice: random.Random) -> dict[str, float]:
     answer = await client.send(Job(prompt(dice, 64), 128))
     return {"decode": decode_rate([answer]), "itl p99": _ms(percentile(answer.gaps, 99))}
 
 
-async def concurrent(client: Client, dice: random.Random) -> dict[str, float]:
+async def concurrent(client: LoadClient, dice: random.Random) -> dict[str, float]:
     answers = await closed_loop(client, [Job(prompt(dice, 256), 64) for _ in range(16)], 16)
     return {
         "output": throughput(answers),
@@ -79,24 +79,24 @@ async def concurrent(client: Client, dice: random.Random) -> dict[str, float]:
     }
 
 
-async def phase(client: Client, dice: random.Random) -> dict[str, float]:
+async def phase(client: LoadClient, dice: random.Random) -> dict[str, float]:
     answers = await closed_loop(client, [Job(prompt(dice, 32), 128) for _ in range(16)], 16)
     return {"decode": decode_rate(answers), "itl p99": _ms(percentile(gaps(answers), 99))}
 
 
-async def prefill(client: Client, dice: random.Random) -> dict[str, float]:
+async def prefill(client: LoadClient, dice: random.Random) -> dict[str, float]:
     answer = await client.send(Job(prompt(dice, 1024), 1))
     return {"prefill": 1024 / answer.ttft, "ttft": _ms(answer.ttft)}
 
 
-async def prefix(client: Client, dice: random.Random) -> dict[str, float]:
+async def prefix(client: LoadClient, dice: random.Random) -> dict[str, float]:
     shared = prompt(dice, 1024)
     first = await client.send(Job(shared + prompt(dice, 32), 16))
     answers = await closed_loop(client, [Job(shared + prompt(dice, 32), 16) for _ in range(16)], 16)
     return {"wall": wall(answers), "first alone": first.done - first.sent}
 
 
-async def cached(client: Client, dice: random.Random) -> dict[str, float]:
+async def cached(client: LoadClient, dice: random.Random) -> dict[str, float]:
     """Two prompts that share nothing, then three that start as the first did; each alone."""
     shared = prompt(dice, 500)
     fresh = [await client.send(Job(head + prompt(dice, 50), 1)) for head in (shared, prompt(dice, 500))]
@@ -105,7 +105,9 @@ async def cached(client: Client, dice: random.Random) -> dict[str, float]:
     return {"cold": _ms(cold), "warm": _ms(warm), "gain": cold / warm}
 
 
-async def disturbed(client: Client, dice: random.Random, length: int = 1024, every_s: float = 8) -> dict[str, float]:
+async def disturbed(
+    client: LoadClient, dice: random.Random, length: int = 1024, every_s: float = 8
+) -> dict[str, float]:
     """Waves of 4 decodes: one undisturbed, then others for as long as prompts arrive.
 
     longest gap: the longest gap of each running answer, their median; a few long ones in hundreds of gaps move no p99.
@@ -113,7 +115,7 @@ async def disturbed(client: Client, dice: random.Random, length: int = 1024, eve
     calm = await closed_loop(client, _wave(dice), 4)
     prompts = [Job(prompt(dice, length), 16, at=2 + every_s * i) for i in range(3)]
     arriving = asyncio.create_task(open_loop(client, prompts))
-    running: list[Answer] = []
+    running: list[TimedAnswer] = []
     while not arriving.done():
         running += await closed_loop(client, _wave(dice), 4)
     answers = await arriving
@@ -128,7 +130,7 @@ async def disturbed(client: Client, dice: random.Random, length: int = 1024, eve
     }
 
 
-async def arriving(client: Client, dice: random.Random) -> dict[str, float]:
+async def arriving(client: LoadClient, dice: random.Random) -> dict[str, float]:
     """POISSON_REQUESTS at random times, whether or not others are answered."""
     times = accumulate(dice.expovariate(POISSON_PER_S) for _ in range(POISSON_REQUESTS))
     jobs = [Job(prompt(dice, dice.randint(32, 384)), dice.randint(16, 96), at) for at in times]
@@ -143,7 +145,7 @@ async def arriving(client: Client, dice: random.Random) -> dict[str, float]:
     }
 
 
-async def behind(client: Client, dice: random.Random) -> dict[str, float]:
+async def behind(client: LoadClient, dice: random.Random) -> dict[str, float]:
     """4 long prompts at once; a short one comes each second while they are read."""
     long = [Job(prompt(dice, 1536), 16) for _ in range(4)]
     short = [Job(prompt(dice, 64), 16, at=0.5 + second) for second in range(6)]
@@ -157,12 +159,12 @@ async def behind(client: Client, dice: random.Random) -> dict[str, float]:
     }
 
 
-async def streams(client: Client, dice: random.Random) -> dict[str, float]:
+async def streams(client: LoadClient, dice: random.Random) -> dict[str, float]:
     answers = await closed_loop(client, [Job(prompt(dice, 32), 128) for _ in range(512)], 64)
     return {"output": throughput(answers), "itl p99": _ms(percentile(gaps(answers), 99))}
 
 
-async def structured(client: Client, dice: random.Random) -> dict[str, float]:
+async def structured(client: LoadClient, dice: random.Random) -> dict[str, float]:
     """16 answers as they come, then 16 held to a JSON schema that none of them can end."""
     rates = []
     for held_to in ({}, {"response_format": RESPONSE_FORMAT}):
@@ -173,7 +175,7 @@ async def structured(client: Client, dice: random.Random) -> dict[str, float]:
     return {"free": free, "held": held, "held/free": held / free}
 
 
-async def batching(client: Client, dice: random.Random) -> dict[str, float]:
+async def batching(client: LoadClient, dice: random.Random) -> dict[str, float]:
     """The trace at its own arrival times, at most TRACE_SLOTS running: refilled at once, or batch by batch.
 
     A static batch is padded: an answer that has ended keeps its place, and computes, until the batch's longest ends;

@@ -10,7 +10,7 @@ from threading import Event, Thread
 LOOK_S = 0.01
 
 
-class Clock:
+class RunClock:
     """`ran_s`: of the time since it was made, what the machine let this process have."""
 
     def __init__(self) -> None:
@@ -28,8 +28,8 @@ class Clock:
 
 
 @contextmanager
-def running_time() -> Iterator[Clock]:
-    clock, over = Clock(), Event()
+def running_time() -> Iterator[RunClock]:
+    clock, over = RunClock(), Event()
 
     def watch() -> None:
         while not over.wait(LOOK_S):

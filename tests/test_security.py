@@ -30,7 +30,7 @@ SECRET = ClusterSecret(b"only this cluster knows")
 OTHER = ClusterSecret(b"another cluster's secret")
 
 
-class Echo(worker_pb2_grpc.WorkerServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
+class EchoService(worker_pb2_grpc.WorkerServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
     async def ProbeLink(self, request: prefill_pb2.ProbeLinkRequest, context: Any) -> prefill_pb2.ProbeLinkResponse:
         return prefill_pb2.ProbeLinkResponse()
 
@@ -43,8 +43,12 @@ async def serve() -> AsyncIterator[Callable[[Security], Awaitable[str]]]:
     servers = []
 
     async def start(security: Security) -> str:
-        work = rpc.Servicer("tandem.v1.WorkerService", Echo(), worker_pb2_grpc.add_WorkerServiceServicer_to_server)
-        probe = rpc.Servicer("tandem.v1.PrefillService", Echo(), prefill_pb2_grpc.add_PrefillServiceServicer_to_server)
+        work = rpc.Servicer(
+            "tandem.v1.WorkerService", EchoService(), worker_pb2_grpc.add_WorkerServiceServicer_to_server
+        )
+        probe = rpc.Servicer(
+            "tandem.v1.PrefillService", EchoService(), prefill_pb2_grpc.add_PrefillServiceServicer_to_server
+        )
         servers.append(await rpc.serve([work, probe], "127.0.0.1", 0, security=security))
         return f"127.0.0.1:{servers[-1].port}"
 
@@ -104,8 +108,8 @@ async def overheard() -> AsyncIterator[tuple[str, Overhears]]:
     """The address of an eavesdropper that has registered as a worker."""
     overhears = Overhears()
     server = aio.server(interceptors=[overhears])
-    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Echo(), server)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Echo(), server)
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(EchoService(), server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(EchoService(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}", overhears

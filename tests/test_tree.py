@@ -272,7 +272,7 @@ def by_file(found: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
 
 def test_no_two_classes_have_one_name() -> None:
     homes: dict[str, list[str]] = {}
-    for name, node in definitions():
+    for name, node in definitions(TOPS):
         if isinstance(node, ast.ClassDef):
             homes.setdefault(node.name, []).append(name)
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}

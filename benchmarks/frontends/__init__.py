@@ -4,8 +4,8 @@ clients ── HTTP ──> the front, a process of its own ──> backend
    └───────────────── one process, one clock ──────────────┘
 """
 
-from benchmarks.frontends.clients import Load
-from benchmarks.frontends.fronts import FRONTS, Front, Running
-from benchmarks.frontends.pace import Pace
+from benchmarks.frontends.clients import StreamLoad
+from benchmarks.frontends.fronts import FRONTS, Front, RunningFront
+from benchmarks.frontends.pace import BackendPace
 
-__all__ = ["FRONTS", "Front", "Load", "Pace", "Running"]
+__all__ = ["FRONTS", "BackendPace", "Front", "RunningFront", "StreamLoad"]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
-from benchmarks.frontends.pace import Pace
+from benchmarks.frontends.pace import BackendPace
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 HEALTHY = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"status":"ok"}'
@@ -27,7 +27,7 @@ LAST = _event("z", "length") + DONE
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: BackendPace) -> None:
         self._pace = pace
         self._read = b""
         self._num_tokens = 0
@@ -61,7 +61,7 @@ class _Connection(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def byte_server(pace: Pace) -> AsyncIterator[int]:
+async def byte_server(pace: BackendPace) -> AsyncIterator[int]:
     """Serving; yields its port."""
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(pace), "127.0.0.1", 0, backlog=4096)
     stepping = asyncio.create_task(pace.run())

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from benchmarks.frontends.pace import Pace
+from benchmarks.frontends.pace import BackendPace
 from benchmarks.load import PeerError, events
 from benchmarks.results import percentile
 
@@ -36,10 +36,10 @@ class Stamped:
                     yield at, choice["text"]
 
 
-class Connection(asyncio.Protocol):
+class KeptConnection(asyncio.Protocol):
     """One answer after the other."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: BackendPace) -> None:
         self._pace = pace
         self._pieces: list[tuple[float, bytes]] = []
         self._tail = b""
@@ -93,7 +93,7 @@ class Measured:
     def tokens_an_event(self) -> float:
         return self.num_tokens() / sum(1 for answer in self.answers for _ in answer.texts())
 
-    def delays_ms(self, pace: Pace) -> list[float]:
+    def delays_ms(self, pace: BackendPace) -> list[float]:
         """The delay of each token but an answer's first, from when its backend wrote it."""
         found = []
         for answer in self.answers:
@@ -104,10 +104,10 @@ class Measured:
         return [1000 * delay for delay in found]
 
 
-class Load:
+class StreamLoad:
     """`count` requests of `tokens` tokens, `at_once` at any time, through the server at host:port."""
 
-    def __init__(self, port: int, model: str, pace: Pace) -> None:
+    def __init__(self, port: int, model: str, pace: BackendPace) -> None:
         self._port, self._model, self._pace = port, model, pace
         self._dice = random.Random(1)
 
@@ -120,13 +120,13 @@ class Load:
         self._pace.reset()
         loop = asyncio.get_running_loop()
         connections = [
-            (await loop.create_connection(lambda: Connection(self._pace), "127.0.0.1", self._port))[1]
+            (await loop.create_connection(lambda: KeptConnection(self._pace), "127.0.0.1", self._port))[1]
             for _ in range(at_once)
         ]
         waiting = iter([(seed, self._request(seed, tokens)) for seed in self._pace.seeds(count)])
         answers: list[Stamped] = []
 
-        async def client(connection: Connection) -> None:
+        async def client(connection: KeptConnection) -> None:
             for seed, request in waiting:
                 sent = time.perf_counter()
                 answers.append(Stamped(seed, sent, await connection.ask(request)))

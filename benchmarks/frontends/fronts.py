@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks import environments
-from benchmarks.environments import Unavailable
+from benchmarks.environments import PeerUnavailable
 from benchmarks.frontends.byte_server import byte_server
-from benchmarks.frontends.clients import Load
+from benchmarks.frontends.clients import StreamLoad
 from benchmarks.frontends.null_worker import null_worker
-from benchmarks.frontends.pace import Pace
+from benchmarks.frontends.pace import BackendPace
 from benchmarks.load import PeerError
 from benchmarks.models import OUT
 from benchmarks.peers import started
@@ -34,10 +34,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningFront:
     """A front that answers. `process` is all that it runs in, without its backend."""
 
-    load: Load
+    load: StreamLoad
     process: psutil.Process
 
 
@@ -46,10 +46,10 @@ class Front:
     title: str
     does: str
     stamps: bool  # its backend's clock is the clients'
-    begin: Callable[[AsyncExitStack, Path, Pace, int], AbstractAsyncContextManager[subprocess.Popen[bytes]]]
+    begin: Callable[[AsyncExitStack, Path, BackendPace, int], AbstractAsyncContextManager[subprocess.Popen[bytes]]]
 
     @asynccontextmanager
-    async def running(self, model: Path, pace: Pace) -> AsyncIterator[Running]:
+    async def running(self, model: Path, pace: BackendPace) -> AsyncIterator[RunningFront]:
         """
         Raises:
             Unavailable
@@ -57,12 +57,12 @@ class Front:
         port = free_ports(1)[0]
         async with AsyncExitStack() as stack:
             process = await stack.enter_async_context(self.begin(stack, model, pace, port))
-            load = Load(port, model.name, pace)
+            load = StreamLoad(port, model.name, pace)
             await _ready(load, process)
-            yield Running(load, psutil.Process(process.pid))
+            yield RunningFront(load, psutil.Process(process.pid))
 
 
-async def _ready(load: Load, process: subprocess.Popen[bytes]) -> None:
+async def _ready(load: StreamLoad, process: subprocess.Popen[bytes]) -> None:
     error: Exception | None = None
     try:
         async with asyncio.timeout(READY_BOUND_S):
@@ -75,11 +75,13 @@ async def _ready(load: Load, process: subprocess.Popen[bytes]) -> None:
                 await asyncio.sleep(0.3)
     except TimeoutError:
         pass
-    raise Unavailable(f"not ready; its last answer: {error!r}; logs are in {OUT / 'logs'}")
+    raise PeerUnavailable(f"not ready; its last answer: {error!r}; logs are in {OUT / 'logs'}")
 
 
 @asynccontextmanager
-async def _tandem(stack: AsyncExitStack, model: Path, pace: Pace, port: int) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def _tandem(
+    stack: AsyncExitStack, model: Path, pace: BackendPace, port: int
+) -> AsyncIterator[subprocess.Popen[bytes]]:
     redis = stack.enter_context(RedisServer.start())
     await stack.enter_async_context(null_worker(redis.url, model.name, _letters(model), pace))
     command = [
@@ -90,7 +92,9 @@ async def _tandem(stack: AsyncExitStack, model: Path, pace: Pace, port: int) -> 
 
 
 @asynccontextmanager
-async def _router(stack: AsyncExitStack, model: Path, pace: Pace, port: int) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def _router(
+    stack: AsyncExitStack, model: Path, pace: BackendPace, port: int
+) -> AsyncIterator[subprocess.Popen[bytes]]:
     python = await asyncio.to_thread(environments.sglang_router)
     backend = await stack.enter_async_context(byte_server(pace))
     command = [
@@ -102,7 +106,9 @@ async def _router(stack: AsyncExitStack, model: Path, pace: Pace, port: int) -> 
 
 
 @asynccontextmanager
-async def _dynamo(stack: AsyncExitStack, model: Path, pace: Pace, port: int) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def _dynamo(
+    stack: AsyncExitStack, model: Path, pace: BackendPace, port: int
+) -> AsyncIterator[subprocess.Popen[bytes]]:
     python = await asyncio.to_thread(environments.dynamo)
     shutil.rmtree(OUT / "dynamo", ignore_errors=True)
     where = {"DYN_FILE_KV": str(OUT / "dynamo"), "DYN_SYSTEM_PORT": "-1", "HF_HUB_OFFLINE": "1"}

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
-from benchmarks.frontends.pace import Pace
+from benchmarks.frontends.pace import BackendPace
 from tandem import rpc
 from tandem.engine import FinishReason, SampledToken, SequenceOutput
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
@@ -35,7 +35,7 @@ class _Sequence:
 
 
 class _Sequences:
-    def __init__(self, incarnation: str, letters: list[int], pace: Pace) -> None:
+    def __init__(self, incarnation: str, letters: list[int], pace: BackendPace) -> None:
         self.letters = letters
         self.streams = Streams(incarnation, lambda stream_id: None)
         self.live: dict[str, _Sequence] = {}
@@ -53,7 +53,7 @@ class _Sequences:
 
 
 @asynccontextmanager
-async def null_worker(redis_url: str, model: str, letters: list[int], pace: Pace) -> AsyncIterator[None]:
+async def null_worker(redis_url: str, model: str, letters: list[int], pace: BackendPace) -> AsyncIterator[None]:
     """Registered and serving. `letters`: the token ids it writes, in turn."""
     incarnation = uuid4().hex
     sequences = _Sequences(incarnation, letters, pace)

@@ -18,14 +18,14 @@ MAX_WAIT_S = 0.1
 SEEDS = 1_000_000  # for each length of a step, in milliseconds
 
 
-class Answer(Protocol):
+class PacedAnswer(Protocol):
     """One that a backend writes."""
 
     def write(self, index: int) -> None:
         """Token number `index`."""
 
 
-class Pace:
+class BackendPace:
     """`written`: for each answer, by its seed, when each of its tokens left the backend."""
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class Pace:
         self.written: defaultdict[int, list[float]] = defaultdict(list)
         self._num_received = 0
         self._num_written = 0
-        self._live: dict[Answer, tuple[int, int]] = {}
+        self._live: dict[PacedAnswer, tuple[int, int]] = {}
         self._arrived = asyncio.Event()
 
-    def begin(self, answer: Answer, seed: int, num_tokens: int) -> None:
+    def begin(self, answer: PacedAnswer, seed: int, num_tokens: int) -> None:
         self._live[answer] = seed, num_tokens
         self._write(answer, seed, num_tokens)
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: PacedAnswer) -> None:
         self._live.pop(answer, None)
 
     def received(self, data: bytes) -> None:
@@ -77,7 +77,7 @@ class Pace:
             except TimeoutError:  # a token that came in two parts was not counted
                 self._num_received = self._num_written
 
-    def _write(self, answer: Answer, seed: int, num_tokens: int) -> None:
+    def _write(self, answer: PacedAnswer, seed: int, num_tokens: int) -> None:
         stamps = self.written[seed]
         stamps.append(time.perf_counter())
         self._num_written += 1

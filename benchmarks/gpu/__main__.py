@@ -18,21 +18,21 @@ import torch
 
 from benchmarks.bandwidth import ORDERS, bandwidth
 from benchmarks.gpu.engine import copy_seconds, engine_rows
-from benchmarks.gpu.rows import FULL, Row, Scale, report
+from benchmarks.gpu.rows import FULL, ReportRow, Scale, report
 from benchmarks.gpu.serving import serving_rows
 from benchmarks.models import OUT, made
 
-Part = Callable[[Scale, Path], list[Row]]
+Part = Callable[[Scale, Path], list[ReportRow]]
 
 
-def transfer_rows(scale: Scale, model: Path) -> list[Row]:
+def transfer_rows(scale: Scale, model: Path) -> list[ReportRow]:
     size = scale.copy_mib << 20
     found = bandwidth(
         scale.shape, scale.transport, ORDERS[0], num_bytes=size, push_tokens=512, layer_blocks=32,
         rounds=scale.rounds, device=scale.device,
     )  # fmt: skip
     copy = size / 1e9 / copy_seconds(scale.device, size, scale.rounds)
-    return [Row(f"KV by {scale.transport}", "GB/s", found.gb_s, "a copy within the device", copy, wanted=0.7)]
+    return [ReportRow(f"KV by {scale.transport}", "GB/s", found.gb_s, "a copy within the device", copy, wanted=0.7)]
 
 
 PARTS: dict[str, Part] = {"engine": engine_rows, "transfer": transfer_rows, "serving": serving_rows}
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(scale: Scale, model: Path, parts: list[str], out: Path) -> None:
-    rows, failed = list[Row](), dict[str, str]()
+    rows, failed = list[ReportRow](), dict[str, str]()
     for name in parts:
         try:
             rows += (measured := PARTS[name](scale, model))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.rows import Row, Scale
+from benchmarks.gpu.rows import ReportRow, Scale
 from benchmarks.workloads import prompt
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 
 WARM_STEPS = 3
 
 
-def engine_rows(scale: Scale, model: Path) -> list[Row]:
+def engine_rows(scale: Scale, model: Path) -> list[ReportRow]:
     config = EngineConfig(
         model_path=model, model_name=model.name, device=scale.device, dtype=scale.dtype,
         kv_budget_bytes=scale.kv_mib << 20, max_num_batched_tokens=scale.prompt, cuda_graphs=scale.device != "cpu",
@@ -28,7 +28,7 @@ def engine_rows(scale: Scale, model: Path) -> list[Row]:
     return [*decodes, prefill(engine, scale)]
 
 
-def decode(engine: Engine, scale: Scale, batch: int, memory_gb_s: float) -> Row:
+def decode(engine: Engine, scale: Scale, batch: int, memory_gb_s: float) -> ReportRow:
     """Each step reads all weights, and each sequence's KV."""
     begin(engine, batch, scale.context, 4 * scale.steps)
     while engine.stats().queued_tokens:
@@ -42,17 +42,17 @@ def decode(engine: Engine, scale: Scale, batch: int, memory_gb_s: float) -> Row:
     tokens = batch * (scale.context + scale.steps / 2)
     bytes_read = width(scale) * (scale.shape.parameters + tokens * kv)
     rate, floor = batch * scale.steps / seconds, batch * memory_gb_s * 1e9 / bytes_read
-    return Row(f"decode, batch {batch}", "tok/s", rate, "memory read alone", floor, wanted=0.8)
+    return ReportRow(f"decode, batch {batch}", "tok/s", rate, "memory read alone", floor, wanted=0.8)
 
 
-def prefill(engine: Engine, scale: Scale) -> Row:
+def prefill(engine: Engine, scale: Scale) -> ReportRow:
     rates = []
     for _ in range(scale.rounds + 1):
         begin(engine, 1, scale.prompt, 1)
         rates.append(flops(scale) / seconds_of(scale.device, engine.step) / 1e12)
         finish(engine)
     name = f"prefill of {scale.prompt:,} tokens"
-    return Row(name, "TFLOP/s", max(rates[1:]), "GEMM", gemm_tflop_s(scale), wanted=0.6)
+    return ReportRow(name, "TFLOP/s", max(rates[1:]), "GEMM", gemm_tflop_s(scale), wanted=0.6)
 
 
 def flops(scale: Scale) -> float:

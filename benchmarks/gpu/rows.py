@@ -42,7 +42,7 @@ FULL = Scale(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     name: str
     unit: str
     value: float
@@ -67,7 +67,7 @@ class Row:
         return f"{said}; ratio {self.ratio:.2f}{goal}{'' if self.met is not False else ', MISSED'}"
 
 
-def report(scale: Scale, rows: Sequence[Row], failed: dict[str, str]) -> dict[str, Any]:
+def report(scale: Scale, rows: Sequence[ReportRow], failed: dict[str, str]) -> dict[str, Any]:
     """As it is written: what was measured where, when and with what; `failed` says what could not be, and why."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

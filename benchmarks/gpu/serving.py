@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from benchmarks.gpu.rows import Row, Scale
-from benchmarks.load import Client, Job
+from benchmarks.gpu.rows import ReportRow, Scale
+from benchmarks.load import Job, LoadClient
 from benchmarks.models import OUT
-from benchmarks.peers import Peer
+from benchmarks.peers import MeasuredPeer
 from benchmarks.results import percentile
 from benchmarks.workloads import disturbed, prompt
 from tandem.local import free_ports
@@ -21,15 +21,15 @@ from tandem.local import free_ports
 NAMES = {"aggregated": ("decode",), "split": ("prefill", "decode")}
 
 
-def serving_rows(scale: Scale, model: Path) -> list[Row]:
+def serving_rows(scale: Scale, model: Path) -> list[ReportRow]:
     split, alone = (_measured(scale, model, name) for name in ("split", "aggregated"))
     rows = [
-        Row(name, "ms", split[name], "aggregated", alone[name], wanted=1.1, better="lower")
+        ReportRow(name, "ms", split[name], "aggregated", alone[name], wanted=1.1, better="lower")
         for name in split
         if name.startswith("TTFT")
     ]
     gap = "ITL p99 beside prompts"
-    return [*rows, Row(gap, "ms", split[gap], "aggregated", alone[gap], better="lower")]
+    return [*rows, ReportRow(gap, "ms", split[gap], "aggregated", alone[gap], better="lower")]
 
 
 def _measured(scale: Scale, model: Path, name: str) -> dict[str, float]:
@@ -39,11 +39,11 @@ def _measured(scale: Scale, model: Path, name: str) -> dict[str, float]:
         file.write_text(yaml.safe_dump(cluster(scale, folder, name, port)))
         return [sys.executable, "-m", "tandem", "up", f"--file={file}", f"--logs={OUT / 'logs' / name}"]
 
-    with Peer(f"gpu-{name}", name, command).running(model) as client:
+    with MeasuredPeer(f"gpu-{name}", name, command).running(model) as client:
         return asyncio.run(_figures(client, scale))
 
 
-async def _figures(client: Client, scale: Scale) -> dict[str, float]:
+async def _figures(client: LoadClient, scale: Scale) -> dict[str, float]:
     dice, found = random.Random(5), dict[str, float]()
     for length in scale.prompts:
         answers = [await client.send(Job(prompt(dice, length), 1)) for _ in range(scale.rounds)]

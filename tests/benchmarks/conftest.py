@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load import Client
+from benchmarks.load import LoadClient
 from benchmarks.models import Shape, made
 from benchmarks.peers import known
 
@@ -18,6 +18,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", params=["tandem", "transformers"])
-def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Client]:
+def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LoadClient]:
     with known()[request.param].running(tiny_model) as client:
         yield client

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.auto import ITL_S, MOST_PER_S, TTFT_S, figures, kinds, middle, mixed
-from benchmarks.fleet import Fleet
+from benchmarks.fleet import NullFleet
 from benchmarks.grpc_load import Replayed
-from benchmarks.mooncake import BLOCK, Request
-from benchmarks.results import Answer, Arrival, earlier
+from benchmarks.mooncake import BLOCK, TraceRequest
+from benchmarks.results import Arrival, TimedAnswer, earlier
 from benchmarks.simulated import simulate
 
 
-def conversation(second: int, blocks: int) -> Request:
+def conversation(second: int, blocks: int) -> TraceRequest:
     """All begin with the same block."""
     names = (0, *(1000 * second + i for i in range(blocks - 1)))
-    return Request(0.0, BLOCK * blocks, 1, names)
+    return TraceRequest(0.0, BLOCK * blocks, 1, names)
 
 
 TRACE = [conversation(1, 3), conversation(2, 20), conversation(3, 5), conversation(3, 9), conversation(4, 1)]
@@ -41,7 +41,7 @@ def test_a_request_is_good_when_every_token_was_in_time_and_bad_when_there_was_n
     request = TRACE[0]
 
     def replayed(*times: float) -> Replayed:
-        return Replayed(request, Answer(0.0, tuple(Arrival(at, 1) for at in times), 48), remote=True)
+        return Replayed(request, TimedAnswer(0.0, tuple(Arrival(at, 1) for at in times), 48), remote=True)
 
     good = replayed(TTFT_S, TTFT_S + ITL_S / 2)
     late, slow = replayed(TTFT_S * 1.1), replayed(0.1, 0.1 + 2 * ITL_S)
@@ -74,8 +74,8 @@ def test_up_to_128_tokens_is_short(blocks: int) -> None:
 
 @pytest.mark.parametrize(("policy", "remote"), [("tandem", True), ("local", False)])
 def test_a_simulated_fleet_answers_alike_each_time(policy: str, remote: bool) -> None:
-    fleet = Fleet(1, 1, gateways=((policy, "prefer"),))
-    requests = [Request(0.05 * i, 3 * BLOCK, 5, (i, i + 100, i + 200)) for i in range(20)]
+    fleet = NullFleet(1, 1, gateways=((policy, "prefer"),))
+    requests = [TraceRequest(0.05 * i, 3 * BLOCK, 5, (i, i + 100, i + 200)) for i in range(20)]
     one, other = simulate(fleet, [], requests), simulate(fleet, [], requests)
     assert one == other
     assert [(replayed.error, replayed.remote) for replayed in one] == [("", remote)] * len(requests)

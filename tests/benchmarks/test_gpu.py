@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import PARTS, measure
-from benchmarks.gpu.rows import FULL, Row, Scale
+from benchmarks.gpu.rows import FULL, ReportRow, Scale
 from benchmarks.gpu.serving import NAMES, cluster
 from benchmarks.models import Shape, made
 from services.gateway.settings import GatewaySettings
@@ -52,10 +52,10 @@ def test_the_clusters_are_ones_that_up_takes(name: str) -> None:
 
 
 def test_a_ratio_is_missed_on_its_own_side() -> None:
-    assert Row("", "", 7.0, "", 10.0, wanted=0.8).met is False
-    assert Row("", "", 8.0, "", 10.0, wanted=0.8).met is True
-    assert Row("", "", 12.0, "", 10.0, wanted=1.1, better="lower").met is False
-    assert Row("", "", 12.0, "", 10.0, better="lower").met is None
+    assert ReportRow("", "", 7.0, "", 10.0, wanted=0.8).met is False
+    assert ReportRow("", "", 8.0, "", 10.0, wanted=0.8).met is True
+    assert ReportRow("", "", 12.0, "", 10.0, wanted=1.1, better="lower").met is False
+    assert ReportRow("", "", 12.0, "", 10.0, better="lower").met is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.load import Client, Job, PeerError, closed_loop, in_batches, open_loop, poisson, read_answer
-from benchmarks.results import Answer
+from benchmarks.load import Job, LoadClient, PeerError, closed_loop, in_batches, open_loop, poisson, read_answer
+from benchmarks.results import TimedAnswer
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 4}}
@@ -73,18 +73,18 @@ def test_poisson_arrivals_come_at_their_rate_and_irregularly() -> None:
     assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.1)
 
 
-async def test_a_real_server_answers_as_many_tokens_as_asked(server: Client) -> None:
+async def test_a_real_server_answers_as_many_tokens_as_asked(server: LoadClient) -> None:
     answers = await closed_loop(server, [Job(range(300, 310 + i), 3 + i) for i in range(5)], concurrency=3)
     assert [(round(a.tokens), a.prompt_tokens) for a in answers] == [(3 + i, 10 + i) for i in range(5)]
     assert all(answer.ttft > 0 and min(answer.gaps, default=0.0) >= 0 for answer in answers)
 
 
-async def test_a_real_servers_complaint_is_passed_on(server: Client) -> None:
+async def test_a_real_servers_complaint_is_passed_on(server: LoadClient) -> None:
     with pytest.raises((PeerError, OSError)):
-        await Client(server.url, "no-such-model").send(Job([], 4))
+        await LoadClient(server.url, "no-such-model").send(Job([], 4))
 
 
-async def test_open_loop_waits_for_arrivals_and_not_for_answers(server: Client) -> None:
+async def test_open_loop_waits_for_arrivals_and_not_for_answers(server: LoadClient) -> None:
     jobs = [Job(range(300, 310), 40, at=at) for at in (0.0, 0.0, 0.3)]
     began = time.perf_counter()
     first, second, late = await open_loop(server, jobs)
@@ -92,10 +92,10 @@ async def test_open_loop_waits_for_arrivals_and_not_for_answers(server: Client) 
     assert second.sent < first.done
 
 
-async def test_a_static_batch_waits_for_the_one_before(server: Client) -> None:
+async def test_a_static_batch_waits_for_the_one_before(server: LoadClient) -> None:
     answers = await in_batches(server, [Job(range(300, 310), 2 + 6 * (i % 2)) for i in range(4)], size=2)
     assert min(sent(answers[2:])) >= max(answer.done for answer in answers[:2])
 
 
-def sent(answers: list[Answer]) -> list[float]:
+def sent(answers: list[TimedAnswer]) -> list[float]:
     return [answer.sent for answer in answers]

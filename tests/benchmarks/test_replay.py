@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fleet import MODEL, Fleet, running, tokens_read
+from benchmarks.fleet import MODEL, NullFleet, running, tokens_read
 from benchmarks.grpc_load import replay
-from benchmarks.mooncake import BLOCK, Request, read_trace
+from benchmarks.mooncake import BLOCK, TraceRequest, read_trace
 from benchmarks.perfect import SimulatedWorker, hit_rate, perfect_hit_rate, pooled_hit_rate
 from benchmarks.replay import figures
 
@@ -26,8 +26,8 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def request(at: float, *blocks: int) -> Request:
-    return Request(at, BLOCK * len(blocks), 1, blocks)
+def request(at: float, *blocks: int) -> TraceRequest:
+    return TraceRequest(at, BLOCK * len(blocks), 1, blocks)
 
 
 def test_scaling_keeps_which_prompts_begin_alike(trace: Path) -> None:
@@ -68,7 +68,7 @@ def test_backlog_sends_a_request_elsewhere_when_it_weighs_more_than_the_hit() ->
 
 async def test_a_fleet_answers_a_trace(trace: Path) -> None:
     requests = read_trace(10, trace)
-    fleet = Fleet(prefill=2, decode=1, gateways=(("round-robin", "require"),), prefill_blocks=64, decode_blocks=64)
+    fleet = NullFleet(prefill=2, decode=1, gateways=(("round-robin", "require"),), prefill_blocks=64, decode_blocks=64)
     async with running(fleet) as gateways:
         replayed = await replay(requests, [gateway.grpc for gateway in gateways], MODEL)
     found = figures(replayed, tokens_read("prefill"))

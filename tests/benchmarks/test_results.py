@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.results import Answer, Arrival, Figure, Metric, decode_rate, goodput, percentile, throughput, wall
+from benchmarks.results import Arrival, Figure, Metric, TimedAnswer, decode_rate, goodput, percentile, throughput, wall
 
 pytestmark = pytest.mark.fast
 
 
-def answer(sent: float, *times: float, tokens: float = 1) -> Answer:
-    return Answer(sent, tuple(Arrival(at, tokens) for at in times), prompt_tokens=4)
+def answer(sent: float, *times: float, tokens: float = 1) -> TimedAnswer:
+    return TimedAnswer(sent, tuple(Arrival(at, tokens) for at in times), prompt_tokens=4)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.01, 100))

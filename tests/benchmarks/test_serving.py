@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chart import draw
-from benchmarks.environments import Unavailable
+from benchmarks.environments import PeerUnavailable
 from benchmarks.floors import Floors
-from benchmarks.load import Client, Job, closed_loop
+from benchmarks.load import Job, LoadClient, closed_loop
 from benchmarks.peers import by_url, known, started
 from benchmarks.results import Figure, Metric, throughput
 from benchmarks.serving import Report, measure, table
@@ -23,7 +23,7 @@ FLOORS = Floors(2, 20.0, 30.0, 200.0, 400.0)
 SPEED = Metric("output", "tok/s")
 
 
-async def two_streams(client: Client, dice: random.Random) -> dict[str, float]:
+async def two_streams(client: LoadClient, dice: random.Random) -> dict[str, float]:
     jobs = [Job([dice.randint(300, 500) for _ in range(20)], 8) for _ in range(2)]
     return {"output": throughput(await closed_loop(client, jobs, 2))}
 
@@ -37,10 +37,10 @@ def reported(**figures: Figure) -> Report:
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_a_round_is_measured_on_a_real_server_behind_one_that_does_not_count(server: Client, warm: bool) -> None:
+def test_a_round_is_measured_on_a_real_server_behind_one_that_does_not_count(server: LoadClient, warm: bool) -> None:
     seen: list[float] = []
 
-    async def told(client: Client, dice: random.Random) -> dict[str, float]:
+    async def told(client: LoadClient, dice: random.Random) -> dict[str, float]:
         seen.append((await two_streams(client, dice))["output"])
         return {"output": seen[-1]}
 
@@ -84,7 +84,10 @@ def test_the_chart_draws_what_was_written(tmp_path: Path) -> None:
 
 def test_a_url_without_a_server_is_no_peer_and_says_so(tmp_path: Path) -> None:
     port = free_ports(1)[0]
-    with pytest.raises(Unavailable, match="nothing answers"), by_url(f"x=http://127.0.0.1:{port}").running(tmp_path):
+    with (
+        pytest.raises(PeerUnavailable, match="nothing answers"),
+        by_url(f"x=http://127.0.0.1:{port}").running(tmp_path),
+    ):
         pass
 
 

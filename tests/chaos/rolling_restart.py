@@ -56,7 +56,7 @@ redis: {{port: {redis}}}
 """
 
 
-class Fleet:
+class RestartedFleet:
     def __init__(self, process: subprocess.Popen[bytes], http: int, grpc_port: int) -> None:
         self.http, self.grpc = (http, http + 1), (grpc_port, grpc_port + 1)
         self._process = process
@@ -83,7 +83,7 @@ def consecutive_ports() -> tuple[int, int, int]:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[RestartedFleet]:
     folder, (http, grpc_port, redis) = tmp_path_factory.mktemp("rolling"), consecutive_ports()
     file = folder / "cluster.yaml"
     file.write_text(CLUSTER.format(model=demo_model, http=http, grpc=grpc_port, redis=redis, sequences=SEQUENCES))
@@ -91,7 +91,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterato
     with (folder / "up.log").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            fleet = Fleet(process, http, grpc_port)
+            fleet = RestartedFleet(process, http, grpc_port)
             eventually(fleet.whole, START_BOUND_S, "both gateways see every pair")
             yield fleet
         finally:
@@ -99,7 +99,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterato
             process.wait(STOP_BOUND_S)
 
 
-class Load:
+class RestartLoad:
     """Requests of nine kinds, each always the same. Whatever is no whole answer stands in `failed`."""
 
     def __init__(self, client: openai.AsyncOpenAI, channel: grpc.aio.Channel) -> None:
@@ -182,26 +182,26 @@ class Load:
 
 
 @asynccontextmanager
-async def load(fleet: Fleet) -> AsyncIterator[Load]:
+async def load(fleet: RestartedFleet) -> AsyncIterator[RestartLoad]:
     async with AsyncExitStack() as stack:
         http, grpc_port = [await stack.enter_async_context(balanced(ports)) for ports in (fleet.http, fleet.grpc)]
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{http}/v1", api_key="none", max_retries=4, timeout=60)
         await stack.enter_async_context(client)
         options = [("grpc.service_config", RETRY), ("grpc.enable_retries", 1)]
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}", options=options)
-        load = Load(client, await stack.enter_async_context(channel))
+        load = RestartLoad(client, await stack.enter_async_context(channel))
         stack.push_async_callback(load.cancel)
         yield load
 
 
-async def answered(load: Load, more: int) -> None:
+async def answered(load: RestartLoad, more: int) -> None:
     wanted = load.answered + more
     async with asyncio.timeout(60):
         while load.answered < wanted and not load.failed:
             await asyncio.sleep(0.02)
 
 
-async def restarted(fleet: Fleet, service: str) -> None:
+async def restarted(fleet: RestartedFleet, service: str) -> None:
     """The one of them that has run for longest ends, and another is whole in its place."""
     pid = fleet.pids(service)[0]
     os.kill(pid, signal.SIGTERM)
@@ -211,7 +211,7 @@ async def restarted(fleet: Fleet, service: str) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_every_process_is_restarted_beneath_load(fleet: Fleet) -> None:
+async def test_every_process_is_restarted_beneath_load(fleet: RestartedFleet) -> None:
     async with load(fleet) as clients:
         capacity = await clients.capacity(10)
         await clients.end()

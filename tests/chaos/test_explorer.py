@@ -18,7 +18,7 @@ from tests.chaos.explorer.shrink import parse, shrink
 from tests.chaos.explorer.timeline import draw
 from tests.chaos.explorer.waits import RARE, WAITS
 from tests.chaos.test_planted import PLANTED
-from tests.simulation.redis import Store
+from tests.simulation.redis import RedisStore
 
 # `make check` runs them all, `make chaos` as many as wanted.
 NUM_SCHEDULES, NUM_AT_ONCE, JOBS = 2000, 200, 2
@@ -42,7 +42,7 @@ def test_no_schedule_breaks_the_contract(demo_model: Path) -> None:
     assert WAITS.keys() - RARE <= set(report.waits)
 
 
-def test_a_seed_is_a_run(store: Store, demo_model: Path) -> None:
+def test_a_seed_is_a_run(store: RedisStore, demo_model: Path) -> None:
     """Also over another redis-server, in a process whose sets are in another order; but not what is logged."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         elsewhere = pool.submit(_runs_elsewhere, demo_model)
@@ -52,11 +52,11 @@ def test_a_seed_is_a_run(store: Store, demo_model: Path) -> None:
 
 
 def _runs_elsewhere(model: Path) -> list[list[str]]:
-    with RedisServer.start() as server, Store(server.port) as store:
+    with RedisServer.start() as server, RedisStore(server.port) as store:
         return _runs(store, model)
 
 
-def _runs(store: Store, model: Path) -> list[list[str]]:
+def _runs(store: RedisStore, model: Path) -> list[list[str]]:
     explorer = Explorer(store, model)
     return [[_text(event) for event in explorer.run(schedule_of(seed)).events if event[1] != "log"]
             for seed in (0, 11, 17)]  # fmt: skip
@@ -67,7 +67,7 @@ def _text(event: tuple[Any, ...]) -> str:
 
 
 def test_a_failing_schedule_is_shrunk_and_drawn(
-    store: Store, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+    store: RedisStore, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explorer = Explorer(store, demo_model)
     bug = PLANTED["commit_without_all_frames"]

@@ -19,8 +19,17 @@ from services.gateway.settings import Disaggregation
 from tandem.v1 import llm_pb2
 from tests.chaos.explorer.run import SETTLE_S
 from tests.simulation.baseline import leftovers, registry_leftovers, sizes
-from tests.simulation.cluster import DRAIN_S, MODEL, Cluster, ClusterSettings, Prompt, Reference, Reply, Shape
-from tests.simulation.redis import Store
+from tests.simulation.cluster import (
+    DRAIN_S,
+    MODEL,
+    ClusterShape,
+    Prompt,
+    Reference,
+    Reply,
+    SimulatedCluster,
+    SimulationSettings,
+)
+from tests.simulation.redis import RedisStore
 from tests.simulation.world import World
 
 LIMIT_S, READY_WITHIN_S = 900.0, 1.0
@@ -41,7 +50,7 @@ IDLE_S, BURST = 600.0, 32
 class Clients:
     """They all ask g0, each something that nobody else asks."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self.asked: list[tuple[Prompt, Reply]] = []
         self._cluster = cluster
         self._random = Random(0)
@@ -67,22 +76,24 @@ class Clients:
         await asyncio.gather(*answers)
 
 
-Play = Callable[[Cluster, Clients], Coroutine[Any, Any, None]]
+Play = Callable[[SimulatedCluster, Clients], Coroutine[Any, Any, None]]
 
 
 class Theatre:
     """Plays, each on a cluster of its own, over one store."""
 
-    def __init__(self, store: Store, model_path: Path) -> None:
+    def __init__(self, store: RedisStore, model_path: Path) -> None:
         self._store, self._model_path = store, model_path
         self._model = ServedModel.load(model_path, MODEL, 0)
-        self._tokens = Reference(ClusterSettings(model_path, Shape(num_blocks=256)).worker("d0").engine_config()).tokens
+        self._tokens = Reference(
+            SimulationSettings(model_path, ClusterShape(num_blocks=256)).worker("d0").engine_config()
+        ).tokens
 
-    def run(self, shape: Shape, play: Play, *, started: bool = True) -> list[Reply]:
+    def run(self, shape: ClusterShape, play: Play, *, started: bool = True) -> list[Reply]:
         """The replies, in the order of asking: all are right, and nothing is held behind them."""
         with World(0) as world:
-            settings = ClusterSettings(self._model_path, shape)
-            cluster = Cluster(world, self._store, self._model, settings, started=started)
+            settings = SimulationSettings(self._model_path, shape)
+            cluster = SimulatedCluster(world, self._store, self._model, settings, started=started)
             clients = Clients(cluster)
             world.run(cluster.client, self._played(cluster, play(cluster, clients)), LIMIT_S)
             assert world.errors == []
@@ -92,7 +103,7 @@ class Theatre:
             assert (reply.code, reply.token_ids) == (StatusCode.OK, self._tokens(prompt)), reply.details
         return [reply for _, reply in clients.asked]
 
-    async def _played(self, cluster: Cluster, play: Coroutine[Any, Any, None]) -> None:
+    async def _played(self, cluster: SimulatedCluster, play: Coroutine[Any, Any, None]) -> None:
         await play
         registry, end = cluster.registry_of(cluster.client), cluster.world.now + SETTLE_S
         while held := leftovers(cluster) or await registry_leftovers(registry):
@@ -102,7 +113,7 @@ class Theatre:
 
 
 @pytest.fixture(scope="module")
-def theatre(store: Store, demo_model: Path) -> Theatre:
+def theatre(store: RedisStore, demo_model: Path) -> Theatre:
     return Theatre(store, demo_model)
 
 
@@ -117,7 +128,7 @@ def even_latency(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_started_in_any_order(theatre: Theatre, order: tuple[str, ...]) -> None:
     """R5: soon ready; what is asked then is read by the prefill worker, and waits for nothing."""
 
-    async def play(cluster: Cluster, clients: Clients) -> None:
+    async def play(cluster: SimulatedCluster, clients: Clients) -> None:
         cluster.redis.process.kill()
         for name in order:
             await asyncio.sleep(START_EVERY_S)
@@ -131,7 +142,7 @@ def test_started_in_any_order(theatre: Theatre, order: tuple[str, ...]) -> None:
         for _ in range(1 + NUM_WARM):
             await clients.ask()
 
-    first, *warm = theatre.run(Shape(disaggregation=Disaggregation.REQUIRE), play, started=False)
+    first, *warm = theatre.run(ClusterShape(disaggregation=Disaggregation.REQUIRE), play, started=False)
     assert first.path
     assert first.path.kind == llm_pb2.Path.KIND_REMOTE_PREFILL
     assert first.ttft_s <= MOST_OF_WARM * median(reply.ttft_s for reply in warm)
@@ -140,7 +151,7 @@ def test_started_in_any_order(theatre: Theatre, order: tuple[str, ...]) -> None:
 def test_an_autoscaler_moves_workers_in_and_out(theatre: Theatre) -> None:
     """R23: each second one joins and one of its role drains; its name is taken again soon."""
 
-    async def play(cluster: Cluster, clients: Clients) -> None:
+    async def play(cluster: SimulatedCluster, clients: Clients) -> None:
         await cluster.ready()
         before = sizes(cluster)
         async with clients.asking(ASK_EVERY_S, *LENGTHS):
@@ -154,7 +165,7 @@ def test_an_autoscaler_moves_workers_in_and_out(theatre: Theatre) -> None:
         await asyncio.sleep(DRAIN_S + SETTLE_S)
         assert sizes(cluster) == before  # those who were there first are there again, and nobody else
 
-    replies = theatre.run(Shape(prefills=SIZE, decodes=SIZE, num_blocks=512), play)
+    replies = theatre.run(ClusterShape(prefills=SIZE, decodes=SIZE, num_blocks=512), play)
     migrated = {len(reply.token_ids) for reply in replies if reply.path and reply.path.migrated}
     assert migrated == {max(LENGTHS)}  # what no worker can wait for, and nothing else
 
@@ -163,7 +174,7 @@ def test_an_autoscaler_moves_workers_in_and_out(theatre: Theatre) -> None:
 def test_restarted_at_the_same_address(theatre: Theatre, victim: str) -> None:
     """R1: each time while it has work, which goes on elsewhere at once, and each time it gets work again."""
 
-    async def play(cluster: Cluster, clients: Clients) -> None:
+    async def play(cluster: SimulatedCluster, clients: Clients) -> None:
         await cluster.ready()
         async with clients.asking(0.05, 20):
             for _ in range(RESTARTS):
@@ -175,7 +186,7 @@ def test_restarted_at_the_same_address(theatre: Theatre, victim: str) -> None:
                 cluster.start(victim)
                 await cluster.ready()
 
-    replies = theatre.run(Shape(prefills=2, decodes=2, num_blocks=256), play)
+    replies = theatre.run(ClusterShape(prefills=2, decodes=2, num_blocks=256), play)
     assert sum(reply.path.migrated for reply in replies if reply.path) >= RESTARTS
     took = [reply.ended_at - reply.began_at for reply in replies]
     assert max(took) < median(took) + MOST_LOST_S
@@ -185,13 +196,13 @@ def test_restarted_at_the_same_address(theatre: Theatre, victim: str) -> None:
 def test_a_burst_after_a_long_pause(theatre: Theatre) -> None:
     """R30: whoever is first waits no longer than before the pause."""
 
-    async def play(cluster: Cluster, clients: Clients) -> None:
+    async def play(cluster: SimulatedCluster, clients: Clients) -> None:
         await cluster.ready()
         for _ in range(NUM_WARM):
             await clients.ask()
         await asyncio.sleep(IDLE_S)
         await asyncio.gather(*(clients.ask() for _ in range(BURST)))
 
-    replies = theatre.run(Shape(num_blocks=512), play)
+    replies = theatre.run(ClusterShape(num_blocks=512), play)
     warm, burst = ([reply.ttft_s for reply in part] for part in (replies[:NUM_WARM], replies[NUM_WARM:]))
     assert min(burst) <= MOST_OF_WARM * median(warm)

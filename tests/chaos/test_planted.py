@@ -36,8 +36,8 @@ from tandem.transfer.protocol.receiver import ReceiverProtocol
 from tandem.worker import Streams, Worker
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import SHAPES, SOLE_PREFILL, schedule_of
-from tests.simulation.cluster import Shape
-from tests.simulation.redis import Store
+from tests.simulation.cluster import ClusterShape
+from tests.simulation.redis import RedisStore
 
 Patch = pytest.MonkeyPatch
 
@@ -50,14 +50,14 @@ class Planted:
     shows: str
     within: int
     kinds: tuple[str, ...]
-    shapes: Sequence[Shape]
+    shapes: Sequence[ClusterShape]
 
 
 PLANTED: dict[str, Planted] = {}
 
 
 def planted(
-    shows: str, within: int, *kinds: str, shapes: Sequence[Shape] = SHAPES
+    shows: str, within: int, *kinds: str, shapes: Sequence[ClusterShape] = SHAPES
 ) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     """
     Args:
@@ -74,7 +74,7 @@ def planted(
 
 
 @pytest.fixture(scope="module")
-def explorer(store: Store, demo_model: Path) -> Explorer:
+def explorer(store: RedisStore, demo_model: Path) -> Explorer:
     return Explorer(store, demo_model)
 
 

@@ -14,7 +14,7 @@ from tandem.worker import Added, Ended, EngineThread, Event
 BLOCKS = 4
 
 
-class Line:
+class WaitingLine:
     """A block queue, and those that wait in it."""
 
     def __init__(self, thread: EngineThread) -> None:
@@ -66,8 +66,8 @@ async def thread(demo_model: Path) -> AsyncIterator[EngineThread]:
 
 
 @pytest.fixture
-async def queue(thread: EngineThread) -> Line:
-    return Line(thread)
+async def queue(thread: EngineThread) -> WaitingLine:
+    return WaitingLine(thread)
 
 
 def request(name: str, blocks: int, priority: int = 0) -> Request:
@@ -75,7 +75,7 @@ def request(name: str, blocks: int, priority: int = 0) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=8, temperature=0), priority)
 
 
-async def free(thread: EngineThread, line: Line, name: str) -> None:
+async def free(thread: EngineThread, line: WaitingLine, name: str) -> None:
     assert await thread.call(lambda engine: engine.abort(name))
     line.queue.look_again()
 
@@ -85,7 +85,7 @@ async def still_waits(task: asyncio.Task[object]) -> bool:
     return not task.done()
 
 
-async def in_line(queue: Line, count: int) -> None:
+async def in_line(queue: WaitingLine, count: int) -> None:
     async with asyncio.timeout(60):
         while len(queue) < count:
             await asyncio.sleep(0.001)
@@ -95,7 +95,7 @@ async def admitted(task: asyncio.Task[object]) -> None:
     await asyncio.wait_for(task, 60)
 
 
-async def go_one_after_the_other(thread: EngineThread, queue: Line, **waiting: asyncio.Task[Added]) -> None:
+async def go_one_after_the_other(thread: EngineThread, queue: WaitingLine, **waiting: asyncio.Task[Added]) -> None:
     """Once "a" is freed they are admitted in this order, each when the one before it is freed."""
     before = "a"
     for name, task in waiting.items():
@@ -106,7 +106,7 @@ async def go_one_after_the_other(thread: EngineThread, queue: Line, **waiting: a
     await free(thread, queue, before)
 
 
-async def test_first_come_first_served_and_big_ones_are_not_passed_by(thread: EngineThread, queue: Line) -> None:
+async def test_first_come_first_served_and_big_ones_are_not_passed_by(thread: EngineThread, queue: WaitingLine) -> None:
     await queue.reserve(request("a", 3))
     big = asyncio.create_task(queue.reserve(request("big", 4)))
     await in_line(queue, 1)
@@ -117,7 +117,7 @@ async def test_first_come_first_served_and_big_ones_are_not_passed_by(thread: En
     assert len(queue) == 0
 
 
-async def test_priority_goes_before_arrival(thread: EngineThread, queue: Line) -> None:
+async def test_priority_goes_before_arrival(thread: EngineThread, queue: WaitingLine) -> None:
     await queue.reserve(request("a", 4))
     late = asyncio.create_task(queue.reserve(request("late", 4, priority=1)))
     await in_line(queue, 1)
@@ -126,7 +126,7 @@ async def test_priority_goes_before_arrival(thread: EngineThread, queue: Line) -
     await go_one_after_the_other(thread, queue, urgent=urgent, late=late)
 
 
-async def test_giving_up_leaves_nothing_behind(thread: EngineThread, queue: Line) -> None:
+async def test_giving_up_leaves_nothing_behind(thread: EngineThread, queue: WaitingLine) -> None:
     await queue.reserve(request("a", 4))
     waiting = asyncio.create_task(queue.reserve(request("b", 1)))
     await in_line(queue, 1)
@@ -137,12 +137,12 @@ async def test_giving_up_leaves_nothing_behind(thread: EngineThread, queue: Line
     assert await thread.call(lambda engine: engine.stats().free_blocks) == BLOCKS
 
 
-async def test_what_never_fits_is_refused_at_once(queue: Line) -> None:
+async def test_what_never_fits_is_refused_at_once(queue: WaitingLine) -> None:
     with pytest.raises(ValueError, match="token_ids"):
         await queue.reserve(request("huge", BLOCKS + 1))
 
 
-async def test_all_that_fit_are_reserved_between_two_steps(thread: EngineThread, queue: Line) -> None:
+async def test_all_that_fit_are_reserved_between_two_steps(thread: EngineThread, queue: WaitingLine) -> None:
     """Each in a step of its own would make a burst wait for as many steps as it has requests."""
     began, busy = threading.Event(), threading.Event()
 
@@ -167,7 +167,7 @@ async def test_all_that_fit_are_reserved_between_two_steps(thread: EngineThread,
     await free(thread, queue, "eeeee")
 
 
-async def test_cancelled_just_as_it_is_reserved_leaves_nothing_behind(thread: EngineThread, queue: Line) -> None:
+async def test_cancelled_just_as_it_is_reserved_leaves_nothing_behind(thread: EngineThread, queue: WaitingLine) -> None:
     for turns in range(12):
         task = asyncio.create_task(queue.reserve(request("a", 2)))
         for _ in range(turns):
@@ -189,7 +189,7 @@ async def test_what_is_free_is_reserved_while_a_step_computes(demo_model: Path) 
 
     config = EngineConfig(model_path=demo_model, model_name="demo", null=StepTime(), num_blocks=BLOCKS)
     thread = EngineThread(Engine(config, sleep=compute))
-    queue = Line(thread)
+    queue = WaitingLine(thread)
     try:
         await thread.call(lambda engine: engine.add(request("running", 2)))
         await asyncio.to_thread(computing.wait, 60)

@@ -92,13 +92,13 @@ class Pressure:
     def _land(self, request: Request, cached: int, blocks: list[int]) -> SampledToken:
         kv_cache = self.port.engine.kv_cache
 
-        class Landing:
+        class LateLanding:
             reading = False
 
             def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
                 kv_cache[layer][blocks[first_block : first_block + len(block_ids)]] = kv[list(block_ids)]
 
-        self.prefill.add(request, sink=Landing(), first_block=cached // BLOCK, prefill_only=True)
+        self.prefill.add(request, sink=LateLanding(), first_block=cached // BLOCK, prefill_only=True)
         outputs = self.prefill.step()
         while not outputs:
             outputs = self.prefill.step()

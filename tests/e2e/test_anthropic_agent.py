@@ -46,7 +46,7 @@ WORDS = "Use this tool with care, and only where the task that the user has give
 
 
 @dataclass
-class Fleet:
+class AgentFleet:
     cluster: RunningCluster
     own: list[int]  # ports of gateways alone
 
@@ -86,11 +86,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[AgentFleet]:
     own = two_ports()
     options = (f"--model-path={model}", "--gateways=2", f"--own-http-port={own}", "--dtype=float32")
     with running_cluster(tmp_path_factory.mktemp("fleet"), *options) as cluster:
-        yield Fleet(cluster, [own, own + 1])
+        yield AgentFleet(cluster, [own, own + 1])
 
 
 class Forcing(httpx2.HTTPTransport):
@@ -166,7 +166,7 @@ def other_tool(number: int) -> Any:
     return other
 
 
-def asked(fleet: Fleet, desk: Desk) -> dict[str, Any]:
+def asked(fleet: AgentFleet, desk: Desk) -> dict[str, Any]:
     text = {"type": "text", "text": "You are an agent. " + WORDS * 40}
     task = {"type": "text", "text": "Take notes.", "cache_control": EPHEMERAL}
     return {
@@ -178,7 +178,7 @@ def asked(fleet: Fleet, desk: Desk) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def client_of(fleet: Fleet, forcing: Forcing) -> Anthropic:
+def client_of(fleet: AgentFleet, forcing: Forcing) -> Anthropic:
     http = httpx2.Client(transport=forcing, timeout=BOUND_S)
     return Anthropic(base_url=fleet.cluster.http, api_key="none", http_client=http, _strict_response_validation=True)
 
@@ -190,7 +190,7 @@ def check(desk: Desk, last: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_session_ends_with_the_right_files(fleet: Fleet, tmp_path: Path, stream: bool) -> None:
+def test_a_session_ends_with_the_right_files(fleet: AgentFleet, tmp_path: Path, stream: bool) -> None:
     desk, forcing = Desk(tmp_path), Forcing()
     messages = []
     with client_of(fleet, forcing) as client:
@@ -207,7 +207,7 @@ def test_a_session_ends_with_the_right_files(fleet: Fleet, tmp_path: Path, strea
     assert all(use.input_tokens < 16 for use in uses)
 
 
-def test_a_gateway_killed_in_the_middle_costs_no_call_twice(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_gateway_killed_in_the_middle_costs_no_call_twice(fleet: AgentFleet, tmp_path: Path) -> None:
     eventually(lambda: len(fleet.cluster.pids("gateway")) == 2, BOUND_S, "two gateways")
     desk, forcing, begun = Desk(tmp_path), Forcing(), threading.Event()
     forcing.before.append(begun)

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import eventually
-from tests.e2e.test_anthropic_agent import BOUND_S, WORDS, Fleet, fleet, model
+from tests.e2e.test_anthropic_agent import BOUND_S, WORDS, AgentFleet, fleet, model
 from tests.gateway.recorded import codex_bodies, shape
 
 __all__ = ["fleet", "model"]  # fixtures
@@ -65,10 +65,10 @@ def codex(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass
-class Forcing:
+class ForcedSteps:
     """Requests, made to ask for the script's next step; one that comes again gets the same."""
 
-    fleet: Fleet
+    fleet: AgentFleet
     kills_at: int | None = None
     killed: list[int] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Forcing:
 
 
 @contextmanager
-def proxy(forcing: Forcing) -> Iterator[str]:
+def proxy(forcing: ForcedSteps) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -130,7 +130,7 @@ def proxy(forcing: Forcing) -> Iterator[str]:
         thread.join(BOUND_S)
 
 
-def run_session(codex: Path, forcing: Forcing, folder: Path) -> str:
+def run_session(codex: Path, forcing: ForcedSteps, folder: Path) -> str:
     home, desk = folder / "home", folder / "desk"
     home.mkdir()
     desk.mkdir()
@@ -153,8 +153,8 @@ def run_session(codex: Path, forcing: Forcing, folder: Path) -> str:
     return done.stderr
 
 
-def test_a_session_ends_with_the_right_files(fleet: Fleet, codex: Path, tmp_path: Path) -> None:
-    forcing = Forcing(fleet)
+def test_a_session_ends_with_the_right_files(fleet: AgentFleet, codex: Path, tmp_path: Path) -> None:
+    forcing = ForcedSteps(fleet)
     said = run_session(codex, forcing, tmp_path)
     assert min(end["usage"]["input_tokens"] for end in forcing.ends) > 24_000
     assert len(forcing.bodies) == len(SCRIPT) + 1
@@ -163,9 +163,9 @@ def test_a_session_ends_with_the_right_files(fleet: Fleet, codex: Path, tmp_path
     assert tools[0] == tools[1], "Codex sends other tools than were recorded: tests/gateway/codex_bodies.json"
 
 
-def test_a_gateway_killed_in_the_middle_costs_no_call_twice(fleet: Fleet, codex: Path, tmp_path: Path) -> None:
+def test_a_gateway_killed_in_the_middle_costs_no_call_twice(fleet: AgentFleet, codex: Path, tmp_path: Path) -> None:
     eventually(lambda: len(fleet.cluster.pids("gateway")) == 2, BOUND_S, "two gateways")
-    forcing = Forcing(fleet, kills_at=1)
+    forcing = ForcedSteps(fleet, kills_at=1)
     run_session(codex, forcing, tmp_path)
     assert len(forcing.killed) == 1
     assert len(forcing.bodies) > len(SCRIPT) + 1  # what was under way was asked again

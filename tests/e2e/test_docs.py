@@ -44,23 +44,23 @@ set -e
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     place: str
     language: str
     needs: str
     text: str
 
 
-def blocks() -> Iterator[Block]:
+def blocks() -> Iterator[CodeBlock]:
     for page in PAGES:
         content = page.read_text()
         for found in FENCE.finditer(content):
             line = content.count("\n", 0, found.start()) + 1
             language, _, needs = found["info"].partition(" ")
-            yield Block(f"{page.relative_to(ROOT)}:{line}", language, needs, found["text"])
+            yield CodeBlock(f"{page.relative_to(ROOT)}:{line}", language, needs, found["text"])
 
 
-def runnable(language: str) -> list[Block]:
+def runnable(language: str) -> list[CodeBlock]:
     return [block for block in blocks() if block.language == language and not block.needs]
 
 
@@ -105,7 +105,7 @@ def here(text: str, cluster: RunningCluster) -> str:
 
 
 @pytest.mark.parametrize("block", runnable("sh"), ids=lambda block: block.place)
-def test_commands_run(block: Block, folder: Path, cluster: RunningCluster, environment: dict[str, str]) -> None:
+def test_commands_run(block: CodeBlock, folder: Path, cluster: RunningCluster, environment: dict[str, str]) -> None:
     text = SHELL + here(block.text, cluster).replace("curl ", "curl --fail-with-body --silent --show-error ")
     for name in ("doctor", "keys usage"):
         text = text.replace(f"tandem {name}", f"tandem {name} --redis-url={cluster.redis_url}")
@@ -116,7 +116,7 @@ def test_commands_run(block: Block, folder: Path, cluster: RunningCluster, envir
 
 
 @pytest.mark.parametrize("block", runnable("python"), ids=lambda block: block.place)
-def test_snippets_run(block: Block, cluster: RunningCluster) -> None:
+def test_snippets_run(block: CodeBlock, cluster: RunningCluster) -> None:
     code = here(block.text, cluster)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ TIERS = {"open": Tier(), "few": Tier(requests_per_minute=PER_MINUTE)}
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class GatewayFleet:
     cluster: RunningCluster
     own: list[str]  # where each process answers alone
 
@@ -49,7 +49,7 @@ def key(tenant: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayFleet]:
     folder: Path = tmp_path_factory.mktemp("gateways")
     keys = Keys(tiers={"default": Tier(), **TIERS})
     for tier in TIERS:
@@ -58,7 +58,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     own = two_ports()
     options = ("--engine=null", "--null-speedup=10", "--gateways=2", f"--own-http-port={own}")
     with running_cluster(folder, *options, f"--api-keys={folder / 'keys.json'}") as cluster:
-        yield Fleet(cluster, [f"http://127.0.0.1:{own + i}" for i in range(2)])
+        yield GatewayFleet(cluster, [f"http://127.0.0.1:{own + i}" for i in range(2)])
 
 
 def two_ports() -> int:
@@ -74,7 +74,7 @@ def answered(address: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:request_success_total{"))
 
 
-def test_one_port_is_served_by_all_processes(fleet: Fleet) -> None:
+def test_one_port_is_served_by_all_processes(fleet: GatewayFleet) -> None:
     before = fleet.served()
 
     def spread() -> bool:
@@ -85,7 +85,7 @@ def test_one_port_is_served_by_all_processes(fleet: Fleet) -> None:
     eventually(spread, BOUND_S, "both processes have answered")
 
 
-async def test_grpc_is_served_by_all_processes(fleet: Fleet) -> None:
+async def test_grpc_is_served_by_all_processes(fleet: GatewayFleet) -> None:
     before = fleet.served()
     async with asyncio.timeout(BOUND_S):
         while not all(now > then for now, then in zip(fleet.served(), before, strict=True)):
@@ -99,14 +99,14 @@ async def test_grpc_is_served_by_all_processes(fleet: Fleet) -> None:
                 await stub.GenerateUnary(request, metadata=tuple(key("open!").items()))
 
 
-def test_the_status_block_names_all(fleet: Fleet) -> None:
+def test_the_status_block_names_all(fleet: GatewayFleet) -> None:
     said = (fleet.cluster.logs.parent / "up.log").read_text()
     assert f"{fleet.cluster.http}/v1  (2 processes)" in said
     assert "at once      512 answers, " in said
     assert all(f"{address}/metrics" in said for address in fleet.own)
 
 
-def test_limits_hold_across_processes(fleet: Fleet) -> None:
+def test_limits_hold_across_processes(fleet: GatewayFleet) -> None:
     answers = [
         httpx.post(f"{fleet.own[i % 2]}/v1/completions", json=fleet.body(), headers=key("few!"), timeout=60)
         for i in range(2 * PER_MINUTE)
@@ -117,7 +117,7 @@ def test_limits_hold_across_processes(fleet: Fleet) -> None:
     assert {answer.status_code for answer in answers} == {200, 429}
 
 
-async def test_a_killed_process_is_started_again_and_others_serve_on(fleet: Fleet) -> None:
+async def test_a_killed_process_is_started_again_and_others_serve_on(fleet: GatewayFleet) -> None:
     processes = fleet.cluster.pids("gateway")
     assert len(processes) == 2
     killed = next(pid for pid in processes if listens(pid, fleet.own[0]))

@@ -82,7 +82,7 @@ def halting(cluster: RunningCluster) -> Iterator[None]:
 
 
 @dataclass
-class Work:
+class BusyWork:
     asked: list[Request]
     tokens: list[list[int]]
     migrations: float
@@ -100,9 +100,9 @@ def requests(wave: int) -> list[Request]:
     ]
 
 
-async def worked(cluster: RunningCluster) -> Work:
+async def worked(cluster: RunningCluster) -> BusyWork:
     """Wave after wave, until the time is over."""
-    until, work = time.monotonic() + STARVED_S, Work([], [], 0.0)
+    until, work = time.monotonic() + STARVED_S, BusyWork([], [], 0.0)
     async with service(cluster) as stub:
         while time.monotonic() < until:
             asked = requests(len(work.asked) // STREAMS)

@@ -46,7 +46,7 @@ class DeviceTensor(Tensor):
         raise AssertionError(f"{function}: used outside of its FakeDevice")
 
 
-class FakeDevice(TorchDispatchMode):
+class HostDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []

@@ -31,7 +31,7 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Watched:
+class WatchedEngine:
     """A null engine, and whom its page names in the middle of each step."""
 
     def __init__(self, engine: Engine) -> None:
@@ -63,8 +63,8 @@ def request(name: str, length: int, tokens: int = 10, **more: int) -> Request:
     return Request(name, prompt_of(length, seed=length), greedy(tokens), choice_id=f"choice {name}", **more)
 
 
-def watched(folder: Path, **config: int) -> Watched:
-    return Watched(make_engine(folder, null=FAST, max_num_batched_tokens=16, **config))
+def watched(folder: Path, **config: int) -> WatchedEngine:
+    return WatchedEngine(make_engine(folder, null=FAST, max_num_batched_tokens=16, **config))
 
 
 def test_a_step_names_who_is_in_it_and_how_far(config_only: Path) -> None:

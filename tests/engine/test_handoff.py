@@ -18,7 +18,7 @@ SEEDED = SamplingParams(max_tokens=10, temperature=1.3, top_p=0.95, seed=11)
 
 
 @dataclass
-class Copy:
+class CopySink:
     """Puts pushed blocks where the decode engine wants them."""
 
     target: Engine
@@ -41,7 +41,7 @@ def engines(request: pytest.FixtureRequest, llama: Path) -> tuple[Engine, Engine
     return make_engine(llama, max_num_batched_tokens=10, **kv), make_engine(llama, **kv), one
 
 
-def prefill(source: Engine, request: Request, copy: Copy, first_block: int) -> SequenceOutput:
+def prefill(source: Engine, request: Request, copy: CopySink, first_block: int) -> SequenceOutput:
     source.add(request, sink=copy, first_block=first_block, prefill_only=True)
     (output,) = run(source)[request.request_id]
     assert output.finished
@@ -56,7 +56,7 @@ def disaggregated(source: Engine, target: Engine, prompt: list[int], sampling: S
     assert cached is not None
     assert cached % BLOCK == 0
     assert cached < len(prompt)
-    copy = Copy(target, target.landing_blocks("r"))
+    copy = CopySink(target, target.landing_blocks("r"))
     assert len(copy.landing) == -(-len(prompt) // BLOCK)
     assert not target.has_work()
     first = prefill(source, request, copy, cached // BLOCK)
@@ -117,10 +117,10 @@ def test_kv_bytes_are_the_prompts_own(llama: Path) -> None:
     request = Request("r", prompt, greedy(4))
     target.reserve(request)
     landing = target.landing_blocks("r")
-    prefill(source, request, Copy(target, landing), 0)
+    prefill(source, request, CopySink(target, landing), 0)
     one.reserve(Request("r", prompt, greedy(4)))
     reference = one.landing_blocks("r")
-    prefill(make_engine(llama, max_num_batched_tokens=64), Request("r", prompt, greedy(4)), Copy(one, reference), 0)
+    prefill(make_engine(llama, max_num_batched_tokens=64), Request("r", prompt, greedy(4)), CopySink(one, reference), 0)
     for here, there in zip(target.kv_cache, one.kv_cache, strict=True):
         torch.testing.assert_close(here[landing], there[reference], atol=1e-5, rtol=1e-5)
 
@@ -129,7 +129,7 @@ def test_each_chunk_pushes_what_it_completes(llama: Path) -> None:
     source, target = make_engine(llama, max_num_batched_tokens=6), make_engine(llama)
     request = Request("r", prompt_of(15), greedy(4))
     target.reserve(request)
-    copy = Copy(target, target.landing_blocks("r"))
+    copy = CopySink(target, target.landing_blocks("r"))
     source.add(request, sink=copy, prefill_only=True)
     steps = []
     while source.has_work():
@@ -140,7 +140,7 @@ def test_each_chunk_pushes_what_it_completes(llama: Path) -> None:
 
 
 def test_a_failing_sink_fails_its_sequence_alone(llama: Path) -> None:
-    class Broken:
+    class BrokenSink:
         calls = 0
         reading = False
 
@@ -148,7 +148,7 @@ def test_a_failing_sink_fails_its_sequence_alone(llama: Path) -> None:
             self.calls += 1
             raise ConnectionError("peer is gone")
 
-    engine, broken = make_engine(llama), Broken()
+    engine, broken = make_engine(llama), BrokenSink()
     alone = generate(engine, prompt_of(6, 1), greedy(6))
     engine.add(Request("bad", prompt_of(30), greedy(6)), sink=broken, prefill_only=True)
     engine.add(Request("good", prompt_of(6, 1), greedy(6)))
@@ -224,7 +224,7 @@ def test_more_are_let_in_than_fit_whole_and_all_end_exactly(llama: Path, samplin
             request = Request(name, prompt, sampling)
             if target.reserve(request) is None:
                 break
-            first = prefill(source, request, Copy(target, target.landing_blocks(name)), 0)
+            first = prefill(source, request, CopySink(target, target.landing_blocks(name)), 0)
             target.join(name, first.tokens[0])
             found[name].append(first.tokens[0].token_id)
             del waiting[name]
@@ -244,7 +244,7 @@ def test_several_answers_share_a_prompts_blocks(llama: Path, length: int) -> Non
     prompt, sampling = prompt_of(length, seed=5), [replace(SEEDED, max_tokens=6, seed=seed) for seed in range(8)]
     first = Request("0", prompt, sampling[0])
     target.reserve(first)
-    output = prefill(source, first, Copy(target, target.landing_blocks("0")), 0)
+    output = prefill(source, first, CopySink(target, target.landing_blocks("0")), 0)
     target.join("0", output.tokens[0])
     found = {"0": tokens([output])}
     before = target.stats()
@@ -265,7 +265,7 @@ def test_several_answers_share_a_prompts_blocks(llama: Path, length: int) -> Non
 
 
 @dataclass
-class Reading:
+class ReadingSink:
     """Copies nothing yet."""
 
     reading: bool = True
@@ -279,7 +279,7 @@ class Reading:
 def test_blocks_that_a_sink_still_reads_stay_as_they_are_though_their_sequence_has_left(
     llama: Path, ending: str
 ) -> None:
-    engine, sink = make_engine(llama, num_blocks=8), Reading()
+    engine, sink = make_engine(llama, num_blocks=8), ReadingSink()
     engine.add(Request("r", prompt_of(17), greedy(4)), sink=sink, prefill_only=True)
     while engine.request_ids():
         engine.step()

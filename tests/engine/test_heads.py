@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from tandem.engine import Engine, Request, SamplingParams
 from tandem.speculative import Speculative
 from tests.engine.head_folders import KINDS, TAPPED, make_heads
-from tests.engine.test_handoff import Copy
+from tests.engine.test_handoff import CopySink
 from tests.engine.test_kernels import WIDE
 from tests.engine.tiny import Families, assert_idle, can_compile, generate, greedy, make_engine, prompt_of, run, tokens
 
@@ -182,7 +182,7 @@ def test_after_a_hand_off_and_a_migration_they_go_on_from_there(
     for written in (0, 7):
         going_on = Request("r", prompt + expected[:written], sampling, num_prior_tokens=written)
         target.reserve(going_on)
-        source.add(going_on, sink=Copy(target, target.landing_blocks("r")), prefill_only=True)
+        source.add(going_on, sink=CopySink(target, target.landing_blocks("r")), prefill_only=True)
         (first,) = run(source)["r"]
         target.join("r", first.tokens[0])
         outputs = run(target)["r"]

@@ -38,7 +38,7 @@ MANNERS = {
 Case = tuple[str | None, str]  # adapter, manner
 
 
-class Kind(NamedTuple):
+class EngineKind(NamedTuple):
     """A kind of engine and of request to it. `ahead`: the method besides ngram."""
 
     ahead: str
@@ -48,9 +48,12 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("draft", int8=False, adapters=(None, "a0", "a1"), manners=("greedy", "seeded", "guided")),
-    Kind("draft", int8=True, adapters=(None, "a0"), manners=("guided",)),
-    *(Kind(head, int8=head == "eagle3", adapters=(None, "a0"), manners=("guided", "one of two")) for head in HEADS),
+    EngineKind("draft", int8=False, adapters=(None, "a0", "a1"), manners=("greedy", "seeded", "guided")),
+    EngineKind("draft", int8=True, adapters=(None, "a0"), manners=("guided",)),
+    *(
+        EngineKind(head, int8=head == "eagle3", adapters=(None, "a0"), manners=("guided", "one of two"))
+        for head in HEADS
+    ),
 )
 
 
@@ -67,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(folder: Path, kind: Kind, num_blocks: int, swap_memory: int = 0) -> Engine:
+def make(folder: Path, kind: EngineKind, num_blocks: int, swap_memory: int = 0) -> Engine:
     config = EngineConfig(
         DEMO / "target", "demo", dtype="float32", num_blocks=num_blocks, block_size=BLOCK, num_threads=1,
         quantization="int8" if kind.int8 else "none", kv_cache_dtype="int8" if kind.int8 else "auto", lora_dir=folder,
@@ -102,7 +105,7 @@ def answers(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.ahead + " int8" * kind.int8)
-def test_all_of_it_together_says_what_each_says_alone(folder: Path, kind: Kind) -> None:
+def test_all_of_it_together_says_what_each_says_alone(folder: Path, kind: EngineKind) -> None:
     engine, cases = make(folder, kind, num_blocks=800), list(product(kind.adapters, kind.manners))
     alone = {case: answers(engine, [request(engine, "alone", case, "none")])["alone"] for case in cases}
     assert len({tuple(said) for said in alone.values()}) == len(cases)

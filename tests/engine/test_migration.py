@@ -58,13 +58,13 @@ def landed(source: Engine, target: Engine, request: Request) -> list[tuple[int, 
     landing = target.landing_blocks("r")
     assert len(landing) == source._blocks.blocks_for(len(request.token_ids))
 
-    class Copy:
+    class CopiedBlocks:
         reading = False
 
         def push(self, layer: int, first_block: int, block_ids: list[int], kv: torch.Tensor) -> None:
             target.kv_cache[layer][landing[first_block : first_block + len(block_ids)]] = kv[list(block_ids)]
 
-    source.add(request, sink=Copy(), first_block=cached // source.layout.block_size, prefill_only=True)
+    source.add(request, sink=CopiedBlocks(), first_block=cached // source.layout.block_size, prefill_only=True)
     (output,) = run(source)["r"]
     ended = target.join("r", output.tokens[0])
     rest = [ended] if ended else run(target)["r"]

@@ -15,16 +15,16 @@ TIME = StepTime(prefill_tokens_per_s=1000, decode_step_s=0.020, decode_sequence_
 PROMPT = 400
 
 
-class Clock:
+class HandClock:
     now = 0.0
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
 
-class Trial:
+class PaceTrial:
     def __init__(self, folder: Path, null: StepTime = TIME, **config: int) -> None:
-        self.clock = Clock()
+        self.clock = HandClock()
         made = EngineConfig(folder, "m", null=null, num_blocks=400, block_size=4, max_model_len=1024, **config)
         self.engine = Engine(made, sleep=self.clock.sleep, now=lambda: self.clock.now)
 
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def beside(trial: Trial, target_s: float, others_s: float = 0.0) -> list[float]:
+def beside(trial: PaceTrial, target_s: float, others_s: float = 0.0) -> list[float]:
     """The gaps of an answer with this target while a prompt is read beside it."""
     trial.add("answer", 8, 1000 - 8, target_s)
     trial.add("another", 8, 1000 - 8, others_s)
@@ -67,7 +67,7 @@ def beside(trial: Trial, target_s: float, others_s: float = 0.0) -> list[float]:
 
 @pytest.mark.parametrize("target_s", [0.050, 0.100, 0.300])
 def test_chunks_keep_the_target_and_use_what_it_leaves(folder: Path, target_s: float) -> None:
-    trial = Trial(folder)
+    trial = PaceTrial(folder)
     trial.warm_up()
     gaps = beside(trial, target_s)
     assert max(gaps) <= target_s
@@ -76,13 +76,13 @@ def test_chunks_keep_the_target_and_use_what_it_leaves(folder: Path, target_s: f
 
 
 def test_the_tightest_target_of_a_step_counts(folder: Path) -> None:
-    trial = Trial(folder)
+    trial = PaceTrial(folder)
     trial.warm_up()
     assert max(beside(trial, 0.300, others_s=0.050)) <= 0.050
 
 
 def test_one_that_joins_waits_for_the_step_under_way_and_has_its_token_within_the_target(folder: Path) -> None:
-    trial = Trial(folder)
+    trial = PaceTrial(folder)
     trial.warm_up()
     trial.add("answer", 8, 500, 0.100)
     trial.engine.step()
@@ -100,7 +100,7 @@ def test_one_that_joins_waits_for_the_step_under_way_and_has_its_token_within_th
 
 
 def test_where_decodes_alone_take_longer_prompts_get_as_long_as_they_have_waited(folder: Path) -> None:
-    trial = Trial(folder)
+    trial = PaceTrial(folder)
     trial.warm_up()
     gaps = beside(trial, 0.010)
     assert gaps[0] <= 2 * 0.020, "as long as decodes take"
@@ -110,7 +110,7 @@ def test_where_decodes_alone_take_longer_prompts_get_as_long_as_they_have_waited
 
 
 def test_a_target_out_of_reach_makes_no_pause_longer_than_one_that_is_kept_beside_it(folder: Path) -> None:
-    trial = Trial(folder)
+    trial = PaceTrial(folder)
     trial.warm_up()
     gaps = beside(trial, 0.010, others_s=0.050)
     assert max(gaps) <= 0.050
@@ -120,7 +120,7 @@ def test_a_target_out_of_reach_makes_no_pause_longer_than_one_that_is_kept_besid
 def test_where_one_joins_at_each_step_prompts_come_on_all_the_same(folder: Path) -> None:
     """Two steps of 60 ms are more than 100 ms: one alone keeps the target."""
     slow = StepTime(prefill_tokens_per_s=8000, decode_step_s=0.060, decode_sequence_s=0.0)
-    trial = Trial(folder, null=slow)
+    trial = PaceTrial(folder, null=slow)
     trial.warm_up()
     trial.add("answer", 8, 500, 0.100)
     trial.engine.step()
@@ -137,7 +137,9 @@ def test_where_one_joins_at_each_step_prompts_come_on_all_the_same(folder: Path)
 
 
 def test_without_a_target_and_before_anything_was_measured_the_setting_counts(folder: Path) -> None:
-    measured = Trial(folder, max_prefill_beside_decode=100)
+    measured = PaceTrial(folder, max_prefill_beside_decode=100)
     measured.warm_up()
     assert max(beside(measured, 0.0)) == pytest.approx(0.120)
-    assert max(beside(Trial(folder, max_prefill_beside_decode=30), 0.300)) <= 0.050 + 1e-9, "the setting is the most"
+    assert max(beside(PaceTrial(folder, max_prefill_beside_decode=30), 0.300)) <= 0.050 + 1e-9, (
+        "the setting is the most"
+    )

@@ -25,7 +25,7 @@ LAYOUT = KVLayout("m", "1", "float32", num_layers=1, num_kv_heads=1, head_dim=1,
 
 
 @dataclass
-class Stream:
+class SteadyStream:
     at: float
     prompt: int
     answer: int
@@ -46,9 +46,9 @@ class Simulated:
             SequenceBlocks(BlockPool(2**14), swap, block_size=BLOCK, prefix_caching=False), pace=self._pace,
             max_num_batched_tokens=USUAL, max_prefill_beside_decode=USUAL, max_num_seqs=USUAL,
         )  # fmt: skip
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, SteadyStream] = {}
 
-    def run(self, streams: list[Stream]) -> float:
+    def run(self, streams: list[SteadyStream]) -> float:
         """Returns when the last one ended."""
         coming = sorted(streams, key=lambda stream: -stream.at)
         while coming or self._scheduler.waiting or self._scheduler.running:
@@ -59,7 +59,7 @@ class Simulated:
             self._step()
         return self.now
 
-    def _add(self, stream: Stream) -> None:
+    def _add(self, stream: SteadyStream) -> None:
         name = str(len(self._streams))
         self._streams[name] = stream
         stream.work, stream.at = -self.num_read, self.now  # the step under way is not its own
@@ -106,12 +106,12 @@ STREAMS = st.lists(
 Asked: TypeAlias = list[tuple[float, int, int]]
 
 
-def run(time: StepTime, target_s: float, asked: Asked) -> tuple[Simulated, list[Stream], float]:
+def run(time: StepTime, target_s: float, asked: Asked) -> tuple[Simulated, list[SteadyStream], float]:
     """Also how long all took, once it is known how long steps take."""
     simulated = Simulated(time, target_s)
-    begun = simulated.run([Stream(0.0, 60, 20)])
+    begun = simulated.run([SteadyStream(0.0, 60, 20)])
     simulated.gaps.clear()
-    streams = [Stream(begun + at * time.decode_step_s, prompt, answer) for at, prompt, answer in asked]
+    streams = [SteadyStream(begun + at * time.decode_step_s, prompt, answer) for at, prompt, answer in asked]
     return simulated, streams, simulated.run(streams) - begun
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.engine import Engine, Request, SampledToken
-from tests.engine.test_handoff import Copy, prefill
+from tests.engine.test_handoff import CopySink, prefill
 from tests.engine.tiny import Families, assert_idle, greedy, make_engine, prompt_of, run
 
 PROMPT = prompt_of(41, seed=3)
@@ -71,7 +71,7 @@ def test_a_prefill_reports_them_though_decode_holds_part_of_the_prompt(
         request = Request(name, PROMPT, ASKED)
         cached = engine.reserve(request)
         assert cached
-        output = prefill(source, request, Copy(engine, engine.landing_blocks(name)), cached // 4)
+        output = prefill(source, request, CopySink(engine, engine.landing_blocks(name)), cached // 4)
         assert_right(output.prompt_logprobs, expected)
         engine.join(name, output.tokens[0])
         assert not any(output.prompt_logprobs for output in run(engine)[name])

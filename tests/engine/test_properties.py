@@ -21,7 +21,7 @@ KINDS = ("add", "add", "reserve", "abort", "step", "step")
 
 
 @dataclass(frozen=True)
-class Job:
+class Deed:
     """One thing to do: a request of some size, or an abort of the `victim`th live one, or some steps."""
 
     kind: str
@@ -34,7 +34,7 @@ class Job:
 
 
 JOBS = st.builds(
-    Job,
+    Deed,
     kind=st.sampled_from(KINDS),
     base=st.integers(0, 1),
     length=st.integers(1, 18),
@@ -52,18 +52,18 @@ class Oracle:
         self.engine = make_engine(path, enable_prefix_caching=False, max_num_batched_tokens=64)
         self.answer = cache(self._answer)
 
-    def request(self, name: str, job: Job) -> Request:
+    def request(self, name: str, job: Deed) -> Request:
         params = SamplingParams(job.max_tokens, temperature=float(job.seed), seed=job.seed)
         return Request(name, prompt_of(18, job.base)[: job.length], params, priority=job.priority)
 
     def _answer(self, base: int, length: int, seed: int) -> list[int]:
-        job = Job("add", base, length, LONGEST_ANSWER, seed, 0, 0)
+        job = Deed("add", base, length, LONGEST_ANSWER, seed, 0, 0)
         request = self.request("oracle", job)
         return generate(self.engine, request.token_ids, request.sampling)
 
 
 @dataclass
-class Landing:
+class KnownLanding:
     target: Engine
     blocks: list[int]
     reading: bool = False
@@ -85,7 +85,7 @@ class Session:
     live: list[str] = field(default_factory=list)
     parked: dict[str, SampledToken] = field(default_factory=dict)
 
-    def do(self, number: int, job: Job) -> None:
+    def do(self, number: int, job: Deed) -> None:
         name = str(number)
         if job.kind == "step":
             self.step()
@@ -108,7 +108,7 @@ class Session:
         cached = self.engine.reserve(request)
         if cached is None:
             return False
-        landing = Landing(self.engine, self.engine.landing_blocks(request.request_id))
+        landing = KnownLanding(self.engine, self.engine.landing_blocks(request.request_id))
         self.prefill.add(request, sink=landing, first_block=cached // 4, prefill_only=True)
         (first,) = sampled(run(self.prefill)[request.request_id])
         self.got[request.request_id] = [first.token_id]
@@ -165,7 +165,7 @@ def engines(llama: Path, family: Families, request: pytest.FixtureRequest) -> tu
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(jobs=st.lists(JOBS, min_size=3, max_size=14))
 def test_every_block_comes_back_and_every_token_is_right(
-    engines: tuple[Engine, Engine, Oracle], jobs: list[Job]
+    engines: tuple[Engine, Engine, Oracle], jobs: list[Deed]
 ) -> None:
     session = Session(*engines)
     try:

@@ -19,7 +19,7 @@ from tandem.engine.kernels import CpuChoose, load_library
 from tandem.engine.sampling.sampler import Choose, chosen, sample, uniform
 from tandem.engine.sampling.sampler import choose as torch_choose
 from tandem.engine.scheduling.sequence import BlockHashes, Sequence
-from tests.engine.fake_device import DeviceTensor, FakeDevice
+from tests.engine.fake_device import DeviceTensor, HostDevice
 from tests.engine.tiny import generate, greedy, make_engine, prompt_of, run, sampled, tokens
 
 VOCAB = 50
@@ -280,7 +280,7 @@ def test_no_draw_waits_for_the_device() -> None:
     ]  # fmt: skip
     seqs = [sequence(SamplingParams(max_tokens=4, **kind)) for kind in kinds]  # type: ignore[arg-type]
     logits = torch.randn(len(seqs), 700, generator=torch.Generator().manual_seed(1))
-    with FakeDevice() as device:
+    with HostDevice() as device:
         found = chosen(DeviceTensor(logits), seqs)
         assert device.waits == []
         assert found.tolist() == chosen(logits, seqs).tolist()

@@ -134,7 +134,7 @@ def test_whoever_proposes_while_the_account_is_open_loses_no_more_than_is_stated
     assert not account.is_open
 
 
-class World:
+class SpeculatedWorld:
     """Runner, proposer and clock: a step takes `step_s(rows)`, a pass of proposing `pass_s`, reading a sequence before
     the first one `read_s`; how often the j-th step's proposals are right is `chance(j)`."""
 
@@ -205,13 +205,13 @@ COSTS = (0.0, 0.0), (0.5, 0.0), (0.5, 5.0)  # of a pass, and of reading before t
 def test_it_never_takes_longer_than_is_stated(step: str, streams: int) -> None:
     """Answers of 200 tokens, one wave after the other."""
     for chance, costs in product(CHANCES, COSTS):
-        plain, ahead = (World(STEPS[step], CHANCES[chance], *costs).spent(m, streams, 200) for m in METHODS)
+        plain, ahead = (SpeculatedWorld(STEPS[step], CHANCES[chance], *costs).spent(m, streams, 200) for m in METHODS)
         assert ahead <= plain / 0.95, (chance, costs, plain / ahead)
 
 
 @pytest.mark.parametrize(("chance", "gain"), [(0.5, 1.35), (0.8, 2.2), (1.0, 4.2)])
 def test_what_pays_is_done(chance: float, gain: float) -> None:
-    plain, ahead = (World(STEPS["line"], lambda _: chance).spent(method, 1, 200) for method in METHODS)
+    plain, ahead = (SpeculatedWorld(STEPS["line"], lambda _: chance).spent(method, 1, 200) for method in METHODS)
     assert plain / ahead > gain
 
 

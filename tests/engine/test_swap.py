@@ -154,14 +154,14 @@ def test_a_realtime_reservation_preempts_at_once(llama: Path, roomy: Engine) -> 
     assert engine.stats().num_swapped == 1
     engine.check_integrity()
 
-    class Landing:
+    class SwapLanding:
         reading = False
 
         def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
             places = engine.landing_blocks("urgent")[first_block : first_block + len(block_ids)]
             engine.kv_cache[layer][places] = kv[list(block_ids)]
 
-    roomy.add(urgent, sink=Landing(), prefill_only=True)
+    roomy.add(urgent, sink=SwapLanding(), prefill_only=True)
     engine.join("urgent", sampled(run(roomy)["urgent"])[0])
     outputs = run(engine)
     assert tokens(outputs["urgent"]) == generate(roomy, urgent.token_ids, urgent.sampling)[1:]

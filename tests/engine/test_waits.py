@@ -19,7 +19,7 @@ from tandem.engine.runner import Runner
 from tandem.engine.sampling.sampler import choose
 from tandem.engine.weights.loader import load_weights
 from tests.engine import fake_flashinfer
-from tests.engine.fake_device import DeviceTensor, FakeDevice
+from tests.engine.fake_device import DeviceTensor, HostDevice
 from tests.engine.tiny import VOCAB, greedy, make_engine, prompt_of, run, sampled
 
 KINDS = [
@@ -73,7 +73,7 @@ def test_a_step_waits_once(llama: Path, attention: Attention, graphs: bool) -> N
     for request in requests:
         plain.add(request)
     expected = {name: [token.token_id for token in sampled(outputs)] for name, outputs in run(plain).items()}
-    with FakeDevice() as device:
+    with HostDevice() as device:
         engine = engine_by(llama, attention, graphs=graphs, place=DeviceTensor, captured=device.waits.clear)
         for request in requests:
             engine.add(request)

@@ -33,7 +33,7 @@ Reply = Callable[[worker_pb2.SequenceSpec], list[int]]
 
 
 @dataclass(slots=True)
-class Sequence:
+class HeldSequence:
     """A sequence that a decode worker holds."""
 
     spec: worker_pb2.SequenceSpec
@@ -144,7 +144,7 @@ class DecodePeer(WorkingPeer):
     def __init__(self, incarnation: str, layout_hash: str, generator: Generator) -> None:
         super().__init__(incarnation, layout_hash, generator)
         self.step_s = 0.001
-        self.held: dict[str, Sequence] = {}
+        self.held: dict[str, HeldSequence] = {}
         self.senders: list[str] = []
         self.aborted: list[str] = []
         self.skip_token = -1
@@ -157,7 +157,7 @@ class DecodePeer(WorkingPeer):
             return
         self.seen.append(spec)
         self.senders.append(request.prefill_incarnation)
-        self.held[spec.request_id] = sequence = Sequence(spec, stream_id)
+        self.held[spec.request_id] = sequence = HeldSequence(spec, stream_id)
         reserved = worker_pb2.Reserved(request_id=spec.request_id)
         if request.local_prefill:
             sequence.task = asyncio.create_task(self._decode(sequence, spec.num_prior_tokens))
@@ -193,7 +193,7 @@ class DecodePeer(WorkingPeer):
         for request_id in list(self.held):
             self._free(request_id)
 
-    async def _decode(self, sequence: Sequence, index: int) -> None:
+    async def _decode(self, sequence: HeldSequence, index: int) -> None:
         spec = sequence.spec
         try:
             joined = index > spec.num_prior_tokens
@@ -219,7 +219,7 @@ class DecodePeer(WorkingPeer):
         finally:
             self.held.pop(spec.request_id, None)
 
-    def _send(self, sequence: Sequence, output: worker_pb2.SequenceOutput) -> None:
+    def _send(self, sequence: HeldSequence, output: worker_pb2.SequenceOutput) -> None:
         self.num_sent += 1
         self._say(sequence.stream_id, worker_pb2.WorkResponse(outputs=[output], num_sent=self.num_sent))
 

@@ -39,7 +39,7 @@ def work(
     return Work(kind, tenant, deadline, prompt, new)
 
 
-class Line:
+class AdmissionLine:
     """Starts works in order and notes who was let in."""
 
     def __init__(self, admission: Admission) -> None:
@@ -100,7 +100,7 @@ async def test_with_room_nothing_waits_and_no_task_is_made() -> None:
 
 
 async def test_a_full_cluster_lets_in_in_order_as_room_comes_back() -> None:
-    line = Line(admission_of())
+    line = AdmissionLine(admission_of())
     first, second, *rest = [work() for _ in range(4)]
     urgent = work(REALTIME, "b")
     await line.begin(first, second, *rest, urgent)
@@ -115,7 +115,7 @@ async def test_a_full_cluster_lets_in_in_order_as_room_comes_back() -> None:
 
 
 async def test_a_big_one_is_not_passed_by_smaller_ones() -> None:
-    line = Line(admission_of())
+    line = AdmissionLine(admission_of())
     first, second, big, small = work(), work(new=300), work(new=900), work(new=1)
     await line.begin(first, second, big, small)
     line.end(second)
@@ -128,7 +128,7 @@ async def test_a_big_one_is_not_passed_by_smaller_ones() -> None:
 
 
 async def test_what_no_cluster_holds_is_let_in_alone_for_the_router_to_refuse() -> None:
-    line, giant = Line(admission_of()), work(new=10**9)
+    line, giant = AdmissionLine(admission_of()), work(new=10**9)
     await line.begin(giant)
     assert line.inside == [giant]
     await line.close()
@@ -136,7 +136,7 @@ async def test_what_no_cluster_holds_is_let_in_alone_for_the_router_to_refuse() 
 
 async def test_beyond_the_count_one_at_a_time_is_let_in_as_long_as_blocks_are_found() -> None:
     """They share cached blocks, so the cluster holds more than their sum."""
-    line = Line(admission_of(max_tokens=None))
+    line = AdmissionLine(admission_of(max_tokens=None))
     works = [work() for _ in range(5)]
     await line.begin(*works)
     assert line.inside == works[:2]
@@ -149,7 +149,7 @@ async def test_beyond_the_count_one_at_a_time_is_let_in_as_long_as_blocks_are_fo
 
 
 async def test_an_urgent_one_does_not_wait_behind_one_that_looks_for_blocks() -> None:
-    line = Line(admission_of(max_tokens=None))
+    line = AdmissionLine(admission_of(max_tokens=None))
     works = [work(BATCH) for _ in range(4)]
     await line.begin(*works)
     for one in works[:2]:
@@ -166,7 +166,7 @@ async def test_an_urgent_one_does_not_wait_behind_one_that_looks_for_blocks() ->
     ("bound", "held"), [({"sequences": 3}, 3), ({"prompt_tokens": 250}, 2), ({"prompt_tokens": 50, "prompts": 3}, 3)]
 )
 async def test_sequences_and_unread_prompts_are_bounded_too(bound: dict[str, int], held: int) -> None:
-    line = Line(admission_of(tokens=10**6, max_tokens=None, **bound))
+    line = AdmissionLine(admission_of(tokens=10**6, max_tokens=None, **bound))
     works = [work() for _ in range(5)]
     await line.begin(*works)
     assert line.inside == works[:held]
@@ -177,7 +177,7 @@ async def test_sequences_and_unread_prompts_are_bounded_too(bound: dict[str, int
 
 
 async def test_workers_that_come_let_more_in_and_none_at_all_hold_nobody_back() -> None:
-    line = Line(admission_of())
+    line = AdmissionLine(admission_of())
     works = [work() for _ in range(8)]
     await line.begin(*works)
     line.admission.resize(Capacity(2000, 100, 10_000, 1))
@@ -193,7 +193,7 @@ async def test_workers_that_come_let_more_in_and_none_at_all_hold_nobody_back() 
 
 
 async def test_the_deadline_ends_the_wait() -> None:
-    line = Line(admission_of())
+    line = AdmissionLine(admission_of())
     late = work(deadline=asyncio.get_running_loop().time() + 0.05)
     await line.begin(work(), work(), late, work())
     with pytest.raises(TimedOut, match="waited for its turn"):
@@ -203,7 +203,7 @@ async def test_the_deadline_ends_the_wait() -> None:
 
 
 async def test_one_that_gives_up_leaves_at_once_and_lets_the_next_one_in() -> None:
-    line = Line(admission_of())
+    line = AdmissionLine(admission_of())
     inside, big, small = work(), work(new=900), work()
     await line.begin(inside, big, small)
     assert line.inside == [inside]
@@ -214,7 +214,7 @@ async def test_one_that_gives_up_leaves_at_once_and_lets_the_next_one_in() -> No
 
 
 async def test_one_that_gives_up_in_the_moment_of_its_turn_keeps_nothing() -> None:
-    line = Line(admission_of())
+    line = AdmissionLine(admission_of())
     first, waits = work(new=900), work(new=900)
     await line.begin(first, waits)
     line.end(first)
@@ -225,7 +225,7 @@ async def test_one_that_gives_up_in_the_moment_of_its_turn_keeps_nothing() -> No
 
 
 async def test_too_many_waiting_refuses_the_tenant_that_fills_the_line() -> None:
-    line = Line(admission_of(max_queued=4))
+    line = AdmissionLine(admission_of(max_queued=4))
     flood = [work(BATCH, "flood", deadline=FOREVER + i) for i in range(8)]
     await line.begin(*flood)
     refused = [one for one in flood if line.tasks[one].done() and line.tasks[one].exception()]
@@ -240,7 +240,7 @@ async def test_too_many_waiting_refuses_the_tenant_that_fills_the_line() -> None
 
 
 async def test_of_several_gateways_each_keeps_its_part_of_the_line() -> None:
-    line = Line(admission_of(max_queued=6))
+    line = AdmissionLine(admission_of(max_queued=6))
     line.admission.resize(Capacity(1, 1, 1, 1, 1), others=[[], []])
     works = [work(deadline=FOREVER + i) for i in range(5)]
     await line.begin(*works)
@@ -252,7 +252,7 @@ async def test_of_several_gateways_each_keeps_its_part_of_the_line() -> None:
 
 
 async def test_stopping_ends_those_that_wait_and_refuses_more() -> None:
-    line = Line(admission_of())
+    line = AdmissionLine(admission_of())
     works = [work() for _ in range(4)]
     await line.begin(*works)
     line.admission.stop(partial(Unavailable, "the gateway is stopping", code="stopping"))
@@ -349,7 +349,7 @@ async def test_a_more_urgent_one_is_not_refused_where_a_less_urgent_one_is_not(s
         admission.wrote(done, rng.randint(1, done.max_new_tokens))
         done.entered_at = loop.time() - rng.uniform(1, 30)
         admission.leave(done)
-    line = Line(admission)
+    line = AdmissionLine(admission)
     await line.begin(*(work(BATCH, new=rng.randint(300, 600)) for _ in range(20)))
     for one in line.inside:
         admission.wrote(one, 1)
@@ -379,7 +379,7 @@ async def test_a_priority_request_is_let_in_though_flex_answers_are_long() -> No
         admission.wrote(done, 1)
         done.entered_at = loop.time() - 20
         admission.leave(done)
-    line = Line(admission)
+    line = AdmissionLine(admission)
     await line.begin(*(work(BATCH) for _ in range(12)))
     urgent = work(REALTIME)
     urgent.ttft_s = 5.0

@@ -103,12 +103,12 @@ async def test_a_stream_that_cannot_be_written_is_opened_anew(
     """Else what is asked would never leave, on a stream that looks open."""
     stream = next(c for c in gateway.llm.pool.connections if c.info.role is Role.DECODE).stream
 
-    class Broken(deque[Any]):
+    class BrokenMailbox(deque[Any]):
         def popleft(self) -> Any:
             stream._unsent = deque()
             raise RuntimeError("a bug")
 
-    stream._unsent = Broken([worker_pb2.WorkRequest()])
+    stream._unsent = BrokenMailbox([worker_pb2.WorkRequest()])
     stream._to_send.set()
     await eventually(lambda: not stream.open.is_set())
     await eventually(stream.open.is_set)

@@ -18,7 +18,7 @@ def output(index: int, *tokens: int, end: bool = False) -> worker_pb2.SequenceOu
     return worker_pb2.SequenceOutput(first_index=index, token_ids=tokens, finish_reason=reason)
 
 
-class Reader:
+class RoomyReader:
     """Takes what it is given until it has `room` for no more."""
 
     def __init__(self, room: int = 100) -> None:
@@ -37,7 +37,7 @@ class Reader:
 
 
 async def test_what_comes_while_the_reader_waits_wakes_nobody_but_the_end_does() -> None:
-    reader = Reader()
+    reader = RoomyReader()
     reader.mailbox.put(output(0, 1))
     waiting = await reader.waiting()
     assert (await waiting).ids == [1]  # was there before
@@ -56,7 +56,7 @@ async def test_what_comes_while_the_reader_waits_wakes_nobody_but_the_end_does()
 
 
 async def test_what_comes_behind_a_taker_that_stops_waits_for_the_reader() -> None:
-    reader = Reader(room=1)
+    reader = RoomyReader(room=1)
     waiting = await reader.waiting()
     for index in range(3):
         reader.mailbox.put(output(index, index))
@@ -69,7 +69,7 @@ async def test_what_comes_behind_a_taker_that_stops_waits_for_the_reader() -> No
 
 
 async def test_repeated_and_missing_tokens_are_told_apart() -> None:
-    reader = Reader()
+    reader = RoomyReader()
     waiting = await reader.waiting()
     reader.mailbox.put(output(0, 1, 2))
     reader.mailbox.put(output(1, 2, 3))
@@ -82,7 +82,7 @@ async def test_repeated_and_missing_tokens_are_told_apart() -> None:
 
 
 async def test_errors_are_the_readers_own() -> None:
-    reader = Reader()
+    reader = RoomyReader()
     waiting = await reader.waiting()
     reader.mailbox.put(output(0, 1))
     reader.mailbox.fail(WorkerLost("decode-0", "gone"))

@@ -30,7 +30,7 @@ BODY = {"model": MODEL, "prompt": [5] * PROMPT_TOKENS, "seed": 0, "max_tokens": 
 COST = PROMPT_TOKENS + NEW_TOKENS
 
 
-class Cluster:
+class GatewayAndPeers:
     """A gateway in front of peers, and requests that run beside the test."""
 
     def __init__(self, gateway: Gateway, http: httpx.AsyncClient, service: Any, peers: Peers) -> None:
@@ -65,7 +65,7 @@ class Cluster:
 
 
 @pytest.fixture
-async def full(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIterator[Cluster]:
+async def full(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIterator[GatewayAndPeers]:
     """Admitted for one at a time; six more may wait. Who is inside stays until the test lets go."""
     async with cluster_of(model_folder, redis, peers, max_admitted_tokens=COST, max_queued=6) as cluster:
         peers.decode.step_s = 0.002
@@ -74,7 +74,9 @@ async def full(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIte
 
 
 @asynccontextmanager
-async def cluster_of(model_folder: Path, redis: RedisServer, peers: Peers, **other: Any) -> AsyncIterator[Cluster]:
+async def cluster_of(
+    model_folder: Path, redis: RedisServer, peers: Peers, **other: Any
+) -> AsyncIterator[GatewayAndPeers]:
     settings = make_settings(model_folder, redis, **other)
     await peers.move_to(redis, settings.namespace)
     async with (
@@ -83,7 +85,7 @@ async def cluster_of(model_folder: Path, redis: RedisServer, peers: Peers, **oth
         rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
     ):
         await eventually(lambda: gateway.llm.readiness()[0])
-        cluster = Cluster(gateway, http, llm_pb2_grpc.LLMServiceStub(channel), peers)
+        cluster = GatewayAndPeers(gateway, http, llm_pb2_grpc.LLMServiceStub(channel), peers)
         try:
             yield cluster
         finally:
@@ -146,7 +148,7 @@ async def test_tenants_by_both_doors(
 # --- order ---
 
 
-async def test_a_flood_of_batch_does_not_hold_up_realtime(full: Cluster) -> None:
+async def test_a_flood_of_batch_does_not_hold_up_realtime(full: GatewayAndPeers) -> None:
     for _ in range(4):
         await full.send("flood", service_tier="flex")
     await full.send("normal")
@@ -158,7 +160,7 @@ async def test_a_flood_of_batch_does_not_hold_up_realtime(full: Cluster) -> None
     assert full.order == ["flood", "urgent", "normal", "flood", "flood", "flood"]
 
 
-async def test_tenants_of_a_class_take_turns_and_deadlines_order_each(full: Cluster) -> None:
+async def test_tenants_of_a_class_take_turns_and_deadlines_order_each(full: GatewayAndPeers) -> None:
     for timeout_ms in (600_000, 500_000, 400_000, 300_000):
         await full.send("a", timeout_ms)
     for timeout_ms in (200_000, 100_000):
@@ -171,7 +173,7 @@ async def test_tenants_of_a_class_take_turns_and_deadlines_order_each(full: Clus
         assert left == sorted(left)
 
 
-async def test_each_choice_of_a_request_waits_for_its_own_turn(full: Cluster) -> None:
+async def test_each_choice_of_a_request_waits_for_its_own_turn(full: GatewayAndPeers) -> None:
     full.peers.prefill.hold.set()
     answer = await (await full.send(n=5))
     assert len(answer.json()["choices"]) == 5
@@ -192,7 +194,7 @@ async def test_free_capacity_lets_everything_in(gateway: Gateway, http: httpx.As
 # --- ends ---
 
 
-async def test_a_full_line_refuses_the_one_that_fills_it(full: Cluster) -> None:
+async def test_a_full_line_refuses_the_one_that_fills_it(full: GatewayAndPeers) -> None:
     flood = [await full.send("flood") for _ in range(8)]
     refused = await flood[-1]
     assert refused.status_code == 429
@@ -214,7 +216,7 @@ def grpc_request(**other: Any) -> llm_pb2.GenerateUnaryRequest:
     return llm_pb2.GenerateUnaryRequest(generate=asked)
 
 
-async def test_the_deadline_passes_in_the_line(full: Cluster) -> None:
+async def test_the_deadline_passes_in_the_line(full: GatewayAndPeers) -> None:
     await full.send()
     late = await (await full.send(timeout_ms=1500))
     assert late.status_code == 504
@@ -225,7 +227,7 @@ async def test_the_deadline_passes_in_the_line(full: Cluster) -> None:
     await eventually(lambda: full.waiting == 0)
 
 
-async def test_one_that_leaves_the_line_is_gone_at_once(full: Cluster) -> None:
+async def test_one_that_leaves_the_line_is_gone_at_once(full: GatewayAndPeers) -> None:
     await full.send()
     waits = await full.send()
     call = full.service.GenerateUnary(grpc_request())
@@ -253,7 +255,7 @@ async def test_the_line_moves_while_redis_is_silent(
             assert {answer.status_code for answer in answers} == {200}
 
 
-async def test_without_workers_the_line_empties_with_an_error(full: Cluster) -> None:
+async def test_without_workers_the_line_empties_with_an_error(full: GatewayAndPeers) -> None:
     for _ in range(5):
         await full.send()
     await full.peers.workers["d"].die()
@@ -262,7 +264,7 @@ async def test_without_workers_the_line_empties_with_an_error(full: Cluster) -> 
     full.peers.decode.held.clear()  # it is dead
 
 
-async def test_stopping_ends_those_that_wait(full: Cluster) -> None:
+async def test_stopping_ends_those_that_wait(full: GatewayAndPeers) -> None:
     for _ in range(4):
         await full.send()
     stopping = asyncio.create_task(full.gateway._drain())
@@ -274,7 +276,7 @@ async def test_stopping_ends_those_that_wait(full: Cluster) -> None:
 # --- what is reported of it ---
 
 
-async def test_metrics_of_the_line(full: Cluster) -> None:
+async def test_metrics_of_the_line(full: GatewayAndPeers) -> None:
     for _ in range(3):
         await full.send(service_tier="flex")
     await full.send()

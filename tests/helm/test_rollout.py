@@ -57,7 +57,7 @@ class Balancer:
 
 
 @dataclass
-class Load:
+class RolloutLoad:
     balancer: Balancer
     answers: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -143,7 +143,7 @@ def node(tmp_path: Path, revisions: list[Path]) -> Iterator[Node]:
 def test_all_pools_are_rolled_to_a_new_revision_under_load_and_nothing_fails(node: Node, revisions: list[Path]) -> None:
     old = set(node.pods)
     balancer = Balancer([pod for pod in node.pods.values() if pod.component == "gateway"])
-    load = Load(balancer)
+    load = RolloutLoad(balancer)
     with ThreadPoolExecutor(16) as threads:
         clients = [threads.submit(load.run, number) for number in range(CLIENTS)]
         clients.append(threads.submit(load.watch))

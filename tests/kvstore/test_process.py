@@ -47,7 +47,7 @@ except ImportError:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningKvstore:
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -73,14 +73,14 @@ def eventually(check: Callable[[], object], what: str) -> None:
 
 
 @contextmanager
-def kvstore(folder: Path, *options: str, **environment: str) -> Iterator[Running]:
+def kvstore(folder: Path, *options: str, **environment: str) -> Iterator[RunningKvstore]:
     path = folder / "kvstore.log"
     with path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.kvstore", "--grpc-port=0", "--sweep-s=0.1", *options],
             stderr=log, env=os.environ | environment,
         )  # fmt: skip
-    running = Running(process, path)
+    running = RunningKvstore(process, path)
     try:
         eventually(lambda: running.events("serving") or process.poll() is not None, "serving")
         yield running
@@ -90,7 +90,7 @@ def kvstore(folder: Path, *options: str, **environment: str) -> Iterator[Running
 
 
 @contextmanager
-def channel(running: Running) -> Iterator[grpc.Channel]:
+def channel(running: RunningKvstore) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(f"127.0.0.1:{running.events('serving')[0]['grpc_port']}") as opened:
         yield opened
 

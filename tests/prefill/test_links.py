@@ -32,7 +32,7 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 @dataclass
-class Pool:
+class LinkPool:
     """A prefill worker's links, and decode workers that come and go."""
 
     registry: Registry
@@ -70,12 +70,12 @@ async def within(seconds: float, check: Callable[[], bool]) -> float:
 
 
 @pytest.fixture
-async def pool(request: pytest.FixtureRequest, redis_server: RedisServer) -> AsyncIterator[Pool]:
+async def pool(request: pytest.FixtureRequest, redis_server: RedisServer) -> AsyncIterator[LinkPool]:
     registry = Registry.connect(redis_server.url, namespace=uuid4().hex, timeout=30.0)
     sender, changes = Sender(LocalPeer(LinkPeer("prefill-0", "p-1", LAYOUT))), list[tuple[str, ...]]()
     view = ClusterView(registry)
     keeper = LinkKeeper(sender, view, LAYOUT, lambda: changes.append(keeper.linked()))
-    pool = Pool(registry, keeper, changes)
+    pool = LinkPool(registry, keeper, changes)
     tasks = [
         asyncio.create_task(task) for task in (view.run(), keeper.keep(grace_s=getattr(request, "param", GRACE_S)))
     ]
@@ -94,7 +94,7 @@ def nobody() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-async def test_a_worker_is_linked_once_a_block_has_moved_and_no_earlier(pool: Pool) -> None:
+async def test_a_worker_is_linked_once_a_block_has_moved_and_no_earlier(pool: LinkPool) -> None:
     with nobody() as silent:
         port = silent.getsockname()[1]
         await pool.register("decode-0", "d-1", f"127.0.0.1:{port}")
@@ -105,7 +105,7 @@ async def test_a_worker_is_linked_once_a_block_has_moved_and_no_earlier(pool: Po
     assert pool.changes == [("d-1",)]
 
 
-async def test_a_worker_restarted_at_its_address_is_linked_anew(pool: Pool) -> None:
+async def test_a_worker_restarted_at_its_address_is_linked_anew(pool: LinkPool) -> None:
     old = pool.receiver("decode-0", "d-1")
     await pool.register("decode-0", "d-1", old.address)
     await pool.linked("d-1")
@@ -120,14 +120,14 @@ async def test_a_worker_restarted_at_its_address_is_linked_anew(pool: Pool) -> N
     assert link.healthy
 
 
-async def test_a_request_need_not_wait_for_the_registry(pool: Pool) -> None:
+async def test_a_request_need_not_wait_for_the_registry(pool: LinkPool) -> None:
     receiver = pool.receiver("decode-0", "d-1")
     link = await pool.keeper.link_to(LinkPeer("decode-0", "d-1", LAYOUT), receiver.address)
     assert link.healthy
     assert 0 < link.rtt < HEAL_S
 
 
-async def test_another_layout_is_refused_with_the_reason(pool: Pool) -> None:
+async def test_another_layout_is_refused_with_the_reason(pool: LinkPool) -> None:
     other = pool.receiver("decode-0", "d-1", layout="layout-b")
     with structlog.testing.capture_logs() as logs:
         await pool.register("decode-0", "d-1", other.address, layout="layout-b")
@@ -140,7 +140,7 @@ async def test_another_layout_is_refused_with_the_reason(pool: Pool) -> None:
     assert pool.keeper.linked() == ()
 
 
-async def test_a_silent_worker_holds_up_no_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_worker_holds_up_no_other(pool: LinkPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.prefill.links.OPEN_TIMEOUT_S", 2 * HEAL_S)
     with nobody() as silent:
         await pool.register("decode-0", "d-0", f"127.0.0.1:{silent.getsockname()[1]}")
@@ -152,7 +152,7 @@ async def test_a_silent_worker_holds_up_no_other(pool: Pool, monkeypatch: pytest
 
 
 async def test_a_worker_that_does_not_answer_is_gone_and_no_deadline_has_passed(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
+    pool: LinkPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a request would end with it, where it should go on elsewhere."""
     monkeypatch.setattr("services.prefill.links.OPEN_TIMEOUT_S", 0.3)
@@ -163,7 +163,7 @@ async def test_a_worker_that_does_not_answer_is_gone_and_no_deadline_has_passed(
             assert failed.value.code == "UNAVAILABLE"
 
 
-async def test_a_worker_that_leaves_is_unlinked(pool: Pool) -> None:
+async def test_a_worker_that_leaves_is_unlinked(pool: LinkPool) -> None:
     for name in ("0", "1"):
         await pool.register(f"decode-{name}", f"d-{name}", pool.receiver(f"decode-{name}", f"d-{name}").address)
     await pool.linked("d-0", "d-1")
@@ -173,7 +173,7 @@ async def test_a_worker_that_leaves_is_unlinked(pool: Pool) -> None:
 
 @pytest.mark.parametrize("pool", [LONG_GRACE_S], indirect=True)
 async def test_a_lease_that_runs_out_costs_no_transfer_on_a_link_that_works(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
+    pool: LinkPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beats came late, or Redis has lost its memory: the worker registers again, and is linked all along."""
     monkeypatch.setattr(Liveness, "lost", lambda self, now: False)  # should this machine stand still

@@ -266,7 +266,7 @@ Part = tuple[str, int]
 
 
 @dataclass
-class Model:
+class CountingModel:
     """The registry's expected answers, by plain counting."""
 
     incarnation: dict[str, int] = field(default_factory=dict)
@@ -310,7 +310,7 @@ class Books(RuleBasedStateMachine):
         self.loop = asyncio.Runner()
         self.registry = Registry.connect(url, namespace=namespace, timeout=30.0)
         self.redis = BlockingRedis.from_url(url, decode_responses=True)
-        self.model = Model()
+        self.model = CountingModel()
         self.starts = 0
         self.made: list[str] = []
 

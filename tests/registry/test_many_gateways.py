@@ -55,7 +55,7 @@ async def register(registry: Registry) -> dict[str, Cache]:
     return {f"{role}{i}": Cache(f"{role}{i}") for role in "dp" for i in range(PAIRS)}
 
 
-class Gateway:
+class RegistryClient:
     """A client of the registry with a replica of its own."""
 
     def __init__(self, registry: Registry) -> None:
@@ -70,10 +70,10 @@ class Gateway:
         )  # fmt: skip
 
 
-async def gateways_on(redis: RedisServer, count: int) -> list[Gateway]:
+async def gateways_on(redis: RedisServer, count: int) -> list[RegistryClient]:
     namespace = uuid4().hex
     clients = [Registry.connect(redis.url, namespace=namespace, timeout=30.0) for _ in range(count)]
-    return [Gateway(client) for client in clients]
+    return [RegistryClient(client) for client in clients]
 
 
 async def hit_rate_and_spread(redis: RedisServer, num_gateways: int) -> tuple[float, Counter[str]]:

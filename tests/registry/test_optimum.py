@@ -31,7 +31,7 @@ RATES = st.sampled_from([0.0, 300.0, 5000.0, 40000.0])
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedPair:
     prompt_tokens: int
     new_tokens: int
     policy: PrefillPolicy
@@ -68,9 +68,9 @@ def clusters(draw: st.DrawFn) -> list[tuple[WorkerInfo, WorkerLoad]]:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Wanted:
+def requests(draw: st.DrawFn) -> WantedPair:
     names = st.sampled_from([f"{role}{i}" for role in "pd" for i in range(5)])
-    return Wanted(
+    return WantedPair(
         draw(st.integers(24 * BLOCK_SIZE, 500)), draw(st.integers(0, 40)),
         draw(st.sampled_from(["require", "prefer", "auto", "never"])),
         draw(st.dictionaries(names, st.integers(1, 24), max_size=6)), draw(st.frozensets(names, max_size=2)),
@@ -85,7 +85,7 @@ def of_one(rate: float, usual: float) -> float:
 class Costs:
     """The cost model in plain words."""
 
-    def __init__(self, wanted: Wanted, workers: list[LiveWorker]) -> None:
+    def __init__(self, wanted: WantedPair, workers: list[LiveWorker]) -> None:
         self.wanted = wanted
         prefills = [worker for worker in workers if worker.info.role is Role.PREFILL]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
@@ -192,7 +192,7 @@ def linked_pairs(able: list[LiveWorker], decodes: list[LiveWorker]) -> Iterator[
                 yield p, d
 
 
-async def ask(registry: Registry, wanted: Wanted, workers: list[LiveWorker]) -> Route:
+async def ask(registry: Registry, wanted: WantedPair, workers: list[LiveWorker]) -> Route:
     generations = {worker.info.worker_id: worker.generation for worker in workers}
     held = [(count, (generations[name],)) for name, count in wanted.hits.items() if name in generations]
     return await registry.select_and_reserve(
@@ -209,7 +209,7 @@ async def start(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]]) -> Regis
     return registry
 
 
-async def check(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[Wanted]) -> None:
+async def check(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[WantedPair]) -> None:
     registry = await start(url, cluster)
     for wanted in asked:
         workers = await registry.workers()
@@ -227,7 +227,7 @@ async def check(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: l
     await registry.close()
 
 
-async def both_ways(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[Wanted]) -> None:
+async def both_ways(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[WantedPair]) -> None:
     def said(outcome: Route | BaseException) -> str:
         return outcome.reason if isinstance(outcome, Route) else str(outcome)
 
@@ -249,7 +249,7 @@ OFTEN = settings(max_examples=120, deadline=None, suppress_health_check=list(Hea
 @OFTEN
 @given(cluster=clusters(), asked=st.lists(requests(), min_size=1, max_size=4))
 def test_no_route_is_cheaper_than_the_one_chosen(
-    redis_server: RedisServer, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[Wanted]
+    redis_server: RedisServer, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[WantedPair]
 ) -> None:
     asyncio.run(check(redis_server.url, cluster, asked))
 
@@ -257,6 +257,6 @@ def test_no_route_is_cheaper_than_the_one_chosen(
 @OFTEN
 @given(cluster=clusters(), asked=st.lists(requests(), min_size=2, max_size=6))
 def test_requests_routed_together_go_as_they_would_one_by_one(
-    redis_server: RedisServer, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[Wanted]
+    redis_server: RedisServer, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: list[WantedPair]
 ) -> None:
     asyncio.run(both_ways(redis_server.url, cluster, asked))

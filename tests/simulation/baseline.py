@@ -13,14 +13,14 @@ from services.gateway.integrity import check_gateway
 from services.gateway.server import Gateway
 from tandem.registry import Registry
 from tandem.worker import Worker
-from tests.simulation.cluster import Cluster
+from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.world import Process
 
 # Messages that a worker sends while it only waits.
 STEADY_CALLS = ("/tandem.v1.WorkerService/Work", "/grpc.health.v1.Health/Watch")
 
 
-def leftovers(cluster: Cluster) -> list[str]:
+def leftovers(cluster: SimulatedCluster) -> list[str]:
     """One line for each thing that is held and should not be, of the processes that live."""
     found: list[str] = []
     for name, process in cluster.processes.items():
@@ -45,7 +45,7 @@ async def registry_leftovers(registry: Registry) -> list[str]:
     return found
 
 
-def orphans(cluster: Cluster) -> list[str]:
+def orphans(cluster: SimulatedCluster) -> list[str]:
     """One line for each transfer that could still be written to blocks that its sequence has released."""
     services = [w._service for name, w in cluster.workers.items() if cluster.processes[name].alive]
     found: list[str] = []
@@ -92,14 +92,14 @@ def _gateway(gateway: Gateway) -> Iterator[str]:
             yield f"connection to {connection.info.worker_id}: {held}"
 
 
-def _calls(cluster: Cluster, process: Process) -> Iterator[str]:
+def _calls(cluster: SimulatedCluster, process: Process) -> Iterator[str]:
     for server in cluster.servers.get(process, ()):
         for call in server.calls:
             if call.method not in STEADY_CALLS:
                 yield f"call {call.method} runs"
 
 
-def sizes(cluster: Cluster) -> dict[str, tuple[int, int]]:
+def sizes(cluster: SimulatedCluster) -> dict[str, tuple[int, int]]:
     """Tasks and connections of each process."""
     ends: dict[Process, int] = {}
     for connection in cluster.network.connections:

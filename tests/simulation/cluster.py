@@ -36,10 +36,10 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tandem.worker import InlineEngine, Worker, WorkerPorts
 from tests.simulation.crashes import Crashes
 from tests.simulation.grpc_client import PATIENT, Channel
-from tests.simulation.grpc_server import Server
+from tests.simulation.grpc_server import SimulatedServer
 from tests.simulation.kv import KVNetwork, Spoil
-from tests.simulation.network import Network
-from tests.simulation.redis import EPOCH_S, Redis, RedisClient, Store
+from tests.simulation.network import SimulatedNetwork
+from tests.simulation.redis import EPOCH_S, RedisClient, RedisStore, SimulatedRedis
 from tests.simulation.world import Process, World
 
 GRPC_PORT, TRANSFER_PORT = 9000, 9100
@@ -53,7 +53,7 @@ MAX_KNOWN = 256
 
 
 @dataclass(frozen=True)
-class Shape:
+class ClusterShape:
     """How large a cluster is."""
 
     gateways: int = 1
@@ -113,22 +113,22 @@ class Reply:
         return self.first_at - self.began_at
 
 
-class Cluster:
+class SimulatedCluster:
     def __init__(
-        self, world: World, store: Store, model: ServedModel, settings: ClusterSettings, *, started: bool = True
+        self, world: World, store: RedisStore, model: ServedModel, settings: SimulationSettings, *, started: bool = True
     ) -> None:
         """`started`: or else Redis alone runs, and who needs the others starts them."""
         self.world = world
         self.shape = settings.shape
-        self.network = Network(world)
+        self.network = SimulatedNetwork(world)
         self.client = world.process("client")
-        self.redis = Redis(self.network, store)
+        self.redis = SimulatedRedis(self.network, store)
         self.processes: dict[str, Process] = {}
         self.workers: dict[str, Worker] = {}
         self.gateways: dict[str, Gateway] = {}
         # Of all starts of all workers.
         self.incarnations: list[str] = []
-        self.servers: dict[Process, list[Server]] = {}
+        self.servers: dict[Process, list[SimulatedServer]] = {}
         # Processes that ended by themselves, and the exception they ended with.
         self.exits: list[tuple[str, BaseException | None]] = []
         # What becomes of each KV message that a prefill worker sends.
@@ -207,7 +207,7 @@ class Cluster:
 
     def _serve(self, process: Process) -> Callable[..., Any]:
         def make_server(options: object, interceptors: Sequence[Any]) -> Any:
-            server = Server(self.network, process, interceptors)
+            server = SimulatedServer(self.network, process, interceptors)
             self.servers.setdefault(process, []).append(server)
             return server
 
@@ -273,10 +273,10 @@ class Cluster:
         return self.spoil(message) if self.spoil else [(0.0, message)]
 
 
-class ClusterSettings:
+class SimulationSettings:
     """Settings of every process, made once for many worlds."""
 
-    def __init__(self, model_path: Any, shape: Shape) -> None:
+    def __init__(self, model_path: Any, shape: ClusterShape) -> None:
         self.shape = shape
         self.make_router: type[Router] = Router
         self._model_path = model_path

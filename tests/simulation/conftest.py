@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.local import RedisServer
-from tests.simulation.redis import Store
+from tests.simulation.redis import RedisStore
 
 
 @pytest.fixture(scope="session")
-def store() -> Iterator[Store]:
-    with RedisServer.start() as server, Store(server.port) as store:
+def store() -> Iterator[RedisStore]:
+    with RedisServer.start() as server, RedisStore(server.port) as store:
         yield store

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpc import ChannelConnectivity, StatusCode, aio
 
-from tests.simulation.network import End, Network
+from tests.simulation.network import SimulatedEnd, SimulatedNetwork
 from tests.simulation.world import Process
 
 # As tandem/rpc/endpoints.py sets them: the first pause before another try, the longest, and how long a try may take.
@@ -30,15 +30,15 @@ PATIENT = ("patient", "yes")
 class Channel:
     """A channel of `process` to `address`."""
 
-    def __init__(self, network: Network, process: Process, address: str) -> None:
+    def __init__(self, network: SimulatedNetwork, process: Process, address: str) -> None:
         self.process = process
         self.network = network
         self._address = address
         self._state = ChannelConnectivity.IDLE
         self._state_changed = asyncio.Event()
         self._transport: _Transport | None = None
-        self._waiting: list[Call] = []
-        self._calls: set[Call] = set()
+        self._waiting: list[SimulatedCall] = []
+        self._calls: set[SimulatedCall] = set()
         self._pause_s = FIRST_PAUSE_S
         self._timer: asyncio.TimerHandle | None = None
         self._attempts = count(1)
@@ -50,7 +50,7 @@ class Channel:
         request_serializer: Any = None,
         response_deserializer: Any = None,
         _registered_method: Any = 0,
-    ) -> Callable[..., Call]:
+    ) -> Callable[..., SimulatedCall]:
         return _caller(self, method, request_serializer, response_deserializer, streams_requests=False)
 
     unary_stream = unary_unary
@@ -61,7 +61,7 @@ class Channel:
         request_serializer: Any = None,
         response_deserializer: Any = None,
         _registered_method: Any = 0,
-    ) -> Callable[..., Call]:
+    ) -> Callable[..., SimulatedCall]:
         return _caller(self, method, request_serializer, response_deserializer, streams_requests=True)
 
     stream_unary = stream_stream
@@ -94,7 +94,7 @@ class Channel:
 
     # --- for calls ---
 
-    def start(self, call: Call) -> None:
+    def start(self, call: SimulatedCall) -> None:
         if self._state is ChannelConnectivity.SHUTDOWN:
             raise aio.UsageError("Channel is closed.")
         self._calls.add(call)
@@ -107,7 +107,7 @@ class Channel:
             if self._state is ChannelConnectivity.IDLE:
                 self._connect()
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: SimulatedCall) -> None:
         self._calls.discard(call)
         if call in self._waiting:
             self._waiting.remove(call)
@@ -126,7 +126,7 @@ class Channel:
             lambda end: self._connected(attempt, end), lambda reason: self._failed(attempt, reason),
         )  # fmt: skip
 
-    def _connected(self, attempt: int, end: End) -> None:
+    def _connected(self, attempt: int, end: SimulatedEnd) -> None:
         if attempt != self._attempt or self._state is ChannelConnectivity.SHUTDOWN:
             end.close()
             return
@@ -168,9 +168,9 @@ class Channel:
 class _Transport:
     """One connection of a channel, and the calls on it."""
 
-    def __init__(self, channel: Channel, end: End) -> None:
+    def __init__(self, channel: Channel, end: SimulatedEnd) -> None:
         self.end = end
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, SimulatedCall] = {}
         self.numbers = count(1)
         self._channel = channel
         end.received, end.lost = self._received, self._lost
@@ -196,7 +196,7 @@ class _Transport:
             call.end(StatusCode.UNAVAILABLE, reason)
 
 
-class Call:
+class SimulatedCall:
     """One call, whatever its kind: awaited where it has one response, read or iterated over where it has many."""
 
     def __init__(
@@ -425,12 +425,12 @@ WINDOW_BYTES = 65535
 
 def _caller(
     channel: Channel, method: str, serialize: Any, deserialize: Any, *, streams_requests: bool
-) -> Callable[..., Call]:
+) -> Callable[..., SimulatedCall]:
     def call(
         requests: Any = None, *, timeout: float | None = None, metadata: Metadata | None = None,
         wait_for_ready: bool | None = None, credentials: Any = None, compression: Any = None,
-    ) -> Call:  # fmt: skip
-        return Call(
+    ) -> SimulatedCall:  # fmt: skip
+        return SimulatedCall(
             channel, method, serialize, deserialize, requests, streams_requests=streams_requests, timeout=timeout,
             metadata=tuple(metadata or ()), wait_for_ready=bool(wait_for_ready),
         )  # fmt: skip

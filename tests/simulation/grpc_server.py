@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from grpc import StatusCode, aio
 
 from tests.simulation.grpc_client import PATIENT, WINDOW_BYTES, Metadata
-from tests.simulation.network import End, Network
+from tests.simulation.network import SimulatedEnd, SimulatedNetwork
 from tests.simulation.world import Process
 
 
@@ -25,14 +25,14 @@ class CallDetails:
     invocation_metadata: Metadata
 
 
-class Server:
-    def __init__(self, network: Network, process: Process, interceptors: Sequence[Any] = ()) -> None:
+class SimulatedServer:
+    def __init__(self, network: SimulatedNetwork, process: Process, interceptors: Sequence[Any] = ()) -> None:
         self.network = network
         self.process = process
         self.interceptors = interceptors
         self.calls: set[Handling] = set()
         self._handlers: list[Any] = []
-        self._ends: set[End] = set()
+        self._ends: set[SimulatedEnd] = set()
         self._addresses: list[str] = []
         self._stopping = False
 
@@ -78,7 +78,7 @@ class Server:
     def find(self, details: CallDetails) -> Any:
         return next((found for handler in self._handlers if (found := handler.service(details))), None)
 
-    def _accept(self, end: End) -> None:
+    def _accept(self, end: SimulatedEnd) -> None:
         if self._stopping:
             end.close()
             return
@@ -105,8 +105,8 @@ class Handling:
     """One call at its handler, and the context that the handler sees."""
 
     def __init__(
-        self, server: Server, end: End, number: int, method: str, metadata: Metadata, timeout: float | None, *,
-        ended: Callable[[], object],
+        self, server: SimulatedServer, end: SimulatedEnd, number: int, method: str, metadata: Metadata,
+        timeout: float | None, *, ended: Callable[[], object],
     ) -> None:  # fmt: skip
         self._server = server
         self._end = end

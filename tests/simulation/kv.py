@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from tandem.transfer.protocol.wire import HEADER_BYTES, Bytes, parse_header
 from tandem.transfer.transports.base import Listener, Stream, Transport
 from tandem.transfer.transports.host import InlineTransport
-from tests.simulation.network import End, Network
+from tests.simulation.network import SimulatedEnd, SimulatedNetwork
 from tests.simulation.world import Process
 
 Spoil = Callable[[bytes], list[tuple[float, bytes]]]
@@ -21,7 +21,7 @@ Spoil = Callable[[bytes], list[tuple[float, bytes]]]
 class KVNetwork:
     """The network with which one process listens and dials."""
 
-    def __init__(self, network: Network, process: Process, spoil: Spoil | None = None) -> None:
+    def __init__(self, network: SimulatedNetwork, process: Process, spoil: Spoil | None = None) -> None:
         self.network = network
         self.process = process
         self.spoil = spoil
@@ -59,7 +59,7 @@ class _Listener:
         while self._waiting:
             self._waiting.popleft().close()
 
-    def _arrived(self, end: End) -> None:
+    def _arrived(self, end: SimulatedEnd) -> None:
         stream = _Stream(self._kv)
         stream.connected(end)
         self._waiting.append(stream)
@@ -70,12 +70,12 @@ class _Listener:
 class _Stream:
     def __init__(self, kv: KVNetwork) -> None:
         self._kv = kv
-        self._end: End | None = None
+        self._end: SimulatedEnd | None = None
         self._arrived: deque[memoryview] = deque()
         self._error: OSError | None = None
         self._watchers: list[Callable[[], None]] = []
 
-    def connected(self, end: End) -> None:
+    def connected(self, end: SimulatedEnd) -> None:
         if self._error:
             end.close()
             return

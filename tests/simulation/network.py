@@ -27,26 +27,26 @@ LATENCY_S = (0.0001, 0.0005)
 # By gRPC's own pings: the soonest and the latest that silence is noticed.
 NOTICE_S = (15.0, 20.0)
 
-Accept = Callable[["End"], None]
+Accept = Callable[["SimulatedEnd"], None]
 
 
 @dataclass(slots=True)
-class Listener:
+class SimulatedListener:
     process: Process
     accept: Accept
     pings: bool
 
 
-class Network:
+class SimulatedNetwork:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.connections: list[Connection] = []
+        self.connections: list[SimulatedConnection] = []
         # Pairs of processes between which nothing new can be opened and nothing open gets anything across.
         self._cut: set[frozenset[Process]] = set()
         # How many messages were sent, and what is to be done as one is: it gets through only if its sender still lives.
         self.num_sent = 0
         self.triggers: dict[int, list[Callable[[], None]]] = {}
-        self._listeners: dict[str, Listener] = {}
+        self._listeners: dict[str, SimulatedListener] = {}
         self._numbers = count(1)
         self._ports = iter(range(20001, 60000))
         self._watched: set[Process] = set()
@@ -63,14 +63,14 @@ class Network:
         if holder is not None and holder.process.alive:
             raise OSError(f"address in use: {address}")
         self._watch(process)
-        self._listeners[address] = Listener(process, accept, pings)
+        self._listeners[address] = SimulatedListener(process, accept, pings)
         return address
 
     def unlisten(self, address: str) -> None:
         self._listeners.pop(address, None)
 
     def connect(
-        self, process: Process, address: str, connected: Callable[[End], None], refused: Callable[[str], None]
+        self, process: Process, address: str, connected: Callable[[SimulatedEnd], None], refused: Callable[[str], None]
     ) -> None:
         """One of the two is called, in the process; neither where the other side does not answer at all."""
         self._watch(process)
@@ -92,7 +92,7 @@ class Network:
     def latency(self) -> float:
         return self.world.random.uniform(*LATENCY_S)
 
-    def between(self, one: Process, other: Process) -> list[Connection]:
+    def between(self, one: Process, other: Process) -> list[SimulatedConnection]:
         return [c for c in self.connections if {c.ends[0].process, c.ends[1].process} == {one, other}]
 
     def cut(self, one: Process, other: Process) -> None:
@@ -109,7 +109,7 @@ class Network:
         self._cut.clear()
 
     def _arrive(
-        self, process: Process, address: str, connected: Callable[[End], None], refused: Callable[[str], None]
+        self, process: Process, address: str, connected: Callable[[SimulatedEnd], None], refused: Callable[[str], None]
     ) -> None:
         listener = self._listeners.get(address)
         if not process.alive:
@@ -119,7 +119,7 @@ class Network:
         if listener is None or not listener.process.alive:
             process.deliver(refused, f"connection refused: {address}")
             return
-        connection = Connection(self, process, listener)
+        connection = SimulatedConnection(self, process, listener)
         self.connections.append(connection)
         if listener.pings:  # HTTP/2 has a handshake
             listener.process.deliver(self._greet, listener, connection, connected)
@@ -127,7 +127,9 @@ class Network:
             listener.process.deliver(listener.accept, connection.ends[1])
             process.deliver(connected, connection.ends[0])
 
-    def _greet(self, listener: Listener, connection: Connection, connected: Callable[[End], None]) -> None:
+    def _greet(
+        self, listener: SimulatedListener, connection: SimulatedConnection, connected: Callable[[SimulatedEnd], None]
+    ) -> None:
         listener.accept(connection.ends[1])
         connection.ends[0].process.deliver(connected, connection.ends[0])
 
@@ -144,13 +146,13 @@ class Network:
                 connection.await_answer(process)
 
 
-class Connection:
+class SimulatedConnection:
     """Two ends. Made by the network."""
 
-    def __init__(self, network: Network, dialler: Process, listener: Listener) -> None:
+    def __init__(self, network: SimulatedNetwork, dialler: Process, listener: SimulatedListener) -> None:
         self.network = network
         self.number = network.number()
-        self.ends = End(self, dialler), End(self, listener.process)
+        self.ends = SimulatedEnd(self, dialler), SimulatedEnd(self, listener.process)
         self._pings = listener.pings
         self.ends[0].peer, self.ends[1].peer = self.ends[1], self.ends[0]
 
@@ -188,13 +190,13 @@ class Connection:
             self.network.connections.remove(self)
 
 
-class End:
+class SimulatedEnd:
     """One process's end. Set `received` and `lost` before anything can arrive."""
 
-    def __init__(self, connection: Connection, process: Process) -> None:
+    def __init__(self, connection: SimulatedConnection, process: Process) -> None:
         self.connection = connection
         self.process = process
-        self.peer: End
+        self.peer: SimulatedEnd
         self.received: Callable[[Any], None] = _ignore
         self.lost: Callable[[str], None] = _ignore
         self.open = True

@@ -23,7 +23,7 @@ import hiredis
 from tandem.registry import RegistryUnavailable
 from tandem.registry.connection import Entry, entries_of
 from tandem.registry.scripts import key_prefix, load_scripts
-from tests.simulation.network import End, Network
+from tests.simulation.network import SimulatedEnd, SimulatedNetwork
 from tests.simulation.world import Occurrence, Process
 
 ADDRESS = "redis:6379"
@@ -78,7 +78,7 @@ return {wrote, reply}
 Argument: TypeAlias = str | bytes | int | float
 
 
-class Store:
+class RedisStore:
     """A blocking client of a real redis-server. Use as a context manager."""
 
     def __init__(self, port: int) -> None:
@@ -94,7 +94,7 @@ class Store:
             self._shas[name] = sha1(text.encode()).hexdigest()
             self.ask("SCRIPT", "LOAD", text)
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> RedisStore:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,10 +128,10 @@ class Store:
         return reply
 
 
-class Redis:
+class SimulatedRedis:
     """Serves a store at ADDRESS. `start` after a kill is another process, with the memory it had or without."""
 
-    def __init__(self, network: Network, store: Store) -> None:
+    def __init__(self, network: SimulatedNetwork, store: RedisStore) -> None:
         self.network = network
         self.process: Process
         # How long every command takes from now on.
@@ -139,7 +139,7 @@ class Redis:
         # How much its clock is ahead of the world's time.
         self.clock_offset_s = 0.0
         self._store = store
-        self._subscribed: list[End] = []
+        self._subscribed: list[SimulatedEnd] = []
         self._waiting: list[_Read] = []
         # Streams, and behind which entry of them there was none when one was last written.
         self._nothing_new: set[tuple[str, str]] = set()
@@ -156,21 +156,21 @@ class Redis:
     def empty(self) -> None:
         self._store.empty()
 
-    def _accept(self, end: End) -> None:
+    def _accept(self, end: SimulatedEnd) -> None:
         end.received = lambda frame: self._received(end, *frame)
         end.lost = lambda _: self._forget(end)
 
-    def _forget(self, end: End) -> None:
+    def _forget(self, end: SimulatedEnd) -> None:
         self._subscribed = [other for other in self._subscribed if other is not end]
         self._waiting = [read for read in self._waiting if read.end is not end]
 
-    def _received(self, end: End, kind: str, number: int, *rest: Any) -> None:
+    def _received(self, end: SimulatedEnd, kind: str, number: int, *rest: Any) -> None:
         if self.slowness_s:
             self.process.call_later(self.slowness_s, self._answer, end, kind, number, *rest)
         else:
             self._answer(end, kind, number, *rest)
 
-    def _answer(self, end: End, kind: str, number: int, *rest: Any) -> None:
+    def _answer(self, end: SimulatedEnd, kind: str, number: int, *rest: Any) -> None:
         try:
             if kind == "call":
                 end.send((number, self._call(*rest)))
@@ -216,7 +216,9 @@ class Redis:
 class _Read:
     """An XREAD that may block."""
 
-    def __init__(self, redis: Redis, end: End, number: int, stream: str, cursor: str, count: int, wait: float) -> None:
+    def __init__(
+        self, redis: SimulatedRedis, end: SimulatedEnd, number: int, stream: str, cursor: str, count: int, wait: float
+    ) -> None:
         self.end = end
         self._redis = redis
         self._number = number
@@ -250,15 +252,17 @@ class _Read:
 class RedisClient:
     """A process's connection: every call within `timeout` seconds; opened when first needed, and again when lost."""
 
-    def __init__(self, network: Network, process: Process, namespace: str, timeout: float, client_id: str) -> None:
+    def __init__(
+        self, network: SimulatedNetwork, process: Process, namespace: str, timeout: float, client_id: str
+    ) -> None:
         self.client_id = client_id
         self.lines = 0
         self._network = network
         self._process = process
         self._prefix = key_prefix(namespace)
         self._timeout = timeout
-        self._end: End | None = None
-        self._opening: asyncio.Future[End] | None = None
+        self._end: SimulatedEnd | None = None
+        self._opening: asyncio.Future[SimulatedEnd] | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
         self._heard = 0.0
@@ -277,8 +281,8 @@ class RedisClient:
         await self._ask("ping")
 
     @asynccontextmanager
-    async def changes(self) -> AsyncIterator[_Subscription]:
-        subscription = _Subscription(self)
+    async def changes(self) -> AsyncIterator[_RedisSubscription]:
+        subscription = _RedisSubscription(self)
         self._pushed.add(subscription.push)
         try:
             await self._ask("subscribe")
@@ -292,7 +296,7 @@ class RedisClient:
             self._end.close()
             self._lost("closed")
 
-    def broke(self, end: End | None) -> bool:
+    def broke(self, end: SimulatedEnd | None) -> bool:
         return end is None or end is not self._end
 
     async def _ask(self, kind: str, *rest: Any) -> Any:
@@ -322,14 +326,14 @@ class RedisClient:
         finally:
             self._asked.pop(number, None)
 
-    async def _open(self) -> End:
+    async def _open(self) -> SimulatedEnd:
         if self._end is not None:
             return self._end
         if self._opening is None:
             opening = self._opening = self._process.create_future()
             opening.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-            def connected(end: End) -> None:
+            def connected(end: SimulatedEnd) -> None:
                 self._opening = None
                 if opening.done() or self._end is not None:  # another was quicker
                     end.close()
@@ -373,9 +377,9 @@ class RedisClient:
             push()
 
 
-class _Subscription:
+class _RedisSubscription:
     def __init__(self, client: RedisClient) -> None:
-        self.end: End | None = None
+        self.end: SimulatedEnd | None = None
         self._client = client
         self._news = asyncio.Event()
 

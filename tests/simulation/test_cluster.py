@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from services.gateway.model.served import ServedModel
-from tests.simulation.cluster import MODEL, Cluster, ClusterSettings, Prompt, Reference, Reply, Shape
-from tests.simulation.redis import Store
+from tests.simulation.cluster import MODEL, ClusterShape, Prompt, Reference, Reply, SimulatedCluster, SimulationSettings
+from tests.simulation.redis import RedisStore
 from tests.simulation.world import World
 
 SIMULATED_S, REAL_S = 60.0, 5.0
@@ -23,8 +23,8 @@ VOCABULARY = 4096
 
 
 @pytest.fixture(scope="module")
-def settings(demo_model: Path) -> ClusterSettings:
-    return ClusterSettings(demo_model, Shape(decodes=2))
+def settings(demo_model: Path) -> SimulationSettings:
+    return SimulationSettings(demo_model, ClusterShape(decodes=2))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def prompt_of(random: Random) -> Prompt:
     return Prompt((*beginning, *rest), random.randrange(1, 40), temperature, seed)
 
 
-async def traffic(cluster: Cluster) -> list[tuple[Prompt, Reply]]:
+async def traffic(cluster: SimulatedCluster) -> list[tuple[Prompt, Reply]]:
     random, asked = Random(cluster.world.random.getrandbits(64)), []
     await cluster.ready()
     while cluster.world.now < SIMULATED_S - 5:
@@ -52,9 +52,9 @@ async def traffic(cluster: Cluster) -> list[tuple[Prompt, Reply]]:
     return answered
 
 
-def run(seed: int, store: Store, model: ServedModel, settings: ClusterSettings) -> tuple[list[Any], list[Any]]:
+def run(seed: int, store: RedisStore, model: ServedModel, settings: SimulationSettings) -> tuple[list[Any], list[Any]]:
     with World(seed) as world:
-        cluster = Cluster(world, store, model, settings)
+        cluster = SimulatedCluster(world, store, model, settings)
         answered = world.run(cluster.client, traffic(cluster))
         assert world.errors == []
         return answered, world.events
@@ -65,7 +65,7 @@ def first_difference(one: list[Any], other: list[Any]) -> tuple[Any, Any] | None
 
 
 def test_a_minute_of_traffic_takes_seconds_and_is_the_same_twice(
-    store: Store, model: ServedModel, settings: ClusterSettings
+    store: RedisStore, model: ServedModel, settings: SimulationSettings
 ) -> None:
     began = time.process_time()
     answered, events = run(7, store, model, settings)

@@ -14,15 +14,15 @@ from grpc import ChannelConnectivity, aio
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.simulation.grpc_client import Channel
-from tests.simulation.grpc_server import Server
-from tests.simulation.network import NOTICE_S, Network
+from tests.simulation.grpc_server import SimulatedServer
+from tests.simulation.network import NOTICE_S, SimulatedNetwork
 from tests.simulation.world import Process, World
 
 MANY = 5
 Serve = Callable[[Sequence[rpc.Servicer]], Awaitable[rpc.Server]]
 
 
-class Answers(llm_pb2_grpc.LLMServiceServicer):
+class AnswersById(llm_pb2_grpc.LLMServiceServicer):
     """Answers as the request_id says, and notes how its calls ended."""
 
     def __init__(self) -> None:
@@ -80,17 +80,17 @@ def add_echo(implementation: Any, server: Any) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", handlers),))
 
 
-class Peers:
+class GrpcPeers:
     """A decode service and channels to it."""
 
-    answers: Answers
+    answers: AnswersById
     stub: Any
 
     def __init__(self, serve: Serve, connect: Callable[[str], Any]) -> None:
         self._serve = serve
         self._connect = connect
 
-    async def __aenter__(self) -> Peers:
+    async def __aenter__(self) -> GrpcPeers:
         await self.start_server()
         self.connect()
         return self
@@ -101,7 +101,7 @@ class Peers:
         await self.server.stop(0.0)
 
     async def start_server(self, serve: Serve | None = None) -> None:
-        self.answers = Answers()
+        self.answers = AnswersById()
         llm = rpc.Servicer("tandem.v1.LLMService", self.answers, llm_pb2_grpc.add_LLMServiceServicer_to_server)
         work = rpc.Servicer("tandem.v1.WorkerService", Works(), worker_pb2_grpc.add_WorkerServiceServicer_to_server)
         self.server = await (serve or self._serve)([llm, work, rpc.Servicer("test.Echo", echo, add_echo)])
@@ -125,7 +125,7 @@ class Peers:
         assert self.answers.endings == ["cancelled"]
 
 
-Scenario = Callable[[Peers], Awaitable[None]]
+Scenario = Callable[[GrpcPeers], Awaitable[None]]
 SCENARIOS: list[Scenario] = []
 
 
@@ -135,7 +135,7 @@ def scenario(function: Scenario) -> Scenario:
 
 
 @scenario
-async def unary(peers: Peers) -> None:
+async def unary(peers: GrpcPeers) -> None:
     call = peers.ask("a", timeout=5, metadata=(("traceparent", "x"),))
     assert (await call).request_id == "a"
     assert peers.answers.metadata["traceparent"] == "x"
@@ -143,7 +143,7 @@ async def unary(peers: Peers) -> None:
 
 
 @scenario
-async def refusal_with_trailers(peers: Peers) -> None:
+async def refusal_with_trailers(peers: GrpcPeers) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await peers.ask("refuse", timeout=5)
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
@@ -151,14 +151,14 @@ async def refusal_with_trailers(peers: Peers) -> None:
 
 
 @scenario
-async def a_bug_is_internal(peers: Peers) -> None:
+async def a_bug_is_internal(peers: GrpcPeers) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await peers.ask("break", timeout=5)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 
 @scenario
-async def deadline(peers: Peers) -> None:
+async def deadline(peers: GrpcPeers) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await peers.ask("wait", timeout=0.3)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -166,7 +166,7 @@ async def deadline(peers: Peers) -> None:
 
 
 @scenario
-async def cancelled_caller(peers: Peers) -> None:
+async def cancelled_caller(peers: GrpcPeers) -> None:
     async def call() -> None:
         await peers.ask("wait", timeout=10)
 
@@ -179,7 +179,7 @@ async def cancelled_caller(peers: Peers) -> None:
 
 
 @scenario
-async def cancelled_call(peers: Peers) -> None:
+async def cancelled_call(peers: GrpcPeers) -> None:
     call = peers.ask("wait", timeout=10)
     await peers.answers.began.wait()
     assert call.cancel()
@@ -190,12 +190,12 @@ async def cancelled_call(peers: Peers) -> None:
 
 
 @scenario
-async def stream(peers: Peers) -> None:
+async def stream(peers: GrpcPeers) -> None:
     assert [message.text async for message in peers.stream("all")] == [str(i) for i in range(MANY)]
 
 
 @scenario
-async def stream_that_is_refused(peers: Peers) -> None:
+async def stream_that_is_refused(peers: GrpcPeers) -> None:
     call = peers.stream("refuse")
     for _ in range(MANY):
         await call.read()
@@ -205,7 +205,7 @@ async def stream_that_is_refused(peers: Peers) -> None:
 
 
 @scenario
-async def stream_that_is_cancelled(peers: Peers) -> None:
+async def stream_that_is_cancelled(peers: GrpcPeers) -> None:
     call = peers.stream("wait")
 
     async def read_all() -> None:
@@ -221,7 +221,7 @@ async def stream_that_is_cancelled(peers: Peers) -> None:
 
 
 @scenario
-async def read_one_by_one(peers: Peers) -> None:
+async def read_one_by_one(peers: GrpcPeers) -> None:
     call = peers.stream("all")
     for i in range(MANY):
         assert (await call.read()).text == str(i)
@@ -229,7 +229,7 @@ async def read_one_by_one(peers: Peers) -> None:
 
 
 @scenario
-async def both_ways(peers: Peers) -> None:
+async def both_ways(peers: GrpcPeers) -> None:
     call = peers.channel.stream_stream("/test.Echo/Echo")()
     for request in (b"a", b"b" * 100_000):  # the second is larger than a stream's window
         await call.write(request)
@@ -240,7 +240,7 @@ async def both_ways(peers: Peers) -> None:
 
 
 @scenario
-async def both_ways_within_the_cluster(peers: Peers) -> None:
+async def both_ways_within_the_cluster(peers: GrpcPeers) -> None:
     stub: Any = worker_pb2_grpc.WorkerServiceStub(peers.channel)
     call = stub.Work()
     for request_id in ("a", "b"):
@@ -251,7 +251,7 @@ async def both_ways_within_the_cluster(peers: Peers) -> None:
 
 
 @scenario
-async def what_is_no_message_ends_the_stream(peers: Peers) -> None:
+async def what_is_no_message_ends_the_stream(peers: GrpcPeers) -> None:
     call = peers.channel.stream_stream("/tandem.v1.WorkerService/Work")()
     await call.write(b"\xff")
     with pytest.raises(aio.AioRpcError) as caught:
@@ -260,7 +260,7 @@ async def what_is_no_message_ends_the_stream(peers: Peers) -> None:
 
 
 @scenario
-async def iterated_requests(peers: Peers) -> None:
+async def iterated_requests(peers: GrpcPeers) -> None:
     async def requests() -> AsyncIterator[bytes]:
         for request in (b"a", b"b"):
             yield request
@@ -270,7 +270,7 @@ async def iterated_requests(peers: Peers) -> None:
 
 
 @scenario
-async def nobody_there(peers: Peers) -> None:
+async def nobody_there(peers: GrpcPeers) -> None:
     stub: Any = llm_pb2_grpc.LLMServiceStub(peers.nowhere)
     with pytest.raises(aio.AioRpcError) as caught:
         await stub.ListModels(llm_pb2.ListModelsRequest(), timeout=5)
@@ -281,14 +281,14 @@ async def nobody_there(peers: Peers) -> None:
 
 
 @scenario
-async def unknown_method(peers: Peers) -> None:
+async def unknown_method(peers: GrpcPeers) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await peers.stub.ListModels(llm_pb2.ListModelsRequest(), timeout=5)  # the generated base class refuses it
     assert caught.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
 
 
 @scenario
-async def states(peers: Peers) -> None:
+async def states(peers: GrpcPeers) -> None:
     assert peers.channel.get_state() is ChannelConnectivity.IDLE
     state = peers.channel.get_state(try_to_connect=True)
     while state is not ChannelConnectivity.READY:
@@ -300,7 +300,7 @@ async def states(peers: Peers) -> None:
 
 
 @scenario
-async def server_that_stops(peers: Peers) -> None:
+async def server_that_stops(peers: GrpcPeers) -> None:
     call = peers.ask("wait", timeout=10)
     await peers.answers.began.wait()
     await peers.server.stop(0.1)
@@ -311,7 +311,7 @@ async def server_that_stops(peers: Peers) -> None:
 
 
 @scenario
-async def closed_channel(peers: Peers) -> None:
+async def closed_channel(peers: GrpcPeers) -> None:
     call = peers.ask("wait", timeout=10)
     await peers.answers.began.wait()
     await peers.channel.close()
@@ -324,34 +324,34 @@ async def closed_channel(peers: Peers) -> None:
 
 @pytest.mark.parametrize("played", SCENARIOS, ids=lambda s: s.__name__)
 async def test_real(played: Scenario) -> None:
-    async with Peers(lambda servicers: rpc.serve(servicers, "127.0.0.1", 0), rpc.channel) as peers:
+    async with GrpcPeers(lambda servicers: rpc.serve(servicers, "127.0.0.1", 0), rpc.channel) as peers:
         await played(peers)
 
 
 @pytest.mark.parametrize("played", SCENARIOS, ids=lambda s: s.__name__)
 def test_simulated(played: Scenario) -> None:
     with World(1) as world:
-        network, process = Network(world), world.process("both")
+        network, process = SimulatedNetwork(world), world.process("both")
 
         async def play() -> None:
             serve, connect = simulated(network, process), partial(Channel, network, process)
-            async with Peers(serve, connect) as peers:
+            async with GrpcPeers(serve, connect) as peers:
                 await played(peers)
 
         world.run(process, play())
         assert world.errors == []
 
 
-def simulated(network: Network, process: Process) -> Serve:
+def simulated(network: SimulatedNetwork, process: Process) -> Serve:
     def make_server(options: object, interceptors: list[Any]) -> Any:
-        return Server(network, process, interceptors)
+        return SimulatedServer(network, process, interceptors)
 
     return lambda servicers: rpc.serve(servicers, "127.0.0.1", 7000, make_server=make_server)
 
 
 # --- what only a simulated network can be asked to do ---
 
-Fault = Callable[[Network, Process, Process], None]
+Fault = Callable[[SimulatedNetwork, Process, Process], None]
 FAULTS: dict[str, Fault] = {
     "kill": lambda network, client, server: server.kill(),
     "pause": lambda network, client, server: server.pause(),
@@ -365,10 +365,10 @@ FAULTS: dict[str, Fault] = {
 def test_both_sides_notice_a_fault_and_calls_reach_the_next_server(fault: str) -> None:
     with World(1) as world:
         network, first, second, client = (
-            Network(world),
+            SimulatedNetwork(world),
             *(world.process(name) for name in ("first", "second", "client")),
         )
-        peers = Peers(simulated(network, first), partial(Channel, network, client))
+        peers = GrpcPeers(simulated(network, first), partial(Channel, network, client))
         world.run(first, peers.start_server())
 
         async def play() -> None:
@@ -396,8 +396,8 @@ def test_both_sides_notice_a_fault_and_calls_reach_the_next_server(fault: str) -
 
 def test_messages_arrive_late_and_in_order() -> None:
     with World(1) as world:
-        network, server, client = Network(world), world.process("server"), world.process("client")
-        peers = Peers(simulated(network, server), partial(Channel, network, client))
+        network, server, client = SimulatedNetwork(world), world.process("server"), world.process("client")
+        peers = GrpcPeers(simulated(network, server), partial(Channel, network, client))
         world.run(server, peers.start_server())
 
         async def play() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from tandem.registry import BlockReplica, ClusterView, Registry, RegistryUnavailable, Role
 from tests.registry.cluster import MODEL, register_pool, worker_info, worker_load
-from tests.simulation.network import Network
-from tests.simulation.redis import Redis, RedisClient, Store
+from tests.simulation.network import SimulatedNetwork
+from tests.simulation.redis import RedisClient, RedisStore, SimulatedRedis
 from tests.simulation.world import Process, World
 
 TIMEOUT_S = 0.5
@@ -21,11 +21,11 @@ TIMEOUT_S = 0.5
 class Setup:
     """A Redis, a process, and the registry as that process sees it."""
 
-    def __init__(self, world: World, store: Store) -> None:
+    def __init__(self, world: World, store: RedisStore) -> None:
         self.world = world
-        self.network = Network(world)
+        self.network = SimulatedNetwork(world)
         self.process = world.process("one")
-        self.redis = Redis(self.network, store)
+        self.redis = SimulatedRedis(self.network, store)
         self.registry = self.connect(self.process)
 
     def connect(self, process: Process) -> Registry:
@@ -38,7 +38,7 @@ class Setup:
 
 
 @pytest.fixture
-def setup(store: Store) -> Any:
+def setup(store: RedisStore) -> Any:
     with World(1) as world:
         yield Setup(world, store)
 
@@ -127,7 +127,7 @@ def generations_of(views: Iterable[ClusterView]) -> set[str]:
     return {worker.generation for view in views for worker in view.workers}
 
 
-def events_of(store: Store, seed: int) -> list[tuple[Any, ...]]:
+def events_of(store: RedisStore, seed: int) -> list[tuple[Any, ...]]:
     """Two gateways follow a worker, over a Redis that loses its memory."""
     with World(seed) as world:
         setup = Setup(world, store)
@@ -169,7 +169,7 @@ def events_of(store: Store, seed: int) -> list[tuple[Any, ...]]:
         return world.events
 
 
-def test_a_run_is_a_function_of_its_seed(store: Store) -> None:
+def test_a_run_is_a_function_of_its_seed(store: RedisStore) -> None:
     one = events_of(store, 7)
     assert events_of(store, 7) == one
     assert events_of(store, 8) != one

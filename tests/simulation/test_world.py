@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.simulation.network import End, Network
+from tests.simulation.network import SimulatedEnd, SimulatedNetwork
 from tests.simulation.world import Process, Stuck, World
 
 pytestmark = pytest.mark.fast
@@ -116,11 +116,11 @@ def test_errors_that_nobody_handles_are_kept() -> None:
 def test_what_a_connection_holds_back_arrives_in_order() -> None:
     """All at one moment, which each message reaches from a time of its own."""
     with World(1) as world:
-        network, sender, receiver = Network(world), world.process("sender"), world.process("receiver")
+        network, sender, receiver = SimulatedNetwork(world), world.process("sender"), world.process("receiver")
         received: list[int] = []
-        opened: list[End] = []
+        opened: list[SimulatedEnd] = []
 
-        def accept(end: End) -> None:
+        def accept(end: SimulatedEnd) -> None:
             end.received = received.append
 
         async def send() -> None:

@@ -77,7 +77,7 @@ class SharedSide(HostReceiveSide):
         return "" if message.offset + message.length <= len(self._arena) else "outside the arena"
 
 
-class World:
+class TransferWorld:
     def __init__(self, seed: int, chances: Chances, *, shm: bool) -> None:
         self.random, self.chances = random.Random(seed), chances
         self.now = 0.0

@@ -14,7 +14,7 @@ from tests.transfer.fake_nccl import FakeDevice, FakeEvent, FakeNccl
 from tests.transfer.pair import SOON, Meet, Pair, until
 
 
-class Computing(FakeDevice):
+class BusyDevice(FakeDevice):
     """Says which thread asked for what, in order. A gather behind `computing` waits until that is done."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Computing(FakeDevice):
 
 
 @pytest.fixture
-def device(transports: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Computing]:
+def device(transports: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[BusyDevice]:
     """The sender's."""
     made: list[FakeNccl] = []
 
@@ -42,7 +42,7 @@ def device(transports: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comput
         made.append(FakeNccl(FakeDevice() if made else device))
         return NcclTransport(made[-1], made[-1].device)
 
-    device = Computing()
+    device = BusyDevice()
     monkeypatch.setitem(TRANSPORTS, "nccl", transport)
     yield device
     for fake in made:
@@ -50,12 +50,12 @@ def device(transports: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comput
 
 
 @pytest.fixture
-def pair(device: Computing, meet: Meet) -> Pair:
+def pair(device: BusyDevice, meet: Meet) -> Pair:
     return meet("nccl")
 
 
 def test_a_push_returns_while_its_blocks_are_computed_and_sends_what_they_hold_then(
-    pair: Pair, device: Computing
+    pair: Pair, device: BusyDevice
 ) -> None:
     outcome, push = pair.expect("t", [1, 2]), pair.begin("t", 2)
     device.computing, device.calls = FakeEvent(), []
@@ -77,7 +77,7 @@ def test_a_push_returns_while_its_blocks_are_computed_and_sends_what_they_hold_t
     assert gathers == ["kv"] * 3
 
 
-def test_blocks_of_a_push_that_was_aborted_are_nobodys_to_read(pair: Pair, device: Computing) -> None:
+def test_blocks_of_a_push_that_was_aborted_are_nobodys_to_read(pair: Pair, device: BusyDevice) -> None:
     outcome, push = pair.expect("t", [1, 2]), pair.begin("t", 2)
     device.computing = FakeEvent()
     pair.push_all(push, 0, [4, 5])

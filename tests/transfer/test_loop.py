@@ -42,7 +42,7 @@ def run(scene: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return runner.run(scene())
 
 
-class Ends:
+class TransferEnds:
     def __init__(self, seed: int = 0, **options: Any) -> None:
         loop = asyncio.get_running_loop()
         seeded = random.Random(seed)
@@ -82,7 +82,7 @@ async def wait(future: Future[T]) -> T:
 
 def test_blocks_move_without_a_thread() -> None:
     async def scene() -> None:
-        ends = Ends()
+        ends = TransferEnds()
         ends.expect("t", [5, 1, 9])
         await ends.move("t", [5, 1, 9], [2, 0, 7])
         assert all(torch.equal(c[[5, 1, 9]], s[[2, 0, 7]]) for c, s in zip(ends.cache, ends.source, strict=True))
@@ -95,7 +95,7 @@ def test_blocks_move_without_a_thread() -> None:
 
 def test_a_minute_of_traffic_is_the_same_twice_and_takes_no_minute() -> None:
     async def scene() -> list[tuple[float, str, object]]:
-        ends, seeded = Ends(seed=7), random.Random(7)
+        ends, seeded = TransferEnds(seed=7), random.Random(7)
         for number in range(120):
             there, here = seeded.sample(range(48), 6), seeded.sample(range(32), 6)
             ends.expect(f"t{number}", there)
@@ -121,7 +121,7 @@ def test_a_minute_of_traffic_is_the_same_twice_and_takes_no_minute() -> None:
 
 def test_a_deadline_and_a_silent_peer_end_a_transfer_in_virtual_time() -> None:
     async def scene() -> None:
-        ends = Ends()
+        ends = TransferEnds()
         link = await ends.link()
         ends.expect("late", [1], timeout_s=3.0)
         link.begin("late", first_block=0, num_blocks=1, num_layers=NUM_LAYERS, timeout_s=30.0)
@@ -138,7 +138,7 @@ def test_a_deadline_and_a_silent_peer_end_a_transfer_in_virtual_time() -> None:
 
 def test_a_push_that_would_have_to_wait_says_so() -> None:
     async def scene() -> None:
-        ends = Ends(arena_bytes=kv_cache(1)[0].nbytes)
+        ends = TransferEnds(arena_bytes=kv_cache(1)[0].nbytes)
         ends.expect("t", list(range(40)))
         link = await ends.link()
         push = link.begin("t", first_block=0, num_blocks=1 << 20, num_layers=NUM_LAYERS, timeout_s=5.0)
@@ -153,7 +153,7 @@ def test_a_named_sender_that_does_not_begin_in_time_ends_its_transfer() -> None:
     """It may have begun it on a link that the receiver had lost before."""
 
     async def scene() -> list[tuple[float, str, object]]:
-        ends = Ends()
+        ends = TransferEnds()
         ends.expect("named", [1], timeout_s=2 * BEGIN_SECONDS, sender=PREFILL.incarnation)
         ends.expect("begun", [2], timeout_s=2 * BEGIN_SECONDS, sender=PREFILL.incarnation)
         ends.expect("any", [3], timeout_s=2 * BEGIN_SECONDS)

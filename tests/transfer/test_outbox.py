@@ -14,7 +14,7 @@ from tandem.transfer.runtime.threads import Threads
 from tests.transfer.pair import DECODE, PREFILL
 
 
-class Outbox(deque[LinkMessage]):
+class WatchedOutbox(deque[LinkMessage]):
     """Calls `looked` once, when somebody has seen that there is something in it."""
 
     looked: Callable[[], None] | None = None
@@ -38,7 +38,7 @@ def test_a_message_is_looked_at_while_another_thread_takes_it() -> None:
             taking.start()
             taking.join(0.2)
 
-        outbox = protocol.outbox = Outbox(protocol.outbox)
+        outbox = protocol.outbox = WatchedOutbox(protocol.outbox)
         outbox.looked = take
         look(end)
         taking.join()

@@ -16,7 +16,7 @@ from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.receiver import Write
 from tandem.transfer.protocol.wire import HEADER_BYTES, Kind, LinkMessage, control, parse_header, pulse_of
 from tandem.transfer.runtime.shared_landings import SharedLandings
-from tests.transfer.simulation import ARENA_SLOTS, DEADLINE, NUM_BLOCKS, Chances, World
+from tests.transfer.simulation import ARENA_SLOTS, DEADLINE, NUM_BLOCKS, Chances, TransferWorld
 
 chance = st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.3])
 every_chance = st.builds(
@@ -25,8 +25,8 @@ every_chance = st.builds(
 )  # fmt: skip
 
 
-def run(seed: int, chances: Chances, *, shm: bool) -> World:
-    world = World(seed, chances, shm=shm)
+def run(seed: int, chances: Chances, *, shm: bool) -> TransferWorld:
+    world = TransferWorld(seed, chances, shm=shm)
     blocks = random.Random(seed).sample(range(NUM_BLOCKS), 15)
     for name, start in (("a", 0), ("b", 5), ("c", 10)):
         world.start(name, blocks[start : start + 5], first_block=seed % 3)
@@ -69,7 +69,7 @@ def test_aborts_and_cancels_give_every_slot_back(seed: int, shm: bool) -> None:
 @given(seed=st.integers(0, 2**32), shm=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_frames_of_another_incarnation_land_nowhere(seed: int, shm: bool) -> None:
-    world = World(seed, Chances(stale=1.0), shm=shm)
+    world = TransferWorld(seed, Chances(stale=1.0), shm=shm)
     transfer = world.start("a", [3, 1, 2], 0)
     for _ in range(5):
         world.step()
@@ -77,9 +77,9 @@ def test_frames_of_another_incarnation_land_nowhere(seed: int, shm: bool) -> Non
     assert transfer.endings == []
 
 
-def write_under_way() -> tuple[World, Write]:
+def write_under_way() -> tuple[TransferWorld, Write]:
     """A world in which a frame has been checked and its copy has begun."""
-    world = World(0, Chances(), shm=False)
+    world = TransferWorld(0, Chances(), shm=False)
     world.start("a", [3, 1], 0)
     world.push_next()
     while world.sender.outbox:
@@ -105,7 +105,7 @@ def test_a_fence_holds_once_the_write_in_progress_is_over_however_often_it_is_as
 
 
 def test_a_transfer_cancelled_between_check_and_copy_is_not_copied() -> None:
-    world = World(0, Chances(), shm=False)
+    world = TransferWorld(0, Chances(), shm=False)
     world.start("a", [3, 1], 0)
     world.push_next()
     writes = [world.receiver.receive(message, world.now) for message in world.sender.outbox]
@@ -127,7 +127,7 @@ def test_an_owner_hears_of_the_end_only_after_the_write_in_progress() -> None:
 
 
 def test_a_silent_peer_is_given_up_by_both_sides() -> None:
-    world = World(0, Chances(), shm=False)
+    world = TransferWorld(0, Chances(), shm=False)
     for side in (world.sender, world.receiver):
         for look in range(3, 15):
             side.tick(look / 10)
@@ -136,7 +136,7 @@ def test_a_silent_peer_is_given_up_by_both_sides() -> None:
 
 
 def test_a_ping_says_how_starved_its_sender_is_and_whether_it_can_be_replaced() -> None:
-    world = World(0, Chances(), shm=False)
+    world = TransferWorld(0, Chances(), shm=False)
     starved = pulse_of(Vitals(lambda: 3.0, is_sole=lambda: True))
     world.receiver.receive(control(Kind.PING, starved, nonce=nonce_of(world)), 0.0)
     assert world.receiver.liveness.sole
@@ -149,7 +149,7 @@ def test_a_ping_says_how_starved_its_sender_is_and_whether_it_can_be_replaced() 
 
 def test_a_link_that_its_sender_has_replaced_is_given_up_as_soon_as_any() -> None:
     """Though nobody could take the sender's place: on the new link it is there."""
-    world = World(0, Chances(), shm=False)
+    world = TransferWorld(0, Chances(), shm=False)
     world.receiver.liveness.sole = True
     for look in range(3, 20):
         world.receiver.tick(look / 10)
@@ -174,7 +174,7 @@ def test_what_may_have_begun_on_a_lost_link_is_not_waited_for_on_the_next() -> N
     assert not table.live
 
 
-def nonce_of(world: World) -> int:
+def nonce_of(world: TransferWorld) -> int:
     return world.receiver._nonce
 
 

@@ -33,7 +33,7 @@ LAYERS, BLOCKS = 2, 12
 SENDER, RECEIVER = LinkPeer("p", "p-1", "layout"), LinkPeer("d", "d-1", "layout")
 
 
-class World:
+class LinkWorld:
     """The driver of every link's ends, the lanes of their transports, and time."""
 
     concurrent = False
@@ -103,7 +103,7 @@ class SteppedLane:
 
 
 class FaultyNetwork(MemoryNetwork):
-    def __init__(self, world: World, chance: float) -> None:
+    def __init__(self, world: LinkWorld, chance: float) -> None:
         super().__init__()
         self._world, self._chance = world, chance
 
@@ -142,11 +142,11 @@ class FaultyStream:
         return bytes(damaged)
 
 
-class Schedule:
+class LinkSchedule:
     """Three transfers between two ends, in whatever order the seed says."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.world = world = World(seed)
+        self.world = world = LinkWorld(seed)
         self.random = world.random
         self.faults = self.random.random() < 0.7
         self.fakes: list[FakeNccl] = []
@@ -275,7 +275,7 @@ class Schedule:
 class SteppedDevice(FakeDevice):
     """Each of its queues is a task, and sums come a little later."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: LinkWorld) -> None:
         super().__init__(driven=True, delay=lambda: world.random.randrange(3))
         self._world = world
 
@@ -287,7 +287,7 @@ class SteppedDevice(FakeDevice):
 
 def test_whatever_the_schedule_no_wrong_byte_is_ever_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(SCHEDULES):
-        schedule = Schedule(seed, monkeypatch)
+        schedule = LinkSchedule(seed, monkeypatch)
         try:
             schedule.run()
         except BaseException as error:

@@ -10,7 +10,7 @@ from tandem.worker import EngineThread
 from tests.worker.conftest import request
 
 
-class Listener:
+class EventListener:
     def __init__(self) -> None:
         self.outputs: list[SequenceOutput] = []
         self.deaths: list[BaseException] = []
@@ -22,7 +22,7 @@ class Listener:
 
 
 async def test_outputs_come_to_the_loop_and_errors_to_the_caller(engine_of: Callable[[int], Engine]) -> None:
-    listener = Listener()
+    listener = EventListener()
     thread = EngineThread(engine_of(16))
     thread.start(listener.outputs.extend, listener.deaths.append)
     try:
@@ -39,7 +39,7 @@ async def test_outputs_come_to_the_loop_and_errors_to_the_caller(engine_of: Call
 
 
 async def test_the_death_of_the_engine_is_noticed(engine_of: Callable[[int], Engine]) -> None:
-    listener = Listener()
+    listener = EventListener()
     engine = engine_of(16)
     del engine._runner
     thread = EngineThread(engine)

@@ -20,7 +20,7 @@ LACKS = {
 }
 
 
-class Worker:
+class NamedWorker:
     """Begins what its name says: `waits` for ever, `refused`, `broken` or what it lacks, else at once."""
 
     def __init__(self) -> None:
@@ -76,28 +76,28 @@ class Worker:
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[Worker]:
-    worker = Worker()
+async def worker() -> AsyncIterator[NamedWorker]:
+    worker = NamedWorker()
     yield worker
     worker.call.cancel()
     await asyncio.wait([worker.call])
 
 
-async def test_each_entry_of_a_message_has_an_answer_of_its_own(worker: Worker) -> None:
+async def test_each_entry_of_a_message_has_an_answer_of_its_own(worker: NamedWorker) -> None:
     worker.send("waits", "refused", "broken", "a")
     await worker.until("reserved a", "refused RESOURCE_EXHAUSTED", "broken INTERNAL", "begin waits")
     assert "cancelled waits" not in worker.events
 
 
 @pytest.mark.parametrize("name", LACKS)
-async def test_what_a_worker_lacks_is_no_fault_of_the_request(worker: Worker, name: str) -> None:
+async def test_what_a_worker_lacks_is_no_fault_of_the_request(worker: NamedWorker, name: str) -> None:
     """Its gateway tries another worker after UNAVAILABLE, and none after INTERNAL."""
     worker.send(name)
     await worker.until(f"{name} UNAVAILABLE")
 
 
 async def test_a_failure_that_cannot_be_reported_ends_the_stream(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+    worker: NamedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where there is no memory for the report."""
 
@@ -110,7 +110,7 @@ async def test_a_failure_that_cannot_be_reported_ends_the_stream(
     await asyncio.wait_for(worker.call, 30)  # its gateway hears of it
 
 
-async def test_an_abort_cancels_what_begins_and_is_answered_once_all_is_released(worker: Worker) -> None:
+async def test_an_abort_cancels_what_begins_and_is_answered_once_all_is_released(worker: NamedWorker) -> None:
     worker.send("waits")
     await worker.until("begin waits")
     worker.send(abort="waits")
@@ -119,14 +119,14 @@ async def test_an_abort_cancels_what_begins_and_is_answered_once_all_is_released
     assert worker.events.index("cancelled waits") < worker.events.index("abort waits")
 
 
-async def test_a_request_id_begins_once_at_a_time(worker: Worker) -> None:
+async def test_a_request_id_begins_once_at_a_time(worker: NamedWorker) -> None:
     worker.send("waits", "waits")
     await worker.until("waits ALREADY_EXISTS")
     assert worker.events.count("begin waits") == 1
 
 
 @pytest.mark.parametrize("how", ["hangs up", "is cancelled"])
-async def test_the_end_of_a_stream_cancels_what_still_begins(worker: Worker, how: str) -> None:
+async def test_the_end_of_a_stream_cancels_what_still_begins(worker: NamedWorker, how: str) -> None:
     worker.send("waits")
     await worker.until("begin waits")
     if how == "hangs up":

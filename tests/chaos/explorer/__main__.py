@@ -18,7 +18,7 @@ from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import schedule_of
 from tests.chaos.explorer.shrink import parse, shrink
 from tests.chaos.explorer.timeline import draw
-from tests.simulation.redis import Store
+from tests.simulation.redis import RedisStore
 
 MODEL = Path(__file__).parents[3] / "models" / "demo" / "target"
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 def replay(seed: int, keep: str, drawn: bool) -> bool:
     """Runs one schedule again; True if it fails."""
-    with RedisServer.start() as server, Store(server.port) as store:
+    with RedisServer.start() as server, RedisStore(server.port) as store:
         explorer = Explorer(store, MODEL)
         schedule = schedule_of(seed)
         if keep:

@@ -19,8 +19,8 @@ from tandem.local import RedisServer
 from tests.chaos.explorer.run import SETTLE_S
 from tests.chaos.explorer.schedule import SHAPES, VOCABULARY
 from tests.simulation.baseline import leftovers, registry_leftovers, sizes
-from tests.simulation.cluster import MODEL, Cluster, ClusterSettings, Prompt, Reference, Shape
-from tests.simulation.redis import Store
+from tests.simulation.cluster import MODEL, ClusterShape, Prompt, Reference, SimulatedCluster, SimulationSettings
+from tests.simulation.redis import RedisStore
 from tests.simulation.world import World
 
 MODEL_PATH = Path(__file__).parents[3] / "models" / "demo" / "target"
@@ -29,24 +29,24 @@ LIMIT_S = 600.0
 
 
 class Aborts:
-    def __init__(self, store: Store, model_path: Path) -> None:
+    def __init__(self, store: RedisStore, model_path: Path) -> None:
         self.counts: Counter[str] = Counter()
         self.violations: list[str] = []
         self.longest_s = 0.0
         self._store, self._model_path = store, model_path
         self._model = ServedModel.load(model_path, MODEL, 0)
-        config = ClusterSettings(model_path, Shape(num_blocks=256)).worker("d0").engine_config()
+        config = SimulationSettings(model_path, ClusterShape(num_blocks=256)).worker("d0").engine_config()
         self._tokens: Callable[[Prompt], list[int]] = Reference(config).tokens
 
     def run(self, count: int) -> None:
         for seed in range(-(-count // ABORTS_A_CLUSTER)):
             shape = SHAPES[seed % len(SHAPES)]
             with World(seed) as world:
-                cluster = Cluster(world, self._store, self._model, ClusterSettings(self._model_path, shape))
+                cluster = SimulatedCluster(world, self._store, self._model, SimulationSettings(self._model_path, shape))
                 world.run(cluster.client, self._abort_many(cluster, Random(seed)), limit_s=LIMIT_S)
                 self.violations += world.errors
 
-    async def _abort_many(self, cluster: Cluster, random: Random) -> None:
+    async def _abort_many(self, cluster: SimulatedCluster, random: Random) -> None:
         await cluster.ready()
         await asyncio.sleep(0.3)
         before = sizes(cluster)
@@ -55,7 +55,7 @@ class Aborts:
             await self._abort_one(cluster, random, messages)
             await self._settle(cluster, before, messages)
 
-    async def _abort_one(self, cluster: Cluster, random: Random, messages: int) -> None:
+    async def _abort_one(self, cluster: SimulatedCluster, random: Random, messages: int) -> None:
         beginning = random.choices(range(3, VOCABULARY), k=random.choice((1, 8, 17)))
         longest = cluster.shape.num_blocks * cluster.shape.block_size - 40  # more than 2 s, where there is room for it
         victim, neighbour = (
@@ -73,7 +73,7 @@ class Aborts:
         if reply.token_ids != self._tokens(neighbour):
             self.violations.append(f"behind {messages} messages: its neighbour got {reply}")
 
-    async def _settle(self, cluster: Cluster, before: dict[str, tuple[int, int]], messages: int) -> None:
+    async def _settle(self, cluster: SimulatedCluster, before: dict[str, tuple[int, int]], messages: int) -> None:
         registry, began = cluster.registry_of(cluster.client), cluster.world.now
         while held := leftovers(cluster) or await registry_leftovers(registry) or _grown(cluster, before):
             if cluster.world.now - began > SETTLE_S:
@@ -84,14 +84,14 @@ class Aborts:
         await registry.close()
 
 
-def _grown(cluster: Cluster, before: dict[str, tuple[int, int]]) -> list[str]:
+def _grown(cluster: SimulatedCluster, before: dict[str, tuple[int, int]]) -> list[str]:
     """Processes with more tasks or connections than before; the client's own connection to Redis looks now."""
     return [f"{name}: {now} tasks and connections, {before[name]} before" for name, now in sizes(cluster).items()
             if now[0] > before[name][0] or now[1] > before[name][1]]  # fmt: skip
 
 
 def abort(model_path: Path, count: int) -> Aborts:
-    with RedisServer.start() as server, Store(server.port) as store:
+    with RedisServer.start() as server, RedisStore(server.port) as store:
         aborts = Aborts(store, model_path)
         aborts.run(count)
         return aborts

@@ -10,9 +10,9 @@ from functools import partial
 from random import Random
 
 from tests.chaos.explorer.schedule import Fault
-from tests.simulation.cluster import Cluster, Prompt, Reply
+from tests.simulation.cluster import Prompt, Reply, SimulatedCluster
 from tests.simulation.crashes import POISON
-from tests.simulation.network import NOTICE_S, Connection
+from tests.simulation.network import NOTICE_S, SimulatedConnection
 from tests.simulation.world import Process
 
 # Faults that a connection's ends learn of late.
@@ -27,7 +27,7 @@ RENEWED_S = 2.0
 
 
 @dataclass
-class Poison:
+class PoisonedRequest:
     """A request that crashes who computes token `place` of its answer, and what came of it."""
 
     fault: Fault
@@ -39,7 +39,7 @@ class Poison:
 class Faults:
     """Does faults to a cluster; `heal` ends all of them."""
 
-    def __init__(self, cluster: Cluster, random: Random) -> None:
+    def __init__(self, cluster: SimulatedCluster, random: Random) -> None:
         self.fired: Counter[str] = Counter()
         # Names of processes that were touched by a fault, and kinds of faults that touch no process.
         self.touched: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class Faults:
         self._random = random
         self._healed = False
         self._spoiling: list[Fault] = []
-        self.poisons: dict[int, Poison] = {}  # by id
+        self.poisons: dict[int, PoisonedRequest] = {}  # by id
         cluster.spoil = self._spoil
         cluster.crashes.crashed = self._crashed
 
@@ -177,7 +177,7 @@ class Faults:
         prompt = Prompt((POISON, 10 + place, number, *range(40, 40 + self._random.randrange(20))), MAX_TOKENS)
         reply = Reply()
         task = self._cluster.client.spawn(self._cluster.ask(fault.targets[0], prompt, reply=reply))
-        self.poisons[number] = Poison(fault, place, reply, task)
+        self.poisons[number] = PoisonedRequest(fault, place, reply, task)
         return True
 
     def _crashed(self, name: str) -> None:
@@ -188,7 +188,7 @@ class Faults:
 
     # --- connections ---
 
-    def _between(self, fault: Fault) -> list[Connection]:
+    def _between(self, fault: Fault) -> list[SimulatedConnection]:
         one, other = map(self._process, fault.targets)
         return self._cluster.network.between(one, other)
 

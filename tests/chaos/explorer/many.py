@@ -16,13 +16,13 @@ from tandem.local import RedisServer
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import KINDS, schedule_of
 from tests.chaos.explorer.waits import WAITS
-from tests.simulation.redis import Store
+from tests.simulation.redis import RedisStore
 
 COLLECT_EVERY = 20
 
 
 @dataclass
-class Report:
+class ExplorerReport:
     num_run: int = 0
     seconds: float = 0.0
     simulated_s: float = 0.0
@@ -31,7 +31,7 @@ class Report:
     codes: Counter[str] = field(default_factory=Counter)
     failed: dict[int, list[str]] = field(default_factory=dict)
 
-    def add(self, other: Report) -> None:
+    def add(self, other: ExplorerReport) -> None:
         self.num_run += other.num_run
         self.simulated_s += other.simulated_s
         self.fired += other.fired
@@ -40,10 +40,10 @@ class Report:
         self.failed |= other.failed
 
 
-def explore(model: Path, seeds: Sequence[int], *, jobs: int | None = 1) -> Report:
+def explore(model: Path, seeds: Sequence[int], *, jobs: int | None = 1) -> ExplorerReport:
     """Run the schedules of these seeds."""
     began = time.monotonic()
-    report = Report()
+    report = ExplorerReport()
     jobs = jobs or 1
     work = partial(run_some, model)
     if jobs == 1:
@@ -56,10 +56,10 @@ def explore(model: Path, seeds: Sequence[int], *, jobs: int | None = 1) -> Repor
     return report
 
 
-def run_some(model: Path, seeds: Iterable[int]) -> Report:
-    report = Report()
+def run_some(model: Path, seeds: Iterable[int]) -> ExplorerReport:
+    report = ExplorerReport()
     gc.disable()  # when it runs would depend on what ran before
-    with RedisServer.start() as server, Store(server.port) as store:
+    with RedisServer.start() as server, RedisStore(server.port) as store:
         explorer = Explorer(store, model)
         gc.freeze()  # what was imported stays
         for seed in seeds:
@@ -82,7 +82,7 @@ def replay_line(seed: int) -> str:
     return f"python -m tests.chaos.explorer --replay {seed}"
 
 
-def summary(report: Report) -> str:
+def summary(report: ExplorerReport) -> str:
     rate = report.num_run / report.seconds * 60
     lines = [
         f"{report.num_run} schedules in {report.seconds:.1f} s ({rate:.0f} a minute), "

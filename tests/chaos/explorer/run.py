@@ -25,12 +25,12 @@ from services.gateway.model.served import ServedModel
 from tandem.registry import Registry
 from tandem.v1 import llm_pb2
 from tests.chaos.explorer.faults import SLOWEST_S, Faults
-from tests.chaos.explorer.schedule import AMPLE_BLOCKS, Request, Schedule, names
+from tests.chaos.explorer.schedule import AMPLE_BLOCKS, Schedule, ScheduledRequest, names
 from tests.chaos.explorer.waits import counted
 from tests.simulation.baseline import leftovers, orphans, registry_leftovers, sizes
-from tests.simulation.cluster import MODEL, Cluster, ClusterSettings, Prompt, Reference, Reply, Shape
+from tests.simulation.cluster import MODEL, ClusterShape, Prompt, Reference, Reply, SimulatedCluster, SimulationSettings
 from tests.simulation.network import NOTICE_S
-from tests.simulation.redis import Store
+from tests.simulation.redis import RedisStore
 from tests.simulation.world import Stuck, World
 
 SETTLE_S = 2.0
@@ -62,20 +62,20 @@ class Result:
 class Explorer:
     """Runs schedules, one after another, over one store."""
 
-    def __init__(self, store: Store, model_path: Path) -> None:
+    def __init__(self, store: RedisStore, model_path: Path) -> None:
         self._store = store
         self._model_path = model_path
         self._model = ServedModel.load(model_path, MODEL, 0)
-        self._settings: dict[Shape, ClusterSettings] = {}
+        self._settings: dict[ClusterShape, SimulationSettings] = {}
         self._references: dict[int, Reference] = {}
 
     def run(self, schedule: Schedule) -> Result:
         result = Result(schedule)
         if schedule.shape not in self._settings:
-            self._settings[schedule.shape] = ClusterSettings(self._model_path, schedule.shape)
+            self._settings[schedule.shape] = SimulationSettings(self._model_path, schedule.shape)
         settings = self._settings[schedule.shape]
         with World(schedule.seed) as world, counted(result.waits):
-            run = Run(Cluster(world, self._store, self._model, settings), schedule, self.tokens, result)
+            run = Run(SimulatedCluster(world, self._store, self._model, settings), schedule, self.tokens, result)
             try:
                 world.run(run.cluster.client, run.play(), limit_s=LIMIT_S)
             except Stuck as error:
@@ -88,15 +88,15 @@ class Explorer:
     def tokens(self, prompt: Prompt) -> list[int]:
         """The tokens that an undisturbed engine writes."""
         if not self._references:
-            shape = Shape(num_blocks=256)
-            config = ClusterSettings(self._model_path, shape).worker("d0").engine_config()
+            shape = ClusterShape(num_blocks=256)
+            config = SimulationSettings(self._model_path, shape).worker("d0").engine_config()
             self._references[0] = Reference(config)
         return self._references[0].tokens(prompt)
 
 
 class Run:
     def __init__(
-        self, cluster: Cluster, schedule: Schedule, tokens: Callable[[Prompt], list[int]], result: Result
+        self, cluster: SimulatedCluster, schedule: Schedule, tokens: Callable[[Prompt], list[int]], result: Result
     ) -> None:
         self.cluster = cluster
         self.world = cluster.world
@@ -144,7 +144,7 @@ class Run:
 
     # --- requests ---
 
-    async def _ask(self, request: Request, reply: Reply) -> None:
+    async def _ask(self, request: ScheduledRequest, reply: Reply) -> None:
         await asyncio.sleep(request.at_s)
         task = asyncio.create_task(self.cluster.ask(request.gateway, request.prompt, request.read_pause_s, reply=reply))
         if request.abort:
@@ -165,7 +165,7 @@ class Run:
             for problem in self._problems(request, reply):
                 self._violation(f"request at {request.at_s} to {request.gateway}: {problem}")
 
-    def _problems(self, request: Request, reply: Reply) -> list[str]:
+    def _problems(self, request: ScheduledRequest, reply: Reply) -> list[str]:
         problems = []
         expected = self._tokens(request.prompt)
         if reply.token_ids != expected[: len(reply.token_ids)]:
@@ -250,7 +250,7 @@ class Run:
     def _is_touched(self, name: str) -> bool:
         return self.faults.touched[name] > 0
 
-    def _is_excused(self, request: Request, reply: Reply, took: float, timeout_s: float) -> bool:
+    def _is_excused(self, request: ScheduledRequest, reply: Reply, took: float, timeout_s: float) -> bool:
         """True if a request may have failed like this, given what has happened."""
         touched, tight = self.faults.touched, self.schedule.shape.num_blocks < AMPLE_BLOCKS
         # Where blocks are few, also for those that somebody holds who reads slowly.
@@ -271,7 +271,7 @@ class Run:
         late_s = sum(fault.seconds + NOTICED_S for fault in others) if self.faults.touched else 0.0
         return late_s + self.faults.starved_s
 
-    def _may_be_unavailable(self, request: Request, reply: Reply) -> bool:
+    def _may_be_unavailable(self, request: ScheduledRequest, reply: Reply) -> bool:
         """Its gateway died or stood still, it was lost too often, or nobody was there when it came."""
         gateway = self.faults.struck.get(request.gateway, inf) <= reply.ended_at
         often = sum(self.faults.touched.values()) > MIGRATIONS
@@ -347,6 +347,6 @@ class Run:
         return held
 
 
-def _is_alone(request: Request) -> bool:
+def _is_alone(request: ScheduledRequest) -> bool:
     """True if no other request may have left blocks that this one may use."""
     return request.prompt.cache_salt.startswith("own-")

@@ -13,7 +13,7 @@ from typing import Any
 
 from services.gateway.settings import Disaggregation
 from tandem.v1 import llm_pb2
-from tests.simulation.cluster import Prompt, Shape
+from tests.simulation.cluster import ClusterShape, Prompt
 
 # Requests and faults begin within so many seconds.
 BUSY_S = 1.5
@@ -41,7 +41,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Request:
+class ScheduledRequest:
     gateway: str
     at_s: float
     prompt: Prompt
@@ -62,8 +62,8 @@ class Fault:
 @dataclass(frozen=True)
 class Schedule:
     seed: int
-    shape: Shape
-    requests: tuple[Request, ...]
+    shape: ClusterShape
+    requests: tuple[ScheduledRequest, ...]
     faults: tuple[Fault, ...]
 
     def only(self, requests: frozenset[int], faults: frozenset[int], luck: int = 0) -> Schedule:
@@ -82,20 +82,20 @@ SLOW: dict[str, Any] = {"prefill_tokens_per_s": 400.0, "max_num_batched_tokens":
 AMPLE_BLOCKS = 64
 TIGHT: dict[str, Any] = {"num_blocks": 20, "timeout_s": 10.0}
 # A cluster in which no other worker can do the prefill worker's part.
-SOLE_PREFILL = Shape(decodes=2, disaggregation=Disaggregation.REQUIRE, **SLOW)
+SOLE_PREFILL = ClusterShape(decodes=2, disaggregation=Disaggregation.REQUIRE, **SLOW)
 SHAPES = (
-    Shape(**SLOW),
-    Shape(decodes=2, launched=False),
-    Shape(prefills=2, decodes=2, **SLOW),
-    Shape(gateways=2, decodes=2),
-    Shape(decodes=2, **TIGHT, **SLOW),
-    Shape(**TIGHT),
-    Shape(decodes=2, disaggregation=Disaggregation.AUTO),
-    Shape(prefills=2, decodes=2, disaggregation=Disaggregation.REQUIRE, **SLOW),
+    ClusterShape(**SLOW),
+    ClusterShape(decodes=2, launched=False),
+    ClusterShape(prefills=2, decodes=2, **SLOW),
+    ClusterShape(gateways=2, decodes=2),
+    ClusterShape(decodes=2, **TIGHT, **SLOW),
+    ClusterShape(**TIGHT),
+    ClusterShape(decodes=2, disaggregation=Disaggregation.AUTO),
+    ClusterShape(prefills=2, decodes=2, disaggregation=Disaggregation.REQUIRE, **SLOW),
 )
 
 
-def schedule_of(seed: int, kinds: Sequence[str] = (), shapes: Sequence[Shape] = SHAPES) -> Schedule:
+def schedule_of(seed: int, kinds: Sequence[str] = (), shapes: Sequence[ClusterShape] = SHAPES) -> Schedule:
     """`kinds`: where given, its faults are of these kinds, and there are some."""
     random = Random(seed)
     shape = random.choice(shapes)
@@ -113,12 +113,12 @@ def schedule_of(seed: int, kinds: Sequence[str] = (), shapes: Sequence[Shape] = 
     return Schedule(seed, shape, requests, tuple(faults))
 
 
-def names(shape: Shape) -> list[str]:
+def names(shape: ClusterShape) -> list[str]:
     counts = {"g": shape.gateways, "p": shape.prefills, "d": shape.decodes}
     return [f"{role}{i}" for role, count in counts.items() for i in range(count)]
 
 
-def _request(random: Random, shape: Shape, crowded: bool) -> Request:
+def _request(random: Random, shape: ClusterShape, crowded: bool) -> ScheduledRequest:
     beginning = Random(random.randrange(3)).choices(range(3, VOCABULARY), k=random.choice((0, 0, 8, 17)))
     rest = random.choices(range(3, VOCABULARY), k=random.randint(1, 20))
     temperature, seed = random.choice(((0.0, 0), (0.8, random.randrange(1000))))
@@ -132,7 +132,7 @@ def _request(random: Random, shape: Shape, crowded: bool) -> Request:
         priority=random.choice(PRIORITIES),
         patient=random.random() < 0.5,
     )
-    return Request(
+    return ScheduledRequest(
         gateway=f"g{random.randrange(shape.gateways)}",
         at_s=round(random.uniform(0, CROWD_S if crowded else BUSY_S), 3),
         prompt=prompt,
@@ -145,7 +145,7 @@ def _moment(random: Random, first_s: float, last_s: float) -> Moment:
     return Moment(round(random.uniform(first_s, last_s), 3), random.choice((0, random.randrange(1, 60))))
 
 
-def _fault(random: Random, kind: str, shape: Shape) -> Fault:
+def _fault(random: Random, kind: str, shape: ClusterShape) -> Fault:
     everybody = names(shape)
     count = 1 if kind in ("kill", "pause", "stop", "poison") else 2
     count = random.choice((1, 2, len(everybody))) if kind == "starve" else count
