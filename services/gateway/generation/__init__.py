@@ -4,19 +4,7 @@
     the request    of all     of n       on a pair   its tokens
                    choices    of each    of workers
 
-    who          owns                                   made by     ended by
-    Answer       its choices, root span, allowance      LLM         the end, a failed choice, or its reader, who closes
-                                                                    `deltas`: client gone, deadline, stop
-    Choice       its tokens so far, text, counts        Answer      Answer; a stop string; its pipeline
-    Pipeline     (one for all) a choice's turn,         server      nobody: each of its runs ends with its choice
-                 its attempts one after another
-    Attempt      route, reservations, sequences on      Pipeline    the last token, a lost worker, or the pipeline;
-                 workers, mailbox                                   `close`, in the background, frees what it owns
-    Mailbox      tokens that were not taken yet         WorkerStream  the worker's end, a failure, the broken stream
-
-Ends go down this table, and errors up: an attempt's WorkerLost makes the pipeline begin the next one (migration.py,
-suspicion.py); any other ends the choice, the choice the answer, and the answer its other choices. Tokens go up: the
-first and the last of an attempt by iteration, the others by one call from mailbox to written event (choice.py).
+Who owns what and who ends whom: docs/architecture.md, "From a request to its tokens".
 """
 
 from services.gateway.generation import tracing
