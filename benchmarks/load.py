@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -154,15 +153,6 @@ async def _ask_all(client: LoadClient, jobs: Sequence[Job], concurrency: int) ->
 
 def _read(answers: Sequence[Unread]) -> list[TimedAnswer]:
     return [answer.read() for answer in answers]
-
-
-def poisson(count: int, per_second: float, seed: int) -> list[float]:
-    """Arrival times in seconds of a Poisson process."""
-    dice, now, times = random.Random(seed), 0.0, []
-    for _ in range(count):
-        now += dice.expovariate(per_second)
-        times.append(now)
-    return times
 
 
 def read_answer(sent: float, stamped: Sequence[tuple[float, bytes]]) -> TimedAnswer:

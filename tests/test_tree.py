@@ -239,7 +239,7 @@ def test_time_chance_threads_and_sockets_are_used_in_shells_only() -> None:
 
 
 MAX_LINES, MAX_PARAMETERS, MAX_FILE_LINES = 40, 7, 400
-TOPS = ("tandem", "services", "benchmarks", "tests")
+TOPS = ("tandem", "services", "benchmarks", "tests", "deploy", "examples", "models")
 # A docstring begins with the noun or verb of what it describes.
 NO_FIRST_WORDS = {"What", "Of", "Whether", "Where", "Which"}
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

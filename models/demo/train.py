@@ -169,7 +169,6 @@ def train(size: str, steps: int, batch: int, length: int, start: int, loops: boo
     tokenizer = load_or_train_tokenizer(training)
     stream, held = token_stream(tokenizer, training, CUTS), token_stream(tokenizer, held_out, 0.0)
     print(f"{len(training)} files, {len(stream):,} training tokens, {len(held):,} held out", flush=True)
-
     end = tokenizer.token_to_id(END)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, rope_theta=10_000.0, tie_word_embeddings=True,
@@ -191,24 +190,33 @@ def train(size: str, steps: int, batch: int, length: int, start: int, loops: boo
         if loops:
             (LOOP_WEIGHT * loop_loss_of(compiled, *looped(next(source), dice))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, rates in zip(optimizers, base, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * learning_rate(step, steps, start)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        update(optimizers, base, learning_rate(step, steps, start))
         running = loss.item() if step == start else 0.95 * running + 0.05 * loss.item()
         if step % 50 == 49 or step == steps - 1:
-            with torch.no_grad():
-                held_loss = sum(loss_of(model, rows).item() for rows in probe.split(8)) / len(probe.split(8))
+            held_loss = held_out_loss(model, probe)
             seen, seconds = (step + 1) * batch * length, time.monotonic() - started
             curve.append({"step": step + 1, "tokens": seen, "loss": round(running, 4), "held_out": round(held_loss, 4)})
             print(f"{curve[-1]} {(seen - start * batch * length) / seconds:,.0f} tok/s {seconds:.0f} s", flush=True)
             save(model, tokenizer, curve, size)
-
     if loops:
         final = model.state_dict()
         model.load_state_dict({name: initial[name].lerp(final[name], LOOP_SHARE) for name in final})
         save(model, tokenizer, curve, size)
+
+
+def update(optimizers: list[torch.optim.Optimizer], base: list[list[float]], share: float) -> None:
+    """One step of each, at so much of its base rates."""
+    for optimizer, rates in zip(optimizers, base, strict=True):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * share
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, probe: torch.Tensor) -> float:
+    parts = probe.split(8)
+    return sum(loss_of(model, rows).item() for rows in parts) / len(parts)
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, curve: list[dict[str, float]], size: str) -> None:

@@ -50,10 +50,6 @@ class Death:
     cause: str = ""
     named: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def is_crash(self) -> bool:
-        return self.cause in CRASHES
-
 
 class CrashPage:
     """One engine's. The engine's thread writes it, and threads that compile write slots of their own.

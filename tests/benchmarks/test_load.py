@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from itertools import pairwise
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.load import Job, LoadClient, PeerError, closed_loop, in_batches, open_loop, poisson, read_answer
+from benchmarks.load import Job, LoadClient, PeerError, closed_loop, in_batches, open_loop, read_answer
 from benchmarks.results import TimedAnswer
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -63,14 +62,6 @@ def test_a_last_chunk_that_only_says_why_it_ended_is_no_token() -> None:
 def test_what_is_no_answer_is_an_error_that_says_so(data: bytes, complaint: str) -> None:
     with pytest.raises(PeerError, match=complaint):
         read_answer(0.0, [(1.0, data)])
-
-
-def test_poisson_arrivals_come_at_their_rate_and_irregularly() -> None:
-    times = poisson(4000, 5.0, seed=1)
-    gaps = [b - a for a, b in pairwise(times)]
-    assert times == sorted(times)
-    assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.1)
-    assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.1)
 
 
 async def test_a_real_server_answers_as_many_tokens_as_asked(server: LoadClient) -> None:

@@ -48,6 +48,12 @@ class Node:
         pod.start()
         return pod
 
+    def start_release(self) -> None:
+        """All of it, Redis first; returns when all is ready."""
+        self.start(of_kind(self.objects, "StatefulSet")[0], "rel-redis-0").wait_ready()
+        for pod in [self.start(workload) for workload in of_kind(self.objects, "Deployment")]:
+            pod.wait_ready()
+
     def use(self, objects: list[Object]) -> None:
         """Applies an upgrade's objects; what was made up by the install is kept, as `lookup` does in a cluster."""
         kept = {o["metadata"]["name"]: o for o in of_kind(self.objects, "Secret")}

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.long
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     node = Node(tmp_path_factory.mktemp("node"), rendered("cpu-trial"), subnet=71)
     try:
-        node.start(of_kind(node.objects, "StatefulSet")[0], "rel-redis-0").wait_ready()
-        for pod in [node.start(workload) for workload in of_kind(node.objects, "Deployment")]:
-            pod.wait_ready()
+        node.start_release()
         yield node
     finally:
         node.stop()

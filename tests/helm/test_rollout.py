@@ -132,9 +132,7 @@ def node(tmp_path: Path, revisions: list[Path]) -> Iterator[Node]:
     (tmp_path / "node").mkdir()
     node = Node(tmp_path / "node", render(values(revisions[0], "a")), subnet=72)
     try:
-        node.start(of_kind(node.objects, "StatefulSet")[0], "rel-redis-0").wait_ready()
-        for pod in [node.start(workload) for workload in of_kind(node.objects, "Deployment")]:
-            pod.wait_ready()
+        node.start_release()
         yield node
     finally:
         node.stop()
