@@ -182,13 +182,13 @@ class Engine:
         self._swap.copy(self._blocks.take_copies())
         counts = [item.num_tokens for item in batch]
         num_written = counts.count(1)
-        num_read = sum(counts) - num_written
+        num_prefilled = sum(counts) - num_written
         batch = self._speculator.propose(batch)
         started = self._now()
         with computing:
             tokens = self._runner.execute(batch)
         taken = self._now() - started
-        self._pace.passed(num_read, num_written, taken)
+        self._pace.passed(num_prefilled, num_written, taken)
         self._speculator.passed(batch, taken)
         self._swap.passed(sum(item.num_tokens for item in batch), taken)
         outputs = self._update(batch, tokens)
@@ -212,7 +212,7 @@ class Engine:
             free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             queued_tokens=sum(tokens for tokens in uncomputed if tokens > 0),
-            num_read_tokens=self._num_computed - self._num_written,
+            num_prefilled_tokens=self._num_computed - self._num_written,
             num_written_tokens=self._num_written,
             num_proposed_tokens=self._speculator.num_proposed,
             num_accepted_tokens=self._speculator.num_accepted,

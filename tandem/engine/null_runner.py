@@ -6,7 +6,7 @@
 
 A token's KV is one 64-bit digest of all tokens up to it, told apart by layer and by K or V; it is computed from the KV
 of the token before. So blocks that were lost, mixed up, stale or damaged are found by the next step to read them, and
-equal prompts give equal answers whichever worker reads them. Everything else about an engine is the real one's.
+equal prompts give equal answers whichever worker prefills them. Everything else about an engine is the real one's.
 Sampling knows temperature 0 and seeds; stop tokens are never drawn, so that an answer is as long as was asked for.
 """
 

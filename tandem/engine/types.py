@@ -129,7 +129,7 @@ class BlockRemoved:
 class EngineStats:
     """A moment's load. `free_blocks`: referenced by no live sequence. `queued_tokens`: prompt tokens yet to compute.
 
-    `num_read_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since the engine began; of the
+    `num_prefilled_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since it began; of the
     decoded ones `num_accepted_tokens` were proposed, as were others that were refused. Of `num_preempted` times that a
     sequence had to leave its blocks, its KV went to host memory `num_swapped` times. `num_aborted` aborts released
     `num_aborted_blocks` blocks.
@@ -142,7 +142,7 @@ class EngineStats:
     free_blocks: int
     num_blocks: int
     queued_tokens: int
-    num_read_tokens: int
+    num_prefilled_tokens: int
     num_written_tokens: int
     num_proposed_tokens: int
     num_accepted_tokens: int

@@ -81,7 +81,7 @@ class WorkerLoad:
     stuck: bool = False  # its engine takes far longer over a step than it ever did of late
     adapters: tuple[str, ...] = ()  # revisions of the LoRA adapters in its memory
     # Measured; 0 is not yet, and a nominal value holds.
-    prefill_tokens_per_s: float = 0.0  # prompt tokens read
+    prefill_tokens_per_s: float = 0.0  # prompt tokens prefilled
     transfer_tokens_per_s: float = 0.0  # prefill: tokens whose KV is moved
     step_s: float = 0.0  # decode: time of one step of the present batch
 

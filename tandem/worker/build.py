@@ -182,7 +182,7 @@ class Worker:
             ports.engine.close()
             await ports.registry.close()
         stats = ports.engine.stats
-        computed = {"read": stats.num_read_tokens, "written": stats.num_written_tokens}
+        computed = {"prefilled": stats.num_prefilled_tokens, "written": stats.num_written_tokens}
         log.info("stopped", worker=context.worker_id, tokens=computed)
 
     async def check_integrity(self) -> IntegrityReport:

@@ -204,10 +204,10 @@ class EnginePort(ABC):
         """Note what a step of so many seconds did; False if it brought nothing on."""
         before, self.stats = self._measured, self.engine.stats()
         self._measured = self.stats
-        read = self.stats.num_read_tokens - before.num_read_tokens
+        prefilled = self.stats.num_prefilled_tokens - before.num_prefilled_tokens
         written = self.stats.num_written_tokens - before.num_written_tokens
-        if read or written:
-            self.rates.step(read, written, seconds)
+        if prefilled or written:
+            self.rates.step(prefilled, written, seconds)
         return self.stats != before
 
 

@@ -1,4 +1,4 @@
-"""A worker's load, for Prometheus and so for autoscalers: prefill of time to read, decode of blocks.
+"""A worker's load, for Prometheus and so for autoscalers: prefill of prompts that wait, decode of blocks.
 
 Read from the engine's last statistics when Prometheus asks; served on a thread of its own. Beside it, at
 /debug/integrity, what the worker holds.
@@ -37,7 +37,7 @@ def _values(stats: EngineStats) -> dict[str, float]:
         "tandem_running_sequences": stats.num_running + stats.num_waiting,
         "tandem_kv_blocks": stats.num_blocks,
         "tandem_kv_usage": (stats.num_blocks - stats.free_blocks) / stats.num_blocks,
-        "tandem_read_tokens": stats.num_read_tokens,
+        "tandem_read_tokens": stats.num_prefilled_tokens,
         "tandem_written_tokens": stats.num_written_tokens,
         "tandem_proposed_tokens": stats.num_proposed_tokens,
         "tandem_accepted_tokens": stats.num_accepted_tokens,

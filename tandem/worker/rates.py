@@ -18,7 +18,7 @@ import threading
 FORGET_S = 2.0
 # Fewer prompt tokens than these take about as long as one, and say nothing of a rate. A decode worker that seemed slow
 # for a short prompt, or for the rest of a cached one, would never be given another to correct itself.
-LEAST_READ = 32
+LEAST_PREFILLED = 32
 # A step of both says little about its prompt tokens where nearly all of it was the decode step's.
 LEAST_SHARE = 0.1
 # Of the time that a token took on the whole, at least so much is its own: what keeps a noisy fit within reason.
@@ -87,7 +87,7 @@ class Rates:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens read per second of reading."""
+        """Prompt tokens prefilled per second of prefilling."""
         return self._prefill.per_second
 
     @property
@@ -100,19 +100,19 @@ class Rates:
         """Seconds of a step that only decodes, with batches as large as of late."""
         return self._decode.mean_s if self._decode.num_seen >= LEAST_STEPS else 0.0
 
-    def step(self, num_read: int, num_written: int, seconds: float) -> None:
+    def step(self, num_prefilled: int, num_written: int, seconds: float) -> None:
         """A step computed so many prompt tokens and decoded so many sequences."""
         longest_s = self.longest_step_s
         if seconds < longest_s:
             self.longest_step_s -= SHORTER * (longest_s - seconds)
         else:
             self.longest_step_s = min(seconds, LONGER * longest_s) if longest_s else seconds
-        if num_read == 0:
+        if num_prefilled == 0:
             self._decode.add(num_written, seconds)
             return
-        reading = seconds - self._decode.mean_s if num_written else seconds
-        if num_read >= LEAST_READ and reading > LEAST_SHARE * seconds:
-            self._prefill.add(num_read, reading)
+        prefilling = seconds - self._decode.mean_s if num_written else seconds
+        if num_prefilled >= LEAST_PREFILLED and prefilling > LEAST_SHARE * seconds:
+            self._prefill.add(num_prefilled, prefilling)
 
     def moved(self, num_tokens: int, seconds: float) -> None:
         """The KV of so many tokens reached the other worker."""

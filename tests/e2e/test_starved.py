@@ -118,7 +118,7 @@ def migrations(cluster: RunningCluster) -> float:
 
 def computed(logs: Path) -> dict[str, int]:
     """Tokens that all workers have read and written, by what they say as they end."""
-    total = {"read": 0, "written": 0}
+    total = {"prefilled": 0, "written": 0}
     for log in logs.glob("[pd]-*.log"):
         for line in map(json.loads, filter(lambda line: '"stopped"' in line, log.read_text().splitlines())):
             for kind, count in line["tokens"].items():
@@ -146,4 +146,4 @@ async def test_nothing_fails_or_is_computed_twice(
         EngineConfig(demo_model, "null", num_blocks=4096, null=StepTime(speedup=1e6)), work.asked
     )
     assert work.migrations == 0
-    assert total == {"read": asked * PROMPT_TOKENS, "written": asked * (NEW_TOKENS - 1)}
+    assert total == {"prefilled": asked * PROMPT_TOKENS, "written": asked * (NEW_TOKENS - 1)}

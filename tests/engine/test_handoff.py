@@ -252,7 +252,7 @@ def test_several_answers_share_a_prompts_blocks(llama: Path, length: int) -> Non
         target.add(Request(str(i), prompt, sampling[i]))
     outputs = target.step()
     after = target.stats()
-    assert after.num_read_tokens - before.num_read_tokens <= 7
+    assert after.num_prefilled_tokens - before.num_prefilled_tokens <= 7
     blocks = before.num_blocks - after.free_blocks
     alone = -(-(length + 6) // BLOCK)
     assert blocks <= alone + 7 * 3

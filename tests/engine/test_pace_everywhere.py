@@ -39,7 +39,7 @@ class Simulated:
 
     def __init__(self, time: StepTime, target_s: float) -> None:
         self._time, self._target_s = time, target_s
-        self.now, self.num_read, self.gaps = 0.0, 0, list[float]()
+        self.now, self.num_prefilled, self.gaps = 0.0, 0, list[float]()
         self._pace = Pace(USUAL)
         swap = SwapSpace([torch.empty(1)], 0, lambda: self.now)
         self._scheduler = Scheduler(
@@ -62,7 +62,7 @@ class Simulated:
     def _add(self, stream: SteadyStream) -> None:
         name = str(len(self._streams))
         self._streams[name] = stream
-        stream.work, stream.at = -self.num_read, self.now  # the step under way is not its own
+        stream.work, stream.at = -self.num_prefilled, self.now  # the step under way is not its own
         request = Request(name, [1] * stream.prompt, greedy(stream.answer), itl_target_s=self._target_s)
         seq = new_sequence(request, len(self._streams), LAYOUT)
         seq.itl_target_s = self._target_s
@@ -74,7 +74,7 @@ class Simulated:
         num_written = counts.count(1)
         taken = self._time.seconds(counts)
         self.now += taken
-        self.num_read += sum(counts) - num_written
+        self.num_prefilled += sum(counts) - num_written
         self._pace.passed(sum(counts) - num_written, num_written, taken)
         if any(not item.seq.is_reading for item in batch):
             self.gaps.append(taken)
@@ -89,7 +89,7 @@ class Simulated:
         seq.token_ids.append(1)
         if stream.first_at == inf:
             stream.first_at = self.now
-            stream.work += self.num_read
+            stream.work += self.num_prefilled
         if seq.num_output_tokens == stream.answer:
             stream.last_at = self.now
             self._scheduler.remove(seq)

@@ -86,7 +86,7 @@ def test_tokens_equal_plain_decodings(
     assert 0 < after.num_accepted_tokens - between.num_accepted_tokens < proposed
     assert proposed == sum(outputs[-1].num_proposed_tokens for outputs in ahead.values())
     assert after.num_written_tokens - between.num_written_tokens == sum(len(tokens(o)) - 1 for o in plain.values())
-    assert after.num_read_tokens - between.num_read_tokens <= sum(map(len, prompts))
+    assert after.num_prefilled_tokens - between.num_prefilled_tokens <= sum(map(len, prompts))
 
 
 def assert_same(tokens: list[SampledToken], expected: list[SampledToken]) -> None:

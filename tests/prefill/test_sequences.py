@@ -45,7 +45,7 @@ class Prefill:
     async def reads(self) -> None:
         """Until a first chunk is read, and pushed."""
         async with asyncio.timeout(60):
-            while not self.engine.stats.num_read_tokens:
+            while not self.engine.stats.num_prefilled_tokens:
                 await asyncio.sleep(0.01)
 
     async def released(self, *ends: str) -> None:

@@ -17,7 +17,7 @@ LABELS = ("m", "decode", "d0")
 def stats(**changes: int) -> EngineStats:
     known = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
     known |= {"num_waiting": 2, "num_running": 3, "free_blocks": 6, "num_blocks": 8, "queued_tokens": 77}
-    known |= {"num_read_tokens": 1000, "num_written_tokens": 500, "num_preempted": 7, "num_swapped": 4}
+    known |= {"num_prefilled_tokens": 1000, "num_written_tokens": 500, "num_preempted": 7, "num_swapped": 4}
     known |= {"num_aborted": 3, "num_aborted_blocks": 12, "num_proposed_tokens": 9, "num_accepted_tokens": 8}
     return EngineStats(**(known | changes))
 

@@ -137,6 +137,6 @@ async def test_the_engines_thread_measures_its_steps(demo_model: Path) -> None:
                 await asyncio.sleep(0.01)
     finally:
         thread.close()
-    assert thread.stats.num_read_tokens == 256
+    assert thread.stats.num_prefilled_tokens == 256
     assert 0 < thread.rates.prefill_tokens_per_s <= 2000  # sleeping never takes less than it should
     assert thread.rates.step_s >= 0.01

@@ -1,7 +1,7 @@
 """One try of one choice on one pair of workers.
 
     route     (P, D) chosen and reserved                                  registry
-    reserve   D's stream open, blocks held; a ticket, or D reads          Reservation
+    reserve   D's stream open, blocks held; a ticket, or D prefills       Reservation
     prefill   P's reply carries the first token                           Prefill
     decode    the other tokens come by D's stream
     close     P and D abort what they have not ended themselves; the reservation is released

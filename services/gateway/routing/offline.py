@@ -1,6 +1,6 @@
 """Choosing workers while Redis is gone: from what this gateway last saw, and from what it has sent itself.
 
-    work = own requests there, each counted as this prompt + what each would have to read or be sent of this prompt
+    work = own requests there, each counted as this prompt + what each would have to prefill or be sent of this prompt
 
 Nothing is reserved and other gateways are not seen, so this is only as good as one gateway can do alone.
 """
@@ -14,7 +14,7 @@ from services.gateway.errors import Unavailable
 from services.gateway.routing.route_request import RouteRequest
 from tandem.registry import ClusterView, Fallback, LiveWorker, Place, Role, Route
 
-# As in the registry's costs: reading a token delays the next request, too.
+# As in the registry's costs: prefilling a token delays the next request, too.
 OWN_WORK = 16
 
 

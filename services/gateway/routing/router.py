@@ -67,7 +67,7 @@ class Router:
         return route
 
     async def release_prefill(self, route: Route) -> None:
-        """The prompt was read: its tokens wait no longer."""
+        """The prompt was prefilled: its tokens wait no longer."""
         await self._release(route, prefill_done_only=True)
 
     async def release(self, route: Route) -> None:
@@ -106,7 +106,7 @@ class Router:
             route = await self._select(request, "never", prefix, others.union(exclude))
         except (NoWorkers, RequestTooLarge):
             return None
-        return replace(route, reason="local prefill: shares the prompt read for the first choice")
+        return replace(route, reason="local prefill: shares the prompt prefilled for the first choice")
 
     async def _select(
         self, request: RouteRequest, policy: PrefillPolicy, prefix: PromptPrefix, exclude: Collection[str]

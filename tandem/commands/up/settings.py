@@ -71,7 +71,7 @@ class UpSettings(ClusterSettings):
     )
     transports: str = Field("auto", description="how KV may move, best first; auto: shm, tcp, and what GPUs have")
     disaggregation: Literal["require", "prefer", "auto"] = Field(
-        "auto", description="who reads prompts: prefill workers, those if there are any, or what costs less"
+        "auto", description="who prefills prompts: prefill workers, those if there are any, or what costs less"
     )
     tool_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic"] = Field(
         "auto", description="how the model writes calls of tools; auto: as its chat template shows"

@@ -28,24 +28,24 @@ class Pace:
         self._decode_s = self._token_s = 0.0
         self.stepped_s = 0.0  # by all steps: the clock for how long prompts wait
 
-    def passed(self, num_read: int, num_written: int, seconds: float) -> None:
+    def passed(self, num_prefilled: int, num_written: int, seconds: float) -> None:
         """A step has computed so many prompt tokens and decoded so many sequences."""
         self.stepped_s += seconds
-        decode_s, prompts_s = self._decode_s if num_written else 0.0, self._token_s * num_read
-        if not num_read:
+        decode_s, prompts_s = self._decode_s if num_written else 0.0, self._token_s * num_prefilled
+        if not num_prefilled:
             self._decode_s = _average(self._decode_s, seconds)
         elif decode_s and prompts_s:
-            self._correct(decode_s, prompts_s, num_read, seconds)
-        elif num_read >= LEAST_CHUNK and (decode_s or not num_written):
-            self._token_s = _average(self._token_s, max(seconds - decode_s, 0.0) / num_read)
+            self._correct(decode_s, prompts_s, num_prefilled, seconds)
+        elif num_prefilled >= LEAST_CHUNK and (decode_s or not num_written):
+            self._token_s = _average(self._token_s, max(seconds - decode_s, 0.0) / num_prefilled)
 
-    def _correct(self, decode_s: float, prompts_s: float, num_read: int, seconds: float) -> None:
+    def _correct(self, decode_s: float, prompts_s: float, num_prefilled: int, seconds: float) -> None:
         """Put what was not expected of a step of both down to the larger part, mostly. So it is seen that decodes
         have become slower also where there are prompts in every step."""
         expected = decode_s + prompts_s
         change = WEIGHT * (min(seconds, SLOW * expected) - expected) / (decode_s**2 + prompts_s**2)
         self._decode_s += change * decode_s**2
-        self._token_s += change * prompts_s**2 / num_read
+        self._token_s += change * prompts_s**2 / num_prefilled
 
     def chunk(self, targets: Collection[float], usual: int, *, joins: bool, joined: bool, waited_s: float) -> int:
         """Beside decodes with these targets; `usual` before it is known how long steps take, and at most where a target

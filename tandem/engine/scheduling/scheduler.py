@@ -4,15 +4,15 @@
                 where it needs them
     2 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
                 preempted: it releases its blocks, and waits to compute everything again or to be copied back
-    3 read      prompts get what remains of the budget, each in its turn; beside a decode, it is cut to
+    3 prefill   prompts get what remains of the budget, each in its turn; beside a decode, it is cut to
                 max_prefill_beside_decode, or to what the decodes' targets leave (pace.py), so that no decode waits for
                 a long chunk
     4 admit     a waiting sequence whose turn it is takes blocks for all its tokens and joins the running ones; one
-                whose prefix another is reading waits for it, then takes those blocks and copies the part-full last one
+                whose prefix another prefills waits for it, then takes those blocks and copies the part-full last one
 
-Order is (priority, arrival), but prompts of a priority are read by their turn: the tokens that had been read when it
-came, and those that it brings. So a short one does not stand in line behind long ones, and a long one is passed by no
-more tokens of others than it has itself. Who was preempted goes on before anyone new.
+Order is (priority, arrival), but prompts of a priority are prefilled by their turn: the tokens that had been prefilled
+when it came, and those that it brings. So a short one does not stand in line behind long ones, and a long one is passed
+by no more tokens of others than it has itself. Who was preempted goes on before anyone new.
 
 A reservation holds blocks for the prompt and what is likely to follow, and outranks as well; beyond that its sequence
 grows as any other does. While it waits for its prompt it is not preempted, but that wait is bounded. So the sequences
@@ -186,7 +186,7 @@ class Scheduler:
         return batch.scheduled
 
     def _beside(self, decodes: list[Scheduled], joined: bool, begun: list[Sequence]) -> int:
-        """How much of prompts a step with these may read. `joined`: some have waited for the step before."""
+        """How much of prompts a step with these may prefill. `joined`: some have waited for the step before."""
         targets = {item.seq.itl_target_s for item in decodes if item.seq.itl_target_s}
         usual = self._max_prefill_beside_decode
         if not targets:
@@ -244,7 +244,7 @@ class Scheduler:
 
     def _schedule_reading(self, batch: Batch, begun: list[Sequence]) -> None:
         """Those begun and those that wait, each in its turn; nobody passes a waiting one for whom there is no room."""
-        reading = self._being_read() if self.waiting else set()
+        coming = self._being_prefilled() if self.waiting else set()
         has_room = True
         left = batch.budget
         for seq in merge(begun, tuple(self.waiting), key=_turn):
@@ -254,11 +254,11 @@ class Scheduler:
                 has_room = has_room and (seq.status is Status.RUNNING or self._has_room(seq, self._need(seq)))
             elif seq.status is Status.RUNNING:
                 batch.add(seq)
-            elif has_room and not (self.blocks.may_share(seq) and self.blocks.first_missing(seq) in reading):
+            elif has_room and not (self.blocks.may_share(seq) and self.blocks.first_missing(seq) in coming):
                 has_room = self._admit(seq)
                 if has_room:
                     batch.add(seq)
-                    reading |= self.blocks.to_be_read(seq)
+                    coming |= self.blocks.to_be_prefilled(seq)
         self._num_read_tokens += left - batch.budget
 
     def _admit(self, seq: Sequence) -> bool:
@@ -278,10 +278,10 @@ class Scheduler:
         has_seat = self._num_free_seats() + len(leaving) > 0
         return has_seat and self.blocks.has_room(seq, need, len(self.running), leaving)
 
-    def _being_read(self) -> set[bytes]:
-        """Names of the blocks, part-full ones too, that running sequences will have filled when they have read."""
+    def _being_prefilled(self) -> set[bytes]:
+        """Names of the blocks, part-full ones too, that running sequences will have filled when they are prefilled."""
         return set[bytes]().union(
-            *(self.blocks.to_be_read(seq) for seq in self.running if seq.num_uncomputed_tokens > 1)
+            *(self.blocks.to_be_prefilled(seq) for seq in self.running if seq.num_uncomputed_tokens > 1)
         )
 
     def _num_free_seats(self) -> int:

@@ -148,7 +148,7 @@ class SequenceBlocks:
             block = seq.block_table[seq.num_prompt_tokens // self._block_size]
             self._pool.register_tail(block, seq.hashes.tail(seq.token_ids, seq.num_prompt_tokens))
 
-    def to_be_read(self, seq: Sequence) -> set[bytes]:
+    def to_be_prefilled(self, seq: Sequence) -> set[bytes]:
         names = seq.hashes.up_to(seq.token_ids, seq.num_prompt_tokens // self._block_size)
         return {*names[seq.num_registered_blocks :], seq.hashes.tail(seq.token_ids, seq.num_prompt_tokens)}
 

@@ -7,7 +7,7 @@ decoding.
 
 Nothing is proposed while it is overdrawn. It begins with MOST plain steps, and never holds more: so where plain
 decoding would take S seconds, speculation takes no longer than S + LOSS * S + MOST steps + one step that disappointed:
-5 % at most from 200 steps on, and in the long run LOSS. What a draft reads of a prompt before it can propose is spent
+5 % at most from 200 steps on, and in the long run LOSS. What a draft prefills of a prompt before it proposes is spent
 little by little, over about SPREAD steps.
 """
 

@@ -1,10 +1,10 @@
 """A small model proposes what it would have drawn itself, with the same random numbers.
 
-1 catch up   its KV of every token but the proposed ones: at first the whole prompt, wherever the big model read that
+1 catch up   its KV of every token but the proposed ones: at first the whole prompt, wherever that was prefilled
 2 draw       a token for each sequence, k times, each computed from the one before
 
 Its KV lies in a cache of its own, in the blocks that the sequence has in the big model's: so nothing is allocated, and
-a prompt that was read before is found again as long as nobody else used its blocks.
+a prompt that was prefilled before is found again as long as nobody else used its blocks.
 """
 
 from __future__ import annotations

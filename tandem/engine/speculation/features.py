@@ -2,7 +2,7 @@
 
     Runner ──observe(chunks, hidden)──> Observer ──> FeatureRows of each sequence ──propose──> proposed tokens
 
-Those of a prompt that another worker read are not there, so a head begins with what this engine computes: with a
+Those of a prompt that another worker prefilled are not there, so a head begins with what this engine computes: with a
 sequence's first step here, after a hand-off or a migration.
 """
 

@@ -1,16 +1,16 @@
 -- What a request costs on each worker: seconds of waiting, its own and others'. select.lua weighs these.
 --
---   prefill p    queue + own reading                          work waiting there, and the prompt less p's hit
+--   prefill p    queue + own prefill                          work waiting there, and the prompt less p's hit
 --   move p -> d  what d lacks / p's rate of moving
 --   decode d     how full it is, in steps of its own length; what the request adds, in steps of about the usual one
---   alone on d   queue + own reading on d, and how it pauses every sequence that runs there
+--   alone on d   queue + own prefill on d, and how it pauses every sequence that runs there
 --   late         on whom the first token would come later than the request's target, by how much
 --
 -- Reserved and reported count the same work, one sooner and one also after Redis lost its memory: the larger counts.
 local NO_ROOM_NOW = 8
 -- A full worker writes each token of an answer later: counted for so many of them.
 local ANSWER_STEPS = 64
--- Work also delays the requests behind it, and a prefix read twice takes another one's room: a hit is worth a queue,
+-- Work also delays the requests behind it, and a prefix prefilled twice takes another one's room: a hit is worth a queue,
 -- this much longer than what it saves, where all readers are busy. On Mooncake's trace a larger weight finds hardly more
 -- hits and a smaller one makes first tokens no faster, with the readers a third busy or nearly full.
 local OWN_WORK = 16
@@ -104,7 +104,7 @@ local function level(rows, rate, nominal)
 end
 
 -- Sets rows.usual: the mean of token_s, of decode workers that of step_s; rows.fastest: the least of transfer_s. Prefill
--- workers that have not measured themselves are taken to read as decode workers do, which may have: they have the model.
+-- workers that have not measured themselves are taken to prefill as decode workers do, which may have: they have the model.
 local function survey_prefills(rows, decodes)
   rows.usual = level(rows, TOKEN_S, mean_of(decodes, TOKEN_S, NOMINAL_TOKEN_S))
   local _, fastest = level(rows, TRANSFER_S, NOMINAL_TRANSFER_S)
@@ -116,9 +116,9 @@ local function survey_decodes(rows)
 end
 
 -- Sets rows.behind: whether none of them stands idle.
--- Sets rows.own_work: beside readers that stand idle nobody is delayed, and a burst behind one prefix is read sooner by
+-- Sets rows.own_work: beside prefillers that stand idle nobody is delayed; a burst behind one prefix is prefilled sooner by
 -- several of them. Squared, for where few are busy there is hardly ever anyone behind. Under auto a decode worker may
--- read as well, and there is always someone there who is delayed.
+-- prefill as well, and there is always someone there who is delayed.
 local function weigh_work(rows, request)
   local busy, values = 0, rows.values
   for at = 0, (rows.count - 1) * WIDTH, WIDTH do
@@ -139,7 +139,7 @@ local function of_one(rate, usual)
   return rate - max(-noise, math.min(rate - usual, noise))
 end
 
--- Sets rows.cost: of reading the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
+-- Sets rows.cost: of prefilling the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
 -- hit counts alike wherever that is: else a worker that once seemed a little slower would get hardly anything.
 local function weigh_prefills(rows, request)
   weigh_work(rows, request)
@@ -161,7 +161,7 @@ local function weigh_prefills(rows, request)
   return able
 end
 
--- Sets rows.cost: of writing the answer, wherever the prompt is read, infinite where that cannot be;
+-- Sets rows.cost: of writing the answer, wherever the prompt is prefilled, infinite where that cannot be;
 -- rows.missing: tokens to be moved there;
 -- rows.least: no row costs less than this with what it lacks, moved at `fastest` seconds a token.
 -- Returns whether any row can take it.
@@ -186,13 +186,13 @@ local function weigh_decodes(rows, request, fastest)
   return least < huge
 end
 
--- What d's own reading adds to its cost. One that has read nothing yet is taken to read as prefill workers usually do,
--- in `usual` seconds a token. Reading pauses each sequence that runs there, and this one when it does: a pause counts by
+-- What d's own prefill adds to its cost. One that has prefilled nothing yet is taken to be as fast as prefill workers are,
+-- in `usual` seconds a token. Prefill pauses each sequence that runs there, and this one when it does: a pause counts by
 -- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
--- With a target between tokens, and room below it for two steps, the engine reads in that room: nobody sees a pause, and
--- reading takes longer by its share of a step. Where nothing runs, what waits there is read faster, but until this prompt's
--- turn comes something will run; and there it is read only where prefill workers are `behind`.
-local function reading_alone(rows, d, request, usual, behind)
+-- With a target between tokens, and room below it for two steps, the engine prefills in that room: nobody sees a pause, and
+-- prefill takes longer by its share of a step. Where nothing runs, what waits there is prefilled faster, but until this
+-- prompt's turn comes something will run; and there it is prefilled only where prefill workers are `behind`.
+local function prefill_alone(rows, d, request, usual, behind)
   local at, values = (d - 1) * WIDTH, rows.values
   local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or usual
   local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)

@@ -13,7 +13,7 @@
 --   kind                  digest of its revision and block size: a prompt's hashes mean something to equals only
 --   generation            of its lease
 --   queued                tokens it says wait for it
---   token_s, transfer_s   seconds to read a token, to move one; 0: not measured yet
+--   token_s, transfer_s   seconds to prefill a token, to move one; 0: not measured yet
 --   used, num_blocks      blocks it says are in use, of all
 --   block_size, max_num_seqs
 --   step_s, sequences     seconds of a step, 0: not measured yet; sequences that run or wait there

@@ -7,11 +7,11 @@
 --   3 hits      what the gateway's replica says, by generation, so nothing counts that has ended; and what is expected
 --   4 weigh     every worker that can take it (costs.lua)
 --   5 choose    the cheapest pair of equal KV layout and a proven link, or the decode worker alone
---   6 reserve   prompt tokens on the worker that reads it, blocks on the one that decodes
+--   6 reserve   prompt tokens on the worker that prefills it, blocks on the one that decodes
 --   7 expect    the prompt's blocks on both, until they report them
 --
 -- No worker is left out before it is weighed, so what is chosen is the best there is; the tests compare it with brute
--- force. Only pairs are left out: once the prefill worker that reads for least has its decode worker, one that could not
+-- force. Only pairs are left out: once the cheapest prefill worker has its decode worker, one that could not
 -- win with the cheapest decode worker is paired with none. Of equals the one that was unchosen for longest is taken.
 --
 -- Other releases come along and go first, so that choosing sees it.
@@ -104,13 +104,13 @@ local function decode_for(p, prefills, decodes, prove)
   return found and {prefill = p, decode = found, cost = prefills.cost[p] + least}
 end
 
--- Of prefill rows that read for the least, within `slack`, the one unchosen for longest; and the least that any reads for.
+-- Of prefill rows of the least cost, within `slack`, the one unchosen for longest; and that least cost.
 local function longest_unchosen(prefills, slack)
-  local reads, least, longest, found = prefills.cost, huge, huge, nil
-  for p = 1, prefills.count do least = math.min(least, reads[p]) end
+  local costs, least, longest, found = prefills.cost, huge, huge, nil
+  for p = 1, prefills.count do least = math.min(least, costs[p]) end
   for p = 1, prefills.count do
     local chosen = prefills.values[(p - 1) * WIDTH + CHOSEN]
-    if reads[p] <= least + slack and chosen < longest then longest, found = chosen, p end
+    if costs[p] <= least + slack and chosen < longest then longest, found = chosen, p end
   end
   return found, least
 end
