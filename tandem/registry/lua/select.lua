@@ -160,7 +160,7 @@ local function best_alone(prefills, decodes, request, behind)
   local costs, least, best, slack = {}, huge, nil, tolerance(prefills, request, OWN_WORK)
   for d = 1, decodes.count do
     local writing = decodes.cost[d]
-    costs[d] = writing < least + slack and writing + reading_alone(decodes, d, request, prefills.usual, behind) or huge
+    costs[d] = writing < least + slack and writing + prefill_alone(decodes, d, request, prefills.usual, behind) or huge
     least = math.min(least, costs[d])
   end
   for d = 1, decodes.count do
