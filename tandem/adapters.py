@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """The adapter that clients call `name`: what the PEFT folder `path` of a worker's lora-dir held when it was loaded.
+    """The adapter that clients call `name`: what `path`, a PEFT folder of a worker's lora-dir or hf://organisation/
+    adapter@commit, held when it was loaded.
 
     `revision` is a fingerprint of that, and stands in block hashes.
     """

@@ -5,6 +5,8 @@
     [hf://]organisation/model[@revision]    the Hugging Face Hub: by huggingface_hub, into its own cache
     organisation/model[@revision]:Q8_0      of a repository of GGUF files the one with this in its name
 
+A LoRA adapter is found on the Hub by the same kind of name.
+
 What cannot be served here is one line before its weights move. huggingface_hub's variables hold: HF_HOME, HF_ENDPOINT,
 HF_TOKEN, HF_HUB_OFFLINE.
 """
@@ -34,7 +36,9 @@ BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "model.safetensors.index.json",
 )  # fmt: skip
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 HUB = "hf://"
+COMMIT_DIGITS = 40
 USUAL_GGUF = "Q4_K_M"  # of several, where none is named
 
 
@@ -204,6 +208,45 @@ def fetch_files(model: str, names: list[str], folder: Path | None = None) -> Pat
     return _said(
         model, lambda: Path(snapshot_download(repository, revision=revision, allow_patterns=names, local_dir=folder))
     )
+
+
+def fetch_adapter(name: str, most_bytes: int) -> Found:
+    """Find a LoRA adapter's folder in the cache, fetched if it is not there yet. Its name then says the commit.
+
+    Raises:
+        ValueError: the hub has no such adapter, or one of more bytes.
+    """
+    from huggingface_hub import constants
+
+    adapter = name.removeprefix(HUB)
+    repository, revision, _ = _parts(adapter)
+    folder = _cached_adapter(adapter)
+    if folder is None or not (constants.HF_HUB_OFFLINE or len(revision or "") == COMMIT_DIGITS):
+        try:
+            folder = _fetched_adapter(adapter, most_bytes)
+        except Unreachable:
+            if folder is None:
+                raise
+    return Found(folder, f"{HUB}{repository}@{folder.name}")
+
+
+def _fetched_adapter(adapter: str, most_bytes: int) -> Path:
+    repository, revision, _ = _parts(adapter)
+    info = _asked(adapter, repository, revision)
+    sizes = {part.rfilename: part.size or 0 for part in info.siblings or ()}
+    if missing := sorted(set(ADAPTER_FILES) - sizes.keys()):
+        raise ValueError(f"{adapter}: has no {' and no '.join(missing)}")
+    if (size := sum(sizes[file] for file in ADAPTER_FILES)) > most_bytes:
+        raise ValueError(f"{adapter}: has {size} bytes, and there is room for {most_bytes}")
+    return fetch_files(adapter, list(ADAPTER_FILES))
+
+
+def _cached_adapter(adapter: str) -> Path | None:
+    try:
+        folder = _cached(adapter)
+    except ValueError:
+        return None
+    return folder if all((folder / file).is_file() for file in ADAPTER_FILES) else None
 
 
 def _parts(model: str) -> tuple[str, str | None, str]:

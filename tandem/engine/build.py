@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem import native
-from tandem.checkpoints import WEIGHTS_FILE, MemoryNeed, machine_memory, misfit
+from tandem.checkpoints import WEIGHTS_FILE, MemoryNeed, fetch_adapter, machine_memory, misfit
 from tandem.engine.cores import Cores
 from tandem.engine.device import kv_budget, memory_checked, open_device
 from tandem.engine.forward import (
@@ -148,11 +148,12 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
 
 
 def _adapters(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> AdapterStore | None:
-    if config.lora_dir is None:
+    if config.lora_dir is None and not config.lora_hub:
         return None
     names = frozenset({config.model_name.lower(), config.model_path.resolve().name.lower()})
     place = torch.empty(0, dtype=torch_dtype(layout.dtype), device=config.device)
-    return AdapterStore(config.lora_dir, config.lora_memory, Base(model, names), place)
+    fetch = fetch_adapter if config.lora_hub else None
+    return AdapterStore(config.lora_dir, config.lora_memory, Base(model, names), place, fetch)
 
 
 def max_prefill_beside_decode(config: EngineConfig, model: ModelConfig) -> int:

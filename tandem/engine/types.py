@@ -175,7 +175,8 @@ class EngineConfig:
     of answers have been seen. `quantization` int8 or int4 makes the model's weights that when loaded; `kv_cache_dtype`
     int8 keeps KV so.
     Up to `swap_memory` bytes of the host hold the KV of preempted sequences; 0: all of it is computed again.
-    LoRA adapters are read from folders below `lora_dir`, and take up to `lora_memory` bytes; None: there are none.
+    LoRA adapters are read from folders below `lora_dir`, with `lora_hub` also from a hub, and take up to `lora_memory`
+    bytes; with neither there are none.
     """
 
     model_path: Path
@@ -204,6 +205,7 @@ class EngineConfig:
     likely_answer: int = 256
     swap_memory: int = 0
     lora_dir: Path | None = None
+    lora_hub: bool = False
     lora_memory: int = 1 << 30
 
     def __post_init__(self) -> None:

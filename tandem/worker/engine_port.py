@@ -188,7 +188,7 @@ class EnginePort(ABC):
 
     def _adapters(self) -> AdapterStore:
         if self.engine.adapters is None:
-            raise ValueError("lora_dir: the workers take no adapters: start them with --lora-dir")
+            raise ValueError("lora_dir: the workers take no adapters: start them with --lora-dir or --lora-hub")
         return self.engine.adapters
 
     def _put_turn(self) -> None:

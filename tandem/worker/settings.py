@@ -91,6 +91,9 @@ class WorkerSettings(ClusterSettings):
         None,
         description="folder, the same for all workers, that LoRA adapters (PEFT) are loaded from",
     )
+    lora_hub: bool = Field(
+        False, description="adapters may be fetched from the Hugging Face Hub too, by organisation/adapter[@revision]"
+    )
     lora_memory: ByteSize = Field(ByteSize(2**30), description="memory for adapters; others are read again when used")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine (default: torch's choice)")
     shared_cores: Path | None = Field(None, description="folder where one machine's workers lend out idle cores")
@@ -150,6 +153,7 @@ class WorkerSettings(ClusterSettings):
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             lora_dir=self.lora_dir,
+            lora_hub=self.lora_hub,
             lora_memory=int(self.lora_memory),
             num_threads=self.threads,
             shared_cores=self.shared_cores,

@@ -15,7 +15,7 @@ import pytest
 from tandem.checkpoints import hub
 from tandem.checkpoints.hub import find_model
 from tandem.checkpoints.memory_fit import GIB, MemoryNeed, machine_memory, misfit
-from tests.checkpoints.hub_server import Hub, running_hub
+from tests.checkpoints.hub_server import SHA, Hub, running_hub
 
 WEIGHTS = bytes(range(256)) * 4096
 LLAMA = json.dumps({"model_type": "llama"}).encode()
@@ -36,8 +36,11 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
     "org/wordless": {"config.json": LLAMA, "model.safetensors": WEIGHTS},
     "org/files": {"it-Q4_K_M.gguf": WEIGHTS, "it-Q8_0.gguf": WEIGHTS[:300], "it-F16.gguf": b"G"},
     "org/others": {"it-Q5_0.gguf": b"5", "it-Q8_0.gguf": b"8"},
+    "org/adapter": {"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS},
     "org/pickled": {"config.json": LLAMA, "pytorch_model.bin": WEIGHTS},
 }  # fmt: skip
+FETCH = """import sys; from tandem.checkpoints import fetch_adapter
+f = fetch_adapter(sys.argv[1], int(sys.argv[2])); print(f.path, f.name)"""
 ASK = "import sys; from tandem.checkpoints import find_model; f = find_model(sys.argv[1]); print(f.path, f.name)"
 
 
@@ -200,3 +203,17 @@ def test_a_hub_that_does_not_answer_is_one_line_or_its_cache(server: Hub, tmp_pa
     line = said(ask(server, tmp_path, "org/whole", **away))
     assert "org/whole: http://127.0.0.1:1: " in line
     assert "refused" in line.lower()
+
+
+def test_an_adapter_is_pinned_bounded_and_found_again_without_the_hub(server: Hub, tmp_path: Path) -> None:
+    large = ask(server, tmp_path, "org/adapter", "1000", code=FETCH)
+    assert said(large) == f"ValueError: org/adapter: has {len(WEIGHTS) + 2} bytes, and there is room for 1000"
+    assert not server.weights_asked()
+    first = ask(server, tmp_path, "org/adapter@main", "10000000", code=FETCH)
+    path, name = first.stdout.split()
+    assert (Path(path, "adapter_model.safetensors").read_bytes(), name) == (WEIGHTS, f"hf://org/adapter@{SHA}")
+    asked = len(server.asked)
+    pinned = ask(server, tmp_path, name, "1", code=FETCH)
+    assert (pinned.stdout, len(server.asked)) == (first.stdout, asked)
+    away = ask(server, tmp_path, "org/adapter", "1", code=FETCH, HF_ENDPOINT="http://127.0.0.1:9")
+    assert away.stdout == first.stdout, away.stderr[-500:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from tandem.commands.up import DEMO_MODEL
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.v1 import llm_pb2, llm_pb2_grpc
+from tests.checkpoints.hub_server import SHA, Hub, running_hub
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 from tests.engine.peft_folders import make_adapter, merged
 
@@ -34,10 +36,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[RunningCluster]:
+def hub(folder: Path) -> Iterator[Hub]:
+    """It has a0, too, and one that says it was made for another model."""
+    a0 = {file.name: file.read_bytes() for file in (folder / "a0").iterdir()}
+    said = json.loads(a0["adapter_config.json"]) | {"base_model_name_or_path": "somewhere/else-7b"}
+    renamed = a0 | {"adapter_config.json": json.dumps(said).encode()}
+    with running_hub({"org/sql": a0 | {"README.md": b"# It"}, "org/renamed": renamed, "org/half": {}}) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path, hub: Hub) -> Iterator[RunningCluster]:
     options = ["--dtype=float32", "--decode=2", "--disaggregation=prefer", f"--lora-dir={folder}", "--threads=1"]
-    with running_cluster(tmp_path_factory.mktemp("lora"), *options) as cluster:
-        yield cluster
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_ENDPOINT", hub.url)
+        environment.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
+        with running_cluster(tmp_path_factory.mktemp("lora"), *options, "--lora-hub") as cluster:
+            yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +123,12 @@ def test_an_adapter_is_a_model(cluster: RunningCluster, expected: dict[str, list
 
 
 def test_bad_adapters_are_refused(cluster: RunningCluster, folder: Path) -> None:
-    make_adapter(folder / "other", DEMO_MODEL, base_model_name_or_path="somewhere/else-7b")
     for name, path, param, message in (
         ("x", "missing", "lora_path", "is no folder"),
         ("x", "../../etc", "lora_path", "is not below"),
-        ("x", "other", "lora_path", "made for 'else-7b'"),
+        ("x", "hf://a0", "lora_path", "is not organisation/adapter"),
+        ("x", "org/none", "lora_path", "has no such model"),
+        ("x", "org/half", "lora_path", "has no adapter_config.json and no adapter_model.safetensors"),
         ("tandem-demo", "a0", "lora_name", "no name for an adapter"),
         ("", "a0", "lora_name", "no name for an adapter"),
     ):
@@ -121,6 +137,20 @@ def test_bad_adapters_are_refused(cluster: RunningCluster, folder: Path) -> None
         assert refused.json()["error"]["param"] == param
         assert message in refused.json()["error"]["message"]
     assert post(cluster, "/v1/unload_lora_adapter", lora_name="x").status_code == 404
+
+
+def test_adapters_come_from_a_hub_by_name(
+    cluster: RunningCluster, hub: Hub, folder: Path, expected: dict[str, list[int]]
+) -> None:
+    """A name is pinned to the commit found; a base of another name is no reason to refuse what fits."""
+    for name, path in (("named", "org/sql"), ("pinned", f"hf://org/sql@{SHA}"), ("renamed", "org/renamed@main")):
+        loaded = load(cluster, name, path)
+        assert loaded.status_code == 200, loaded.text
+        assert answer(cluster, name) == expected["a0"][:NEW_TOKENS]
+    assert "made for a model of another name" in (cluster.logs / "decode-0.log").read_text()
+    assert not [path for path, _ in hub.asked if path.endswith("README.md")]
+    for name in ("named", "pinned", "renamed"):
+        assert post(cluster, "/v1/unload_lora_adapter", lora_name=name).status_code == 200
 
 
 async def test_adapters_are_swapped_under_load(cluster: RunningCluster, expected: dict[str, list[int]]) -> None:

@@ -146,7 +146,6 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (_edit(alpha_pattern=["q_proj"]), "alpha_pattern: must be numbers by patterns of names"),
     (_edit(alpha_pattern={"q_proj": "8"}), "alpha_pattern: must be numbers by patterns of names"),
     (_edit(alpha_pattern={"q_proj(": 8}), r"alpha_pattern: 'q_proj\(' is no pattern: "),
-    (_edit(base_model_name_or_path="hub/other-7b"), "base_model_name_or_path: made for 'other-7b', not for"),
     (_tensors(lambda t: t.update({A: t[A][:, :-1].contiguous()})), r"layers.1.self_attn.q_proj: A and B have shapes"),
     (_tensors(lambda t: t.update({A: t[A].to(torch.int8)})), "lora_A.weight is of int8, not of float32"),
     (_tensors(lambda t: t.update({A: t[A] * torch.inf})), "lora_A.weight has numbers that are not finite"),
@@ -165,7 +164,8 @@ def test_bad_adapters_are_refused_by_name_and_reason(llama: Path, tmp_path: Path
         spoil(make_adapter(tmp_path / str(number), llama))
         with pytest.raises(ValueError, match=message):
             engine.adapters.read("bad", str(number))
-    for path, message in (("../up", "is not below"), ("none", "is no folder"), ("/etc", "is not below")):
+    others = ("none", "is no folder"), ("/etc", "is not below"), ("hf://org/a", "started with --lora-hub")
+    for path, message in (("../up", "is not below"), *others):
         with pytest.raises(ValueError, match=f"lora_path: .*{message}"):
             engine.adapters.read("bad", path)
 

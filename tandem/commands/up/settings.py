@@ -99,6 +99,7 @@ class UpSettings(ClusterSettings):
         None, description="folder of a draft model with the same vocabulary, or of heads"
     )
     lora_dir: Path | None = Field(None, description="folder that LoRA adapters (PEFT) are loaded from")
+    lora_hub: bool | None = Field(None, description="LoRA adapters may be fetched from the Hugging Face Hub, too")
     threads: int | None = Field(None, ge=1, description="CPU threads per worker; if not given, cores / workers")
     drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for what a worker runs to end; then it moves")
     file: Path | None = Field(None, description="a cluster.yaml that says what runs, instead of options; docs/ray.md")
@@ -184,6 +185,7 @@ class UpSettings(ClusterSettings):
             "quantization",
             "kv_cache_dtype",
             "lora_dir",
+            "lora_hub",
             "max_num_seqs",
             "max_model_len",
             "threads",

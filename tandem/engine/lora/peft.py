@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from tandem.engine.lora.adapter import PARTS, Adapter, LowRank
 from tandem.engine.models import ModelConfig
 
+log = structlog.get_logger(__name__)
 MAX_RANK = 256
 WEIGHTS = "adapter_model.safetensors"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,7 +40,10 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model that adapters are for; `names` are those it is known by."""
+    """The model that adapters are for; `names` are those it is known by.
+
+    An adapter that says another name is served if its shapes fit, for models are renamed, and the log warns of it.
+    """
 
     config: ModelConfig
     names: frozenset[str]
@@ -107,7 +112,7 @@ def _check_config(said: Mapping[str, Any], base: Base) -> None:
     _check_patterns(said.get("alpha_pattern") or {})
     made_for = str(said.get("base_model_name_or_path") or "").rstrip("/").rpartition("/")[2]
     if made_for and made_for.lower() not in base.names:
-        raise ValueError(f"base_model_name_or_path: made for {made_for!r}, not for {' or '.join(sorted(base.names))}")
+        log.warning("adapter made for a model of another name", made_for=made_for, model=sorted(base.names))
 
 
 def _check_patterns(alphas: Any) -> None:

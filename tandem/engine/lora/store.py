@@ -1,13 +1,15 @@
-"""Adapters in memory: the latest used ones, within a budget. Others are read again from their folders.
+"""Adapters in memory: the latest used ones, within a budget. Others are read again from where they are.
 
 load ──in memory──────────────> Adapter        its users keep it; the budget counts all that are kept
      └─ read ─ evict the oldest that nobody else keeps ─ no room: AdapterStoreFull
+
+A path is that of a folder below a directory, or organisation/adapter[@revision] of a hub, where both are allowed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from weakref import WeakValueDictionary
@@ -15,6 +17,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from tandem.adapters import AdapterRef
+from tandem.checkpoints import HUB, Found, is_hub_name
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.lora.peft import Base, fingerprint, read_adapter
 
@@ -26,11 +29,16 @@ class AdapterStoreFull(Exception):
 class AdapterStore:
     """One model's adapters. Any thread may load; loads come one after the other, and nothing but a load waits for one.
 
-    Folders lie below `directory`. Weights are like `place` in dtype and device, at most `budget` bytes.
+    Folders lie below `directory`, if there is one; `fetch` gives those of a hub, of at most so many bytes. Weights are
+    like `place` in dtype and device, at most `budget` bytes.
     """
 
-    def __init__(self, directory: Path, budget: int, base: Base, place: Tensor) -> None:
-        self._directory, self._budget, self._base, self._place = directory.resolve(), budget, base, place
+    def __init__(
+        self, directory: Path | None, budget: int, base: Base, place: Tensor,
+        fetch: Callable[[str, int], Found] | None = None,
+    ) -> None:  # fmt: skip
+        self._directory = directory and directory.resolve()
+        self._budget, self._base, self._place, self._fetch = budget, base, place, fetch
         self._recent: OrderedDict[str, Adapter] = OrderedDict()
         self._alive: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
         self._dropped = set[str]()  # while a load runs
@@ -50,18 +58,18 @@ class AdapterStore:
             return adapter
 
     def read(self, name: str, path: str) -> AdapterRef:
-        """Load the adapter in the folder `path`, as it is now, and call it `name`.
+        """Load the adapter at `path`, as it is now, and call it `name`. A hub's is pinned to its commit.
 
         Raises:
-            ValueError: says what is wrong with the folder.
+            ValueError: says what is wrong with it.
             AdapterStoreFull
         """
-        folder = self._folder(path)
-        return AdapterRef(name, path, self._load(folder, fingerprint(folder)).revision)
+        found = self._find(path)
+        return AdapterRef(name, found.name, self._load(found.path, fingerprint(found.path)).revision)
 
     def get(self, ref: AdapterRef) -> Adapter:
         """As `read`; a folder that has changed since it was loaded by that name is refused."""
-        adapter = self.cached(ref.revision) or self._load(self._folder(ref.path), ref.revision)
+        adapter = self.cached(ref.revision) or self._load(self._find(ref.path).path, ref.revision)
         if adapter.revision != ref.revision:
             raise ValueError(f"model: adapter {ref.name!r} in {ref.path} has changed since it was loaded")
         return adapter
@@ -92,10 +100,19 @@ class AdapterStore:
                 raise AdapterStoreFull(f"lora_memory: no room for {adapter.nbytes} bytes more: {self._budget} in all")
             del self._recent[oldest.pop(0)]
 
-    def _folder(self, path: str) -> Path:
-        folder = (self._directory / path).resolve()
-        if not folder.is_relative_to(self._directory):
-            raise ValueError(f"lora_path: {path!r} is not below {self._directory}")
-        if not folder.is_dir():
-            raise ValueError(f"lora_path: {folder} is no folder")
-        return folder
+    def _find(self, path: str) -> Found:
+        """Here, or else on the hub."""
+        is_name = is_hub_name(path)
+        if self._directory and not path.startswith(HUB):
+            folder = (self._directory / path).resolve()
+            if not folder.is_relative_to(self._directory):
+                raise ValueError(f"lora_path: {path!r} is not below {self._directory}")
+            if folder.is_dir():
+                return Found(folder, path)
+            if not is_name or self._fetch is None:
+                raise ValueError(f"lora_path: {folder} is no folder")
+        if self._fetch is None:
+            raise ValueError("lora_path: workers fetch from a hub only where they are started with --lora-hub")
+        if not is_name:
+            raise ValueError(f"lora_path: {path!r} is not organisation/adapter[@revision] of a hub")
+        return self._fetch(path, self._budget)
