@@ -57,8 +57,13 @@ class Liveness:
         self._peer = min(max(starvation, 0.0), MOST_S) if isfinite(starvation) else MOST_S
 
     @property
+    def usual_limit_s(self) -> float:
+        """As starved as both are, by when one hears of the other."""
+        return min(LIMIT_S * (1 + self._starvation() + self._peer), MOST_S)
+
+    @property
     def limit_s(self) -> float:
-        return MOST_S if self.sole else min(LIMIT_S * (1 + self._starvation() + self._peer), MOST_S)
+        return MOST_S if self.sole else self.usual_limit_s
 
     def due_s(self, now: float) -> float:
         """Seconds until it should be asked again, never more than INTERVAL_S."""

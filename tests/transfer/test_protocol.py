@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.liveness.silence import LIMIT_S, Vitals
+from tandem.liveness.silence import LIMIT_S, QUIET, Vitals
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.receiver import Write
@@ -172,6 +172,27 @@ def test_what_may_have_begun_on_a_lost_link_is_not_waited_for_on_the_next() -> N
     assert list(table.live) == ["asked for on the second"]
     table.lost("p", "second", lost)
     assert not table.live
+
+
+def test_what_was_begun_on_a_link_that_was_lost_here_already_is_not_waited_for_for_long() -> None:
+    """Its sender, which had not noticed yet, begins on its new link at once whatever it has not begun."""
+    world = TransferWorld(0, Chances(), shm=False)
+    sender, table = world.receiver._sender, world.table
+
+    def expect(name: str) -> None:
+        table.expect(Landing(name, np.arange(2), 0, DEADLINE, lambda *_: None, lambda *_: None, sender))
+
+    table.lost(sender, world.receiver, TransferError("UNAVAILABLE", "the link is lost"))
+    expect("begun on the lost link")
+    table.linked(sender, world.receiver)
+    expect("asked for since")
+    for look in range(1, 16):
+        world.receiver.receive(control(Kind.PING, pulse_of(QUIET), nonce=nonce_of(world)), look / 10)
+        assert len(table.live) == 2
+        world.receiver.tick(look / 10)
+    assert list(table.live) == ["asked for since"]
+    (ended,) = table.ended
+    assert (ended.transfer_id, ended.error and ended.error.code) == ("begun on the lost link", "UNAVAILABLE")
 
 
 def nonce_of(world: TransferWorld) -> int:

@@ -3,7 +3,8 @@
     expect: AWAITED -> BEGIN: bound to one link -> FRAME*: writing, written -> COMMIT: committed
     at any time: cancel (silent), or a bad frame, ABORT, loss of the link, deadline -> aborted
     a transfer that only one sender may begin is aborted when that sender's link is lost, even if the sender has opened
-    another, and when no BEGIN comes in time: the BEGIN may have been sent on a link that this side had lost already
+    another, and when no BEGIN comes in time: the BEGIN may have been sent on a link that this side had lost already.
+    Soon after that sender has opened a new one, for on that it begins at once what it has not begun yet
 
 A transfer is reported as ended, or fenced, only when no write to its blocks is under way: its owner may assign them
 to another sequence at once.
@@ -114,6 +115,14 @@ class Landings:
         self._links[sender].append(link)
         for landing in self._awaited(sender):
             landing.overtaken = True
+
+    def settled(self, sender: str, link: object) -> None:
+        """Give up what was expected before this link was opened: begun on it by now, or else on one that was lost."""
+        if self._links[sender][-1] is link:
+            for landing in self._awaited(sender):
+                if landing.overtaken:
+                    text = f"{landing.transfer_id}: {sender} did not begin it on its new link"
+                    self.end(landing, TransferError("UNAVAILABLE", text))
 
     def num_links(self, sender: str) -> int:
         return len(self._links.get(sender, ()))

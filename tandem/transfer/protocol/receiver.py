@@ -11,6 +11,7 @@ early is found out.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class ReceiverProtocol:
         self._nonce = nonce
         self._accept = accept
         self._opened_at = now
+        self._settles_at = math.inf  # what this sender is expected to begin, and has not begun on this link by then
         self._bound: dict[int, Landing] = {}
         self._last_handle = 0
 
@@ -98,6 +100,7 @@ class ReceiverProtocol:
         """
         if self.hello is None:
             self._greet(message)
+            self._settles_at = now
         elif message.nonce != self._nonce:
             self._fail_transfer(message, "FAILED_PRECONDITION", f"{message.kind.name} of another incarnation")
         elif message.kind in (Kind.FRAME, Kind.PROBE):
@@ -177,6 +180,9 @@ class ReceiverProtocol:
             self.liveness.sole = False
         if self.liveness.lost(now) or (not self.side and now - self._opened_at > HANDSHAKE_SECONDS):
             raise TransferError("UNAVAILABLE", f"nothing heard from {self.peer} for {self.liveness.limit_s:.1f} s")
+        if self.side and self.liveness.pings and now >= self._settles_at + self.liveness.usual_limit_s:
+            self._settles_at = math.inf
+            self.landings.settled(self._sender, self)
         if self.side and self.liveness.ping_due(now):
             self._send(Kind.PING, body=pulse_of(self._vitals))
 
