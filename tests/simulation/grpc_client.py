@@ -43,6 +43,7 @@ class Channel:
         self._timer: asyncio.TimerHandle | None = None
         self._attempts = count(1)
         self._attempt = 0
+        self._why_failed = ""
 
     def unary_unary(
         self,
@@ -101,7 +102,7 @@ class Channel:
         if self._state is ChannelConnectivity.READY and self._transport:
             call.begin(self._transport)
         elif self._state is ChannelConnectivity.TRANSIENT_FAILURE and not call.wait_for_ready:
-            call.end(StatusCode.UNAVAILABLE, f"failed to connect to {self._address}")
+            call.end(StatusCode.UNAVAILABLE, f"failed to connect to {self._address}: {self._why_failed}")
         else:
             self._waiting.append(call)
             if self._state is ChannelConnectivity.IDLE:
@@ -145,6 +146,7 @@ class Channel:
         self._attempt = 0
         if self._timer:
             self._timer.cancel()
+        self._why_failed = reason
         self._enter(ChannelConnectivity.TRANSIENT_FAILURE)
         for call in [call for call in self._waiting if not call.wait_for_ready]:
             call.end(StatusCode.UNAVAILABLE, reason)

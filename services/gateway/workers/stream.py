@@ -28,6 +28,8 @@ from tandem.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
 RECONNECT_S = 0.1
+# By gRPC of an address where no process listens: this incarnation is no more.
+REFUSED = "connection refused"
 CONNECT_WAIT_S = 1.5
 # Who has said nothing for so long, where three pings should have come, may be dead.
 SUSPECT_S = 0.9
@@ -121,10 +123,10 @@ class WorkerStream:
         return reply
 
     async def wait_open(self, deadline: float) -> None:
-        """Until the stream is open.
+        """Until the stream is open, or nobody is there to open it: then asking fails.
 
         Raises:
-            WorkerLost: not within CONNECT_WAIT_S, longer where this gateway is starved, or never.
+            WorkerLost: not within CONNECT_WAIT_S, longer where this gateway is starved.
             TimedOut: the deadline came first.
         """
         if self.open.is_set() or self._closed_because or self._stopped:
@@ -173,6 +175,8 @@ class WorkerStream:
             while not self._closed_because:
                 reason = await self._talk()
                 self.fail(reason, ended=not (self._silent or self._cancelled))
+                if REFUSED in reason.lower() or self._judge.dead_here(self._worker.process):
+                    self._decided()
                 await asyncio.sleep(RECONNECT_S)
         finally:
             self.fail(self._closed_because or "the gateway is stopping")
@@ -298,7 +302,7 @@ class WorkerStream:
             self._closed_because = f"it was restarted: incarnation {incarnation} answers"
 
     def _decided(self) -> None:
-        """It is open, or never will be."""
+        """Wake those who wait for it: it is open, or there is nobody to open it."""
         for waiting in self._waiting:
             _answer(waiting, None)
 
