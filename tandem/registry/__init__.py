@@ -4,6 +4,7 @@ from tandem.registry.address import RedisAddress
 from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept
 from tandem.registry.errors import (
     IncompatibleLayout,
+    NoProvenLink,
     NoWorkers,
     RegistryError,
     RegistryUnavailable,
@@ -32,6 +33,7 @@ __all__ = [
     "Limits",
     "LiveWorker",
     "Master",
+    "NoProvenLink",
     "NoWorkers",
     "Place",
     "PrefillPolicy",

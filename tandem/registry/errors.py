@@ -36,5 +36,13 @@ class NoWorkers(RegistryError):
     """No worker can take the request now. The message names what is missing."""
 
 
+class NoProvenLink(NoWorkers):
+    """There are workers of both roles that could take it, and between none of them has KV moved yet."""
+
+
 class RequestTooLarge(NoWorkers):
     """No live decode worker could hold the request even if it were idle: waiting does not help."""
+
+
+# By what SELECT answers.
+REFUSALS = {"too large": RequestTooLarge, "no link": NoProvenLink}

@@ -28,7 +28,7 @@ from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, 
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, RedisConnection, RegistryConnection
-from tandem.registry.errors import NoWorkers, RegistryUnavailable, RequestTooLarge, StaleIncarnation
+from tandem.registry.errors import REFUSALS, NoWorkers, RegistryUnavailable, StaleIncarnation
 from tandem.registry.late_releases import LateReleases
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
@@ -205,7 +205,7 @@ class Registry:
         adapter `adapted` are the incarnations of the workers that have it in memory: they are preferred, too.
 
         Raises:
-            NoWorkers: nobody can take it now; the message says what is missing.
+            NoWorkers: nobody can take it now, or (NoProvenLink) until a link is opened; it says what is missing.
             RequestTooLarge: nobody could take it ever.
         """
         if prompt_tokens < 1 or max_new_tokens < 0:
@@ -229,7 +229,7 @@ class Registry:
             raise
         if reservation in self._doubtful:
             self._abandon_later(reservation)
-        raise (RequestTooLarge if status == "too large" else NoWorkers)(why)
+        raise REFUSALS.get(status, NoWorkers)(why)
 
     async def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> bool:
         """Release a reservation, or only its prompt tokens. True if this call freed anything.

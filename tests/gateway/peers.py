@@ -302,6 +302,7 @@ class Peers:
     security: Security = OPEN  # of workers that are added
     max_model_len: int = 256  # likewise
     text_digests: tuple[str, ...] = ()  # likewise
+    linked: bool = True  # KV has moved between them
     _decodes: dict[str, DecodePeer] = field(default_factory=dict)
 
     @property
@@ -356,7 +357,9 @@ class Peers:
 
     def _load(self) -> WorkerLoad:
         decodes = [p.info.incarnation for p in self.workers.values() if p.info.role is Role.DECODE]
-        return WorkerLoad(free_blocks=64, num_waiting=0, num_running=0, queued_tokens=0, linked=tuple(decodes))
+        return WorkerLoad(
+            free_blocks=64, num_waiting=0, num_running=0, queued_tokens=0, linked=tuple(decodes) if self.linked else ()
+        )
 
     async def _add(
         self, worker_id: str, role: Role, incarnation: str, revision: str, peer: WorkingPeer,

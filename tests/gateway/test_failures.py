@@ -426,3 +426,23 @@ async def test_require_never_falls_back(model_folder: Path, redis: RedisServer, 
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "no_workers"
         assert "prefill" in answer.json()["error"]["message"]
+
+
+async def test_a_request_waits_a_moment_for_links_that_are_opened_anew(
+    model_folder: Path, redis: RedisServer, peers: Peers
+) -> None:
+    settings = make_settings(model_folder, redis, disaggregation=Disaggregation.REQUIRE)
+    peers.linked = False
+    await peers.move_to(redis, settings.namespace)
+    async with (
+        make_gateway(settings) as gateway,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http,
+    ):
+        await eventually(lambda: gateway.llm.pool.connected(peers.workers["d"].info))
+        refused = await post(http, SHORT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_link")
+        waiting = asyncio.create_task(post(http, SHORT))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        peers.linked = True
+        assert (await waiting).status_code == 200

@@ -2,6 +2,7 @@
 
 a worker is lost   -> the next attempt leaves its incarnation out; tokens already sent are the end of its prompt
 nobody is left     -> everyone may be tried again, every RETRY_S, while a worker is restarted
+no link is proven  -> so it may, though nobody was lost: they are opened anew at once, for up to LINK_WAIT_S
 the limit, or wait_s without a worker, is reached -> the first loss is the choice's error
 """
 
@@ -20,6 +21,8 @@ from services.gateway.generation import tracing
 
 log = structlog.get_logger(__name__)
 RETRY_S = 0.1
+LINK_WAIT_S = 1.5
+NO_LINK = "no_link"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Migration:
         self._limits, self._name = limits, name
         self._spans, self._parent, self._count = spans, parent, count
         self._wait_until: float | None = None
+        self._link_by: float | None = None
         self._span: Span | None = None
 
     def lost(self, error: WorkerLost, incarnations: Collection[str], lost_span: Span | None, num_written: int) -> None:
@@ -63,14 +67,19 @@ class Migration:
         self._span = tracing.migration(self._spans, self._parent, lost_span, error, num_written)
 
     async def pause(self, error: Unavailable) -> None:
-        """No worker is left to go on on: wait a moment, then let any be tried.
+        """No worker is left to go on on, or no link: wait a moment, then let any be tried.
 
         Raises:
             Unavailable: there was no loss, or the wait is over.
         """
-        if self.first_loss is None or self._wait_until is None or error.code != "no_workers":
+        now = asyncio.get_running_loop().time()
+        if self.first_loss is None and error.code == NO_LINK:
+            self._link_by = self._link_by or now + LINK_WAIT_S
+            if now >= self._link_by:
+                raise error
+        elif self.first_loss is None or self._wait_until is None or error.code not in ("no_workers", NO_LINK):
             raise error
-        if asyncio.get_running_loop().time() >= self._wait_until:
+        elif now >= self._wait_until:
             raise self.first_loss from None
         self.exclude.clear()
         await asyncio.sleep(RETRY_S)

@@ -24,6 +24,7 @@ from tandem.registry import (
     ClusterView,
     Fallback,
     LiveWorker,
+    NoProvenLink,
     NoWorkers,
     PrefillPolicy,
     PromptPrefix,
@@ -160,4 +161,5 @@ class Router:
         try:
             return self._offline.choose(request, held, exclude, str(refusal), Fallback.LAST_VIEW)
         except Unavailable:
-            raise Unavailable(str(refusal), code="no_workers") from None
+            code = "no_link" if isinstance(refusal, NoProvenLink) else "no_workers"
+            raise Unavailable(str(refusal), code=code) from None

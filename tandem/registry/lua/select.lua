@@ -23,9 +23,10 @@
 --   generations that hold that: 'generation generation …', else '-'; and its targets, to the first token and between
 --   tokens (ms), 0 if none
 -- Returns for each release how many parts were released; then for each request: {'ok', why, Fallback or '', decode
--- worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none', reason}
--- or {'too large', reason}.
+-- worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none', reason},
+-- {'too large', reason} or {'no link', reason}.
 local ARGUMENTS = 14
+local REFUSALS = {too_large = 'too large', no_proven_link = 'no link'}
 
 local function names_in(json)
   if json == '[]' then return nil end
@@ -247,7 +248,7 @@ local function route(request, turn)
   local prefills, decodes = pools(request.model)
   add_expected(prefills, decodes, request)
   local best, why, fallback = choose(prefills, decodes, request)
-  if not best then return {fallback == 'too_large' and 'too large' or 'none', why} end
+  if not best then return {REFUSALS[fallback] or 'none', why} end
   local decode = place(decodes, best.decode, request)
   local prefill = best.prefill and place(prefills, best.prefill, request)
   reserve(request, prefill or decode, decode)
