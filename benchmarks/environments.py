@@ -3,7 +3,7 @@
 Each function returns the program to start.
 
 Raises:
-    Unavailable: it cannot be installed here; says why.
+    PeerUnavailable: it cannot be installed here; says why.
 """
 
 from __future__ import annotations

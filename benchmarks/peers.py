@@ -57,7 +57,7 @@ class MeasuredPeer:
         """The peer serving the model's folder by the folder's name, ready and warm.
 
         Raises:
-            Unavailable
+            PeerUnavailable
         """
         if self.command is None:
             yield self._ready(LoadClient(self.url.rstrip("/"), model.name, dict(self.extra)), lambda: True)

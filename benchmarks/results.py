@@ -1,6 +1,6 @@
 """Measurements, and the statistics over them.
 
-one request -> Answer (when sent, when tokens arrived) -> a workload's figures, once a round -> Figures: the median
+one request -> TimedAnswer (when sent, when tokens arrived) -> a workload's figures, once a round -> Figures: the median
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Front:
     async def running(self, model: Path, pace: BackendPace) -> AsyncIterator[RunningFront]:
         """
         Raises:
-            Unavailable
+            PeerUnavailable
         """
         port = free_ports(1)[0]
         async with AsyncExitStack() as stack:

@@ -1,7 +1,7 @@
 """A device that is slow to answer: torch's operations on its tensors are computed on the CPU, and it is noted where the
 host of a real one would wait for it.
 
-    with FakeDevice() as device:
+    with HostDevice() as device:
         kv = DeviceTensor(torch.zeros(8))      says that it is on `meta`
         kv.tolist()
     device.waits                               ["aten._to_copy.default"]
@@ -43,7 +43,7 @@ class DeviceTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{function}: used outside of its FakeDevice")
+        raise AssertionError(f"{function}: used outside of its HostDevice")
 
 
 class HostDevice(TorchDispatchMode):
