@@ -105,6 +105,7 @@ class Poison(GatewayError):
     status, type, grpc = 422, "invalid_request_error", StatusCode.FAILED_PRECONDITION
 
     def __init__(self, incarnations: Collection[str]) -> None:
+        self.incarnations = incarnations
         died = ", ".join(incarnations)
         super().__init__(f"two workers have crashed while they computed this request: {died}", code="poison")
 

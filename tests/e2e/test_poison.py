@@ -85,6 +85,10 @@ async def test_neighbours_of_a_crashing_request_finish(
     async with asyncio.timeout(90):
         while not all_linked(fleet) or not await at_baseline(fleet):
             await asyncio.sleep(0.05)
+    async with service(fleet) as stub:  # the same again ends nobody
+        with pytest.raises(grpc.aio.AioRpcError, match="two workers have crashed"):
+            await Answers(stub, "null", [poison(token_id)]).all()
+    assert all_linked(fleet)
     died = crashes(fleet)[before:]
     assert len(died) == 2
     assert all(name.startswith(role) for name in died)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -26,6 +26,7 @@ from services.gateway.deadlines import Deadlines, Entry
 from services.gateway.errors import TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.choice import Choice
+from services.gateway.generation.convictions import Convictions
 from services.gateway.generation.suspicion import Deaths
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.workers import Mailbox, Tokens, WorkerConnection, WorkerPool
@@ -52,6 +53,7 @@ class ClusterAccess:
     deadlines: Deadlines
     turns: SequenceTurns
     deaths: Deaths
+    convictions: Convictions = field(default_factory=Convictions)
 
 
 class Attempt:

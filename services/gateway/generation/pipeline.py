@@ -18,7 +18,7 @@ from math import inf
 from opentelemetry.context import Context
 
 from services.gateway.admission import Admission, PriorityClass, Work
-from services.gateway.errors import Unavailable, WorkerLost
+from services.gateway.errors import Poison, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess
 from services.gateway.generation.choice import Choice
@@ -86,6 +86,7 @@ class Pipeline:
         migration = Migration(self._limits, choice.name, cluster.spans, choice.parent, self.metrics.migrations.inc)
         suspicion = Suspicion(choice.sequence.choice_id, cluster.deaths, self._limits.wait_s)
         crashed: set[str] = set()
+        cluster.convictions.check(choice.sequence)
         try:
             await self._wait_turn(choice)
             choice.holder = await prompt.holder(choice.request.deadline) if prompt else ""
@@ -113,7 +114,11 @@ class Pipeline:
         """It goes on behind what is written. `crashed`: workers that the last one may have died with; emptied."""
         sequence = choice.sequence
         if crashed:
-            await suspicion.lost(crashed, len(choice.written), choice.request.deadline)
+            try:
+                await suspicion.lost(crashed, len(choice.written), choice.request.deadline)
+            except Poison as verdict:
+                self.cluster.convictions.add(sequence, verdict)
+                raise
             crashed.clear()
             sequence.alone_until = suspicion.alone_until
         _continue_behind(sequence, choice.written)
