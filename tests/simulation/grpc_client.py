@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpc import ChannelConnectivity, StatusCode, aio
 
@@ -52,7 +52,7 @@ class Channel:
         response_deserializer: Any = None,
         _registered_method: Any = 0,
     ) -> Callable[..., SimulatedCall]:
-        return _caller(self, method, request_serializer, response_deserializer, streams_requests=False)
+        return _caller(self, Method(method, request_serializer or bytes, response_deserializer or bytes, False))
 
     unary_stream = unary_unary
 
@@ -63,7 +63,7 @@ class Channel:
         response_deserializer: Any = None,
         _registered_method: Any = 0,
     ) -> Callable[..., SimulatedCall]:
-        return _caller(self, method, request_serializer, response_deserializer, streams_requests=True)
+        return _caller(self, Method(method, request_serializer or bytes, response_deserializer or bytes, True))
 
     stream_unary = stream_stream
 
@@ -198,17 +198,25 @@ class _Transport:
             call.end(StatusCode.UNAVAILABLE, reason)
 
 
+class Method(NamedTuple):
+    """A method of a service, and how its messages become bytes and again messages."""
+
+    name: str
+    serialize: Callable[[Any], bytes]
+    deserialize: Callable[[bytes], Any]
+    streams_requests: bool
+
+
 class SimulatedCall:
     """One call, whatever its kind: awaited where it has one response, read or iterated over where it has many."""
 
     def __init__(
-        self, channel: Channel, method: str, serialize: Any, deserialize: Any, requests: Any, *,
-        streams_requests: bool, timeout: float | None, metadata: Metadata, wait_for_ready: bool,
+        self, channel: Channel, method: Method, requests: Any, *, timeout: float | None, metadata: Metadata,
+        wait_for_ready: bool,
     ) -> None:  # fmt: skip
         self.wait_for_ready = wait_for_ready
         self._channel = channel
         self._method = method
-        self._serialize, self._deserialize = serialize or bytes, deserialize or bytes
         self._metadata = metadata
         self._messages: deque[bytes] = deque()
         self._status: tuple[StatusCode, str, Metadata] | None = None
@@ -224,10 +232,10 @@ class SimulatedCall:
         self._deadline = None if timeout is None else loop.time() + timeout
         timed = timeout is not None and PATIENT not in metadata
         self._timer = loop.call_later(max(0.0, timeout or 0.0), self._expire) if timed else None
-        if not streams_requests:
-            self._unsent += [("message", self._serialize(requests)), ("done",)]
+        if not method.streams_requests:
+            self._unsent += [("message", self._method.serialize(requests)), ("done",)]
         channel.start(self)
-        if streams_requests and requests is not None:
+        if method.streams_requests and requests is not None:
             self._writer = loop.create_task(self._write_all(requests))
 
     # --- for who made the call ---
@@ -254,7 +262,7 @@ class SimulatedCall:
         if self._unread_bytes > WINDOW_BYTES // 2:
             self._send("window", self._unread_bytes)
             self._unread_bytes = 0
-        return self._deserialize(data)
+        return self._method.deserialize(data)
 
     async def write(self, request: Any) -> None:
         """
@@ -263,7 +271,7 @@ class SimulatedCall:
             asyncio.InvalidStateError: it has ended.
         """
         await self._open()
-        data = self._serialize(request)
+        data = self._method.serialize(request)
         self._window -= len(data)
         self._send("message", data)
         while self._window < 0:
@@ -320,7 +328,7 @@ class SimulatedCall:
         self._transport = transport
         self._number = next(transport.numbers)
         transport.calls[self._number] = self
-        transport.end.send(("call", self._number, self._method, tuple(self._metadata), self.time_remaining()))
+        transport.end.send(("call", self._number, self._method.name, tuple(self._metadata), self.time_remaining()))
         unsent, self._unsent = self._unsent, []
         for kind, *rest in unsent:
             self._send(kind, *rest)
@@ -362,7 +370,7 @@ class SimulatedCall:
         while not self._status:
             await self._wait()
         self._raise_for_status()
-        return self._deserialize(self._messages.popleft())
+        return self._method.deserialize(self._messages.popleft())
 
     async def _all(self) -> AsyncIterator[Any]:
         while (message := await self.read()) is not aio.EOF:
@@ -425,16 +433,14 @@ class SimulatedCall:
 WINDOW_BYTES = 65535
 
 
-def _caller(
-    channel: Channel, method: str, serialize: Any, deserialize: Any, *, streams_requests: bool
-) -> Callable[..., SimulatedCall]:
+def _caller(channel: Channel, method: Method) -> Callable[..., SimulatedCall]:
     def call(
         requests: Any = None, *, timeout: float | None = None, metadata: Metadata | None = None,
         wait_for_ready: bool | None = None, credentials: Any = None, compression: Any = None,
     ) -> SimulatedCall:  # fmt: skip
         return SimulatedCall(
-            channel, method, serialize, deserialize, requests, streams_requests=streams_requests, timeout=timeout,
-            metadata=tuple(metadata or ()), wait_for_ready=bool(wait_for_ready),
+            channel, method, requests, timeout=timeout, metadata=tuple(metadata or ()),
+            wait_for_ready=bool(wait_for_ready),
         )  # fmt: skip
 
     return call
