@@ -12,7 +12,19 @@ import pytest
 import yaml
 
 from deploy.generate import SERVICES, SET_BY_CHART, commented, documents
-from tests.helm.chart import CHART, SETS, Values, loaded, notes, of_kind, render, rendered, texts, values_of
+from tests.helm.chart import (
+    CHART,
+    SETS,
+    Values,
+    loaded,
+    name_of,
+    notes,
+    of_kind,
+    render,
+    rendered,
+    texts,
+    values_of,
+)
 
 DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
 Path = tuple[str | int, ...]
@@ -46,6 +58,21 @@ def test_bad_values_are_refused_with_what_is_wrong(values: Values, words: str) -
     with pytest.raises(HelmError) as refused:
         render(values)
     assert words in str(refused.value)
+
+
+def test_long_names_that_begin_alike_stay_apart() -> None:
+    same = "inference-platform-team-llama"
+    one, other = ({name_of(found) for found in render({}, f"{same}-{size}")} for size in ("8b", "70b"))
+    assert len(one) == len(other)
+    assert not one & other
+    assert all(len(name.partition("/")[2]) <= 52 for name in one | other)
+
+
+@pytest.mark.parametrize(
+    ("values", "prefix"), [({"nameOverride": "llm"}, "rel-llm-"), ({"fullnameOverride": "llm"}, "llm-")]
+)
+def test_names_are_overridden(values: Values, prefix: str) -> None:
+    assert all(found["metadata"]["name"].startswith(prefix) for found in render(values))
 
 
 def test_the_chart_lints(value_set: str) -> None:

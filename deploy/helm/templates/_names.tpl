@@ -1,6 +1,16 @@
 {{/* Objects of a release: <release>-<part>; a name is cut so that what Kubernetes appends still fits. */}}
 {{- define "tandem.name" -}}
-{{- printf "%s-%s" (.root.Release.Name | trunc 28 | trimSuffix "-") .part | trunc 52 | trimSuffix "-" -}}
+{{- $values := .root.Values -}}
+{{- $own := list .root.Release.Name $values.nameOverride | compact | join "-" -}}
+{{- $prefix := include "tandem.cut" (dict "text" ($values.fullnameOverride | default $own) "most" 28) -}}
+{{- include "tandem.cut" (dict "text" (printf "%s-%s" $prefix .part) "most" 52) -}}
+{{- end }}
+
+{{/* What is cut says by a hash what it was: no two names become one. */}}
+{{- define "tandem.cut" -}}
+{{- if le (len .text) .most }}{{ .text }}
+{{- else }}{{ .text | trunc (sub .most 9 | int) | trimSuffix "-" }}-{{ .text | sha256sum | trunc 8 }}
+{{- end -}}
 {{- end }}
 
 {{/* What pods of one workload are selected by; never changes. */}}
