@@ -269,7 +269,10 @@ async def test_openapi_describes_what_generation_takes(http: httpx.AsyncClient) 
         described = found["components"]["schemas"][body["$ref"].rpartition("/")[2]]
         assert fields <= described["properties"].keys()
     assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(found))) <= found["components"]["schemas"].keys()
-    assert "/v1/models" in found["paths"]
+    assert found["paths"].keys() >= {"/v1/models", "/ping"}
+    assert found["paths"]["/v1/responses/{name}"].keys() == {"get", "delete"}
+    (name, order, *_) = found["paths"]["/v1/conversations/{name}/items"]["get"]["parameters"]
+    assert (name["in"], order["in"], order["name"]) == ("path", "query", "order")
 
 
 async def test_the_page_of_docs_needs_nothing_from_elsewhere(http: httpx.AsyncClient) -> None:

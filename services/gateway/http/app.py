@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from services.gateway.errors import GatewayError, Internal, InvalidRequest, NotUpgraded, unexpected
@@ -108,17 +109,24 @@ def cors_of(settings: GatewaySettings) -> dict[str, Any]:
 
 def _add_models(app: FastAPI, llm: LLM) -> None:
     def card(model: ServedModel) -> dict[str, Any]:
+        created = datetime.fromtimestamp(model.created, UTC).isoformat()
         return {
             "id": model.name, "object": "model", "created": model.created, "owned_by": "tandem",
             "root": model.adapter.path if model.adapter else llm.model.name, "parent": model.parent or None,
             "max_model_len": llm.max_model_len,
+            # As Anthropic's clients want it.
+            "type": "model", "display_name": model.name, "created_at": created, "lifecycle": "active",
+            "max_input_tokens": llm.max_model_len,
         }  # fmt: skip
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        """The models served here, LoRA adapters included."""
-        client = llm.access.authenticate(request.headers)
-        return {"object": "list", "data": [card(model) for model in llm.models(client)]}
+        """The models served here, LoRA adapters included; for OpenAI's clients and Anthropic's."""
+        cards = [card(model) for model in llm.models(llm.access.authenticate(request.headers))]
+        return {
+            "object": "list", "data": cards, "has_more": False,
+            "first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None,
+        }  # fmt: skip
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> dict[str, Any]:
@@ -138,11 +146,10 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
         is_ready, found = llm.readiness()
         return JSONResponse(found, 200 if is_ready else 503)
 
-    @app.get("/ping")
-    @app.post("/ping")
-    async def ping() -> Response:
-        """The process is alive, as SageMaker and vLLM ask for it."""
+    async def ping(request: Request) -> Response:
         return Response()
+
+    app.router.routes.append(Route("/ping", ping, methods=["GET", "POST"]))  # one, or neither's 405 names both
 
     @app.get("/load")
     async def load() -> dict[str, int]:
@@ -154,7 +161,7 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
         """The version of this Tandem."""
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(llm.metrics.exposition(), headers={"content-type": CONTENT_TYPE})

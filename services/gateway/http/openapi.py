@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +13,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http import schema
 from services.gateway.http.messages import CountTokensBody, MessagesBody
-from services.gateway.http.responses import ResponseBody
+from services.gateway.http.responses import KEPT, KEPT_BODIES, KEPT_QUERIES, Respond, ResponseBody
 
 REF = "#/components/schemas/{model}"
 JSON, EVENTS = "application/json", "text/event-stream"
+STREAMED = {"description": "where `stream` is true"}
 BODIES: Mapping[str, tuple[type[schema.Body], str]] = {
     "/v1/chat/completions": (schema.with_sampling(schema.ChatBody), "Answer messages, as OpenAI does"),
     "/v1/completions": (schema.with_sampling(schema.CompletionBody), "Continue text or token ids, as OpenAI does"),
@@ -27,6 +29,21 @@ BODIES: Mapping[str, tuple[type[schema.Body], str]] = {
     "/v1/load_lora_adapter": (schema.LoadAdapterBody, "Serve a LoRA adapter beside the model"),
     "/v1/unload_lora_adapter": (schema.UnloadAdapterBody, "Serve a LoRA adapter no longer"),
 }
+TEXT = {"type": "string"}
+# Of both protocols: OpenAI's has `param` and `code`, too, Anthropic's a `type` and `request_id` beside it.
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": TEXT, "message": TEXT}}
+    },
+}
+ERRORS: Mapping[str, Any] = {
+    status: {"description": said, "content": {JSON: {"schema": {"$ref": REF.format(model="Error")}}}}
+    for status, said in (
+        ("4XX", "the request's fault, named in error.param"), ("5XX", "not the request's fault")
+    )
+}  # fmt: skip
 
 
 class DescribedApp(FastAPI):
@@ -41,29 +58,53 @@ class DescribedApp(FastAPI):
         await (super().__call__ if app is None else app)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
-        """FastAPI's own description, and that of `BODIES`."""
+        """FastAPI's own description, and that of routes beside it."""
         if self.openapi_schema is None:
             found = super().openapi()
-            bodies = [(body, "validation") for body, _ in BODIES.values()]
+            bodies = [(body, "validation") for body in (*(body for body, _ in BODIES.values()), *KEPT_BODIES.values())]
             _, definitions = models_json_schema(bodies, ref_template=REF)  # type: ignore[arg-type]
-            found.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+            found["components"] = {"schemas": {**definitions["$defs"], "Error": ERROR}}
+            for operations in found["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # FastAPI's, which is not served
+                    operation["responses"] |= ERRORS
+            found["paths"]["/ping"] = {method: _ping(method) for method in ("get", "post")}
             for path, (body, summary) in BODIES.items():
-                found["paths"][path] = {"post": _operation(body, summary)}
+                found["paths"][path] = {"post": _generating(body, summary)}
+            for path, methods in KEPT.items():
+                found["paths"][path] = {method.lower(): _kept(path, respond) for method, respond in methods.items()}
         assert self.openapi_schema is not None
         return self.openapi_schema
 
 
-def _operation(body: type[schema.Body], summary: str) -> dict[str, Any]:
-    answer: dict[str, Any] = {"description": "the answer", "content": {JSON: {"schema": {"type": "object"}}}}
-    if "stream" in body.model_fields:
-        answer["content"][EVENTS] = {"schema": {"type": "string", "description": "where `stream` is true"}}
-    errors = {"4XX": "the request's fault, named in error.param", "5XX": "not the request's fault"}
-    return {
-        "summary": summary,
-        "operationId": summary.partition(",")[0].lower().replace(" ", "_"),
-        "requestBody": {
-            "required": True,
-            "content": {JSON: {"schema": {"$ref": REF.format(model=body.__name__)}}},
-        },
-        "responses": {"200": answer, **{status: {"description": said} for status, said in errors.items()}},
-    }
+def _generating(body: type[schema.Body], summary: str) -> dict[str, Any]:
+    name = summary.partition(",")[0].lower().replace(" ", "_")
+    streams = {EVENTS: {"schema": STREAMED}} if "stream" in body.model_fields else {}
+    return {"requestBody": _body(body, required=True), **_operation(name, summary, streams)}
+
+
+def _kept(path: str, respond: Respond) -> dict[str, Any]:
+    queries = KEPT_QUERIES.get(respond, {})
+    said: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": TEXT} for name in re.findall(r"{(\w+)}", path)
+    ]
+    said += [{"name": name, "in": "query", "schema": query} for name, query in queries.items()]
+    streams = {EVENTS: {"schema": STREAMED}} if "stream" in queries else {}
+    operation = _operation(respond.__name__, (respond.__doc__ or "").rstrip("."), streams)
+    if body := KEPT_BODIES.get(respond):
+        operation["requestBody"] = _body(body, required=any(f.is_required() for f in body.model_fields.values()))
+    return {"parameters": said, **operation}
+
+
+def _ping(method: str) -> dict[str, Any]:
+    said = {"summary": "The process is alive, as SageMaker and vLLM ask for it", "operationId": f"{method}_ping"}
+    return {**said, "responses": {"200": {"description": "an empty body"}, **ERRORS}}
+
+
+def _body(body: type[schema.Body], required: bool) -> dict[str, Any]:
+    return {"required": required, "content": {JSON: {"schema": {"$ref": REF.format(model=body.__name__)}}}}
+
+
+def _operation(name: str, summary: str, others: Mapping[str, Any]) -> dict[str, Any]:
+    answer = {"description": "the answer", "content": {JSON: {"schema": {"type": "object"}}, **others}}
+    return {"summary": summary, "operationId": name, "responses": {"200": answer, **ERRORS}}

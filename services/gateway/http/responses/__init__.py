@@ -1,7 +1,16 @@
 """POST /v1/responses: OpenAI's Responses, told to the chat endpoint and answered in items and events of their own."""
 
 from services.gateway.http.responses.reading import read_response, reduce_response
-from services.gateway.http.responses.routes import kept_routes
+from services.gateway.http.responses.routes import KEPT, KEPT_BODIES, KEPT_QUERIES, Respond, kept_routes
 from services.gateway.http.responses.schema import ResponseBody
 
-__all__ = ["ResponseBody", "kept_routes", "read_response", "reduce_response"]
+__all__ = [
+    "KEPT",
+    "KEPT_BODIES",
+    "KEPT_QUERIES",
+    "Respond",
+    "ResponseBody",
+    "kept_routes",
+    "read_response",
+    "reduce_response",
+]

@@ -19,8 +19,8 @@ from services.gateway.errors import InvalidRequest, NotKept, Unavailable
 from tandem.store import Store, StoreUnavailable
 
 log = structlog.get_logger(__name__)
-# Of a page of items.
-MOST_ITEMS, SOME_ITEMS = 100, 20
+# Items.
+MOST_OF_PAGE, SOME_OF_PAGE = 100, 20
 
 
 def joined_lists(lists: Sequence[bytes]) -> bytes:
@@ -239,11 +239,11 @@ def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
     Raises:
         InvalidRequest
     """
-    order, after, said = query.get("order", "desc"), query.get("after"), query.get("limit", str(SOME_ITEMS))
+    order, after, said = query.get("order", "desc"), query.get("after"), query.get("limit", str(SOME_OF_PAGE))
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be asc or desc, got {order!r}", "order")
-    if not said.isascii() or not said.isdigit() or not 1 <= (limit := int(said[:4])) <= MOST_ITEMS:
-        raise InvalidRequest(f"limit must be between 1 and {MOST_ITEMS}, got {said!r}", "limit")
+    if not said.isascii() or not said.isdigit() or not 1 <= (limit := int(said[:4])) <= MOST_OF_PAGE:
+        raise InvalidRequest(f"limit must be between 1 and {MOST_OF_PAGE}, got {said!r}", "limit")
     ordered = list(items) if order == "asc" else list(reversed(items))
     if after is not None:
         ids = [item["id"] for item in ordered]

@@ -16,10 +16,10 @@ from services.gateway.errors import GatewayError, InvalidRequest, NotKept, Timed
 from services.gateway.http.endpoint import Endpoint
 from services.gateway.http.exchange import Exchange
 from services.gateway.http.responses.background import cancel, current, send_events
-from services.gateway.http.responses.kept import Kept, page_of
+from services.gateway.http.responses.kept import MOST_OF_PAGE, SOME_OF_PAGE, Kept, page_of
 from services.gateway.http.responses.recalling import items_of, kept_of
 from services.gateway.http.responses.schema import ConversationBody, ItemsBody, check_metadata
-from services.gateway.http.schema import validated
+from services.gateway.http.schema import Body, validated
 from services.gateway.llm import LLM
 
 MOST_ITEMS = 20  # that are added at once
@@ -86,39 +86,29 @@ def _after(query: Mapping[str, str]) -> int:
     return int(said) if said else -1
 
 
-def kept_routes(llm: LLM, wall: Callable[[], float]) -> Iterator[Route]:
-    conversation = {"GET": get_conversation, "POST": change_conversation, "DELETE": delete_conversation}
-    paths: Mapping[str, Mapping[str, Respond]] = {
-        "/v1/responses/{name}": {"GET": get_response, "DELETE": delete_response},
-        "/v1/responses/{name}/cancel": {"POST": cancel_response},
-        "/v1/responses/{name}/input_items": {"GET": list_input},
-        "/v1/conversations": {"POST": create_conversation},
-        "/v1/conversations/{name}": conversation,
-        "/v1/conversations/{name}/items": {"GET": list_items, "POST": add_items},
-        "/v1/conversations/{name}/items/{item}": {"GET": get_item, "DELETE": delete_item},
-    }
-    for path, methods in paths.items():
-        yield Route(path, KeptEndpoint(llm, methods, wall), methods=list(methods))
-
-
 async def get_response(asked: Asked) -> Any:
+    """Tell of a response that is kept, or of one in the background as far as it is; with `stream`, its events."""
     return await current(asked.kept, asked.name)
 
 
 async def cancel_response(asked: Asked) -> Any:
+    """Cancel a response that is made in the background."""
     return await cancel(asked.kept, asked.name)
 
 
 async def delete_response(asked: Asked) -> Any:
+    """Delete a response that is kept."""
     await asked.kept.forget(asked.name)
     return {"id": asked.name, "object": "response", "deleted": True}
 
 
 async def list_input(asked: Asked) -> Any:
+    """List the items that a response answers."""
     return page_of(await _parsed(await asked.kept.items_of(asked.name)), asked.query)
 
 
 async def create_conversation(asked: Asked) -> Any:
+    """Begin a conversation."""
     body = validated(ConversationBody, asked.body or b"{}")
     check_metadata(body.metadata or {})
     made = {
@@ -130,10 +120,12 @@ async def create_conversation(asked: Asked) -> Any:
 
 
 async def get_conversation(asked: Asked) -> Any:
+    """Tell of a conversation."""
     return orjson.Fragment((await asked.kept.conversation(asked.name))[0])
 
 
 async def change_conversation(asked: Asked) -> Any:
+    """Change a conversation's metadata."""
     body = validated(ConversationBody, asked.body)
     check_metadata(body.metadata or {})
     found = {**orjson.loads((await asked.kept.conversation(asked.name))[0]), "metadata": body.metadata or {}}
@@ -142,15 +134,18 @@ async def change_conversation(asked: Asked) -> Any:
 
 
 async def delete_conversation(asked: Asked) -> Any:
+    """Delete a conversation with its items."""
     await asked.kept.forget_conversation(asked.name)
     return {"id": asked.name, "object": "conversation.deleted", "deleted": True}
 
 
 async def list_items(asked: Asked) -> Any:
+    """List a conversation's items."""
     return page_of(await _items_of(asked), asked.query)
 
 
 async def add_items(asked: Asked) -> Any:
+    """Add items to a conversation."""
     items = _items(validated(ItemsBody, asked.body).items, asked)
     if not items:
         raise InvalidRequest("items must not be empty", "items")
@@ -160,11 +155,12 @@ async def add_items(asked: Asked) -> Any:
 
 
 async def get_item(asked: Asked) -> Any:
+    """Tell of one item of a conversation."""
     return await _item(asked)
 
 
 async def delete_item(asked: Asked) -> Any:
-    """Answers with the conversation."""
+    """Delete one item of a conversation; the answer is the conversation."""
     await asked.kept.remove(asked.name, orjson.dumps(await _item(asked)))
     return await get_conversation(asked)
 
@@ -195,3 +191,35 @@ def _items(said: Sequence[Any], asked: Asked) -> list[Any]:
             raise InvalidRequest(f"items[{i}] must be an object whose id, if any, is a string", f"items[{i}]")
     found: list[Any] = orjson.loads(items_of([{"id": f"item_{asked.new_id()}", **item} for item in said]))
     return found
+
+
+KEPT: Mapping[str, Mapping[str, Respond]] = {
+    "/v1/responses/{name}": {"GET": get_response, "DELETE": delete_response},
+    "/v1/responses/{name}/cancel": {"POST": cancel_response},
+    "/v1/responses/{name}/input_items": {"GET": list_input},
+    "/v1/conversations": {"POST": create_conversation},
+    "/v1/conversations/{name}": {
+        "GET": get_conversation, "POST": change_conversation, "DELETE": delete_conversation
+    },
+    "/v1/conversations/{name}/items": {"GET": list_items, "POST": add_items},
+    "/v1/conversations/{name}/items/{item}": {"GET": get_item, "DELETE": delete_item},
+}  # fmt: skip
+# What else they take.
+KEPT_BODIES: Mapping[Respond, type[Body]] = {
+    create_conversation: ConversationBody, change_conversation: ConversationBody, add_items: ItemsBody
+}  # fmt: skip
+PAGE = {
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MOST_OF_PAGE, "default": SOME_OF_PAGE},
+    "after": {"type": "string"},
+}
+KEPT_QUERIES: Mapping[Respond, Mapping[str, Any]] = {
+    get_response: {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+    list_input: PAGE,
+    list_items: PAGE,
+}
+
+
+def kept_routes(llm: LLM, wall: Callable[[], float]) -> Iterator[Route]:
+    for path, methods in KEPT.items():
+        yield Route(path, KeptEndpoint(llm, methods, wall), methods=list(methods))
