@@ -78,3 +78,30 @@ def with_real_names(cluster: RunningCluster) -> Any:
                 if one["name"] == "name" and method != "delete":
                     one["schema"] = {"enum": names}
     return found
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs for Node beside what they need."""
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm to fetch clients with")
+    folder = tmp_path_factory.mktemp("node")
+    for path in (PROGRAMS / "package.json", *PROGRAMS.glob("*.mjs")):
+        shutil.copy(path, folder)
+    run(["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts"], cwd=folder)
+    return folder
+
+
+@pytest.mark.parametrize("program", sorted(path.name for path in PROGRAMS.glob("with_*.py")))
+def test_a_program_in_python(cluster: RunningCluster, python: Path, tmp_path: Path, program: str) -> None:
+    run([python / "python", PROGRAMS / program, cluster.http, MODEL], cwd=tmp_path)
+
+
+@pytest.mark.parametrize("program", sorted(path.name for path in PROGRAMS.glob("*.mjs")))
+def test_a_program_in_javascript(cluster: RunningCluster, node: Path, program: str) -> None:
+    run(["node", node / program, cluster.http, MODEL], cwd=node)
+
+
+def test_llm_in_a_shell(cluster: RunningCluster, python: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
+    run(["sh", PROGRAMS / "with_llm.sh", cluster.http, MODEL], cwd=tmp_path, env=env)

@@ -62,7 +62,7 @@ class MessageFrame(Framing):
         before = [part for part in parts if part.index == self._open]  # text ends its block
         events += b"".join(map(self._call_part, before))
         if delta.text:
-            events += self._block(TEXT, {"type": TEXT, "text": "", "citations": None})
+            events += self._block(TEXT, {"type": TEXT, "text": ""})
             events += self._delta("text_delta", text=delta.text)
         events += b"".join(self._call_part(part) for part in parts if part not in before)
         events += b"".join(self._whole_call(call) for call in delta.calls if call.index not in self._written)
@@ -96,7 +96,7 @@ class MessageFrame(Framing):
             shown = "" if self._said.hides_thoughts else delta.reasoning
             content.append({"type": THINKING, "thinking": shown, "signature": self._signature()})
         if delta.text:
-            content.append({"type": TEXT, "text": delta.text, "citations": None})
+            content.append({"type": TEXT, "text": delta.text})
         for call in delta.calls:
             content.append(self._tool_use(call.name) | {"input": orjson.Fragment(input_of(call.arguments))})
         return self._message(content) | self._end(delta) | self._managed()
