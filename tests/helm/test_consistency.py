@@ -120,7 +120,7 @@ def references(pod: Object) -> Iterator[tuple[str, str, str | None]]:
 def brought(value_set: str) -> set[str]:
     """Names of Secrets that the user says exist."""
     values = values_of(value_set)
-    names = {values.get(owner, {}).get("existingSecret") for owner in ("redis", "apiKeys", "cluster")}
+    names = {values.get(owner, {}).get("existingSecret") for owner in ("redis", "store", "apiKeys", "cluster")}
     names.add(values.get("cluster", {}).get("tlsSecret"))
     names |= {*values.get("image", {}).get("pullSecrets", ())}
     return names | {m["weights"].get("secret") for m in values.get("models", ())} - {None, ""}

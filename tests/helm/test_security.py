@@ -91,6 +91,7 @@ EDGES = {
     ("decode", 9090): {ANYONE},
     ("kvstore", 50052): {"doctor"},
     ("redis", 6379): {"gateway", "prefill", "decode", "kvstore", "doctor"},
+    ("store", 6379): {"gateway"},
 }
 STRANGER = {"app.kubernetes.io/name": "tandem", "app.kubernetes.io/instance": "another"}
 

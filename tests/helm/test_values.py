@@ -178,7 +178,7 @@ def put(values: Values, path: Path, value: Any) -> Values:
 def contexts() -> dict[str, Values]:
     """Values under which every value matters, in one or another."""
     whole = deepcopy(DEFAULTS)
-    whole["redis"]["bundled"]["password"] = "fixed"
+    whole["redis"]["bundled"]["password"] = whole["store"]["bundled"]["password"] = "fixed"
     whole["models"][0]["hostnames"] = ["example.com"]
     whole["monitoring"]["enabled"] = whole["ingress"]["enabled"] = whole["inferencePool"]["enabled"] = True
     whole["ingress"] |= {"grpc": True, "tlsSecret": "tls"}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import ray
 import yaml
@@ -170,6 +171,14 @@ def test_status_shows_every_service_where_clients_go_and_no_password(
     assert all(" ready " in row for row in rows.values())
     assert re.search(r"redis://:\*\*\*@\S+:\d+", rows["kvstore"])
     assert on_ray.state("decode-0").incarnation[:8] in rows["decode-0"]
+
+
+def test_what_clients_want_kept_is_kept(on_ray: OnRay) -> None:
+    url = f"http://127.0.0.1:{on_ray.http_port}/v1/responses"
+    asked = {"model": "tandem-demo", "input": "import os", "max_output_tokens": 4}
+    response = httpx.post(url, json=asked, timeout=60.0).json()
+    assert response["store"] is True
+    assert httpx.get(f"{url}/{response['id']}", timeout=60.0).json() == response
 
 
 async def test_requests_go_on_while_the_head_is_gone_and_it_comes_back_knowing_all(on_ray: OnRay) -> None:

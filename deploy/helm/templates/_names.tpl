@@ -47,6 +47,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if not (or .Values.redis.url .Values.redis.existingSecret) }}true{{ end -}}
 {{- end }}
 
+{{- define "tandem.storeSecret" -}}
+{{- .Values.store.existingSecret | default (include "tandem.name" (dict "root" . "part" "store")) -}}
+{{- end }}
+
+{{/* Whether this release runs its own store; else empty. */}}
+{{- define "tandem.bundledStore" -}}
+{{- if and .Values.store.enabled (not (or .Values.store.url .Values.store.existingSecret)) }}true{{ end -}}
+{{- end }}
+
 {{- define "tandem.keysSecret" -}}
 {{- .Values.apiKeys.existingSecret | default (include "tandem.name" (dict "root" . "part" "api-keys")) -}}
 {{- end }}

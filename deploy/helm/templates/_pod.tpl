@@ -89,6 +89,10 @@ capabilities:
   value: {{ .model.name | quote }}
 {{- end }}
 {{- if eq .component "gateway" }}
+{{- if .root.Values.store.enabled }}
+- name: TANDEM_STORE_URL
+  valueFrom: { secretKeyRef: { name: {{ include "tandem.storeSecret" .root }}, key: url } }
+{{- end }}
 - name: {{ .root.Values.apiKeys.required | ternary "TANDEM_API_KEYS" "TANDEM_INSECURE" }}
   value: {{ .root.Values.apiKeys.required | ternary "/etc/tandem/api-keys/keys.json" "true" | quote }}
 {{- end }}

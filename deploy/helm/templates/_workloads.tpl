@@ -16,7 +16,7 @@ Each file of templates/ makes one kind of object of each of them.
   {{- $ports := list (dict "name" "http" "port" 8000) (dict "name" "grpc" "port" 50051) (dict "name" "health" "port" 8081) -}}
   {{- $items = append $items (dict "part" (printf "gateway-%s" .id) "component" "gateway" "block" $.Values.gateway "model" . "ports" $ports) -}}
 {{- end -}}
-{{- $parts := dict "kvstore" true "redis" true "doctor" true -}}
+{{- $parts := dict "kvstore" true "redis" true "store" true "doctor" true -}}
 {{- range .Values.pools -}}
   {{- if or (hasKey $parts .name) (hasPrefix "gateway-" .name) }}{{ fail (printf "pools: the name %q is taken" .name) }}{{ end -}}
   {{- $_ := set $parts .name true -}}

@@ -14,7 +14,7 @@ from tandem.local import Service, free_ports
 def redis_of(cluster: Cluster, folder: Path, store_url: str) -> tuple[str, str, Service]:
     """Its URL, that of the store for what clients ask to be kept, and the kvstore that keeps both."""
     (folder / REDIS_URL_FILE).unlink(missing_ok=True)
-    given = store_url or str(cluster.gateway.settings.get("store_url", ""))
+    given = store_of(cluster, store_url)
     port = None if given else free_ports(1)[0]
     password = token_urlsafe(24) if cluster.guarded else ""
     own: dict[str, object] = {} if given else {"store_port": port}
@@ -25,6 +25,11 @@ def redis_of(cluster: Cluster, folder: Path, store_url: str) -> tuple[str, str, 
     if password and not cluster.redis.url:
         _write_for_owner(folder / REDIS_URL_FILE, url)
     return url, given or f"redis://{login}127.0.0.1:{port}", cluster.kvstore_service(**own)
+
+
+def store_of(cluster: Cluster, store_url: str) -> str:
+    """The store's URL, as the command or the file gives it; "" where neither does."""
+    return store_url or str(cluster.gateway.settings.get("store_url", ""))
 
 
 def _write_for_owner(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ from tandem.cluster import DEFAULT_NAMESPACE, Cluster
 from tandem.commands.running import noted
 from tandem.commands.up.display import capacities, lines_to_try, note_of, progress, status, stream_sample
 from tandem.commands.up.plan import ClusterPlan
-from tandem.commands.up.redis import redis_of
+from tandem.commands.up.redis import redis_of, store_of
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher, LocalLauncher, ServiceFailed, report_death, unless_failed, until_set
 from tandem.process import LogOutput, descriptor_of
@@ -41,7 +41,7 @@ async def up_here(settings: UpSettings, cluster: Cluster, environment: Mapping[s
 
 
 async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping[str, str]) -> None:
-    from tandem.local.ray import RayLauncher, connect, kvstore_on_ray, service_address
+    from tandem.local.ray import RayLauncher, connect, kvstore_on_ray, service_address, store_address
 
     connect(settings.ray, settings.ray_namespace, cluster.ray.runtime_env)
     console = _console()
@@ -49,12 +49,11 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping
     running = await launcher.kvstore()
     if running:
         cluster = cluster.in_namespace(str(running.settings.get("namespace", DEFAULT_NAMESPACE)))
-    kvstore = running or kvstore_on_ray(cluster)
+    given = store_of(cluster, settings.store_url)
+    kvstore = running or kvstore_on_ray(cluster, given)
     redis_url = service_address(kvstore)
     shared = Path(gettempdir()) / f"tandem-{settings.ray_namespace}"  # of each node
-    if settings.store_url:
-        cluster = cluster.storing(settings.store_url)
-    plan = ClusterPlan.of(cluster, redis_url, kvstore, shared, environment)
+    plan = ClusterPlan.of(cluster.storing(given or store_address(kvstore)), redis_url, kvstore, shared, environment)
     if not settings.detach:
         await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
         return

@@ -6,7 +6,7 @@ A killed actor, or one whose node is gone, is started again by Ray, as a new inc
 Removing one drains it first. Only this folder imports ray.
 """
 
-from tandem.local.ray.actor import ActorState, service_address
+from tandem.local.ray.actor import ActorState, service_address, store_address
 from tandem.local.ray.launcher import RayLauncher, connect, kvstore_on_ray
 
-__all__ = ["ActorState", "RayLauncher", "connect", "kvstore_on_ray", "service_address"]
+__all__ = ["ActorState", "RayLauncher", "connect", "kvstore_on_ray", "service_address", "store_address"]

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -168,10 +169,19 @@ def service_address(service: Service) -> str:
     """Redis URL of a kvstore; host and port of a gateway's HTTP."""
     settings = {name: str(value) for name, value in service.settings.items()}
     if service.module == "services.kvstore":
-        own = f"redis://:{settings.get('redis_password')}@{settings.get('redis_host')}:{settings.get('redis_port')}"
-        return settings.get("redis_url") or own
+        return settings.get("redis_url") or _own_redis(settings, "redis_port")
     host = settings.get("host", "127.0.0.1")
     return f"{node_address() if host in ('0.0.0.0', '::') else host}:{settings['http_port']}"
+
+
+def store_address(kvstore: Service) -> str:
+    """URL of the store that a kvstore runs; "" where it runs none."""
+    settings = {name: str(value) for name, value in kvstore.settings.items()}
+    return _own_redis(settings, "store_port") if "store_port" in settings else ""
+
+
+def _own_redis(settings: Mapping[str, str], port: str) -> str:
+    return f"redis://:{settings.get('redis_password')}@{settings.get('redis_host')}:{settings.get(port)}"
 
 
 def _advertised(service: Service) -> Service:

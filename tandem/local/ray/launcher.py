@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from tandem.cluster import Cluster
 from tandem.local.launcher import Service, ServiceFailed
+from tandem.local.ports import free_ports
 from tandem.local.ray.actor import ROLES, ActorState, ServiceActor, node_address
 from tandem.local.ray.places import places, ray_names, shortage
 
@@ -42,9 +43,10 @@ def connect(address: str, namespace: str, runtime_env: Mapping[str, Any] | None 
         raise ValueError(f"ray.runtime_env: {error}") from None
 
 
-def kvstore_on_ray(cluster: Cluster) -> Service:
-    """With a Redis that other nodes reach, with a password, where the file names none."""
-    return cluster.kvstore_service(redis_host=node_address(), redis_password=token_urlsafe(24))
+def kvstore_on_ray(cluster: Cluster, store_url: str) -> Service:
+    """With a Redis that other nodes reach, with a password, where the file names none; and likewise with a store."""
+    store: dict[str, object] = {} if store_url else {"store_port": free_ports(1)[0]}
+    return cluster.kvstore_service(redis_host=node_address(), redis_password=token_urlsafe(24), **store)
 
 
 class RayLauncher:
