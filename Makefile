@@ -4,6 +4,8 @@ VENV ?= .venv
 # Another wheel index to install from as well. Where pip's default torch would bring CUDA, name PyTorch's CPU index.
 WHEEL_INDEX ?=
 BIN := $(VENV)/bin
+# Every process of a test or a cluster would compile this tree anew.
+unexport PYTHONDONTWRITEBYTECODE
 SCHEMAS := @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/gateway-api@2.0.0
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(if $(WHEEL_INDEX),--extra-index-url $(WHEEL_INDEX))
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
