@@ -144,8 +144,9 @@ def test_rooms_without_torch(room: str) -> None:
     subprocess.run([sys.executable, "-c", BLOCKED.format(room=room)], check=True, timeout=60)
 
 
-def test_the_scheduler_needs_no_torch() -> None:
-    code = BLOCKED.partition("import importlib")[0].format() + "import tandem.engine.scheduling"
+@pytest.mark.parametrize("line", ["import tandem.engine.scheduling", "from tandem.worker import WorkerSettings"])
+def test_the_scheduler_and_settings_need_no_torch(line: str) -> None:
+    code = BLOCKED.partition("import importlib")[0].format() + line
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

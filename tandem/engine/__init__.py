@@ -3,8 +3,7 @@
 What needs torch is imported when it is asked for: a request, a sequence and the scheduler are there without it.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.engine.step_time import StepTime
 from tandem.engine.types import (
@@ -19,6 +18,7 @@ from tandem.engine.types import (
     SampledToken,
     SequenceOutput,
 )
+from tandem.lazy import lazily
 from tandem.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,12 +46,10 @@ __all__ = [
     "SequenceOutput",
     "StepTime",
 ]
-_WITH_TORCH = {"Engine": "engine", "KVLayout": "kv", "ModelConfig": "models"}
-_WITH_TORCH |= dict.fromkeys(("AdapterStore", "AdapterStoreFull"), "lora")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
-    return value
+_WITH_TORCH = {
+    "engine": ("Engine",),
+    "kv": ("KVLayout",),
+    "lora": ("AdapterStore", "AdapterStoreFull"),
+    "models": ("ModelConfig",),
+}
+__getattr__ = lazily(__name__, _WITH_TORCH)

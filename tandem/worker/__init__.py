@@ -1,16 +1,24 @@
-"""The common part of prefill and decode workers: settings, the engine, the lease, building a worker, its process."""
+"""The common part of prefill and decode workers: settings, the engine, the lease, building a worker, its process.
 
-from tandem.worker.build import RunningServer, Worker, WorkerContext, WorkerPorts, WorkerService
-from tandem.worker.crash import open_crash_page
-from tandem.worker.engine_inline import InlineEngine
-from tandem.worker.engine_port import Added, Ended, EngineDied, EnginePort, EngineStuck, Event
-from tandem.worker.engine_thread import EngineThread
-from tandem.worker.errors import SequenceFailed
-from tandem.worker.process import process_ports, run_to_its_end, run_worker
+Settings are there without torch, for those who only check them; the rest is imported when it is asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from tandem.lazy import lazily
 from tandem.worker.settings import WorkerSettings
-from tandem.worker.streams import Streams
-from tandem.worker.suspects import SuspectTurns
-from tandem.worker.work import BUG, Entry, WorkService, failure_of
+
+if TYPE_CHECKING:
+    from tandem.worker.build import RunningServer, Worker, WorkerContext, WorkerPorts, WorkerService
+    from tandem.worker.crash import open_crash_page
+    from tandem.worker.engine_inline import InlineEngine
+    from tandem.worker.engine_port import Added, Ended, EngineDied, EnginePort, EngineStuck, Event
+    from tandem.worker.engine_thread import EngineThread
+    from tandem.worker.errors import SequenceFailed
+    from tandem.worker.process import process_ports, run_to_its_end, run_worker
+    from tandem.worker.streams import Streams
+    from tandem.worker.suspects import SuspectTurns
+    from tandem.worker.work import BUG, Entry, WorkService, failure_of
 
 __all__ = [
     "BUG",
@@ -39,3 +47,16 @@ __all__ = [
     "run_to_its_end",
     "run_worker",
 ]
+_WITH_TORCH = {
+    "build": ("RunningServer", "Worker", "WorkerContext", "WorkerPorts", "WorkerService"),
+    "crash": ("open_crash_page",),
+    "engine_inline": ("InlineEngine",),
+    "engine_port": ("Added", "Ended", "EngineDied", "EnginePort", "EngineStuck", "Event"),
+    "engine_thread": ("EngineThread",),
+    "errors": ("SequenceFailed",),
+    "process": ("process_ports", "run_to_its_end", "run_worker"),
+    "streams": ("Streams",),
+    "suspects": ("SuspectTurns",),
+    "work": ("BUG", "Entry", "WorkService", "failure_of"),
+}
+__getattr__ = lazily(__name__, _WITH_TORCH)

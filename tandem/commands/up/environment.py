@@ -29,9 +29,7 @@ def for_services(environment: Mapping[str, str]) -> dict[str, str]:
     others = {name: value for name, value in given.items() if name not in own}
     if not others:
         return {}
-    services, commands = _fields_of_gateways(), _fields_of_commands()
-    if not {_field(name) for name in others} <= services | commands:
-        services |= _fields_of_workers()
+    services, commands = _fields_of_services(), _fields_of_commands()
     allowed = (services | commands) - OF_ONE_PROCESS
     problems = [_refusal(name, allowed) for name in others if _field(name) not in allowed]
     if problems:
@@ -55,19 +53,12 @@ def _refusal(variable: str, allowed: Iterable[str]) -> str:
     return f"{variable}: there is no such setting" + "".join(f"; did you mean {PREFIX}{n.upper()}?" for n in nearest)
 
 
-def _fields_of_gateways() -> set[str]:
-    """And of the kvstore."""
+def _fields_of_services() -> set[str]:
     from services.gateway import GatewaySettings
     from services.kvstore.settings import KVStoreSettings
-
-    return {*GatewaySettings.model_fields, *KVStoreSettings.model_fields}
-
-
-def _fields_of_workers() -> set[str]:
-    """They come with torch, which takes seconds to import."""
     from tandem.worker import WorkerSettings
 
-    return set(WorkerSettings.model_fields)
+    return {name for settings in (GatewaySettings, KVStoreSettings, WorkerSettings) for name in settings.model_fields}
 
 
 def _fields_of_commands() -> set[str]:
