@@ -107,7 +107,9 @@ def references(pod: Object) -> Iterator[tuple[str, str, str | None]]:
                 if reference := variable.get("valueFrom", {}).get(source):
                     yield kind, reference["name"], reference["key"]
         for source in container.get("envFrom", ()):
-            yield "Secret", source["secretRef"]["name"], None
+            for field, kind in (("secretRef", "Secret"), ("configMapRef", "ConfigMap")):
+                if field in source:
+                    yield kind, source[field]["name"], None
     for volume in spec.get("volumes", ()):
         if "configMap" in volume:
             yield "ConfigMap", volume["configMap"]["name"], None
@@ -118,11 +120,14 @@ def references(pod: Object) -> Iterator[tuple[str, str, str | None]]:
 
 
 def brought(value_set: str) -> set[str]:
-    """Names of Secrets that the user says exist."""
+    """Names of Secrets, ConfigMaps and a ServiceAccount that the user says exist."""
     values = values_of(value_set)
     names = {values.get(owner, {}).get("existingSecret") for owner in ("redis", "store", "apiKeys", "cluster")}
     names.add(values.get("cluster", {}).get("tlsSecret"))
-    names |= {*values.get("image", {}).get("pullSecrets", ())}
+    names |= {*values.get("image", {}).get("pullSecrets", ()), values.get("serviceAccount", {}).get("existing")}
+    for block in (values.get("gateway", {}), values.get("workers", {})):
+        names |= {source["configMapRef"]["name"] for source in block.get("envFrom", ())}
+        names |= {volume["configMap"]["name"] for volume in block.get("volumes", ()) if "configMap" in volume}
     return names | {m["weights"].get("secret") for m in values.get("models", ())} - {None, ""}
 
 
@@ -133,7 +138,7 @@ def test_what_pods_refer_to_exists(value_set: str) -> None:
     for pod in pods(objects):
         for kind, name, key in references(pod):
             seen += 1
-            if kind == "Secret" and name in brought(value_set):
+            if kind in ("Secret", "ConfigMap", "ServiceAccount") and name in brought(value_set):
                 continue
             assert (kind, name) in there, (kind, name)
             assert key is None or key in there[kind, name], (kind, name, key)
@@ -261,5 +266,5 @@ def test_a_crash_page_outlives_its_container(value_set: str) -> None:
     assert workers
     for pod in workers:
         lasting = {volume["name"] for volume in pod["spec"]["volumes"] if "emptyDir" in volume}
-        mounts = [mount for one in pod["spec"]["containers"] for mount in one["volumeMounts"]]
+        mounts = [mount for one in pod["spec"]["containers"] for mount in one.get("volumeMounts", ())]
         assert any(folder.is_relative_to(mount["mountPath"]) and mount["name"] in lasting for mount in mounts)

@@ -152,13 +152,22 @@ LISTS: list[Any] = [
 ]  # fmt: skip
 
 
+DIGESTS = {"gateway": f"sha256:{'1' * 64}"}
+
+
 def changes(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):
         return [value + 1, value / 2]
     if isinstance(value, dict):
-        return [{"changed": "changed"}, {"log_level": "debug"}, {"NCCL_DEBUG": "INFO"}, {"config.json": "1" * 64}]
+        return [
+            {"changed": "changed"},
+            {"log_level": "debug"},
+            {"NCCL_DEBUG": "INFO"},
+            {"config.json": "1" * 64},
+            DIGESTS,
+        ]
     return LISTS if isinstance(value, list) else WORDS
 
 
@@ -236,7 +245,7 @@ def test_the_chart_sets_what_settings_may_not() -> None:
     objects = [o for name in SETS for o in rendered(name)]
     found = set()
     for maker in of_kind(objects, "Deployment"):
-        [container] = maker["spec"]["template"]["spec"]["containers"]
+        container = maker["spec"]["template"]["spec"]["containers"][0]  # then sidecars
         names = [variable["name"] for variable in container["env"]]
         assert len(names) == len(set(names)), container["name"]
         known = {f"TANDEM_{field}".upper() for field in SERVICES[container["name"]].model_fields}

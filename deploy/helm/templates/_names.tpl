@@ -26,6 +26,9 @@ tandem/part: {{ .part }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* The prefix of this release's keys in Redis, which may serve others too. */}}
@@ -35,7 +38,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{- define "tandem.image" -}}
 {{- $image := .root.Values.image -}}
-{{- .image | default (printf "%s/%s:%s" $image.repository .name (printf "%s%s" ($image.tag | default .root.Chart.AppVersion) (.suffix | default ""))) -}}
+{{- $suffix := .suffix | default "" -}}
+{{- $tag := printf ":%s%s" ($image.tag | default .root.Chart.AppVersion) $suffix -}}
+{{- with get $image.digests (print .name $suffix) }}{{ $tag = print "@" . }}{{ end -}}
+{{- .image | default (print $image.repository "/" .name $tag) -}}
+{{- end }}
+
+{{- define "tandem.serviceAccount" -}}
+{{- .Values.serviceAccount.existing | default (include "tandem.name" (dict "root" . "part" "pods")) -}}
 {{- end }}
 
 {{- define "tandem.redisSecret" -}}

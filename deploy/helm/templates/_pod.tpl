@@ -1,10 +1,12 @@
 {{/* Security of a pod and of a container: Pod Security level "restricted". */}}
 {{- define "tandem.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .user | default 10001 }}
-runAsGroup: {{ .user | default 10001 }}
-fsGroup: {{ .user | default 10001 }}
+{{- with .user }}
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
 fsGroupChangePolicy: OnRootMismatch
+{{- end }}
 seccompProfile: { type: RuntimeDefault }
 {{- end }}
 
@@ -125,6 +127,11 @@ capabilities:
 {{- $resources := deepCopy .block.resources -}}
 {{- if dig "rdma" "resource" "" .block -}}
 {{- $resources = set $resources "limits" (set (default dict $resources.limits) .block.rdma.resource .block.rdma.count) -}}
+{{- end -}}
+{{- with .block.resourceClaims -}}
+{{- $names := list -}}
+{{- range . }}{{ $names = append $names (pick . "name") }}{{ end -}}
+{{- $resources = set $resources "claims" $names -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end }}
@@ -251,7 +258,9 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels: {{- include "tandem.selector" $ | nindent 8 }}
 {{- end }}
-{{- with .block.priorityClassName }}
-priorityClassName: {{ . }}
+{{- range $name := list "priorityClassName" "runtimeClassName" "schedulerName" "resourceClaims" }}
+{{- with get $.block $name }}
+{{ dict $name . | toYaml }}
+{{- end }}
 {{- end }}
 {{- end }}
