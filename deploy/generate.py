@@ -1,6 +1,6 @@
 """`python -m deploy.generate`: what is written once and shown twice.
 
-tandem.metrics ──> docs/metrics.md
+tandem.metrics ──> docs/metrics.md        tandem.spans ──> the tables in docs/tracing.md
 settings classes ──> docs/settings.md; `settings` in values.schema.json        values.yaml ──> the table in docs/helm.md
 picture.py ──> docs/architecture.svg        tandem.__version__ ──> chart, images
 """
@@ -20,7 +20,7 @@ from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
 from services.prefill.settings import PrefillSettings
-from tandem import __version__, metrics
+from tandem import __version__, metrics, spans
 from tandem.security import ClusterSettings
 from tandem.settings import Settings
 from tandem.worker import WorkerSettings
@@ -49,7 +49,6 @@ SET_BY_CHART = {
     "shared_cores", "api_keys", "insecure", "cluster_secret", "tls_cert", "tls_key", "tls_ca",
     "redis_host", "redis_password", "own_http_port", "store_url", "store_port", "store_memory_mb",
 }  # fmt: skip
-BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
 Schema = dict[str, Any]
 
 
@@ -61,11 +60,12 @@ def main() -> None:
 def documents() -> dict[Path, str]:
     """Each file that is generated, wholly or in part, as it should be."""
     guide = ROOT / "docs" / "helm.md"
-    schema = CHART / "values.schema.json"
+    schema, tracing = CHART / "values.schema.json", ROOT / "docs" / "tracing.md"
     return {
         ROOT / "docs" / "settings.md": settings_page(),
         ROOT / "docs" / "metrics.md": metrics_page(),
-        guide: with_version(_between(guide.read_text(), values_table((CHART / "values.yaml").read_text()))),
+        tracing: _between(tracing.read_text(), "spans", spans_tables()),
+        guide: with_version(_between(guide.read_text(), "values", values_table((CHART / "values.yaml").read_text()))),
         DOCKERFILE: with_version(DOCKERFILE.read_text()),
         schema: with_settings(json.loads(schema.read_text())),
         ROOT / "docs" / "architecture.svg": architecture(),
@@ -175,6 +175,24 @@ def metrics_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+# --- spans ---
+
+
+def spans_tables() -> str:
+    lines = ["Any span may have:", "", *_attributes_table(spans.OF_ANY)]
+    for span in spans.CATALOGUE:
+        lines += ["", f"**{_code(span.name)}** of {span.service}: {span.meaning}", ""]
+        lines += _attributes_table(span.attributes)
+        for event, attributes in span.events.items():
+            having = f" with {', '.join(map(_code, attributes))}" if attributes else ""
+            lines += ["", f"An event {_code(event)}{having}."]
+    return "\n".join(lines)
+
+
+def _attributes_table(attributes: dict[str, str]) -> list[str]:
+    return ["| attribute | |", "| --- | --- |", *(_row(_code(name), said) for name, said in attributes.items())]
+
+
 # --- values ---
 
 KEY = re.compile(r"^(?P<indent> *)(?P<item>- )?(?P<key>\w+):(?P<rest>.*)$")
@@ -234,9 +252,10 @@ def _code(value: Any) -> str:
     return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"
 
 
-def _between(text: str, table: str) -> str:
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+def _between(text: str, part: str, written: str) -> str:
+    begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{written}\n{end}{rest.partition(end)[2]}"
 
 
 if __name__ == "__main__":

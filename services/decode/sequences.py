@@ -24,6 +24,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from services.decode.block_queue import BlockQueue
 from tandem.engine import Engine, FinishReason, Request, SampledToken, SequenceOutput
+from tandem.spans import STEP, TRUNCATED
 from tandem.transfer import TransferError
 from tandem.worker import BUG, Added, Ended, EnginePort, Event, SequenceFailed, Streams, failure_of
 
@@ -70,6 +71,7 @@ class Held:
     timer: asyncio.Handle | None = None
     transfer_id: str = ""
     num_tokens: int = 0
+    num_outputs: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     released: asyncio.Future[None] | None = None
@@ -214,11 +216,21 @@ class DecodeSequences:
 
     def _wrote(self, held: Held, output: SequenceOutput) -> None:
         held.num_tokens += len(output.tokens)
+        held.num_outputs += 1
+        if held.span.is_recording() and not held.num_outputs & (held.num_outputs - 1):
+            self._note_step(held)
         held.num_proposed_tokens, held.num_accepted_tokens = output.num_proposed_tokens, output.num_accepted_tokens
         self._streams.send(held.stream_id, output, held.itl_target_s)
         if output.finished:
             del self._held[held.request_id]
             self._end_span(held, output.finish_reason, output.error or "")
+
+    def _note_step(self, held: Held) -> None:
+        """The 1st, 2nd, 4th, 8th … step of a sequence: a long answer has few events, too."""
+        stats = self._engine.stats
+        usage = 1 - stats.free_blocks / stats.num_blocks
+        said = (held.num_tokens, stats.num_running, stats.num_waiting, usage)
+        held.span.add_event("step", dict(zip(("decode.tokens", *STEP), said, strict=True)))
 
     def _engine_ended(self, held: Held, error: Exception | None) -> None:
         """The engine has aborted it, or refused something of it."""
@@ -291,6 +303,8 @@ class DecodeSequences:
         held.span.set_attribute("decode.tokens", held.num_tokens)
         held.span.set_attribute("decode.proposed_tokens", held.num_proposed_tokens)
         held.span.set_attribute("decode.accepted_tokens", held.num_accepted_tokens)
+        if reason in (None, FinishReason.ABORT):
+            held.span.set_attribute(TRUNCATED, True)
         if reason is not None:
             held.span.set_attribute("decode.finish_reason", reason.value)
         if error:

@@ -5,21 +5,8 @@
                                                                |<--- exposed ----->|
                                                  |<-------- tail ----------------->|
 
-The span lasts from the first push until the receiver has verified every frame and decode may start. Its attributes, all
-under `kv.transfer.`:
-
-    bytes, blocks, layers     what was moved: KV bytes, blocks of the prompt, layers of each
-    transport                 what carried them
-    refused.<transport>       why it was not one that the prefill worker likes better
-    carrier                   what the transport chose itself, such as NCCL's NET/Socket
-    peer, peer_incarnation    the decode worker
-    push_s                    seconds that the engine's own thread spent in pushes: copying, and waiting for room; next
-                              to none from a GPU, whose blocks the link's thread gathers
-    exposed_s                 seconds from the commit, when nothing is left to compute, until decode may start
-    tail_s                    seconds from the last push until decode may start: the last layer's rest, and sampling
-    overlap_ratio             share of the span, 0 to 1, that ran beneath computing: 1 - exposed_s / the span's seconds
-
-Each push is an event `layer` of it, with `layer`, `first_block` and `blocks`.
+The span lasts from the first push until the receiver has verified every frame and decode may start. tandem/spans.py
+says what its attributes mean; each push is an event `layer` of it, and of each chunk an event `chunk` of its parent.
 """
 
 from __future__ import annotations
@@ -31,6 +18,7 @@ import torch
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
+from tandem.spans import TRUNCATED
 from tandem.transfer import Link, Push, TransferError
 
 tracer = trace.get_tracer("tandem.prefill")
@@ -128,6 +116,7 @@ class TracedPush:
         )
         if error:
             span.set_status(Status(StatusCode.ERROR, error))
+            span.set_attribute(TRUNCATED, True)
         span.end()
 
     def _exposed(self, now: float) -> dict[str, float]:

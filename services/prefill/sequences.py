@@ -11,7 +11,8 @@ Whatever ends it earlier aborts the push, which releases the landing, and takes 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from opentelemetry import trace
@@ -19,6 +20,7 @@ from opentelemetry.trace import Span
 
 from services.prefill.push import TracedPush
 from tandem.engine import Engine, Request, SequenceOutput
+from tandem.spans import TRUNCATED
 from tandem.transfer import Link, LinkPeer, TransferError
 from tandem.worker import Added, Ended, EnginePort, Event, SequenceFailed
 
@@ -78,8 +80,8 @@ class PrefillSequences:
         Raises:
             SequenceFailed
         """
-        with tracer.start_as_current_span("prefill") as span:
-            span.set_attributes({"tandem.worker": self._worker_id, "prefill.tokens": len(request.token_ids)})
+        with tracer.start_as_current_span("prefill") as span, _truncated_if_raised(span):
+            span.set_attribute("tandem.worker", self._worker_id)
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._prefill(request, ticket, timeout_s, span)
@@ -118,7 +120,13 @@ class PrefillSequences:
         finally:
             self._pushing.discard(ticket.transfer_id)
         computing = push.first_push_at or self._now()
-        span.set_attributes({"prefill.cached_tokens": output.num_cached_tokens, "prefill.queue_s": computing - start})
+        span.set_attributes(
+            {
+                "prefill.tokens": len(request.token_ids),
+                "prefill.cached_tokens": output.num_cached_tokens,
+                "prefill.queue_s": computing - start,
+            }
+        )
         return Prefilled(output, push.bytes_pushed, link.transport, link.refused)
 
     def _begin(self, link: Link, ticket: Ticket, timeout_s: float, span: Span) -> TracedPush:
@@ -161,3 +169,12 @@ class PrefillSequences:
         if output.error:
             raise SequenceFailed("INTERNAL", output.error)
         return output
+
+
+@contextmanager
+def _truncated_if_raised(span: Span) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        span.set_attribute(TRUNCATED, True)
+        raise

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.decode.sequences import DecodeSequences, Reservation
 from tandem.engine import EngineConfig, Request, SampledToken, SamplingParams, StepTime
 from tandem.transfer import LinkPeer, LocalPeer, Push, Receiver, Sender, TransferError
 from tandem.v1 import worker_pb2
 from tandem.worker import InlineEngine, SequenceFailed, Streams
+from tests.spans import attributes, catalogued, seen
 
 BLOCKS, BLOCK, WHOLE = 8, 16, 8 * 16 - 8
 INCARNATION = "p-1"
@@ -296,3 +298,29 @@ async def test_a_first_token_that_cannot_be_is_a_failure_at_once(decode: Decode,
     assert code == "INTERNAL"
     assert "first_token" in message
     await decode.released()
+
+
+async def test_the_catalogue_says_what_a_decode_worker_records(
+    decode: Decode, sender: Sender, spans: InMemorySpanExporter
+) -> None:
+    transfer_id = await decode.reserve("a")
+    push = await begin(sender, decode, transfer_id)
+    for layer, kv in enumerate(decode.engine.engine.kv_cache):
+        push.push(layer, 0, range(BLOCKS), kv)
+    await asyncio.wrap_future(push.commit(b"7"))
+    await decode.released()
+    decode.answers["b"] = asyncio.get_running_loop().create_future()
+    decode.sequences.add(Request("b", [2] * BLOCK, SamplingParams(max_tokens=8, ignore_eos=True)), "g", 20.0)
+    await decode.released()
+    expected = catalogued("decode")
+    assert seen(spans.get_finished_spans(), *expected) == expected
+    span = spans.get_finished_spans()[-1]
+    assert "tandem.truncated" not in attributes(span)
+    assert [event.attributes["decode.tokens"] for event in span.events if event.name == "step"] == [1, 2, 4, 8]
+
+
+async def test_an_aborted_sequence_says_that_it_was_truncated(decode: Decode, spans: InMemorySpanExporter) -> None:
+    await decode.reserve("a")
+    await decode.sequences.abort("a")
+    (span,) = spans.get_finished_spans()
+    assert (attributes(span)["decode.finish_reason"], attributes(span)["tandem.truncated"]) == ("abort", True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import grpc
 import httpx
 import pytest
-from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -20,29 +17,11 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually, with_settings
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_failures import received
+from tests.spans import attributes, catalogued, seen
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 BODY = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 5, "stop": "nothing"}
-
-
-@pytest.fixture(scope="module")
-def exporter() -> InMemorySpanExporter:
-    """The SDK can be installed once in a process: where it is, it has one processor more."""
-    exporter = InMemorySpanExporter()
-    provider = trace.get_tracer_provider()
-    if not isinstance(provider, TracerProvider):
-        provider = TracerProvider()
-        trace.set_tracer_provider(provider)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    return exporter
-
-
-@pytest.fixture
-def spans(exporter: InMemorySpanExporter) -> Iterator[InMemorySpanExporter]:
-    exporter.clear()
-    yield exporter
-    exporter.clear()
 
 
 def ours(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
@@ -171,3 +150,80 @@ async def test_of_the_hops_only_the_one_that_failed_is_marked(
     await eventually(lambda: f"text_completion {MODEL}" in ours(spans))
     failed = {name for name, span in ours(spans).items() if span.status.status_code is StatusCode.ERROR}
     assert failed == {f"text_completion {MODEL}", "prefill"}
+
+
+async def test_a_request_that_failed_has_no_usage_and_its_hops_say_that_they_were_truncated(
+    spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers
+) -> None:
+    peers.prefill.hold.clear()
+    await http.post("/v1/completions", json=BODY, headers={**HEADERS, "x-request-timeout-ms": "2000"})
+    await eventually(lambda: f"text_completion {MODEL}" in ours(spans))
+    root = attributes(ours(spans)[f"text_completion {MODEL}"])
+    assert not [name for name in root if name.startswith("gen_ai.usage")]
+    assert (root["tandem.sampling.hint"], root["kv.transfer.bytes"]) == ("failed", 0)
+    truncated = {name for name, span in ours(spans).items() if "tandem.truncated" in attributes(span)}
+    assert truncated == {"prefill", "decode"}
+    assert attributes(ours(spans)["decode"])["decode.tokens"] == 0
+
+
+async def test_a_client_that_leaves_truncates_what_it_left_and_no_hop_is_at_fault(
+    spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers
+) -> None:
+    peers.decode.step_s = 0.05
+    body = {**BODY, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    async with http.stream("POST", "/v1/completions", json=body, headers=HEADERS) as answer:
+        await anext(answer.aiter_lines())
+    await eventually(lambda: f"text_completion {MODEL}" in ours(spans))
+    assert attributes(ours(spans)["decode"])["tandem.truncated"]
+    failed = {name for name, span in ours(spans).items() if span.status.status_code is StatusCode.ERROR}
+    assert failed == {f"text_completion {MODEL}"}
+    root = attributes(ours(spans)[f"text_completion {MODEL}"])
+    assert (root["error.type"], root["http.response.status_code"]) == ("client_left", 499)
+    assert "tandem.sampling.hint" not in root
+
+
+async def test_a_request_that_missed_a_target_says_that_it_is_slow(
+    spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers
+) -> None:
+    peers.decode.step_s = 0.05
+    await http.post("/v1/completions", json=BODY, headers={**HEADERS, "x-llm-d-slo-tpot-ms": "1"})
+    await eventually(lambda: f"text_completion {MODEL}" in ours(spans))
+    assert attributes(ours(spans)[f"text_completion {MODEL}"])["tandem.sampling.hint"] == "slow"
+
+
+async def recorded(spans: InMemorySpanExporter, num_roots: int = 1) -> None:
+    """Until so many requests have ended."""
+    await eventually(
+        lambda: sum(" " in one.name or one.name == "refused" for one in spans.get_finished_spans()) == num_roots
+    )
+
+
+@with_settings(migration_wait_s=30.0)
+async def test_the_catalogue_says_what_a_gateway_records(
+    spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers, gateway: Gateway
+) -> None:
+    """A whole answer, one that is tried again, one that fails, one that is refused."""
+    said = {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "frequency_penalty": 0.5, "presence_penalty": 0.5}
+    await http.post("/v1/completions", json=BODY | said)
+    peers.prefill.refuse = grpc.StatusCode.UNAVAILABLE
+    assert (await http.post("/v1/completions", json=BODY)).headers["x-tandem-migrated"] == "1"
+    peers.prefill.refuse = None
+    peers.prefill.hold.clear()
+    await http.post("/v1/completions", json=BODY, headers={"x-request-timeout-ms": "1000"})
+    gateway.llm.stopping = True
+    assert (await http.post("/v1/completions", json=BODY)).status_code == 503
+    await recorded(spans, 4)
+    expected = catalogued("gateway")
+    assert seen(gateway_spans(spans), *expected) == expected
+    retries = [span for span in gateway_spans(spans) if span.name == "migration"]
+    assert attributes(retries[0])["tandem.migration.written_tokens"] == 0
+    (lost,) = (link.context.span_id for link in retries[0].links)
+    (hop,) = (span for span in gateway_spans(spans) if span.context.span_id == lost)
+    assert (hop.name, hop.status.status_code) == ("prefill", StatusCode.ERROR)
+
+
+def gateway_spans(exporter: InMemorySpanExporter) -> list[ReadableSpan]:
+    return [
+        span for span in exporter.get_finished_spans()
+        if span.instrumentation_scope and span.instrumentation_scope.name == "tandem.gateway"
+    ]  # fmt: skip

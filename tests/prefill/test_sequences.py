@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from services.prefill.sequences import Prefilled, PrefillSequences, Ticket
 from tandem.adapters import AdapterRef
 from tandem.engine import EngineConfig, Request, SamplingParams, SequenceOutput, StepTime
 from tandem.transfer import Link, LinkPeer, LocalPeer, Receiver, Sender, TransferError
 from tandem.worker import InlineEngine, SequenceFailed
+from tests.spans import attributes, catalogued, seen
 
 BLOCKS, BLOCK, PROMPT = 16, 16, 8 * 16
 # A chunk of 32 tokens takes a tenth of a second.
@@ -176,3 +179,36 @@ async def test_a_request_id_runs_once(prefill: Prefill) -> None:
     first.cancel()
     await asyncio.wait([first])
     await prefill.released(*prefill.ends or ["t-a: ABORTED"])
+
+
+async def test_the_catalogue_says_what_a_prefill_worker_records(
+    prefill: Prefill, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Link, "carrier", "NET/Socket")
+    monkeypatch.setattr(Link, "refused", {"shm": "another host"})
+    prefill.expect("t-a")
+    await prefill.run("a")
+    async with asyncio.timeout(60):
+        while len(spans.get_finished_spans()) < 2:
+            await asyncio.sleep(0.01)
+    expected = catalogued("prefill")
+    assert seen(spans.get_finished_spans(), *expected) == expected
+    assert all("tandem.truncated" not in attributes(span) for span in spans.get_finished_spans())
+    assert [attributes(span)["prefill.tokens"] for span in spans.get_finished_spans() if span.name == "prefill"] == [
+        PROMPT
+    ]
+
+
+async def test_a_prefill_that_is_cut_off_says_so_and_claims_no_tokens(
+    prefill: Prefill, spans: InMemorySpanExporter
+) -> None:
+    prefill.expect("t-a")
+    task = asyncio.create_task(prefill.run("a"))
+    await prefill.reads()
+    task.cancel()
+    await asyncio.wait([task])
+    ended = {span.name: span for span in spans.get_finished_spans()}
+    assert all(attributes(ended[name])["tandem.truncated"] for name in ("prefill", "kv.transfer"))
+    assert "prefill.tokens" not in attributes(ended["prefill"])
+    assert ended["kv.transfer"].status.status_code is StatusCode.ERROR
+    assert "kv.transfer.exposed_s" not in attributes(ended["kv.transfer"])

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
+from typing import Any
 
 from opentelemetry.trace import Span
 
@@ -23,7 +24,7 @@ from services.gateway.generation import tracing
 from services.gateway.generation.choice import REASONS, Choice
 from services.gateway.generation.choice_text import ChoiceText, Delta
 from services.gateway.generation.pipeline import Pipeline
-from services.gateway.generation.record import record_answer
+from services.gateway.generation.record import is_slow, record_answer
 from services.gateway.generation.request import Generation
 from services.gateway.generation.shared_prompt import MIN_SHARED_TOKENS, SharedPrompt
 from services.gateway.metrics import PATHS
@@ -124,17 +125,17 @@ class Answer:
             status, outcome = 200, "ok"
         except GatewayError as error:
             status, outcome = error.status, error.type
-            tracing.fail(span, error)
+            tracing.fail(span, error, outcome)
             raise
         except BaseException as error:
             if isinstance(error, Exception):  # a bug, and no reader that has left
                 status, outcome = 500, "internal_error"
-            tracing.fail(span, error)
+            tracing.fail(span, error, outcome)
             raise
         finally:
             self._settle(taken)
             self._running.discard(self)
-            self._end(span, status)
+            self._end(span, status, first_s)
             whole_s = asyncio.get_running_loop().time() - self.request.arrived
             record_answer(self, span, status, outcome, first_s, whole_s)
 
@@ -194,24 +195,14 @@ class Answer:
         choice.sequence.sampling.ClearField("prompt_logprobs")
         return shared.of_other(self._pipeline.tokens(choice, shared))
 
-    def _end(self, span: Span, status: int) -> None:
+    def _end(self, span: Span, status: int, first_s: float | None) -> None:
         usage, metrics = self.usage, self._metrics
-        path, kind = self.path, PATHS.get(self.path.kind, "none")
+        kind = PATHS.get(self.path.kind, "none")
         if span.is_recording():
             if usage.completion_tokens or status == 200:
                 tracing.set_usage(span, usage)
-            reasons = [REASONS.get(choice.text.finish_reason, "error") for choice in self.choices]
-            span.set_attributes(
-                {
-                    "gen_ai.response.finish_reasons": reasons,
-                    "http.response.status_code": status,
-                    "gen_ai.latency.time_in_queue": max(choice.queued_s for choice in self.choices),
-                    "tandem.path": kind,
-                    "tandem.path.reason": path.reason,
-                    "tandem.migrated": sum(choice.migrated for choice in self.choices),
-                    "kv.transfer.bytes": sum(choice.path.transfer_bytes for choice in self.choices),
-                }
-            )
+            tracing.hint(span, status, is_slow(self, first_s))
+            span.set_attributes(self._outcome(status, kind))
         span.end()
         metrics.request(kind, status)
         if status == TOO_MANY:
@@ -225,6 +216,21 @@ class Answer:
             metrics.accepted_tokens.inc(usage.accepted_tokens)
         for choice in self.choices:
             metrics.path(choice.path, choice.fallback)
+
+    def _outcome(self, status: int, kind: str) -> dict[str, Any]:
+        """Attributes of its span at its end; those of a phase that it did not reach are left out."""
+        told: dict[str, Any] = {
+            "gen_ai.response.finish_reasons": [REASONS.get(c.text.finish_reason, "error") for c in self.choices],
+            "http.response.status_code": status,
+            "tandem.path": kind,
+            "tandem.migrated": sum(choice.migrated for choice in self.choices),
+        }
+        if queued_s := max(choice.queued_s for choice in self.choices):
+            told["gen_ai.latency.time_in_queue"] = queued_s
+        if self.path.kind:
+            told["tandem.path.reason"] = self.path.reason
+            told["kv.transfer.bytes"] = sum(choice.path.transfer_bytes for choice in self.choices)
+        return told
 
 
 def _header_value(value: str) -> str:

@@ -98,18 +98,18 @@ class Attempt:
         decode = self._use(route.decode.info)
         hop = tracing.child(self._cluster.spans, "decode", self._parent, is_at_fault=lambda span: span is self.span)
         with hop as span:  # from the reservation on, for the worker's own span is within it
-            mailbox, ticket = await self._reserve(decode, route.prefill.info if route.prefill else None, span)
-            if route.prefill is not None:
-                yield await self._prefill(self._use(route.prefill.info), ticket, mailbox)
-            self.span = span
             try:
+                mailbox, ticket = await self._reserve(decode, route.prefill.info if route.prefill else None, span)
+                if route.prefill is not None:
+                    yield await self._prefill(self._use(route.prefill.info), ticket, mailbox)
+                self.span = span
                 while not mailbox.finish_reason:
                     begun = mailbox.next_index > self._sequence.num_prior_tokens
                     tokens = await mailbox.get(choice.take if begun and choice.write else None)
                     self._note_progress(route, mailbox, tokens)
                     yield tokens
             finally:  # readers leave at the last token, and those that are lost had some
-                span.set_attribute("decode.tokens", mailbox.next_index - self._sequence.num_prior_tokens)
+                self._note_decoded(span)
         if mailbox.finish_reason == llm_pb2.FINISH_REASON_ABORT:
             raise WorkerLost(route.decode.info.worker_id, "it aborted the sequence")
 
@@ -271,6 +271,12 @@ class Attempt:
         if route.prefill is not None:
             path.kind = llm_pb2.Path.KIND_REMOTE_PREFILL
             path.prefill_worker = route.prefill.info.worker_id
+
+    def _note_decoded(self, span: Span) -> None:
+        mailbox, is_over = self._mailbox, self._choice.finish_reason or self._choice.text.finish_reason
+        span.set_attribute("decode.tokens", mailbox.next_index - self._sequence.num_prior_tokens if mailbox else 0)
+        if not is_over:
+            tracing.truncate(span)
 
     def _note_progress(self, route: Route, mailbox: Mailbox, new: Tokens) -> None:
         num_prior, choice = self._sequence.num_prior_tokens, self._choice

@@ -31,7 +31,7 @@ def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s
     """
     request, usage, path = answer.request, answer.usage, answer.path
     trace_id = span.get_span_context().trace_id
-    gaps = [sum(counts) for counts in zip(*(choice.gaps for choice in answer.choices), strict=True)]
+    gaps = _gaps(answer)
     writing_s = 0.0 if first_s is None else whole_s - first_s
     fields: dict[str, Any] = {
         **_asked(request),
@@ -58,6 +58,18 @@ def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s
         "cost": _cost(answer),
     }
     log.info("request", **{name: value for name, value in fields.items() if value not in (None, "", 0.0)})
+
+
+def is_slow(answer: Answer, first_s: float | None) -> bool:
+    """True where it missed a target: its first token came later, or one of a hundred gaps is longer."""
+    targets, gap_s = answer.request.targets, _quantile(_gaps(answer), 0.99)
+    is_late = first_s is not None and targets.ttft_s is not None and first_s > targets.ttft_s
+    return is_late or (gap_s is not None and targets.itl_s is not None and gap_s > targets.itl_s)
+
+
+def _gaps(answer: Answer) -> list[int]:
+    """How many of the times between tokens lie in each bucket of the histogram of them."""
+    return [sum(counts) for counts in zip(*(choice.gaps for choice in answer.choices), strict=True)]
 
 
 def _cost(answer: Answer) -> float:

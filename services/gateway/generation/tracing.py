@@ -20,6 +20,7 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 
 from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.generation.request import Generation
+from tandem.spans import ERROR, HINT, TRUNCATED
 from tandem.v1 import llm_pb2
 
 PROVIDER = "tandem"
@@ -89,7 +90,8 @@ def refused(spans: Tracer, headers: Mapping[str, str], request_id: str, error: G
                 "tandem.refused.after_s": after_s,
             }
         )
-        fail(span, error)
+        hint(span, error.status, is_slow=False)
+        fail(span, error, error.type)
     span.end()
 
 
@@ -113,11 +115,21 @@ def set_usage(span: Span, usage: llm_pb2.Usage) -> None:
     )
 
 
-def fail(span: Span, error: BaseException) -> None:
+def fail(span: Span, error: BaseException, kind: str) -> None:
     """Mark a span as failed."""
-    kind = error.type if isinstance(error, GatewayError) else type(error).__name__
-    span.set_attribute("error.type", kind)
+    span.set_attribute(ERROR, kind)
     span.set_status(Status(StatusCode.ERROR, str(error) or kind))
+
+
+def truncate(span: Span) -> None:
+    """Mark a span that ends before its phase is over."""
+    span.set_attribute(TRUNCATED, True)
+
+
+def hint(span: Span, status: int, is_slow: bool) -> None:
+    """Tell a collector that samples whole traces which ones are worth keeping."""
+    if status >= 500 or is_slow:
+        span.set_attribute(HINT, "failed" if status >= 500 else "slow")
 
 
 class child:  # a context manager, read as a function
@@ -142,9 +154,10 @@ class child:  # a context manager, read as a function
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._is_own:
             return
-        left = isinstance(error, GeneratorExit)  # the reader had enough, at a stop string say
-        if error is not None and not left and self._is_at_fault(self._span):
-            fail(self._span, error)
+        if error is not None and not isinstance(error, GeneratorExit):  # whose reader had enough, at a stop string say
+            truncate(self._span)
+            if isinstance(error, Exception) and self._is_at_fault(self._span):
+                fail(self._span, error, error.type if isinstance(error, GatewayError) else type(error).__name__)
         self._span.end()
 
 
