@@ -85,9 +85,11 @@ class RoutingSettings(GatewaySettings):
 
 def main() -> None:
     settings = load(RoutingSettings, sys.argv[1:], "python -m benchmarks.routing")
-    traces = telemetry.set_up("tandem-gateway", f"gateway-{settings.policy}", settings.log_level)
+    traces = telemetry.set_up(
+        "tandem-gateway", f"gateway-{settings.policy}", settings.log_level, telemetry.Traces.BEGUN
+    )
     try:
-        uvloop.run(serve(settings, make_router=POLICIES[settings.policy]))
+        uvloop.run(serve(settings, traces.recent, make_router=POLICIES[settings.policy]))
     finally:
         traces.close()
 

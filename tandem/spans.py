@@ -11,6 +11,7 @@ ROOT = "{operation} {model}"
 ERROR = "error.type"
 TRUNCATED = "tandem.truncated"
 HINT = "tandem.sampling.hint"
+TENANT = "tandem.tenant"
 OF_ANY = {
     ERROR: "of a span that failed: the error's type, as clients get it; the status is ERROR then",
     TRUNCATED: "true where the phase ended before it was over: it failed, something beside it did, or the client left",
@@ -37,6 +38,7 @@ _REQUEST = {
 _PARAMETERS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 _ROOT = {
     **_REQUEST,
+    TENANT: "whose it is, where that is known",
     "gen_ai.operation.name": "`chat` or `text_completion`",
     "gen_ai.provider.name": "`tandem`",
     "gen_ai.request.model": "as it was asked for",
@@ -126,7 +128,8 @@ CATALOGUE = (
         {"chunk": _PUSH},
     ),
     CataloguedSpan(
-        "prefill", "kv.transfer", "from the first push until decode may start", _TRANSFER, {"layer": ("layer", *_PUSH)}
+        "prefill", "kv.transfer", "from the first push until decode may start", _TRANSFER,
+        {"layer": ("layer", "push_s", *_PUSH)},
     ),
     CataloguedSpan(
         "decode", "decode", "the answer on the worker, from its reservation on", _DECODE,

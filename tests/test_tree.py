@@ -163,7 +163,7 @@ def test_ray_is_imported_only_where_it_is_asked_for() -> None:
         ("ray", ("tandem/local/ray/",)),
         ("fastapi", ("services/gateway",)),
         ("llguidance", ("tandem/grammar/",)),
-        ("opentelemetry.sdk", ("tandem/process/telemetry.py",)),
+        ("opentelemetry.sdk", ("tandem/process/telemetry.py", "tandem/process/recent_spans.py")),
     ],
 )
 def test_one_third_party_one_place(package: str, homes: tuple[str, ...]) -> None:
@@ -192,7 +192,8 @@ SHELLS = (
     "tandem/checkpoints/hub.py", "tandem/cluster.py", "tandem/commands/", "tandem/containment/deep_stack.py",
     "tandem/containment/sandbox.py", "tandem/containment/sandboxed.py", "tandem/engine/cores.py",
     "tandem/engine/kernels/", "tandem/engine/weights/revision.py", "tandem/local/", "tandem/native.py",
-    "tandem/process/log_output.py", "tandem/process/work_threads.py", "tandem/registry/connection.py",
+    "tandem/process/log_output.py", "tandem/process/recent_spans.py", "tandem/process/telemetry.py",
+    "tandem/process/work_threads.py", "tandem/registry/connection.py",
     "tandem/rpc/endpoints.py", "tandem/transfer/runtime/", "tandem/transfer/transports/",
     "tandem/worker/engine_thread.py", "tandem/worker/process.py",
 )  # fmt: skip

@@ -44,17 +44,20 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     settings = load(GatewaySettings, program="python -m services.gateway")
     traces = telemetry.set_up(
-        "tandem-gateway", f"gateway-{settings.own_http_port or settings.http_port}", settings.log_level
+        "tandem-gateway",
+        f"gateway-{settings.own_http_port or settings.http_port}",
+        settings.log_level,
+        telemetry.Traces.BEGUN,
     )
     try:
-        uvloop.run(serve(settings))
+        uvloop.run(serve(settings, traces.recent))
     except (OSError, ValueError) as error:
         raise SystemExit(f"gateway: {error}") from error
     finally:
         traces.close()
 
 
-async def serve(settings: GatewaySettings, make_router: type[Router] = Router) -> None:
+async def serve(settings: GatewaySettings, recent: telemetry.RecentSpans, make_router: type[Router] = Router) -> None:
     """Run a gateway until SIGTERM or SIGINT.
 
     Raises:
@@ -63,7 +66,7 @@ async def serve(settings: GatewaySettings, make_router: type[Router] = Router) -
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with ends_where_it_stands_still(), make_gateway(settings, make_router) as gateway:
+    async with ends_where_it_stands_still(), make_gateway(settings, recent, make_router) as gateway:
         settled()
         stopping, failed = asyncio.create_task(stop.wait()), asyncio.create_task(gateway.failed())
         await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -73,12 +76,13 @@ async def serve(settings: GatewaySettings, make_router: type[Router] = Router) -
         failed.cancel()
 
 
-def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) -> Gateway:
+def make_gateway(
+    settings: GatewaySettings, recent: telemetry.RecentSpans | None = None, make_router: type[Router] = Router
+) -> Gateway:
     """One that lives in this process: real time, sockets, and names and seeds that nobody can guess.
 
     Raises:
-        OSError: the model's files are not there.
-        ValueError: the model's files or the Redis URL are malformed.
+        OSError | ValueError: the model's files are not there, or they or the Redis URL are malformed.
     """
     model = ServedModel.load(
         settings.model_path, settings.model_name, int(time.time()), settings.tool_parser, settings.reasoning_parser
@@ -88,12 +92,7 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         HttpServer, header_timeout_s=settings.header_timeout_s, most=room.http // (1 + settings.shares_ports)
     )
     ports = GatewayPorts(
-        registry=Registry.connect(
-            settings.redis_url,
-            namespace=settings.namespace,
-            timeout=REGISTRY_WAIT_S,
-            client_lease_s=RESERVATIONS_LEASE_S,
-        ),
+        registry=_registry(settings),
         connect=partial(rpc.channel, security=settings.security),
         serve=partial(
             rpc.serve,
@@ -111,8 +110,14 @@ def make_gateway(settings: GatewaySettings, make_router: type[Router] = Router) 
         sandbox=Sandbox((*bodies.MODULES, "tandem.grammar")),
         store=Store(settings.store_url, settings.namespace, STORE_WAIT_S) if settings.store_url else None,
         access=Access(settings.api_keys, settings.share_prefixes),
+        recent=recent or telemetry.RecentSpans(),
     )
     return Gateway(settings, model, ports, make_router)
+
+
+def _registry(settings: GatewaySettings) -> Registry:
+    waits = {"timeout": REGISTRY_WAIT_S, "client_lease_s": RESERVATIONS_LEASE_S}
+    return Registry.connect(settings.redis_url, namespace=settings.namespace, **waits)
 
 
 if __name__ == "__main__":

@@ -53,11 +53,12 @@ from services.gateway.metrics import Metrics
 from services.gateway.model import ServedAdapters, ServedModel
 from services.gateway.routing import Router
 from services.gateway.settings import Disaggregation, GatewaySettings
+from services.gateway.traces import RecentRequests
 from services.gateway.workers import Judging, WorkerPool
 from tandem import rpc
 from tandem.containment import Sandbox
 from tandem.liveness import Starvation, no_pressure
-from tandem.process import IntegrityReport
+from tandem.process import IntegrityReport, telemetry
 from tandem.registry import BlockReplica, ClusterView, GatewayAddress, Registry, RegistryUnavailable
 from tandem.rpc import DrainService
 from tandem.store import Store
@@ -106,6 +107,7 @@ class GatewayPorts:
     dead_here: Callable[[str], str] = lambda process: ""  # what this host's kernel says of a worker's process
     sandbox: Sandbox | None = None  # where what clients send is read that could do harm
     store: Store | None = None  # for what clients ask to be kept; the gateway closes it
+    recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
     access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))
 
 
@@ -280,7 +282,8 @@ class Gateway:
 
     def _make_doors(self, serve: Callable[[Any, str, int, bool], Door]) -> list[Door]:
         settings = self.settings
-        app = build_app(self.llm, self._ports.wall, self.check_integrity)
+        traces = RecentRequests(self._ports.recent, self.llm.pool)
+        app = build_app(self.llm, self._ports.wall, self.check_integrity, traces)
         doors = [serve(app, settings.host, settings.http_port, settings.shares_ports)]
         if settings.own_http_port is not None:
             doors.append(serve(app, settings.host, settings.own_http_port, False))

@@ -64,8 +64,6 @@ class TracedPush:
             self._blocks += len(block_ids)
             self._tokens += len(block_ids) * kv.shape[3]
             self._parent.add_event("chunk", {"first_block": first_block, "blocks": len(block_ids)})
-        if span.is_recording():
-            span.add_event("layer", {"layer": layer, "first_block": first_block, "blocks": len(block_ids)})
         self._layers = max(self._layers, layer + 1)
         try:
             self._push.push(layer, first_block, block_ids, kv)
@@ -73,7 +71,11 @@ class TracedPush:
             self.failure = error
             raise
         self._last_push_at = self._now()
-        self._push_s += self._last_push_at - start
+        push_s = self._last_push_at - start
+        self._push_s += push_s
+        if span.is_recording():
+            told = {"layer": layer, "push_s": push_s, "first_block": first_block, "blocks": len(block_ids)}
+            span.add_event("layer", told)
 
     def commit(self, payload: bytes) -> Future[None]:
         self._committed_at = self._now()

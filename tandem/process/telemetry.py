@@ -1,7 +1,7 @@
-"""Traces and logs. The only file that knows the OpenTelemetry SDK; everyone else uses its API.
+"""Traces and logs. With recent_spans.py all that knows the OpenTelemetry SDK; everyone else uses its API.
 
-Traces leave by OTLP when OpenTelemetry's own variables say where to (OTEL_EXPORTER_OTLP_ENDPOINT or
-OTEL_EXPORTER_OTLP_TRACES_ENDPOINT); without them nothing is recorded. Every log line is one structured event that
+The latest traces are remembered here. They leave by OTLP when OpenTelemetry's own variables say where to
+(OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT). Every log line is one structured event that
 carries the trace and span ids of the request it belongs to. Logging raises nothing and waits for nobody.
 """
 
@@ -10,24 +10,37 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import MutableMapping
+from enum import Enum
 from typing import Any
 
 import structlog
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 from tandem.process.log_output import LogOutput, descriptor_of
+from tandem.process.recent_spans import MAX_EVENTS, TRACES_PER_S, TraceSampling
+from tandem.process.recent_spans import RecentSpans as RecentSpans
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+class Traces(Enum):
+    """A process's part in them."""
+
+    NONE = 0
+    BEGUN = 1  # clients call it
+    FOLLOWED = 2  # only the cluster's own processes do
 
 
 class Telemetry:
     """Parts that a process has to shut down at its end, so that the last spans and lines leave."""
 
-    def __init__(self, logs: LogOutput, provider: TracerProvider | None = None) -> None:
+    def __init__(self, logs: LogOutput, recent: RecentSpans, provider: TracerProvider | None = None) -> None:
+        self.recent = recent
         self._logs = logs
         self._provider = provider
 
@@ -38,16 +51,23 @@ class Telemetry:
         self._logs.close()
 
 
-def set_up(service: str, instance: str, log_level: str = "info") -> Telemetry:
+def set_up(service: str, instance: str, log_level: str = "info", traces: Traces = Traces.NONE) -> Telemetry:
     """Configure logs and traces of this process. `service` becomes service.name unless OTEL_SERVICE_NAME is set."""
-    logs = _set_up_logs(service, instance, log_level)
-    if not any(os.environ.get(name) for name in ENDPOINT_VARIABLES):
-        return Telemetry(logs)
+    logs, recent = _set_up_logs(service, instance, log_level), RecentSpans()
+    if traces is Traces.NONE:
+        return Telemetry(logs, recent)
     attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", service), "service.instance.id": instance}
-    provider = TracerProvider(resource=Resource.create(attributes))
-    provider.add_span_processor(BatchSpanProcessor(_exporter()))
+    collected = any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
+    own = TraceSampling(None if collected else TRACES_PER_S, traces is Traces.BEGUN, time.monotonic)
+    provider = TracerProvider(
+        sampler=None if collected and os.environ.get("OTEL_TRACES_SAMPLER") else own,
+        resource=Resource.create(attributes), span_limits=SpanLimits(max_events=MAX_EVENTS),
+    )  # fmt: skip
+    provider.add_span_processor(recent)
+    if collected:
+        provider.add_span_processor(BatchSpanProcessor(_exporter()))
     trace.set_tracer_provider(provider)
-    return Telemetry(logs, provider)
+    return Telemetry(logs, recent, provider)
 
 
 def _exporter() -> SpanExporter:

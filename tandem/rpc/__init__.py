@@ -15,6 +15,7 @@ from tandem.rpc.endpoints import (
     serve,
 )
 from tandem.rpc.integrity_service import IntegrityService
+from tandem.rpc.trace_service import TraceService
 
 __all__ = [
     "CHANNEL_OPTIONS",
@@ -27,6 +28,7 @@ __all__ = [
     "Refused",
     "Server",
     "Servicer",
+    "TraceService",
     "address",
     "channel",
     "serve",

@@ -38,3 +38,15 @@ class CheckIntegrityResponse(_message.Message):
     num_blocks: int
     held: _containers.ScalarMap[str, int]
     def __init__(self, violations: _Optional[_Iterable[str]] = ..., num_sequences: _Optional[int] = ..., num_blocks: _Optional[int] = ..., held: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class RecentSpansRequest(_message.Message):
+    __slots__ = ("trace_id",)
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    trace_id: bytes
+    def __init__(self, trace_id: _Optional[bytes] = ...) -> None: ...
+
+class RecentSpansResponse(_message.Message):
+    __slots__ = ("traces",)
+    TRACES_FIELD_NUMBER: _ClassVar[int]
+    traces: bytes
+    def __init__(self, traces: _Optional[bytes] = ...) -> None: ...

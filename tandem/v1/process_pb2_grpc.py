@@ -175,3 +175,79 @@ class IntegrityService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class TraceServiceStub:
+    """Served by workers beside their own service, for a gateway that is asked for a request's trace.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.RecentSpans = channel.unary_unary(
+                '/tandem.v1.TraceService/RecentSpans',
+                request_serializer=tandem_dot_v1_dot_process__pb2.RecentSpansRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_process__pb2.RecentSpansResponse.FromString,
+                _registered_method=True)
+
+
+class TraceServiceServicer:
+    """Served by workers beside their own service, for a gateway that is asked for a request's trace.
+    """
+
+    def RecentSpans(self, request, context):
+        """The spans of a trace that the process still remembers; none is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_TraceServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'RecentSpans': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecentSpans,
+                    request_deserializer=tandem_dot_v1_dot_process__pb2.RecentSpansRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_process__pb2.RecentSpansResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.TraceService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.TraceService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class TraceService:
+    """Served by workers beside their own service, for a gateway that is asked for a request's trace.
+    """
+
+    @staticmethod
+    def RecentSpans(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.TraceService/RecentSpans',
+            tandem_dot_v1_dot_process__pb2.RecentSpansRequest.SerializeToString,
+            tandem_dot_v1_dot_process__pb2.RecentSpansResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -87,3 +87,34 @@ class IntegrityServiceServicer(metaclass=_abc_1.ABCMeta):
         """Looks into a live process for what is held by no request."""
 
 def add_IntegrityServiceServicer_to_server(servicer: IntegrityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class TraceServiceStub:
+    """Served by workers beside their own service, for a gateway that is asked for a request's trace."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> TraceServiceAsyncStub: ...
+    RecentSpans: _grpc.UnaryUnaryMultiCallable[_process_pb2.RecentSpansRequest, _process_pb2.RecentSpansResponse]
+    """The spans of a trace that the process still remembers; none is no error."""
+
+@_typing.type_check_only
+class TraceServiceAsyncStub(TraceServiceStub):
+    """Served by workers beside their own service, for a gateway that is asked for a request's trace."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    RecentSpans: _aio.UnaryUnaryMultiCallable[_process_pb2.RecentSpansRequest, _process_pb2.RecentSpansResponse]  # type: ignore[assignment]
+    """The spans of a trace that the process still remembers; none is no error."""
+
+class TraceServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers beside their own service, for a gateway that is asked for a request's trace."""
+
+    @_abc_1.abstractmethod
+    def RecentSpans(
+        self,
+        request: _process_pb2.RecentSpansRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_process_pb2.RecentSpansResponse, _abc.Awaitable[_process_pb2.RecentSpansResponse]]:
+        """The spans of a trace that the process still remembers; none is no error."""
+
+def add_TraceServiceServicer_to_server(servicer: TraceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
@@ -23,9 +23,9 @@ from tandem.checkpoints import text_digests
 from tandem.containment import RAISED, death_of
 from tandem.engine import Engine
 from tandem.liveness import Starvation, no_pressure
-from tandem.process import IntegrityReport
+from tandem.process import IntegrityReport, telemetry
 from tandem.registry import LiveWorker, Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
-from tandem.rpc import IntegrityService
+from tandem.rpc import IntegrityService, TraceService
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import LinkRuntime
 from tandem.worker.adapters import AdapterService
@@ -68,6 +68,7 @@ class WorkerPorts:
     process: str = ""  # as others of this host know it
     is_gone: Callable[[str], bool] = lambda process: False  # what this host's kernel says of such a process
     pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
+    recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,7 @@ class Worker:
                 *service.servicers,
                 IntegrityService(self.check_integrity).servicer,
                 AdapterService(ports.engine).servicer,
+                TraceService(ports.recent.encoded).servicer,
             ]
             server = await ports.serve(servicers, context.settings.host, context.settings.grpc_port)
             try:

@@ -38,18 +38,18 @@ INTEGRITY_WAIT_S = 10.0
 def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerContext], WorkerService]) -> None:
     """Run a worker process until a signal stops it. Exits with status 1 and the reason when it fails."""
     worker_id = settings.worker_id or f"{role}-{socket.gethostname()}-{settings.grpc_port or uuid4().hex[:6]}"
-    traces = telemetry.set_up(f"tandem-{role}", worker_id, settings.log_level)
+    traces = telemetry.set_up(f"tandem-{role}", worker_id, settings.log_level, telemetry.Traces.FOLLOWED)
     try:
         page = open_crash_page(settings, worker_id)
         engine = Engine(settings.engine_config(), on_progress=_Progress(worker_id), crash_page=page)
-        uvloop.run(_run(settings, worker_id, role, engine, build))
+        uvloop.run(_run(settings, worker_id, role, process_ports(settings, engine, traces.recent), build))
     except (OSError, ValueError, EngineStuck) as error:
         raise SystemExit(f"{worker_id}: {error}") from error
     finally:
         traces.close()
 
 
-def process_ports(settings: WorkerSettings, engine: Engine) -> WorkerPorts:
+def process_ports(settings: WorkerSettings, engine: Engine, recent: telemetry.RecentSpans) -> WorkerPorts:
     """A thread for the engine, sockets for everything else. For any process, an actor's too."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=settings.registry_wait_s)
     return WorkerPorts(
@@ -63,6 +63,7 @@ def process_ports(settings: WorkerSettings, engine: Engine) -> WorkerPorts:
         process=this_process(),
         is_gone=gone_here,
         pressure=CpuPressure(),
+        recent=recent,
     )
 
 
@@ -70,7 +71,7 @@ async def _run(
     settings: WorkerSettings,
     worker_id: str,
     role: Role,
-    engine: Engine,
+    ports: WorkerPorts,
     build: Callable[[WorkerContext], WorkerService],
 ) -> None:
     async def serve(servicers: Sequence[rpc.Servicer], host: str, port: int) -> rpc.Server:
@@ -81,7 +82,6 @@ async def _run(
             await server.add_probes(host, settings.health_port, DrainService(worker.drain).servicer)
         return server
 
-    ports = process_ports(settings, engine)
     worker = Worker(settings, worker_id, build, replace(ports, serve=serve))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)

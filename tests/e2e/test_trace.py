@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -128,6 +132,40 @@ def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Colle
     assert usage["gen_ai.request.model"] == "tandem-demo"
     assert usage["gen_ai.usage.output_tokens"] == 8
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano for _, span in spans)
+
+
+def tracks(found: dict[str, Any]) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """Slices of each named track of each process."""
+    events = found["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found_tracks: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            track = event["pid"], names[event["pid"], event["tid"]]
+            found_tracks.setdefault(track, []).append(event)
+    return found_tracks
+
+
+def test_a_recent_request_is_written_for_perfetto(cluster: RunningCluster, tmp_path: Path) -> None:
+    """By any gateway, with its workers' part: each push of a layer lies within the chunk that made it."""
+    body = {"model": "tandem-demo", "prompt": "import sys\n" * 200, "max_tokens": 8, "ignore_eos": True}
+    answer = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=60)
+    request_id, out = answer.headers["x-request-id"], tmp_path / "out.json"
+    command = [sys.executable, "-m", "tandem", "trace", request_id, f"--gateway-url={cluster.http}", f"--out={out}"]
+    subprocess.run([*command, "--redis-url=redis://127.0.0.1:1"], check=True, timeout=60)
+    found = json.loads(out.read_text())
+    assert found["otherData"]["missing"] == []
+    processes = [e["args"]["name"].split()[0] for e in found["traceEvents"] if e["name"] == "process_name"]
+    assert processes == ["tandem-gateway", "tandem-decode", "tandem-prefill"]
+    by_track = tracks(found)
+    (chunks,) = (slices for (_, name), slices in by_track.items() if name == "chunks")
+    pushes = [slice for (_, name), slices in by_track.items() if name == "layer pushes" for slice in slices]
+    assert len(chunks) > 1
+    assert len(pushes) == 8 * len(chunks)
+    for push in pushes:
+        (made,) = (c for c in chunks if c["args"]["first_block"] == push["args"]["first_block"])
+        assert made["ts"] <= push["ts"] <= push["ts"] + push["dur"] <= made["ts"] + made["dur"] + 0.001
+    assert {"first_token", "step", "landed"} <= {e["name"] for e in found["traceEvents"] if e["ph"] == "i"}
 
 
 def test_a_follow_up_turn_says_what_each_side_had_cached(

@@ -23,6 +23,7 @@ from tandem.checkpoints.model_files import text_digests
 from tandem.commands.doctor import DoctorSettings, examine
 from tandem.engine import Engine, Request, SamplingParams, StepTime
 from tandem.local import RedisServer
+from tandem.process import telemetry
 from tandem.registry import Registry
 from tandem.worker import EngineStuck, Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
 from tandem.worker.build import LINK_CHECK_S
@@ -38,7 +39,7 @@ async def running(settings: WorkerSettings, build: Build, **others: Any) -> Asyn
     here = asyncio.get_running_loop()
 
     async def live() -> None:
-        ports = replace(process_ports(settings, Engine(settings.engine_config())), **others)
+        ports = replace(process_ports(settings, Engine(settings.engine_config()), telemetry.RecentSpans()), **others)
         worker = Worker(settings, settings.worker_id, build, ports)
         here.call_soon_threadsafe(made.set_result, (worker, asyncio.get_running_loop()))
         await worker.run()

@@ -20,7 +20,7 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 
 from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.generation.request import Generation
-from tandem.spans import ERROR, HINT, TRUNCATED
+from tandem.spans import ERROR, HINT, TENANT, TRUNCATED
 from tandem.v1 import llm_pb2
 
 PROVIDER = "tandem"
@@ -68,6 +68,7 @@ def start_root(spans: Tracer, request: Generation) -> Span:
             "gen_ai.request.model": model,
             "gen_ai.request.id": request.request_id,
             "gen_ai.response.id": request.request_id,
+            TENANT: request.tenant,
             "gen_ai.response.model": model,
             "gen_ai.request.choice.count": request.num_choices,
             "gen_ai.request.n": request.n,

@@ -30,6 +30,7 @@ from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.model import ServedModel
 from services.gateway.settings import GatewaySettings
+from services.gateway.traces import RecentRequests
 from tandem import __version__
 from tandem.process import Look, lasting
 
@@ -37,7 +38,7 @@ log = structlog.get_logger(__name__)
 MESSAGES = "/v1/messages"
 
 
-def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
+def build_app(llm: LLM, wall: Callable[[], float], integrity: Look, traces: RecentRequests) -> FastAPI:
     """
     Args:
         wall: Unix seconds.
@@ -73,6 +74,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look) -> FastAPI:
     if cors:
         app.add_middleware(CORSMiddleware, **cors)
     _add_integrity(app, integrity)
+    _add_traces(app, llm, traces)
     add_pages(app)
     return app
 
@@ -172,6 +174,13 @@ def _add_integrity(app: FastAPI, integrity: Look) -> None:
     async def look() -> dict[str, Any]:
         """Everything that is held, and what of it no request accounts for."""
         return (await lasting(integrity)).json()
+
+
+def _add_traces(app: FastAPI, llm: LLM, traces: RecentRequests) -> None:
+    @app.get("/debug/traces/{request_id:path}")
+    async def trace(request_id: str, request: Request) -> JSONResponse:
+        """A recent request's trace, for Perfetto: one's own, or any with a key that manages models."""
+        return JSONResponse(await traces.trace(request_id, llm.access.authenticate(request.headers)))
 
 
 def _add_errors(app: FastAPI, llm: LLM, anthropic: Anthropic) -> None:

@@ -113,14 +113,16 @@ class _WorkerLife:
         settings_type = getattr(import_module(f"{service.module}.settings"), f"{role}Settings")
         self._build = getattr(import_module(f"{service.module}.server"), f"{role}Worker")
         self._settings = settings_type(**{"host": node_address(), **service.settings})
-        telemetry.set_up(f"tandem-{role.lower()}", service.name, self._settings.log_level)
+        traces = telemetry.Traces.FOLLOWED
+        self._recent = telemetry.set_up(f"tandem-{role.lower()}", service.name, self._settings.log_level, traces).recent
         page = open_crash_page(self._settings, service.name)
         self._engine = Engine(self._settings.engine_config(), crash_page=page)
 
     async def run(self) -> None:
         from tandem.worker import Worker, process_ports, run_to_its_end
 
-        self._worker = Worker(self._settings, self._name, self._build, process_ports(self._settings, self._engine))
+        ports = process_ports(self._settings, self._engine, self._recent)
+        self._worker = Worker(self._settings, self._name, self._build, ports)
         self.incarnation = self._worker.context.incarnation
         announcing = asyncio.create_task(self._announce())
         try:

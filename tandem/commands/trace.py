@@ -1,0 +1,75 @@
+"""`tandem trace REQUEST_ID`: one recent request as a file for Perfetto, from whichever gateway remembers it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from tandem.commands import UP_ADDRESSES, with_own_password
+from tandem.registry import Registry, RegistryUnavailable
+from tandem.settings import Settings, load
+
+
+class TraceSettings(Settings):
+    """Write what became of a recent request, hop by hop and layer by layer, to a file that ui.perfetto.dev opens."""
+
+    request_id: CliPositionalArg[str] = Field(description="its id: x-request-id of its answer", min_length=1)
+    gateway_url: str = Field(UP_ADDRESSES["gateway_url"], description="the gateway that is asked first")
+    redis_url: str = Field(UP_ADDRESSES["redis_url"], description="the registry, which names the other gateways")
+    namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
+    api_key: str = Field("", description="its tenant's, or one that manages models, where gateways ask for one")
+    out: Path | None = Field(None, description="the file; if not given, REQUEST_ID.trace.json")
+    timeout_s: float = Field(10.0, gt=0, description="bound of each gateway's answer")
+
+
+def main(arguments: list[str]) -> None:
+    settings = load(TraceSettings, arguments, "tandem trace")
+    out = settings.out or Path(re.sub(r"[^\w.-]", "_", settings.request_id) + ".trace.json")
+    trace = asyncio.run(fetch(settings))
+    out.write_bytes(trace)
+    print(f"{out}: open it at https://ui.perfetto.dev")
+
+
+async def fetch(settings: TraceSettings) -> bytes:
+    """
+    Raises:
+        SystemExit: no gateway remembers it, or one refuses to say.
+    """
+    headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    problems = []
+    async with httpx.AsyncClient(timeout=settings.timeout_s, headers=headers) as client:
+        for gateway in dict.fromkeys([settings.gateway_url.rstrip("/"), *await _gateways(settings)]):
+            try:
+                answer = await client.get(f"{gateway}/debug/traces/{quote(settings.request_id, safe='')}")
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problems.append(f"{gateway}: {error or type(error).__name__}")
+                continue
+            if answer.status_code == 200:
+                return answer.content
+            problems.append(f"{gateway}: {_said(answer)}")
+    raise SystemExit("tandem trace: " + "\n".join(problems))
+
+
+async def _gateways(settings: TraceSettings) -> list[str]:
+    """Addresses of all that are registered; none without a registry."""
+    with suppress(RegistryUnavailable, ValueError):
+        registry = Registry.connect(with_own_password(settings.redis_url), namespace=settings.namespace)
+        try:
+            return [f"http://{one.own_http or one.http}" for one in await registry.gateways()]
+        finally:
+            await registry.close()
+    return []
+
+
+def _said(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.status_code}"

@@ -1,0 +1,98 @@
+"""The spans of a process's latest traces, in bounded memory, and which traces are recorded at all.
+
+A span costs as much as several tokens, so without a collector at most so many traces begin in a second; a worker
+records those that its gateway does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace import Link, SpanContext, SpanKind, TraceState
+from opentelemetry.util.types import Attributes
+
+# A span and each of its events is a record of about 1 KiB.
+MAX_RECORDS = 20_000
+MAX_EVENTS = 2048  # of a span; those before are dropped
+TRACES_PER_S = 20
+
+
+class RecentSpans(SpanProcessor):
+    """Forgets the oldest trace first. Any thread may end a span, and ask."""
+
+    def __init__(self, max_records: int = MAX_RECORDS) -> None:
+        self._max_records = max_records
+        self._traces: OrderedDict[int, list[ReadableSpan]] = OrderedDict()
+        self._num_records = 0
+        self._lock = Lock()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        with self._lock:
+            self._traces.setdefault(span.context.trace_id, []).append(span)
+            self._num_records += _records(span)
+            while self._num_records > self._max_records:
+                _, forgotten = self._traces.popitem(last=False)
+                self._num_records -= sum(map(_records, forgotten))
+
+    def encoded(self, trace_id: int) -> bytes:
+        """A trace's spans, as OpenTelemetry's TracesData; none if it is forgotten."""
+        with self._lock:
+            spans = list(self._traces.get(trace_id, ()))
+        return encode_spans(spans).SerializeToString()
+
+    def find(self, said: Mapping[str, str]) -> SpanContext | None:
+        """The latest span with these attributes."""
+        with self._lock:
+            spans = [span for spans in reversed(self._traces.values()) for span in reversed(spans)]
+        holds = (span for span in spans if said.items() <= (span.attributes or {}).items())
+        found = next(holds, None)
+        return found.context if found else None
+
+
+def _records(span: ReadableSpan) -> int:
+    return 1 + len(span.events)
+
+
+class TraceSampling(Sampler):
+    """Records what its caller's process records; of traces that begin here, `ratio`, and `per_s` at most.
+
+    Args:
+        per_s: None where a collector gets them: then a client's own decision counts, too.
+        begins: whether clients call this process: they do not decide what it spends.
+    """
+
+    def __init__(self, per_s: int | None, begins: bool, now: Callable[[], float]) -> None:
+        self.ratio = 1.0
+        self._per_s, self._begins, self._now = per_s, begins, now
+        self._begun: deque[float] = deque(maxlen=per_s or 1)
+
+    def should_sample(
+        self, parent_context: Context | None, trace_id: int, name: str, kind: SpanKind | None = None,
+        attributes: Attributes = None, links: Sequence[Link] | None = None, trace_state: TraceState | None = None,
+    ) -> SamplingResult:  # fmt: skip
+        parent = trace.get_current_span(parent_context).get_span_context()
+        decided = parent.is_valid and not (parent.is_remote and self._begins and self._per_s)
+        recorded = parent.trace_flags.sampled if decided else self._begin(trace_id)
+        decision = Decision.RECORD_AND_SAMPLE if recorded else Decision.DROP
+        return SamplingResult(decision, attributes, parent.trace_state)
+
+    def get_description(self) -> str:
+        return f"TraceSampling({self.ratio}, {self._per_s})"
+
+    def _begin(self, trace_id: int) -> bool:
+        if trace_id % 2**32 >= self.ratio * 2**32:
+            return False
+        if self._per_s is None:
+            return True
+        now = self._now()
+        if len(self._begun) == self._per_s and self._begun[0] > now - 1:
+            return False
+        self._begun.append(now)
+        return True

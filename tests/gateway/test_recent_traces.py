@@ -1,0 +1,131 @@
+"""A gateway's memory of recent requests: each tenant's its own, and in a form that Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.gateway import GatewaySettings
+from services.gateway.__main__ import make_gateway
+from services.gateway.traces.perfetto import chrome_trace
+from services.gateway.traces.recent import _spans_of
+from tandem.api_keys import ApiKey, Keys, write_keys
+from tandem.process import telemetry
+from tests.gateway.conftest import eventually
+from tests.gateway.peers import MODEL, Peers
+
+BODY = {"model": MODEL, "prompt": "once upon", "max_tokens": 3}
+NUMBER = {"type": "number"}
+# The parts of Chrome's Trace Event Format that are written.
+KINDS = (
+    {"ph": {"const": "X"}, "ts": NUMBER, "dur": {"type": "number", "minimum": 0}, "tid": {"type": "integer"}},
+    {"ph": {"const": "i"}, "ts": NUMBER, "tid": {"type": "integer"}, "s": {"const": "t"}},
+    {"ph": {"const": "M"}, "args": {"type": "object"}},
+)
+EVENT = {
+    "type": "object",
+    "required": ["ph", "pid", "name"],
+    "properties": {"pid": {"type": "integer"}, "name": {"type": "string"}, "args": {"type": "object"}},
+    "oneOf": [{"required": list(kind), "properties": kind} for kind in KINDS],
+}
+FORMAT = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {"traceEvents": {"type": "array", "items": EVENT}},
+}
+
+
+@pytest.fixture
+def recent(exporter: InMemorySpanExporter) -> Iterator[telemetry.RecentSpans]:
+    """Those that this process ends from now on."""
+    provider, recent = trace.get_tracer_provider(), telemetry.RecentSpans()
+    assert isinstance(provider, TracerProvider)
+    provider.add_span_processor(recent)
+    yield recent
+    recent.on_end = lambda span: None  # type: ignore[method-assign]
+
+
+@pytest.fixture
+async def remembering(
+    settings: GatewaySettings, peers: Peers, recent: telemetry.RecentSpans
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with make_gateway(settings, recent) as gateway:
+        await eventually(lambda: gateway.llm.readiness()[0])
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as client:
+            yield client
+
+
+def slices(found: dict[str, Any]) -> list[str]:
+    return [event["name"] for event in found["traceEvents"] if event["ph"] == "X"]
+
+
+async def test_a_request_is_found_by_its_id_as_trace_events(remembering: httpx.AsyncClient) -> None:
+    await remembering.post("/v1/completions", json=BODY, headers={"x-request-id": "a/b"})
+    await remembering.post("/v1/completions", json=BODY, headers={"x-request-id": "other"})
+    found = (await remembering.get("/debug/traces/a%2Fb")).raise_for_status().json()
+    jsonschema.validate(found, FORMAT)
+    assert sorted(slices(found)) == ["decode", "prefill", "queue", "reserve", "route", f"text_completion {MODEL}"]
+    assert found["otherData"]["missing"] == ["d", "p"]  # these peers remember nothing
+    assert [event["name"] for event in found["traceEvents"] if event["ph"] == "i"] == ["first_token"]
+
+
+async def test_a_request_that_is_not_remembered_is_not_found(remembering: httpx.AsyncClient) -> None:
+    answer = await remembering.get("/debug/traces/never")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_a_request_that_was_refused_is_found_too(remembering: httpx.AsyncClient) -> None:
+    await remembering.post("/v1/completions", json={**BODY, "n": -1}, headers={"x-request-id": "bad"})
+    assert slices((await remembering.get("/debug/traces/bad")).json()) == ["refused"]
+
+
+def key_ring(path: Path, *names: str) -> dict[str, dict[str, str]]:
+    """Headers of each tenant's key; that of `admin` manages models."""
+    ids = {name: f"{number:08x}" for number, name in enumerate(names)}
+    keys = (
+        ApiKey(id=ids[name], sha256=sha256(name.encode()).hexdigest(), tenant=name, manages_models=name == "admin")
+        for name in names
+    )
+    write_keys(path, Keys(keys=tuple(keys)))
+    return {name: {"authorization": f"Bearer tk-{ids[name]}-{name}"} for name in names}
+
+
+async def test_a_tenant_finds_its_own_alone_whatever_ids_were_chosen(
+    settings: GatewaySettings, peers: Peers, recent: telemetry.RecentSpans, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.json"
+    said = key_ring(file, "acme", "other", "admin")
+    shared = {"x-request-id": "same", "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    async with (
+        make_gateway(settings.model_copy(update={"api_keys": file}), recent) as gateway,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http,
+    ):
+        await eventually(lambda: gateway.llm.readiness()[0])
+        await http.post("/v1/completions", json=BODY, headers={**said["acme"], **shared})
+        assert (await http.get("/debug/traces/same")).status_code == 401
+        assert (await http.get("/debug/traces/same", headers=said["other"])).status_code == 404
+        await http.post("/v1/completions", json=BODY, headers={**said["other"], **shared})
+        for name, owner in (("acme", "acme"), ("other", "other"), ("admin", "other")):
+            found = (await http.get("/debug/traces/same", headers=said[name])).json()
+            assert len(slices(found)) == 6, name
+            tenants = {event["args"].get("tandem.tenant") for event in found["traceEvents"] if event["ph"] == "X"}
+            assert tenants - {None} == {owner}
+
+
+def test_attributes_of_every_kind_become_json(recent: telemetry.RecentSpans) -> None:
+    said = {"s": "x", "i": 1, "d": 0.5, "b": True, "l": ["x", "y"]}
+    with trace.get_tracer("t").start_as_current_span("root", attributes=said) as span:
+        pass
+    events = chrome_trace(_spans_of(recent.encoded(span.get_span_context().trace_id)), {})["traceEvents"]
+    (args,) = (json.loads(json.dumps(event["args"])) for event in events if event["ph"] == "X")
+    assert args.items() >= said.items()
