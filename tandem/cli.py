@@ -15,6 +15,7 @@ commands:
   ps         list the clusters that run on this machine
   down       end them, or with --ray one that `up --ray --detach` left running
   logs       follow what all processes of a cluster on this machine write
+  top        show workers, links and gateways of a running cluster, live
   trace      write one recent request, hop by hop, to a file that Perfetto opens
   status     show the services of a cluster on Ray
   chat       talk to a model of a running cluster
@@ -32,6 +33,7 @@ COMMANDS = {
     "ps": "running:ps",
     "down": "detached:down",
     "logs": "running:logs",
+    "top": "top:main",
     "trace": "trace:main",
     "status": "detached:status",
     "chat": "chat:main",

@@ -217,6 +217,9 @@ class DecodeSequences:
     def _wrote(self, held: Held, output: SequenceOutput) -> None:
         held.num_tokens += len(output.tokens)
         held.num_outputs += 1
+        if held.num_outputs == 1:
+            stats = self._engine.stats
+            output.batch_size, output.kv_usage = max(1, stats.num_running), stats.kv_usage
         if held.span.is_recording() and not held.num_outputs & (held.num_outputs - 1):
             self._note_step(held)
         held.num_proposed_tokens, held.num_accepted_tokens = output.num_proposed_tokens, output.num_accepted_tokens
@@ -228,8 +231,7 @@ class DecodeSequences:
     def _note_step(self, held: Held) -> None:
         """The 1st, 2nd, 4th, 8th … step of a sequence: a long answer has few events, too."""
         stats = self._engine.stats
-        usage = 1 - stats.free_blocks / stats.num_blocks
-        said = (held.num_tokens, stats.num_running, stats.num_waiting, usage)
+        said = (held.num_tokens, stats.num_running, stats.num_waiting, stats.kv_usage)
         held.span.add_event("step", dict(zip(("decode.tokens", *STEP), said, strict=True)))
 
     def _engine_ended(self, held: Held, error: Exception | None) -> None:

@@ -79,7 +79,8 @@ class SequenceOutput:
 
     `finished`: the sequence left the engine: with a finish reason, with an `error`, or (prefill only) with neither when
     decode should go on. Of `num_proposed_tokens` proposed so far `num_accepted_tokens` were right, each a step saved.
-    `prompt_logprobs`: where asked for, with the first token: the prompt's tokens but the first.
+    `prompt_logprobs`: where asked for, with the first token: the prompt's tokens but the first. `batch_size` and
+    `kv_usage`: where its worker says so, the sequences of that step and the share of KV blocks in use.
     """
 
     request_id: str
@@ -92,6 +93,8 @@ class SequenceOutput:
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     prompt_logprobs: list[SampledToken] = field(default_factory=list)
+    batch_size: int = 0
+    kv_usage: float = 0.0
 
 
 class KVSink(Protocol):
@@ -151,6 +154,11 @@ class EngineStats:
     num_aborted: int
     num_aborted_blocks: int
     likely_tokens: int
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that live sequences reference."""
+        return 1 - self.free_blocks / self.num_blocks
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from enum import Enum
 from typing import Any
 
 import structlog
 from opentelemetry import trace
+from opentelemetry._logs import set_logger_provider
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -39,15 +42,15 @@ class Traces(Enum):
 class Telemetry:
     """Parts that a process has to shut down at its end, so that the last spans and lines leave."""
 
-    def __init__(self, logs: LogOutput, recent: RecentSpans, provider: TracerProvider | None = None) -> None:
+    def __init__(self, logs: LogOutput, recent: RecentSpans, *providers: TracerProvider | LoggerProvider) -> None:
         self.recent = recent
         self._logs = logs
-        self._provider = provider
+        self._providers = providers
 
     def close(self) -> None:
-        if self._provider:
-            self._provider.force_flush(2000)
-            self._provider.shutdown()
+        for provider in self._providers:
+            provider.force_flush(2000)
+            provider.shutdown()
         self._logs.close()
 
 
@@ -67,12 +70,35 @@ def set_up(service: str, instance: str, log_level: str = "info", traces: Traces 
     if collected:
         provider.add_span_processor(BatchSpanProcessor(_exporter()))
     trace.set_tracer_provider(provider)
-    return Telemetry(logs, recent, provider)
+    return Telemetry(logs, recent, provider, *_set_up_records(provider.resource))
+
+
+def _set_up_records(resource: Resource) -> Iterator[LoggerProvider]:
+    """Records of requests leave by OTLP where they are asked for, as OpenTelemetry's own variable says it."""
+    if os.environ.get("OTEL_LOGS_EXPORTER") == "otlp":
+        provider = LoggerProvider(resource)
+        provider.add_log_record_processor(BatchLogRecordProcessor(_log_exporter()))
+        set_logger_provider(provider)
+        yield provider
+
+
+def _by_http(what: str) -> bool:
+    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{what}_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    return protocol in ("http/protobuf", "http/json")
+
+
+def _log_exporter() -> LogRecordExporter:
+    if _by_http("LOGS"):
+        from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter as HttpLogExporter
+
+        return HttpLogExporter()
+    from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter as GrpcLogExporter
+
+    return GrpcLogExporter()
 
 
 def _exporter() -> SpanExporter:
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    if protocol in ("http/protobuf", "http/json"):
+    if _by_http("TRACES"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
         return HttpExporter()

@@ -184,7 +184,7 @@ class LandingTicket(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., transfer_address: _Optional[str] = ..., kv_layout_hash: _Optional[str] = ..., num_cached_blocks: _Optional[int] = ..., num_prompt_blocks: _Optional[int] = ..., proof: _Optional[str] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "first_index", "token_ids", "finish_reason", "num_cached_tokens", "failure", "logprobs", "num_proposed_tokens", "num_accepted_tokens", "prompt_logprobs")
+    __slots__ = ("request_id", "first_index", "token_ids", "finish_reason", "num_cached_tokens", "failure", "logprobs", "num_proposed_tokens", "num_accepted_tokens", "prompt_logprobs", "batch_size", "kv_usage")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,8 @@ class SequenceOutput(_message.Message):
     NUM_PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -205,7 +207,9 @@ class SequenceOutput(_message.Message):
     num_proposed_tokens: int
     num_accepted_tokens: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_llm_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_llm_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_llm_pb2.TokenLogprobs, _Mapping]]] = ..., num_proposed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_llm_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    batch_size: int
+    kv_usage: float
+    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_llm_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_llm_pb2.TokenLogprobs, _Mapping]]] = ..., num_proposed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_llm_pb2.TokenLogprobs, _Mapping]]] = ..., batch_size: _Optional[int] = ..., kv_usage: _Optional[float] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message")

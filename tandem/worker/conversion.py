@@ -76,6 +76,8 @@ def output_to_proto(output: SequenceOutput) -> worker_pb2.SequenceOutput:
         num_proposed_tokens=output.num_proposed_tokens,
         num_accepted_tokens=output.num_accepted_tokens,
         prompt_logprobs=map(_logprobs, output.prompt_logprobs),
+        batch_size=output.batch_size,
+        kv_usage=output.kv_usage,
     )
     if output.error:
         proto.failure.CopyFrom(worker_pb2.Failure(code="INTERNAL", message=output.error))

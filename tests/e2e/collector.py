@@ -1,4 +1,4 @@
-"""An OTLP receiver that keeps every span it gets."""
+"""An OTLP receiver that keeps every span and every log it gets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from concurrent import futures
 from contextlib import contextmanager
 
 import grpc
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: dict[str, list[tuple[str, Span]]] = {}
+        self.logs: dict[str, LogRecord] = {}
         self._lock = threading.Lock()
 
     def Export(
@@ -41,12 +44,28 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             return {(service, span.name) for service, span in self.spans.get(trace_id, [])}
 
 
+class LogCollector(logs_service_pb2_grpc.LogsServiceServicer):
+    """By their traces' ids."""
+
+    def __init__(self, logs: dict[str, LogRecord]) -> None:
+        self._logs = logs
+
+    def Export(
+        self, request: logs_service_pb2.ExportLogsServiceRequest, context: grpc.ServicerContext
+    ) -> logs_service_pb2.ExportLogsServiceResponse:
+        for resource in request.resource_logs:
+            for scope in resource.scope_logs:
+                self._logs.update({log.trace_id.hex(): log for log in scope.log_records})
+        return logs_service_pb2.ExportLogsServiceResponse()
+
+
 @contextmanager
 def collecting() -> Iterator[tuple[Collector, str]]:
     """A collector, and its address."""
     server = grpc.server(futures.ThreadPoolExecutor(4))
     collector = Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    logs_service_pb2_grpc.add_LogsServiceServicer_to_server(LogCollector(collector.logs), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

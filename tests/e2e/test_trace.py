@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -28,7 +29,8 @@ def collector() -> Iterator[tuple[Collector, str]]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: tuple[Collector, str]) -> Iterator[RunningCluster]:
     folder: Path = tmp_path_factory.mktemp("trace")
-    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector[1], "OTEL_BSP_SCHEDULE_DELAY": "200"}
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector[1], "OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_LOGS_EXPORTER": "otlp",
+           "OTEL_BLRP_SCHEDULE_DELAY": "200"}  # fmt: skip
     with running_cluster(folder, "--disaggregation=require", env=env) as cluster:
         yield cluster
 
@@ -44,7 +46,7 @@ EXPECTED = {
 }
 
 
-def attributes(span: Span) -> dict[str, object]:
+def attributes(span: Span | LogRecord) -> dict[str, object]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value") or "string_value") for a in span.attributes}
 
 
@@ -55,6 +57,16 @@ def check_decode(spans: list[tuple[str, Span]]) -> None:
     work = next(span for service, span in spans if (service, span.name) == ("tandem-decode", "decode"))
     assert work.parent_span_id == decode.span_id
     assert decode.start_time_unix_nano <= work.start_time_unix_nano <= decode.end_time_unix_nano
+
+
+def check_record(collector: Collector, trace_id: str) -> None:
+    """It leaves as a log, too."""
+    eventually(lambda: trace_id in collector.logs, BOUND_S, "the request's record arrives")
+    record = collector.logs[trace_id]
+    told = attributes(record)
+    assert (record.body.string_value, told["outcome"], told["output_tokens"]) == ("request", "ok", 8)
+    assert told["batch_size"] == 1
+    assert 0 < told["kv_usage"] < 1
 
 
 def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Collector, str]) -> None:
@@ -96,6 +108,7 @@ def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Colle
     assert usage["gen_ai.request.model"] == "tandem-demo"
     assert usage["gen_ai.usage.output_tokens"] == 8
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano for _, span in spans)
+    check_record(collector[0], trace_id)
 
 
 def tracks(found: dict[str, Any]) -> dict[tuple[int, str], list[dict[str, Any]]]:

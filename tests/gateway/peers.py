@@ -55,6 +55,7 @@ class Generator:
         output = worker_pb2.SequenceOutput(
             request_id=spec.request_id, first_index=index, token_ids=[token],
             num_proposed_tokens=self.num_proposed_tokens, num_accepted_tokens=self.num_accepted_tokens,
+            batch_size=2, kv_usage=0.25,
         )  # fmt: skip
         if spec.sampling.HasField("logprobs"):
             logprob = self.logprob(spec)

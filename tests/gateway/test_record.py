@@ -46,7 +46,8 @@ async def test_a_request_of_each_door_leaves_one_record(http: httpx.AsyncClient,
         assert line.items() >= {
             "event": "request", "request_id": name, "tenant": "acme", "priority_class": "interactive", "status": 200,
             "outcome": "ok", "path": "remote", "prefill_worker": "p", "decode_worker": "d", "output_tokens": 5,
-            "prompt_tokens": answer.json()["usage"]["prompt_tokens"], "transfer_bytes": 4096,
+            "prompt_tokens": answer.json()["usage"]["prompt_tokens"], "transfer_bytes": 4096, "batch_size": 2,
+            "kv_usage": 0.25,
         }.items()  # fmt: skip
         assert 0 < line["ttft_s"] <= line["whole_s"]
         assert 0 < line["itl_p50_s"] <= line["itl_p99_s"]

@@ -1,4 +1,4 @@
-"""Which traces a process records, and how many it remembers."""
+"""Traces that a process records, and how many it remembers."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from opentelemetry import trace
+from opentelemetry._logs import LogRecord, SeverityNumber, get_logger
 from opentelemetry.trace import Span
 
 from services.gateway.admission import PriorityClass
@@ -31,7 +33,7 @@ def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s
     """
     request, usage, path = answer.request, answer.usage, answer.path
     trace_id = span.get_span_context().trace_id
-    gaps = _gaps(answer)
+    gaps, mailboxes = _gaps(answer), [choice.mailbox for choice in answer.choices if choice.mailbox]
     writing_s = 0.0 if first_s is None else whole_s - first_s
     fields: dict[str, Any] = {
         **_asked(request),
@@ -54,10 +56,12 @@ def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s
         "itl_p99_s": _quantile(gaps, 0.99),
         "tokens_per_s": round(usage.completion_tokens / writing_s, 1) if writing_s else None,
         "whole_s": _rounded(whole_s),
+        "batch_size": max(mailbox.batch_size for mailbox in mailboxes) if mailboxes else 0,
+        "kv_usage": round(max(mailbox.kv_usage for mailbox in mailboxes), 4) if mailboxes else 0.0,
         "migrations": sum(choice.migrated for choice in answer.choices),
         "cost": _cost(answer),
     }
-    log.info("request", **{name: value for name, value in fields.items() if value not in (None, "", 0.0)})
+    _record("request", {name: value for name, value in fields.items() if value not in (None, "", 0.0)}, span)
 
 
 def is_slow(answer: Answer, first_s: float | None) -> bool:
@@ -93,7 +97,16 @@ def _asked(request: Generation) -> dict[str, str]:
 def record_refused(request_id: str, error: GatewayError, after_s: float) -> None:
     """It failed before anything was asked of the cluster. The error may quote it, so its words are left out."""
     told = {"request_id": request_id, "status": error.status, "outcome": error.type, "whole_s": _rounded(after_s)}
-    log.info("request refused", **told, **({"code": error.code} if error.code else {}))
+    _record("request refused", told | ({"code": error.code} if error.code else {}), None)
+
+
+def _record(event: str, fields: dict[str, Any], span: Span | None) -> None:
+    """A line of the log; and one by OTLP, where OpenTelemetry's own variables ask for that."""
+    log.info(event, **fields)
+    context = trace.set_span_in_context(span) if span is not None else None
+    get_logger("tandem.requests").emit(
+        LogRecord(context=context, severity_number=SeverityNumber.INFO, body=event, attributes=fields, event_name=event)
+    )
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -43,14 +43,16 @@ class Mailbox:
     """Owned by one attempt, which is the only one to call `get`."""
 
     __slots__ = (
-        "_outputs", "_taker", "_taker_error", "_taker_stopped", "_waiting", "_worker_id", "ended", "error",
-        "finish_reason", "next_index", "num_accepted_tokens", "num_cached_tokens", "num_proposed_tokens", "request_id",
+        "_outputs", "_taker", "_taker_error", "_taker_stopped", "_waiting", "_worker_id", "batch_size", "ended",
+        "error", "finish_reason", "kv_usage", "next_index", "num_accepted_tokens", "num_cached_tokens",
+        "num_proposed_tokens", "request_id",
     )  # fmt: skip
 
     def __init__(self, request_id: str, worker_id: str, next_index: int = 0) -> None:
         self.request_id = request_id
         self.next_index = next_index
         self.num_cached_tokens = self.num_proposed_tokens = self.num_accepted_tokens = 0
+        self.batch_size, self.kv_usage = 0, 0.0  # of the decode worker, when it began
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
         self.error: GatewayError | None = None  # why the sequence has failed
         self.ended = False  # the decode worker itself has reported the end, a failure too: it is alive
@@ -152,6 +154,8 @@ class Mailbox:
         if num_proposed := output.num_proposed_tokens:
             self.num_proposed_tokens = max(self.num_proposed_tokens, num_proposed)
             self.num_accepted_tokens = max(self.num_accepted_tokens, output.num_accepted_tokens)
+        if not self.batch_size and (batch_size := output.batch_size):
+            self.batch_size, self.kv_usage = batch_size, output.kv_usage
         prompt = () if self.next_index else output.prompt_logprobs  # not copied: there may be very many
         new = Tokens(output.token_ids[num_seen:], output.logprobs[num_seen:], prompt)
         self.next_index += len(new.ids)
