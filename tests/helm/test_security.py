@@ -93,6 +93,7 @@ EDGES = {
     ("redis", 6379): {"gateway", "prefill", "decode", "kvstore", "doctor"},
     ("store", 6379): {"gateway"},
 }
+WORKERS = {"prefill", "decode"}
 STRANGER = {"app.kubernetes.io/name": "tandem", "app.kubernetes.io/instance": "another"}
 
 
@@ -106,7 +107,7 @@ def allows(policies: list[Object], to: dict[str, str], port: int, source: dict[s
     if not over:
         return True
     for rule in (rule for policy in over for rule in policy["ingress"]):
-        if port in {p["port"] for p in rule["ports"]}:
+        if port in {p["port"] for p in rule.get("ports", [{"port": port}])}:
             peers = rule.get("from", [])
             if not peers or any("podSelector" in p and selects(p["podSelector"], source) for p in peers):
                 return True
@@ -126,6 +127,8 @@ def test_policies_let_through_the_architectures_edges_and_no_other(value_set: st
             meant = EDGES.get((component(to), port), set())
             if value_set == watched and port == 9090:
                 meant = set()
+            if value_set == watched and component(to) in WORKERS:  # NCCL listens where it likes
+                meant = meant | WORKERS
             if component(to) == "doctor":
                 continue  # listens on nothing
             for source in [*pods, STRANGER]:
