@@ -46,7 +46,7 @@ def test_a_batch_gives_everyone_what_they_get_alone(llama: Path, roomy: Engine) 
     assert_idle(engine)
 
 
-def test_decode_goes_on_while_a_long_prompt_is_read(llama: Path) -> None:
+def test_decode_goes_on_while_a_long_prompt_is_prefilled(llama: Path) -> None:
     engine = make_engine(llama, max_num_batched_tokens=8)
     engine.add(Request("short", prompt_of(4), greedy(20)))
     engine.step()
@@ -73,7 +73,7 @@ def test_order_is_priority_then_arrival(llama: Path) -> None:
     assert first_steps(engine, 4) == [{"urgent"}, {"first"}, {"second"}, {"late"}]
 
 
-def test_a_short_prompt_passes_a_long_one_that_is_being_read(llama: Path) -> None:
+def test_a_short_prompt_passes_a_long_one_that_is_being_prefilled(llama: Path) -> None:
     engine = make_engine(llama, max_num_batched_tokens=10)
     engine.add(Request("long", prompt_of(40), greedy(1)))
     engine.step()
@@ -245,7 +245,7 @@ def test_a_shared_prefix_is_computed_once(llama: Path, roomy: Engine) -> None:
 
 @pytest.mark.parametrize("length", [3, 16, 17, 18, 40])
 @pytest.mark.parametrize("prefill_only", [False, True])
-def test_answers_to_one_prompt_read_it_once(llama: Path, roomy: Engine, length: int, prefill_only: bool) -> None:
+def test_answers_to_one_prompt_prefill_it_once(llama: Path, roomy: Engine, length: int, prefill_only: bool) -> None:
     engine, prompt = make_engine(llama), prompt_of(length)
     requests = [
         Request(str(i), prompt, SamplingParams(max_tokens=1 if prefill_only else 12, temperature=2.0, seed=i))

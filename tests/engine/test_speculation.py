@@ -195,7 +195,7 @@ def test_a_request_chooses_for_itself(llama: Path) -> None:
     assert proposed[3] > proposed[0]
 
 
-def test_it_goes_on_while_a_prompt_is_read_beside(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_on_while_a_prompt_is_prefilled_beside(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.engine.speculation.speculator.PLAIN_EVERY", 3)
     engine = make_engine(llama, now=still, speculative=Speculative("ngram", 2), max_prefill_beside_decode=1)
     engine.add(Request("answer", [5, 6, 7] * 8, greedy(220)))

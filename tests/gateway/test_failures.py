@@ -85,7 +85,7 @@ async def test_a_client_that_leaves_mid_stream(http: httpx.AsyncClient, peers: P
     assert peers.decode.aborted == [peers.decode.seen[0].request_id]
 
 
-async def test_a_client_that_leaves_while_its_prompt_is_read(
+async def test_a_client_that_leaves_while_its_prompt_is_prefilled(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:
     peers.prefill.hold.clear()
@@ -241,7 +241,9 @@ async def test_a_worker_that_cancels_its_stream_has_not_crashed(
     assert [spec.alone_until for spec in peers.decode.seen] == [0, 0]
 
 
-async def test_decode_dies_while_the_prompt_is_read(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) -> None:
+async def test_decode_dies_while_the_prompt_is_prefilled(
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway
+) -> None:
     """Nothing was sent yet: another decode worker takes over, and the prefill call of the first try is cancelled."""
     peers.prefill.hold.clear()
     request = asyncio.create_task(post(http, SHORT))

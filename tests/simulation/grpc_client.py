@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Sequence
+from functools import partialmethod
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -45,27 +46,15 @@ class Channel:
         self._attempt = 0
         self._why_failed = ""
 
-    def unary_unary(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: Any = 0,
-    ) -> Callable[..., SimulatedCall]:
-        return _caller(self, Method(method, request_serializer or bytes, response_deserializer or bytes, False))
+    def _method(
+        self, name: str, request_serializer: Any = None, response_deserializer: Any = None,
+        _registered_method: Any = 0, *, streams_requests: bool,
+    ) -> Callable[..., SimulatedCall]:  # fmt: skip
+        method = Method(name, request_serializer or bytes, response_deserializer or bytes, streams_requests)
+        return _caller(self, method)
 
-    unary_stream = unary_unary
-
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        _registered_method: Any = 0,
-    ) -> Callable[..., SimulatedCall]:
-        return _caller(self, Method(method, request_serializer or bytes, response_deserializer or bytes, True))
-
-    stream_unary = stream_stream
+    unary_unary = unary_stream = partialmethod(_method, streams_requests=False)
+    stream_unary = stream_stream = partialmethod(_method, streams_requests=True)
 
     def get_state(self, try_to_connect: bool = False) -> ChannelConnectivity:
         if try_to_connect and self._state is ChannelConnectivity.IDLE:
