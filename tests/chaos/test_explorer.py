@@ -21,7 +21,7 @@ from tests.chaos.test_planted import PLANTED
 from tests.simulation.redis import RedisStore
 
 # `make check` runs them all, `make chaos` as many as wanted.
-NUM_SCHEDULES, NUM_AT_ONCE, JOBS = 2000, 200, 2
+NUM_SCHEDULES, NUM_AT_ONCE, JOBS = 2000, 100, 2
 ELSEWHERE_S = 120.0
 
 

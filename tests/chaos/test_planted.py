@@ -35,7 +35,7 @@ from tandem.process.log_output import LogOutput
 from tandem.transfer.protocol.receiver import ReceiverProtocol
 from tandem.worker import Streams, Worker
 from tests.chaos.explorer.run import Explorer
-from tests.chaos.explorer.schedule import SHAPES, SOLE_PREFILL, schedule_of
+from tests.chaos.explorer.schedule import AMPLE_BLOCKS, SHAPES, SOLE_PREFILL, schedule_of
 from tests.simulation.cluster import ClusterShape
 from tests.simulation.redis import RedisStore
 
@@ -149,7 +149,7 @@ def no_abort_on_disconnect(patch: Patch) -> None:
     patch.setattr(Attempt, "_abort", lambda self, connection, mailbox: None)
 
 
-@planted("DEADLINE_EXCEEDED", 150)
+@planted("DEADLINE_EXCEEDED", 60, shapes=[shape for shape in SHAPES if shape.num_blocks < AMPLE_BLOCKS])
 def wake_nobody_who_waits_for_blocks(patch: Patch) -> None:
     patch.setattr(BlockQueue, "look_again", lambda self: None)
 
