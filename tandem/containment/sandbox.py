@@ -42,6 +42,8 @@ LANES = 2
 MAX_WAITING = 256  # of one caller
 MAX_CALLERS = 256
 WAIT_S = 10.0
+# Others of its owner's start need the cores first; a call does not wait for that.
+START_S = 2.0
 RESTART_S = 0.5
 PIECE = 2**18
 BUFFER_BYTES = 2**20
@@ -120,6 +122,9 @@ class Sandbox:
 
     async def run(self) -> None:
         """Serve for ever; a helper that is lost is replaced. Ends the helper when it is cancelled."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                await self._arrived.wait()
         while True:
             try:
                 async with self._helper() as lanes, asyncio.TaskGroup() as group:
