@@ -29,7 +29,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lonely(model_folder: Path, redis: RedisServer) -> AsyncIterator[Gateway]:
     """A gateway without workers."""
-    async with make_gateway(make_settings(model_folder, redis, max_body_bytes=4096, max_choices=8)) as gateway:
+    async with make_gateway(make_settings(model_folder, redis, max_choices=8)) as gateway:
         yield gateway
 
 
@@ -229,15 +229,18 @@ async def test_more_than_the_context(client: httpx.AsyncClient, wrong: dict[str,
     assert "512" in answer.json()["error"]["message"]
 
 
-async def test_a_body_that_is_too_large(client: httpx.AsyncClient) -> None:
+async def test_a_body_that_is_too_large(model_folder: Path, redis: RedisServer) -> None:
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(5):
             yield b"x" * 1000
 
-    for content in (b"x" * 5000, parts()):
-        answer = await client.post("/v1/completions", content=content)
-        assert answer.status_code == 413
-        assert answer.json()["error"]["code"] == "body_too_large"
+    settings = make_settings(model_folder, redis, max_body_bytes=4096)
+    base = f"http://127.0.0.1:{settings.http_port}"
+    async with make_gateway(settings), httpx.AsyncClient(base_url=base) as client:
+        for content in (b"x" * 5000, parts()):
+            answer = await client.post("/v1/completions", content=content)
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "body_too_large"
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "soon", "nan", "1e99"])
