@@ -4,6 +4,7 @@ import pytest
 from pydantic import Field
 
 from tandem.settings import Settings, load
+from tandem.worker import WorkerSettings
 
 pytestmark = pytest.mark.fast
 
@@ -26,6 +27,16 @@ def test_a_bad_option_is_named(argument: str, capsys: pytest.CaptureFixture[str]
         load(Demo, [argument])
     assert ended.value.code == 2
     assert argument.partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [('{"spedup": 2}', "--null-step.spedup: "), ('{"speedup": -1}', "--null-step: Value error, speedup: -1")],
+)
+def test_a_bad_part_of_a_map_is_named(given: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(WorkerSettings, ["--model-path=.", f"--null-step={given}"])
+    assert capsys.readouterr().err.startswith(named)
 
 
 def test_a_bad_variable_of_the_environment_is_named(
