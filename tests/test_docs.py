@@ -33,6 +33,10 @@ def test_the_readme_quotes_figures_that_the_results_have() -> None:
     assert missing == []
 
 
+def test_results_are_read_in_one_go() -> None:
+    assert len(text_of("benchmarks/RESULTS.md").splitlines()) <= 250, "a new row replaces one"
+
+
 def test_files_that_pages_name_are_there() -> None:
     named = {
         (page.name, path) for page in PAGES for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", page.read_text())
