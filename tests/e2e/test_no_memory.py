@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import resource
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
 
 import httpx
 import psutil
@@ -28,14 +28,26 @@ def answer(cluster: RunningCluster, number: int) -> tuple[int, str]:
     return said.status_code, "" if said.status_code == 200 else said.text
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_its_requests_go_on_elsewhere(role: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     options = ["--prefill=2", "--decode=2", "--threads=1", "--disaggregation=require"]
-    with running_cluster(tmp_path, *options) as cluster, ThreadPoolExecutor(AT_ONCE) as clients:
-        eventually(cluster.ready, BOUND_S, "ready")
-        limited = cluster.pids(role)[0]
-        # Neither a thread nor an arena more than it has.
-        has = psutil.Process(limited).memory_info().vms
-        resource.prlimit(limited, resource.RLIMIT_AS, (has, has))
+    with running_cluster(tmp_path_factory.mktemp("no-memory"), *options) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_its_requests_go_on_elsewhere(cluster: RunningCluster, role: str) -> None:
+    eventually(cluster.ready, BOUND_S, "ready")
+    limited = psutil.Process(cluster.pids(role)[0])
+    # Neither a thread nor an arena more than it has.
+    limited.rlimit(psutil.RLIMIT_AS, (limited.memory_info().vms,) * 2)
+    with ThreadPoolExecutor(AT_ONCE) as clients:
         answers = list(clients.map(lambda number: answer(cluster, number), range(REQUESTS)))
-        assert answers == [(200, "")] * REQUESTS
+    assert answers == [(200, "")] * REQUESTS
+    with suppress(psutil.NoSuchProcess):  # it may have ended, and there is another already
+        limited.kill()
+    eventually(lambda: all_linked(cluster), BOUND_S, "every pair has moved a block")
+
+
+def all_linked(cluster: RunningCluster) -> bool:
+    return bool(httpx.get(f"{cluster.http}/health/ready", timeout=BOUND_S).json()["linked_pairs"] == 4)

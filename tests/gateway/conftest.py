@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -80,8 +81,8 @@ def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> Gatew
     )  # fmt: skip
 
 
-@pytest.fixture
-async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Peers]:
+@asynccontextmanager
+async def linked_pair(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Peers]:
     """One prefill and one decode worker, linked."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
     words = list(await tokenizer.encode(TEXT, add_special_tokens=False))
@@ -92,6 +93,12 @@ async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterato
     async with peers_on(registry, reply) as peers:
         await peers.add_decode()
         await peers.add_prefill()
+        yield peers
+
+
+@pytest.fixture
+async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Peers]:
+    async with linked_pair(settings, tokenizer) as peers:
         yield peers
 
 

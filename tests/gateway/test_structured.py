@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+import pytest_asyncio
 from grpc import aio
 
+from services.gateway.__main__ import make_gateway
 from services.gateway.generation import grammars
+from services.gateway.text import Tokenizer
 from tandem import grammar
 from tandem.containment.sandbox import Sandbox
 from tandem.containment.sandboxed import Bounds, MiB
+from tandem.local import RedisServer
 from tandem.v1 import llm_pb2
+from tests.gateway.conftest import eventually, linked_pair, make_settings
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_fields import service, unary
 from tests.gateway.test_http import CHAT, TEXTUAL
@@ -170,11 +177,25 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(
+    model_folder: Path, redis: RedisServer, tokenizer: Tokenizer
+) -> AsyncIterator[tuple[httpx.AsyncClient, Peers]]:
+    """A gateway for all that is refused: each would start a helper process of its own."""
+    settings = make_settings(model_folder, redis)
+    async with linked_pair(settings, tokenizer) as peers, make_gateway(settings) as gateway:
+        await eventually(lambda: gateway.llm.readiness()[0])
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as client:
+            yield client, peers
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("wrong", "param", "words"), WRONG, ids=lambda value: str(value)[:40])
 async def test_what_no_answer_could_follow_is_refused(
-    http: httpx.AsyncClient, peers: Peers, wrong: dict[str, Any], param: str, words: str
+    shared: tuple[httpx.AsyncClient, Peers], wrong: dict[str, Any], param: str, words: str
 ) -> None:
-    answer = await http.post("/v1/chat/completions", json={**CHAT, **wrong})
+    client, peers = shared
+    answer = await client.post("/v1/chat/completions", json={**CHAT, **wrong})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param
