@@ -25,7 +25,7 @@ from tandem.engine import Request, SamplingParams
 from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.kernels import AMX, CpuForward, load_library
 from tandem.engine.kernels.build import INSTRUCTIONS, SOURCE, library_path
-from tandem.engine.kernels.packed import PackedWeight
+from tandem.engine.kernels.packed import SCALE_TYPES, PackedWeight
 from tandem.engine.kv.kv_cache import opened, row_size, write_kv
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.models.decoder import rms_norm
@@ -99,7 +99,20 @@ PASSES = [
     (3, "int4", 0),
     (2, "none", 8),
     (2, "ordered", 0),
+    (2, "exact", 0),
 ]
+
+
+def quantize_model(model: Decoder, quantization: str) -> None:
+    """`ordered`: int4 with inputs in another order; `exact`: with scales that bfloat16 does not hold."""
+    model.quantize("int4" if quantization in ("ordered", "exact") else quantization)
+    for number, (linear, _, _) in enumerate(model.fused()):
+        assert isinstance(linear.weight, QuantizedWeight)
+        if quantization == "ordered":
+            order = torch.randperm(linear.weight.shape[1], generator=torch.Generator().manual_seed(2))
+            linear.weight = replace(linear.weight, order=order)
+        elif quantization == "exact":
+            linear.weight = as_checkpoints_have_it(linear.weight, SCALE_TYPES[1 + number % 2])
 
 
 @pytest.mark.parametrize(("threads", "quantization", "kv_bits"), PASSES)
@@ -113,18 +126,14 @@ def test_a_pass_computes_what_torch_does(
     fill(rounded, 3)
     fill(exact, 3)
     if quantization != "none":
-        for model in (rounded, exact):
-            model.quantize("int4" if quantization == "ordered" else quantization)
-            for linear in (linear for linear, _, _ in model.fused() if quantization == "ordered"):
-                assert isinstance(linear.weight, QuantizedWeight)
-                order = torch.randperm(linear.weight.shape[1], generator=torch.Generator().manual_seed(2))
-                linear.weight = replace(linear.weight, order=order)
+        quantize_model(rounded, quantization)
+        quantize_model(exact, quantization)
     dtypes = (torch.int8, torch.int8) if kv_bits else (torch.bfloat16, torch.float32)
     shape = (200, 2, sizes.kv_heads, sizes.block_size, row_size(dtypes[0], sizes.head_dim))
     caches = [[torch.zeros(shape, dtype=dtype) for _ in exact.layers] for dtype in dtypes]
     expected = TorchForward(exact, caches[1])
     assert not CpuForward.misfit(config)
-    tolerance = 0.03 if quantization in ("int4", "ordered") or kv_bits else 0.02  # such numbers are rounded, too
+    tolerance = 0.03 if quantization != "none" or kv_bits else 0.02  # such numbers are rounded, too
     for kv in caches[0]:
         kv.fill_(-1 if kv_bits else math.nan)  # as bytes, -1 is a bfloat16 that is not a number
     found = CpuForward(library, rounded, caches[0], 512, lambda: threads)
@@ -199,6 +208,28 @@ def test_a_quantized_weight_is_read_as_torch_reads_it(
     if halves:
         expected = expected.view(2, 4, 16, inputs).transpose(0, 1).reshape(128, inputs)
     torch.testing.assert_close(found, expected[ids], rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scale_type", SCALE_TYPES, ids=str)
+def test_scales_and_offsets_stay_what_the_checkpoint_says(
+    library: ctypes.CDLL, scale_type: torch.dtype, bits: int
+) -> None:
+    """Rounded to 8 bits, an offset would move a whole group of numbers by a part of its smallest one."""
+    chance = torch.Generator().manual_seed(1)
+    codes = torch.randint(2**bits, (64, 96), generator=chance, dtype=torch.uint8)
+    scales = 0.001 + 0.001 * torch.rand(64, 3, generator=chance)
+    weight = as_checkpoints_have_it(QuantizedWeight(codes, scales, -(2**bits - 1) / 2 * scales, bits), scale_type)
+    packed, ids, found = PackedWeight(library, weight), torch.arange(64), torch.empty(64, 96, dtype=torch.bfloat16)
+    assert SCALE_TYPES[packed.struct.scale_type] == scale_type
+    library.tandem_unpack_rows(ctypes.byref(packed.struct), ids.data_ptr(), 64, found.data_ptr())
+    torch.testing.assert_close(found.float(), weight.dense(torch.float32), rtol=2**-8, atol=1e-7)
+
+
+def as_checkpoints_have_it(weight: QuantizedWeight, scale_type: torch.dtype) -> QuantizedWeight:
+    """With scales and offsets that no narrower type holds, as they are read: in float32."""
+    scales, offsets = (part.float() * 1.0007 for part in (weight.scales, weight.offsets))
+    return replace(weight, scales=scales.to(scale_type).float(), offsets=offsets.to(scale_type).float())
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -341,6 +372,7 @@ folder.mkdir()
 test_kernels.test_a_pass_computes_what_torch_does(library, test_kernels.SHAPES[0], 2, "ordered", 8, folder)
 test_kernels.test_a_packed_weight_is_what_it_was(library, True)
 test_kernels.test_a_quantized_weight_is_read_as_torch_reads_it(library, "int8", 96, True)
+test_kernels.test_scales_and_offsets_stay_what_the_checkpoint_says(library, test_kernels.SCALE_TYPES[1], 4)
 test_sampler.test_the_kernels_choose_as_torch_does(library, 64)
 """
 OUT_OF_BOUNDS = """

@@ -84,21 +84,23 @@ static inline __m512i dequantize(__m256i words, const int bits, const __m512 *sc
     return (__m512i)_mm512_cvtne2ps_pbh(b, a);
 }
 
-/* 32 numbers, each twice. */
-static inline void doubled(const bf16 *from, __m512 *to) {
+/* 32 of a group's scales and offsets, from `at` on, each twice. */
+static inline void doubled(const struct weight *w, const uint8_t *group, int64_t at, __m512 *to) {
     const __m512i first = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int half = 0; half < 2; half++) {
-        const __m512 numbers = load16(from + half * 16);
+        const __m512 numbers = scales16(group, w->scale_type, at + half * 16);
         to[half * 2] = _mm512_permutexvar_ps(first, numbers), to[half * 2 + 1] = _mm512_permutexvar_ps(last, numbers);
     }
 }
 
-/* `pairs` steps of one group of a quantized panel, opened; `ahead` is fetched meanwhile. */
-static inline __attribute__((always_inline)) void open_group(const uint8_t *group, const uint8_t *codes, int64_t pairs,
+/* One group of a quantized panel, opened; `ahead` is fetched meanwhile. */
+static inline __attribute__((always_inline)) void open_group(const struct weight *w, const uint8_t *group,
                                                              const int bits, uint32_t *to, const char *ahead) {
+    const uint8_t *codes = group + scale_bytes(w);
+    const int64_t pairs = w->group / 2;
     __m512 scales[4], offsets[4];
-    doubled((const bf16 *)group, scales), doubled((const bf16 *)group + 32, offsets);
+    doubled(w, group, 0, scales), doubled(w, group, 32, offsets);
     for (int i = 0; bits == 8 && i < 4; i++)
         offsets[i] = _mm512_fmadd_ps(_mm512_set1_ps(128.0f), scales[i], offsets[i]);
     for (int64_t k = 0; k < pairs; k++, to += 32, codes += bits * 8) {
@@ -120,8 +122,8 @@ static void open_quantized(const struct weight *w, int64_t panel, uint32_t *to, 
     const uint8_t *group = w->bytes + panel * panel_bytes(w);
     for (int64_t k = 0; k < w->inputs / 2; k += each, to += each * 32, group += group_bytes(w)) {
         const char *next = ahead ? ahead + k / each * group_bytes(w) : 0;
-        if (w->bits == 8) open_group(group, group + 128, each, 8, to, next);
-        else open_group(group, group + 128, each, 4, to, next);
+        if (w->bits == 8) open_group(w, group, 8, to, next);
+        else open_group(w, group, 4, to, next);
     }
 }
 
@@ -167,8 +169,8 @@ static void quantized_panel(const struct thread *thread, const struct linear *j,
         const int64_t row = tile_begin(j->rows, t, count), rows = tile_begin(j->rows, t + 1, count) - row;
         struct quantized_at at = {
             .groups = w->bytes + panel * panel_bytes(w), .open = thread->opened, .ahead = ahead, .count = groups,
-            .pairs = w->group / 2, .bytes = group_bytes(w), .half = (int64_t)1 << (w->bits - 1), .num_groups = groups,
-            .x_sums = thread->x_sums + row * groups,
+            .pairs = w->group / 2, .bytes = group_bytes(w), .scale_type = w->scale_type, .scale_bytes = scale_bytes(w),
+            .half = (int64_t)1 << (w->bits - 1), .num_groups = groups, .x_sums = thread->x_sums + row * groups,
         };
         if (!t && count > 1) at.opened = thread->opened;
         if (t) at.ahead = upcoming_block(&j->upcoming, panel * (count - 1) + t - 1, w->outputs / 32 * (count - 1));

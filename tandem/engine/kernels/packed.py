@@ -1,7 +1,7 @@
 """Weights as the kernels read them, in panels of 32 outputs: see packing.h.
 
 bfloat16 in 12 bits   survey ─> panels: the exponents that each counts from ──> pack ─> bytes, and rare numbers, listed
-quantized             for each group of inputs scales, offsets and codes
+quantized             for each group of inputs scales and offsets, in the first of SCALE_TYPES that is exact, and codes
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem.engine.kernels.structs import Rare, Weight
 from tandem.engine.quantization import QuantizedWeight
 
+SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OUTPUTS, _STEP_BYTES = 32, 96  # of a panel; of two inputs of it
 
 
@@ -25,8 +26,9 @@ class PackedWeight:
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor | QuantizedWeight, halves: bool = False) -> None:
         if isinstance(weight, QuantizedWeight):
-            self._bytes = _panels(weight, halves)
-            self.struct = Weight(self._bytes.data_ptr(), None, None, *weight.shape, weight.bits, weight.group)
+            kind = next((i for i, dtype in enumerate(SCALE_TYPES) if _holds(dtype, weight)), len(SCALE_TYPES) - 1)
+            self._bytes = _panels(weight, halves, SCALE_TYPES[kind])
+            self.struct = Weight(self._bytes.data_ptr(), None, None, *weight.shape, weight.bits, weight.group, kind)
             if weight.order is not None:
                 self._order = weight.order.int()
                 self.struct.order = self._order.data_ptr()
@@ -42,14 +44,19 @@ class PackedWeight:
         library.tandem_pack(weight.data_ptr(), halves, ctypes.byref(self.struct))
 
 
-def _panels(weight: QuantizedWeight, halves: bool) -> Tensor:
+def _holds(dtype: torch.dtype, weight: QuantizedWeight) -> bool:
+    """True for what keeps its scales and offsets as they are."""
+    return all(torch.equal(part.to(dtype).float(), part.float()) for part in (weight.scales, weight.offsets))
+
+
+def _panels(weight: QuantizedWeight, halves: bool, scale_type: torch.dtype) -> Tensor:
     """(panels, groups, bytes of a group)"""
     outputs, inputs = weight.shape
     order: slice | Tensor = slice(None)
     if halves:  # a panel is 16 outputs of either half
         order = torch.arange(outputs).view(2, -1, 16).transpose(0, 1).reshape(-1)
     groups = inputs // weight.group
-    numbers = torch.stack((weight.scales[order], weight.offsets[order])).bfloat16()  # (2, outputs, groups)
+    numbers = torch.stack((weight.scales[order], weight.offsets[order])).to(scale_type)  # (2, outputs, groups)
     head = numbers.view(2, -1, _OUTPUTS, groups).permute(1, 3, 0, 2).contiguous().view(-1, groups, 2 * _OUTPUTS)
     codes = weight.codes[order].view(-1, _OUTPUTS, groups, weight.group // 2, 2).permute(0, 2, 3, 1, 4).flatten(3)
     if weight.bits == 8:

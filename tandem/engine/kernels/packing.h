@@ -6,8 +6,8 @@
    with another exponent are zero there, and listed in the order of `at`.
 
    Or, where `bits` are 8 or 4, quantized, a number being code * scale + offset: then a panel has, for each `group` of
-   inputs, 32 scales and 32 offsets in bfloat16, and a step is its codes: of 8 bits in the order (output, input), of 4
-   bits those of the last 16 outputs in the upper halves. */
+   inputs, 32 scales and 32 offsets, of whichever type holds them exactly, and a step is its codes: of 8 bits in the
+   order (output, input), of 4 bits those of the last 16 outputs in the upper halves. */
 
 #pragma once
 #include <stdlib.h>
@@ -16,6 +16,7 @@
 #include "numbers.h"
 
 enum { STEP_BYTES = 96, CODES = 16 };
+enum { IN_BFLOAT16, IN_FLOAT16, IN_FLOAT32 }; /* scales and offsets */
 
 /* structs.py has the same structs. */
 struct rare { uint32_t at; float value; };  /* at: input * 32 + the output's place in the panel */
@@ -24,7 +25,7 @@ struct weight {
     uint8_t *bytes;
     struct panel *panels;
     struct rare *rare;
-    int64_t outputs, inputs, bits, group;
+    int64_t outputs, inputs, bits, group, scale_type;
     const int32_t *order; /* which input each of its columns is of, or null */
 };
 
@@ -98,7 +99,15 @@ void tandem_pack(const bf16 *from, int64_t halves, const struct weight *to) {
     }
 }
 
-static inline int64_t group_bytes(const struct weight *w) { return 4 * 32 + w->group / 2 * w->bits * 8; }
+static inline int64_t scale_bytes(const struct weight *w) { return 2 * 32 * (w->scale_type == IN_FLOAT32 ? 4 : 2); }
+static inline int64_t group_bytes(const struct weight *w) { return scale_bytes(w) + w->group / 2 * w->bits * 8; }
+
+/* 16 of a group's 32 scales, which its 32 offsets follow, from `at` on. */
+static inline __m512 scales16(const uint8_t *group, int64_t type, int64_t at) {
+    if (type == IN_FLOAT32) return _mm512_loadu_ps((const float *)group + at);
+    if (type == IN_BFLOAT16) return load16((const bf16 *)group + at);
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)((const uint16_t *)group + at)));
+}
 
 static inline int64_t panel_bytes(const struct weight *w) {
     return w->bits ? w->inputs / w->group * group_bytes(w) : w->inputs / 2 * STEP_BYTES;
@@ -109,8 +118,11 @@ static void dequantize_rows(const struct weight *from, const int64_t *ids, int64
         const int64_t n = *ids % 32;
         const uint8_t *group = from->bytes + *ids / 32 * panel_bytes(from);
         for (int64_t k = 0; k < from->inputs; k += from->group, group += group_bytes(from)) {
-            const float scale = wide(((const bf16 *)group)[n]), offset = wide(((const bf16 *)group)[32 + n]);
-            const uint8_t *step = group + 128;
+            float scales[16], offsets[16];
+            _mm512_storeu_ps(scales, scales16(group, from->scale_type, n / 16 * 16));
+            _mm512_storeu_ps(offsets, scales16(group, from->scale_type, 32 + n / 16 * 16));
+            const float scale = scales[n % 16], offset = offsets[n % 16];
+            const uint8_t *step = group + scale_bytes(from);
             for (int64_t i = 0; i < from->group; i++, step += i % 2 ? 0 : from->bits * 8) {
                 const int code = from->bits == 8 ? (int8_t)step[n * 2 + i % 2] + 128 : step[n % 16 * 2 + i % 2] >> n / 16 * 4 & 0xf;
                 out[k + i] = nearest((float)code * scale + offset);

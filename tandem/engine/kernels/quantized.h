@@ -17,7 +17,7 @@ struct quantized_at {
     const uint32_t *open;
     uint32_t *opened; /* if given, codes are left there */
     const char *ahead; /* fetched meanwhile: `lines` of 64 bytes, and where packed as many bytes as are read */
-    int64_t lines, count, pairs, bytes, half, num_groups; /* groups, pairs and bytes of each */
+    int64_t lines, count, pairs, bytes, scale_type, scale_bytes, half, num_groups; /* groups, pairs and bytes of each */
     const float *x_sums; /* of each row's groups */
 };
 
@@ -67,7 +67,7 @@ static inline __attribute__((always_inline)) void add_groups(const int rows, con
                 w = (struct codes_open){_mm512_loadu_si512(r->open), _mm512_loadu_si512(r->open + 16)}, r->open += 32;
                 if (r->line++ < at->lines) _mm_prefetch(r->ahead, _MM_HINT_T1), r->ahead += 64;
             } else {
-                w = open_codes(group + i * at->bytes + 128 + k * bits * 8, bits, table);
+                w = open_codes(group + i * at->bytes + at->scale_bytes + k * bits * 8, bits, table);
                 if (r->opened)
                     _mm512_store_si512(r->opened, w.low), _mm512_store_si512(r->opened + 16, w.high), r->opened += 32;
                 if (r->ahead) _mm_prefetch(r->ahead, _MM_HINT_T1), r->ahead += bits * 8;
@@ -82,10 +82,11 @@ static inline __attribute__((always_inline)) void add_groups(const int rows, con
     r->x += (together - 1) * at->pairs;
     const __m512 half = _mm512_set1_ps((float)at->half);
     _Pragma("GCC unroll 2") for (int i = 0; i < together; i++) {
-        const bf16 *head = (const bf16 *)(group + i * at->bytes);
-        const __m512 scales[2] = {load16(head), load16(head + 16)};
-        const __m512 offsets[2] = {_mm512_fmadd_ps(half, scales[0], load16(head + 32)),
-                                   _mm512_fmadd_ps(half, scales[1], load16(head + 48))};
+        const uint8_t *head = group + i * at->bytes;
+        const int64_t type = at->scale_type;
+        const __m512 scales[2] = {scales16(head, type, 0), scales16(head, type, 16)};
+        const __m512 offsets[2] = {_mm512_fmadd_ps(half, scales[0], scales16(head, type, 32)),
+                                   _mm512_fmadd_ps(half, scales[1], scales16(head, type, 48))};
         _Pragma("GCC unroll 12") for (int m = 0; m < rows; m++) {
             const __m512 x_sum = _mm512_set1_ps(at->x_sums[m * at->num_groups + g + i]);
             _Pragma("GCC unroll 2") for (int n = 0; n < 2; n++) {

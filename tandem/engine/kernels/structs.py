@@ -14,7 +14,7 @@ class Weight(ctypes.Structure):
 
     _fields_ = [
         *((name, _POINTER) for name in ("bytes", "panels", "rare")),
-        *((name, _INT) for name in ("outputs", "inputs", "bits", "group")),
+        *((name, _INT) for name in ("outputs", "inputs", "bits", "group", "scale_type")),
         ("order", _POINTER),
     ]
 
