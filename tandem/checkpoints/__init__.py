@@ -16,6 +16,7 @@ from tandem.checkpoints.hub import (
 from tandem.checkpoints.memory_fit import MemoryNeed, described, machine_memory, misfit
 from tandem.checkpoints.model_files import (
     FAMILIES,
+    GENERATION_FILE,
     GenerationFile,
     ModelFile,
     differing,
@@ -28,6 +29,7 @@ from tandem.checkpoints.model_path import ModelPath, TextPath
 
 __all__ = [
     "FAMILIES",
+    "GENERATION_FILE",
     "HUB",
     "TENSORS_FILE",
     "WEIGHTS_FILE",

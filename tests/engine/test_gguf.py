@@ -119,6 +119,19 @@ def test_words_and_template_come_from_its_metadata(tmp_path: Path) -> None:
     assert folder_of(tmp_path / "m.gguf", tmp_path / "cache") == folder
 
 
+def test_a_file_or_what_lies_beside_it_says_how_to_sample(tmp_path: Path) -> None:
+    file, beside = tmp_path / "m.gguf", tmp_path / "generation_config.json"
+    make_file(file, "llama", "F32", {"general.sampling.temp": 0.5, "general.sampling.top_k": 20})
+    said = [json.loads((folder_of(file, tmp_path / "cache") / beside.name).read_text())]
+    beside.write_text('{"temperature": 0.25, "max_new_tokens": 9, "do_sample": true}')
+    said.append(json.loads((folder_of(file, tmp_path / "cache") / beside.name).read_text()))
+    assert said[0] == {"eos_token_id": [1], "temperature": 0.5, "top_k": 20}
+    assert said[1] == said[0] | {"temperature": 0.25, "max_new_tokens": 9}
+    beside.write_text('{"temperature": "hot"}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: temperature: "):
+        folder_of(file, tmp_path / "cache")
+
+
 def test_sentencepiece_words_are_merged_by_their_scores(tmp_path: Path) -> None:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab"]
     scores = [0.0] * (len(words) - 2) + [-1.0, -2.0]

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,10 +15,11 @@ import pytest
 from openai import AsyncOpenAI
 
 from services.gateway import Gateway
-from services.gateway.generation import Answer
+from services.gateway.generation import Answer, read_sampling
 from services.gateway.http import large
 from services.gateway.http.completions import read_completion
 from services.gateway.http.endpoint import GenerateEndpoint
+from services.gateway.model import ServedModel
 from services.gateway.text import Tokenizer
 from tandem import __version__
 from tandem.sampling import SamplingParams
@@ -157,6 +160,18 @@ async def test_max_tokens_defaults_to_the_room_that_is_left(http: httpx.AsyncCli
     assert list(peers.decode.seen[0].sampling.stop_token_ids) == []
     assert answer.json()["choices"][0]["finish_reason"] == "length"
     assert answer.json()["usage"]["completion_tokens"] == left
+
+
+async def test_a_model_may_say_how_long_an_answer_is_that_nobody_bounds(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 32, "top_p": 0.5, "do_sample": true}')
+    model = ServedModel.load(tmp_path, MODEL, 0)
+    assert model.defaults == {"max_tokens": 32, "top_p": 0.5}
+    assert (await read_sampling({}, model)).max_tokens == 32
+    assert (await read_sampling({"max_tokens": 64}, model)).max_tokens == 64
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 0}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: max_new_tokens: "):
+        ServedModel.load(tmp_path, MODEL, 0)
 
 
 async def test_a_completion_is_short_unless_more_is_asked_for(http: httpx.AsyncClient) -> None:

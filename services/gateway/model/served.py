@@ -80,7 +80,10 @@ def _defaults(file: Path) -> dict[str, float]:
     Raises:
         ValueError: one that cannot be served.
     """
-    found: dict[str, float] = read_file(GenerationFile, file).model_dump(include=set(OF_MODEL), exclude_none=True)
+    said: dict[str, float] = read_file(GenerationFile, file).model_dump(exclude_none=True)
+    found = {name: said[name] for name in OF_MODEL if name in said}
+    if "max_new_tokens" in said:
+        found["max_tokens"] = said["max_new_tokens"]
     try:
         SamplingParams.of(found)
     except InvalidParameter as error:

@@ -10,6 +10,8 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 # Llama 3's frequencies, of which the file holds only the quotients: they follow from the longest one.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FREQUENCIES = "rope_freqs.weight"
+# What `generation_config.json` calls a key of general.sampling.
+SAMPLING = {"temperature": "temp", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 
 
 def config_of(metadata: Metadata, frequency_factor: float | None, all_float32: bool) -> dict[str, Any]:
@@ -54,10 +56,13 @@ def config_of(metadata: Metadata, frequency_factor: float | None, all_float32: b
 
 
 def generation_of(metadata: Metadata) -> dict[str, Any]:
-    """The ids that end a text, as `generation_config.json` has them."""
+    """The ids that end a text, and how the file says to sample, as `generation_config.json` has them."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ends = dict.fromkeys(metadata.get(f"tokenizer.ggml.{key}", int) for key in keys)
-    return {"eos_token_id": [end for end in ends if end is not None]}
+    said: dict[str, float | None] = {"top_k": metadata.get("general.sampling.top_k", int)}
+    said |= {name: metadata.get(f"general.sampling.{key}", float) for name, key in SAMPLING.items()}
+    sampling = {name: value for name, value in said.items() if value is not None}
+    return {"eos_token_id": [end for end in ends if end is not None], **sampling}
 
 
 def _rope(metadata: Metadata, family: str, frequency_factor: float | None) -> dict[str, Any]:

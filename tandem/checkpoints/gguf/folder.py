@@ -1,7 +1,7 @@
 """A GGUF file as a Hugging Face folder, made once and kept in the cache.
 
 1 name     by the file's path, size and time of change: another file is another folder
-2 read     metadata and where each tensor lies; no weights
+2 read     metadata and where each tensor lies; no weights. A generation_config.json beside it goes before its own
 3 write    into a folder of its own, which then gets its name: processes that do so at once find the same
 """
 
@@ -17,12 +17,13 @@ from typing import Any
 
 from tandem.checkpoints.gguf.config import FREQUENCIES, config_of, generation_of
 from tandem.checkpoints.gguf.metadata import Metadata
+from tandem.checkpoints.model_files import GENERATION_FILE, GenerationFile, read_file
 
 SUFFIX = ".gguf"
 WEIGHTS_FILE, TENSORS_FILE = "model.gguf", "tensors.json"
 TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
 MAGIC = b"GGUF"
-_VERSION = b"1"  # of what is written
+_VERSION = b"2"  # of what is written
 
 
 def folder_of(file: Path, cache: Path | None = None) -> Path:
@@ -35,12 +36,13 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
     file = file.resolve()
     said = file.stat()
     cache = _writable(cache or _cache())
-    named = blake2b(f"{file}\0{said.st_size}\0{said.st_mtime_ns}".encode() + _VERSION, digest_size=8).hexdigest()
-    place = cache / named / file.stem
+    generation = _beside(file)
+    naming = f"{file}\0{said.st_size}\0{said.st_mtime_ns}\0{generation}".encode() + _VERSION
+    place = cache / blake2b(naming, digest_size=8).hexdigest() / file.stem
     if not (place / TENSORS_FILE).is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as made:
-            _write(file, Path(made) / "model")
+            _write(file, Path(made) / "model", generation)
             if not place.exists():
                 os.rename(Path(made) / "model", place)
     return place
@@ -75,7 +77,19 @@ def _writable(cache: Path) -> Path:
     return cache if os.access(cache, os.W_OK) else Path(tempfile.mkdtemp(prefix="tandem-gguf-"))
 
 
-def _write(file: Path, folder: Path) -> None:
+def _beside(file: Path) -> dict[str, Any]:
+    """Reads the generation_config.json beside the file, if there is one.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    beside = file.with_name(GENERATION_FILE)
+    if not beside.is_file():
+        return {}
+    return read_file(GenerationFile, beside).model_dump(exclude_none=True)
+
+
+def _write(file: Path, folder: Path, generation: dict[str, Any]) -> None:
     from tandem.checkpoints.gguf.tokenizer import (  # not every process that names models has it
         special_tokens_of,
         tokenizer_of,
@@ -89,7 +103,7 @@ def _write(file: Path, folder: Path) -> None:
     factor = _frequency_factor(tensors.get(FREQUENCIES), file)
     written = {
         "config.json": config_of(metadata, factor, kinds == {"F32"}),
-        "generation_config.json": generation_of(metadata),
+        GENERATION_FILE: generation_of(metadata) | generation,
         "tokenizer_config.json": special_tokens_of(metadata) | _template(metadata),
         TENSORS_FILE: {
             name: {"type": tensor.tensor_type.name, "shape": list(map(int, reversed(tensor.shape))),
