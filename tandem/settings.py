@@ -27,6 +27,7 @@ def load(settings: type[S], arguments: Sequence[str] | None = None, program: str
     source = CliSettingsSource[S](
         settings, cli_prog_name=program, cli_parse_args=given, cli_kebab_case=True, cli_implicit_flags=True,
         cli_hide_none_type=True, cli_avoid_json=True, formatter_class=_Help,
+        parse_args_method=argparse.ArgumentParser.parse_intermixed_args,  # a name may also come behind options
     )  # fmt: skip
     try:
         return settings(_cli_settings_source=source)

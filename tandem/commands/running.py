@@ -39,9 +39,10 @@ class RunningNote(BaseModel):
 
 
 class DownSettings(Settings):
-    """End the clusters that `tandem up` started on this machine; with --ray one that runs there."""
+    """End the cluster that `tandem up` started on this machine; with --ray one that runs there."""
 
-    pid: int | None = Field(None, ge=1, description="of the only one to end, as `tandem ps` lists it")
+    pid: int | None = Field(None, ge=1, description="of the one to end, as `tandem ps` lists it, where several run")
+    all: bool = Field(False, description="end all of them")
 
 
 class LogsSettings(Settings):
@@ -53,14 +54,16 @@ class LogsSettings(Settings):
 
 def ps(arguments: list[str]) -> None:
     load(Settings, arguments, "tandem ps")
-    rows = [(str(note.pid), note.model, note.workers, note.http, note.grpc, note.logs) for note in running()]
-    if not rows:
-        print("no cluster runs on this machine")
-        return
+    found = running()
+    print(_table(found) if found else "no cluster runs on this machine")
+
+
+def _table(notes: list[RunningNote]) -> str:
+    rows = [(str(note.pid), note.model, note.workers, note.http, note.grpc, note.logs) for note in notes]
     rows.insert(0, ("PID", "MODEL", "WORKERS", "HTTP", "GRPC", "LOGS"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
 def down_here(arguments: list[str]) -> None:
@@ -68,6 +71,8 @@ def down_here(arguments: list[str]) -> None:
     found = [note for note in running() if settings.pid in (None, note.pid)]
     if not found:
         raise SystemExit("tandem down: no such cluster runs on this machine; on Ray: tandem down --ray")
+    if len(found) > 1 and not settings.all:
+        raise SystemExit(f"tandem down: which one? --pid=PID, or --all\n{_table(found)}")
     for note in found:
         os.kill(note.pid, signal.SIGTERM)
     if left := asyncio.run(_ended(found)):
@@ -98,15 +103,17 @@ def up_in_background(arguments: list[str], logs: Path, ready_timeout_s: float) -
             [sys.executable, "-m", "tandem", "up", *arguments],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    until = time.monotonic() + ready_timeout_s
-    while time.monotonic() < until and child.poll() is None:
-        if any(note.pid == child.pid for note in running()):
-            print(
-                log.read_text(errors="replace").replace("Ctrl-C stops everything.", "`tandem down` stops everything.")
-            )
-            return
-        time.sleep(CHECK_S)
-    child.terminate()
+    until, ready = time.monotonic() + ready_timeout_s, False
+    try:
+        while not ready and time.monotonic() < until and child.poll() is None:
+            time.sleep(CHECK_S)
+            ready = any(note.pid == child.pid for note in running())
+    finally:
+        if not ready:  # also by Ctrl-C, which it does not get itself
+            child.terminate()
+    if ready:
+        print(log.read_text(errors="replace").replace("Ctrl-C stops everything.", "`tandem down` stops everything."))
+        return
     raise SystemExit(f"tandem up: it did not become ready\n{log.read_text(errors='replace')[-2000:]}")
 
 

@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tandem.commands.running import RunningNote
+from tandem.commands.up import DEMO_MODEL
 from tandem.local import free_ports
 
 BOUND_S = 120.0
@@ -35,12 +38,12 @@ def url(state: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
     """URL of a cluster that was left running, whose answers take their time."""
     http, grpc, redis = free_ports(3)
     ports = (f"--http-port={http}", f"--grpc-port={grpc}", f"--redis-port={redis}", "--engine=null")
-    started = tandem(state, "up", "-d", *ports, f"--logs={tmp_path_factory.mktemp('logs')}")
+    started = tandem(state, "up", "-d", *ports, f"--logs={tmp_path_factory.mktemp('logs')}", str(DEMO_MODEL))
     assert started.returncode == 0, started.stderr
     assert "Tandem is ready" in started.stdout
     assert "`tandem down` stops everything." in started.stdout
     yield f"http://127.0.0.1:{http}"
-    tandem(state, "down")
+    tandem(state, "down", "--all")
 
 
 class Terminal:
@@ -118,6 +121,24 @@ def test_who_is_not_there_is_named(url: str, state: dict[str, str]) -> None:
     away = tandem(state, "chat", "--url=http://127.0.0.1:1")
     assert "http://127.0.0.1:1" in away.stderr
     assert "start a cluster with `tandem up`" in away.stderr
+
+
+def test_down_of_several_asks_which(url: str, state: dict[str, str]) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            started = int(Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19])
+            said = {"model": "other", "http": "", "grpc": "", "workers": "", "logs": ""}
+            note = RunningNote(pid=other.pid, started=started, **said).model_dump_json()
+            Path(state["XDG_STATE_HOME"], "tandem", "running", f"{other.pid}.json").write_text(note)
+            asked = tandem(state, "down")
+            assert asked.returncode == 1
+            assert "which one? --pid=PID, or --all" in asked.stderr
+            assert f"{other.pid}  other" in asked.stderr
+            assert other.poll() is None
+            assert tandem(state, "down", f"--pid={other.pid}").stdout == f"stopped other ({other.pid})\n"
+        finally:
+            other.kill()
+    assert url in tandem(state, "ps").stdout
 
 
 def test_down_ends_it_and_leaves_nothing(url: str, state: dict[str, str]) -> None:

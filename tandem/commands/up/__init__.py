@@ -21,7 +21,7 @@ __all__ = ["DEMO_MODEL", "UpSettings", "main"]
 
 
 def main(arguments: list[str]) -> None:
-    given = with_ray_address(_with_model(arguments))
+    given = with_ray_address(arguments)
     settings = load(UpSettings, ["--detach" if one == "-d" else one for one in given], "tandem up")
     try:
         settings = settings.found()
@@ -37,10 +37,3 @@ def main(arguments: list[str]) -> None:
         asyncio.run(run(settings, cluster, environment))
     except (ServiceFailed, ConnectionError, TimeoutError, ValueError) as error:
         raise SystemExit(f"tandem up: {error}") from None
-
-
-def _with_model(arguments: list[str]) -> list[str]:
-    """`tandem up MODEL …` is `tandem up --model-path=MODEL …`."""
-    if arguments and not arguments[0].startswith("-"):
-        return [f"--model-path={arguments[0]}", *arguments[1:]]
-    return arguments

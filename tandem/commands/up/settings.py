@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import ByteSize, Field
+from pydantic_settings import CliPositionalArg
 
 from tandem.checkpoints import MemoryNeed, ModelPath, as_folder, find_model, machine_memory, misfit
 from tandem.cluster import Cluster, read_cluster
@@ -32,11 +33,12 @@ def held_weights(weights: int, dtype: str, quantization: str) -> int:
 class UpSettings(ClusterSettings):
     """Start a Tandem cluster on this machine: Redis, a gateway, prefill and decode workers, each a process."""
 
-    model_path: Path = Field(
-        DEMO_MODEL,
-        description="the model, also without the option: a Hugging Face folder, a GGUF file, smollm2, or its name on a "
-        "hub: organisation/model[@revision][:one of its GGUF files]",
+    model: CliPositionalArg[str] = Field(
+        "",
+        description="a Hugging Face folder, a GGUF file, smollm2, or a name on a hub: organisation/model[@revision]"
+        "[:one of its GGUF files]; if not given, the demo model",
     )
+    model_path: Path = Field(DEMO_MODEL, description="the same as an option; MODEL goes before it")
     model_name: str = Field("", description="name to serve it under; if not given, tandem-demo or the folder's name")
     prefill: int = Field(1, ge=0, description="number of prefill workers")
     decode: int = Field(1, ge=1, description="number of decode workers")
@@ -155,7 +157,7 @@ class UpSettings(ClusterSettings):
         """
         if self.file is not None:
             return self
-        found = find_model(str(self.model_path), self._misfit)
+        found = find_model(self.model or str(self.model_path), self._misfit)
         name = self.model_name or ("" if found.path == DEMO_MODEL else found.name)
         return self.model_copy(update={"model_path": as_folder(found.path), "model_name": name})
 
