@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tandem.checkpoints.gguf import as_folder, folder_of
+from tandem.checkpoints.gguf.config import USUAL
 from tandem.engine import Engine, EngineConfig, Request
 from tandem.engine.models import Decoder, read_model_config
 from tandem.engine.quantization.quantization import QuantizedWeight
@@ -115,7 +116,7 @@ def test_words_and_template_come_from_its_metadata(tmp_path: Path) -> None:
     said = json.loads((folder / "tokenizer_config.json").read_text())
     assert said["bos_token"] == "<|begin|>"
     assert "m.role" in said["chat_template"]
-    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1]}
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1], **USUAL}
     assert folder_of(tmp_path / "m.gguf", tmp_path / "cache") == folder
 
 
@@ -125,8 +126,14 @@ def test_a_file_or_what_lies_beside_it_says_how_to_sample(tmp_path: Path) -> Non
     said = [json.loads((folder_of(file, tmp_path / "cache") / beside.name).read_text())]
     beside.write_text('{"temperature": 0.25, "max_new_tokens": 9, "do_sample": true}')
     said.append(json.loads((folder_of(file, tmp_path / "cache") / beside.name).read_text()))
-    assert said[0] == {"eos_token_id": [1], "temperature": 0.5, "top_k": 20}
+    assert said[0] == {"eos_token_id": [1], **USUAL, "temperature": 0.5, "top_k": 20}
     assert said[1] == said[0] | {"temperature": 0.25, "max_new_tokens": 9}
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "m.gguf").rename(tmp_path / "bytes" / "0f0f")
+    file.symlink_to(tmp_path / "bytes" / "0f0f")  # as a hub's cache has it
+    linked = folder_of(file, tmp_path / "cache")
+    assert linked.name == "m"
+    assert json.loads((linked / beside.name).read_text()) == said[1]
     beside.write_text('{"temperature": "hot"}')
     with pytest.raises(ValueError, match=r"generation_config\.json: temperature: "):
         folder_of(file, tmp_path / "cache")

@@ -10,7 +10,9 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 # Llama 3's frequencies, of which the file holds only the quotients: they follow from the longest one.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FREQUENCIES = "rope_freqs.weight"
-# What `generation_config.json` calls a key of general.sampling.
+# What `generation_config.json` calls a key of general.sampling, and what llama.cpp, for which such files are made,
+# takes where a file does not say.
+USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 SAMPLING = {"temperature": "temp", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 
 
@@ -62,7 +64,7 @@ def generation_of(metadata: Metadata) -> dict[str, Any]:
     said: dict[str, float | None] = {"top_k": metadata.get("general.sampling.top_k", int)}
     said |= {name: metadata.get(f"general.sampling.{key}", float) for name, key in SAMPLING.items()}
     sampling = {name: value for name, value in said.items() if value is not None}
-    return {"eos_token_id": [end for end in ends if end is not None], **sampling}
+    return {"eos_token_id": [end for end in ends if end is not None], **USUAL, **sampling}
 
 
 def _rope(metadata: Metadata, family: str, frequency_factor: float | None) -> dict[str, Any]:

@@ -33,12 +33,11 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
         OSError: the file cannot be read, or the cache not written.
         ValueError: it is no GGUF file, or one that cannot be served; names the file and the key.
     """
-    file = file.resolve()
+    name, generation, file = file.stem, _beside(file), file.resolve()  # in a hub's cache it is a link to nameless bytes
     said = file.stat()
     cache = _writable(cache or _cache())
-    generation = _beside(file)
     naming = f"{file}\0{said.st_size}\0{said.st_mtime_ns}\0{generation}".encode() + _VERSION
-    place = cache / blake2b(naming, digest_size=8).hexdigest() / file.stem
+    place = cache / blake2b(naming, digest_size=8).hexdigest() / name
     if not (place / TENSORS_FILE).is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as made:
