@@ -24,6 +24,7 @@ from rich.text import Text
 
 from tandem.commands import UP_ADDRESSES
 from tandem.commands.markdown import Markdown
+from tandem.commands.running import running
 from tandem.settings import Settings, load
 
 QUOTES = '"""'
@@ -41,7 +42,11 @@ class ChatSettings(Settings):
     """Talk to a running cluster."""
 
     model: CliPositionalArg[str] = Field("", description="if not given, the first model that is served")
-    url: str = Field(UP_ADDRESSES["gateway_url"], description="the gateway's HTTP address")
+    url: str = Field(
+        "",
+        description="the gateway's HTTP address; if not given, that of the newest cluster on this machine, with MODEL "
+        f"one that serves it, else {UP_ADDRESSES['gateway_url']}",
+    )
     api_key: str = Field("", description="as `tandem keys add` printed it, where the gateway asks for one")
     system: str = Field("", description="what the model is told before anything else")
     max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
@@ -87,16 +92,22 @@ class Conversation:
 def main(arguments: list[str]) -> None:
     settings = load(ChatSettings, arguments, "tandem chat")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background processes ignore it
-    client = OpenAI(base_url=f"{settings.url}/v1", api_key=settings.api_key or "none", timeout=settings.timeout_s)
+    url = settings.url or _url_here(settings.model)
+    client = OpenAI(base_url=f"{url}/v1", api_key=settings.api_key or "none", timeout=settings.timeout_s)
     console = Console(highlight=False, soft_wrap=True)
     try:
         served = [model.id for model in client.models.list()]
     except openai.OpenAIError as error:
-        raise SystemExit(f"tandem chat: {settings.url}: {error}; start a cluster with `tandem up`") from None
+        raise SystemExit(f"tandem chat: {url}: {error}; start a cluster with `tandem up`") from None
     if settings.model and settings.model not in served:
         raise SystemExit(f"tandem chat: {settings.model!r} is not served; there is {', '.join(served)}")
     chat = Chat(client, console, settings, Conversation(settings.model or served[0], settings.system))
     chat.run(read_line)
+
+
+def _url_here(model: str) -> str:
+    found = [note.http for note in running() if not model or model in note.model.split(", ")]
+    return found[-1].split(", ")[0] if found else UP_ADDRESSES["gateway_url"]
 
 
 def read_line(prompt: str) -> str:

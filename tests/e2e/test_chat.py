@@ -80,7 +80,7 @@ def test_what_runs_is_listed(url: str, state: dict[str, str]) -> None:
 
 
 def test_a_conversation(url: str, state: dict[str, str]) -> None:
-    chat = Terminal(state, f"--url={url}", "--max-tokens=12", "--temperature=0")
+    chat = Terminal(state, "tandem-demo", "--max-tokens=12", "--temperature=0")  # the cluster that runs here
     chat.until("you> ")
     chat.type("/help\r")
     assert "/system" in chat.until("you> ")
