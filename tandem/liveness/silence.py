@@ -4,6 +4,7 @@
     silence             time since anything was heard, in which this side itself was awake
     the peer is lost    after LIMIT_S x (1 + own + peer's starvation) of silence, at most MOST_S; after MOST_S where
                         nobody could take its place, for then giving it up early would only make work run twice
+    unheard             what is sent here does not reach the peer, which is heard, and says that it hears nothing
 
 As in Lifeguard (arXiv 1707.00788), a process that was not run itself blames nobody for it. No clock of its own.
 """
@@ -46,10 +47,11 @@ class Liveness:
         self.heard_at = now
         self.sole = False  # nobody could take the peer's place
         self.pings = False  # the peer has sent one
+        self.unheard_s = 0.0  # for how long the peer has heard nothing from here, as it last said
         self._starvation = starvation
         self._peer = 0.0
-        self._pinged_at = self._looked_at = now
-        self._silent_s = 0.0
+        self._pinged_at = self._looked_at = self._awake_since = now
+        self.quiet_s = 0.0  # as silent_s, when last looked
 
     def heard(self, starvation: float, now: float) -> None:
         """The peer has sent a ping."""
@@ -67,7 +69,7 @@ class Liveness:
 
     def due_s(self, now: float) -> float:
         """Seconds until it should be asked again, never more than INTERVAL_S."""
-        left_s = self.limit_s - self._silent_s
+        left_s = self.limit_s - self.quiet_s
         return max(LEAST_S, min(self._pinged_at + INTERVAL_S - now, left_s if left_s > 0 else INTERVAL_S))
 
     def ping_due(self, now: float) -> bool:
@@ -80,10 +82,17 @@ class Liveness:
     def silent_s(self, now: float) -> float:
         """How long the peer has said nothing while this side was awake."""
         if self.heard_at >= self._looked_at:
-            self._silent_s = 0.0
-        self._silent_s += min(now - max(self._looked_at, self.heard_at), LOOK_S)
+            self.quiet_s = 0.0
+        if now - self._looked_at > LOOK_S:
+            self._awake_since = now
+        self.quiet_s += min(now - max(self._looked_at, self.heard_at), LOOK_S)
         self._looked_at = now
-        return self._silent_s
+        return self.quiet_s
+
+    def unheard(self, now: float) -> bool:
+        """True if pings have been sent for so long that the peer, were they to arrive, would have heard one."""
+        awake_s = now - self._awake_since
+        return min(self.unheard_s, awake_s - INTERVAL_S) >= self.usual_limit_s
 
     def lost(self, now: float) -> bool:
         return self.silent_s(now) >= self.limit_s

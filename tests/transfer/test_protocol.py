@@ -135,6 +135,28 @@ def test_a_silent_peer_is_given_up_by_both_sides() -> None:
             side.tick(1.6)
 
 
+def test_a_link_that_carries_nothing_one_way_is_given_up_by_its_sender() -> None:
+    """Even if the receiver is the only one; not by a sender that has just not been run itself."""
+    world = TransferWorld(0, Chances(), shm=False)
+    world.sender.liveness.sole = True
+
+    def tick(at: float, unheard_s: float) -> None:
+        ping = control(Kind.PING, pulse_of(QUIET, unheard_s), nonce=nonce_of(world))
+        world.sender.receive(ping, at)
+        world.sender.liveness.heard_at = at
+        world.sender.tick(at)
+
+    for look in range(1, 15):
+        tick(look / 10, unheard_s=look / 10)
+    tick(4.0, unheard_s=2.6)  # it was asleep
+    for look in range(41, 60):
+        tick(look / 10, unheard_s=0.1)
+    for look in range(60, 75):
+        tick(look / 10, unheard_s=look / 10 - 6)
+    with pytest.raises(TransferError, match="hears nothing"):
+        tick(7.6, unheard_s=1.6)
+
+
 def test_a_ping_says_how_starved_its_sender_is_and_whether_it_can_be_replaced() -> None:
     world = TransferWorld(0, Chances(), shm=False)
     starved = pulse_of(Vitals(lambda: 3.0, is_sole=lambda: True))

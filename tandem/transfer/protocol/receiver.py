@@ -184,7 +184,7 @@ class ReceiverProtocol:
             self._settles_at = math.inf
             self.landings.settled(self._sender, self)
         if self.side and self.liveness.ping_due(now):
-            self._send(Kind.PING, body=pulse_of(self._vitals))
+            self._send(Kind.PING, body=pulse_of(self._vitals, self.liveness.quiet_s))
 
     def _greet(self, message: LinkMessage) -> None:
         if message.kind is not Kind.HELLO or checksum(message.body) != message.payload_sum:

@@ -192,10 +192,12 @@ class SenderProtocol:
             self.credits.append(slot)
 
     def tick(self, now: float) -> None:
-        """Raises TransferError(UNAVAILABLE) once the peer has been silent for too long."""
+        """Raises TransferError(UNAVAILABLE) once the peer has been silent, or has heard nothing, for too long."""
         self.liveness.sole = self._local.vitals.has_sole_peer()
         if self.liveness.lost(now):
             raise TransferError("UNAVAILABLE", f"nothing heard from {self.remote} for {self.liveness.limit_s:.1f} s")
+        if self.liveness.unheard(now):  # however hard to replace: on a new link it hears
+            raise TransferError("UNAVAILABLE", f"{self.remote} hears nothing of what is sent to it")
         if self.welcome and self.liveness.ping_due(now):
             self.outbox.appendleft(control(Kind.PING, pulse_of(self._local.vitals), nonce=self._nonce))
         self.expire(now)

@@ -169,11 +169,18 @@ class Begin(ControlBody):
     num_layers: int
 
 
+WORTH_SAYING_S = 1.0
+
+
 class Pulse(ControlBody):
-    """Body of PING. starvation: of its sender. is_sole: nobody could take its sender's place."""
+    """Body of PING. starvation: of its sender. is_sole: nobody could take its sender's place.
+
+    unheard_s: for how long its sender has heard nothing from the other side.
+    """
 
     starvation: float = Field(ge=0)
     is_sole: bool = False
+    unheard_s: float = Field(default=0.0, ge=0)
 
 
 class Failure(ControlBody):
@@ -186,8 +193,11 @@ class Failure(ControlBody):
         return TransferError(self.code, self.message)
 
 
-def pulse_of(vitals: Vitals) -> bytes:
-    return Pulse(starvation=vitals.starvation(), is_sole=vitals.is_sole()).packed()
+def pulse_of(vitals: Vitals, unheard_s: float = 0.0) -> bytes:
+    """Nothing of `unheard_s` before it means something: peers of the version before know no such field."""
+    said = unheard_s if unheard_s >= WORTH_SAYING_S else 0.0
+    pulse = Pulse(starvation=vitals.starvation(), is_sole=vitals.is_sole(), unheard_s=said)
+    return pulse.model_dump_json(exclude_defaults=True).encode()
 
 
 def take_pulse(ping: LinkMessage, liveness: Liveness, now: float) -> None:
@@ -195,7 +205,7 @@ def take_pulse(ping: LinkMessage, liveness: Liveness, now: float) -> None:
     if ping.body:
         pulse = parse(Pulse, ping.body)
         liveness.heard(pulse.starvation, now)
-        liveness.sole = pulse.is_sole
+        liveness.sole, liveness.unheard_s = pulse.is_sole, pulse.unheard_s
 
 
 B = TypeVar("B", bound=ControlBody)
