@@ -13,9 +13,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, gramma
 
 from tandem.grammar.depth import check_lark, check_schema
 from tandem.grammar.errors import InvalidGrammar
+from tandem.grammar.flat import pattern_of
 
 # Between the parts of JSON: a space, or a new line and its indentation.
 WHITESPACE = r" ?|\n[ \t]{0,20}"
+LARK = "x-lark"  # of a string's schema: the grammar that it follows
+LITERAL = ("const", "enum", "default", "examples")
 
 
 def of_json_schema(schema: Any) -> str:
@@ -129,6 +132,21 @@ def limits() -> LLParserLimits:
 
 def _json(schema: Any) -> str:
     try:
-        return json.dumps(schema, allow_nan=False)
+        text = json.dumps(schema, allow_nan=False)
     except ValueError:
         raise InvalidGrammar("a number in it is none that JSON has: too large, or not a number") from None
+    return json.dumps(_with_patterns(schema)) if f'"{LARK}"' in text else text
+
+
+def _with_patterns(schema: Any) -> Any:
+    """Strings that follow a Lark grammar, as strings with a pattern."""
+    if isinstance(schema, list):
+        return [_with_patterns(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {key: part if key in LITERAL else _with_patterns(part) for key, part in schema.items()}
+    if schema.get("type") == "string" and isinstance(schema.get(LARK), str):
+        if "pattern" in made:
+            raise InvalidGrammar(f"{LARK} and pattern exclude each other")
+        made["pattern"] = pattern_of(made.pop(LARK))
+    return made

@@ -49,9 +49,23 @@ TYPED = st.recursive(
     ),
     max_leaves=4,
 )
+LARKS = st.builds(
+    lambda grammar: {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", **grammar}},
+    st.fixed_dictionaries(
+        {
+            "definition": st.sampled_from(("start: /x/", "start: start", "start: (", "", "%ignore"))
+            | st.text(max_size=30)
+        }
+    ),
+)
 RESPONSES = st.fixed_dictionaries(
     {"model": st.just(MODEL), "input": st.just("x") | st.lists(TYPED, max_size=3), "max_output_tokens": st.just(2)},
-    optional={"tools": st.lists(TYPED, max_size=3), "tool_choice": TYPED | VALUES, "stream": st.booleans()},
+    optional={
+        "tools": st.lists(TYPED | LARKS, max_size=3),
+        "tool_choice": TYPED | VALUES | st.just("required"),
+        "stream": st.booleans(),
+        "truncation": st.sampled_from(("auto", "disabled")) | VALUES,
+    },
 )
 BODIES = st.one_of(
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from grpc import StatusCode
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 from services.gateway import Gateway
 from services.gateway.bodies import LARGE
+from services.gateway.http.responses.fitting import newest
 from services.gateway.text import Tokenizer
 from services.gateway.tools import TAGS
 from tests.gateway.conftest import TEXT
@@ -170,3 +172,44 @@ async def test_a_stream_whose_worker_dies_ends_as_failed(client: AsyncOpenAI, pe
     kept: Any = failed["response"]
     assert (failed["type"], kept["status"], kept["error"]["code"]) == ("response.failed", "failed", "server_error")
     assert [event.to_dict()["sequence_number"] for event in events] == list(range(len(events)))
+
+
+@pytest.mark.parametrize("filler", ["", "x" * LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("size", [20, 400], ids=["by tokens", "by characters"])
+async def test_an_input_that_is_too_long_loses_its_oldest_items(
+    client: AsyncOpenAI, peers: Peers, tokenizer: Tokenizer, filler: str, size: int
+) -> None:
+    turns: Any = [{"role": "user", "content": f"{number} {'x' * size}"} for number in range(60)]
+    items = [{"role": "developer", "content": "stay"}, *turns, {"role": "user", "content": "the last"}]
+    asked: Any = {"model": MODEL, "input": items, "instructions": "be brief", "max_output_tokens": 8}
+    with pytest.raises(BadRequestError, match="maximum context length"):
+        await client.responses.create(**asked, extra_body={"x": filler})
+    found = await client.responses.create(**asked, truncation="auto", extra_body={"x": filler})
+    assert (found.truncation, found.status) == ("auto", "incomplete")
+    (spec,) = peers.decode.seen
+    prompt = tokenizer.decode(list(spec.token_ids), skip_special_tokens=False)
+    assert len(spec.token_ids) <= peers.max_model_len - 8
+    assert "be brief\nstay" in prompt
+    assert "the last" in prompt
+    kept = [int(number) for number in re.findall(r"(\d+) xxx", prompt)]
+    assert kept == list(range(60 - len(kept), 60))
+    assert bool(kept) is (size == 20)
+
+
+def test_a_result_goes_with_its_call() -> None:
+    system, call, others = {"role": "system"}, {"type": "function_call", "call_id": "a"}, [{"role": "user"}] * 3
+    items = [system, call, *others, {"type": "function_call_output", "call_id": "a"}, *others]
+    assert newest(items, 10_000) == items
+    assert newest(items, 130) == [system, *others[:2], *others]
+    assert newest(items, 0) == [system, others[0]]
+    assert newest([None, {"call_id": []}, 5], 3) == [5]
+    assert newest("text", 0) == "text"
+
+
+async def test_what_stays_may_be_too_long_itself(client: AsyncOpenAI) -> None:
+    long = "x" * 2000
+    short: Any = [{"role": "user", "content": "a"}] * 9
+    for said in (long, [{"role": "user", "content": long}], [{"role": "system", "content": long}, *short]):
+        with pytest.raises(BadRequestError) as refused:
+            await client.responses.create(model=MODEL, input=said, truncation="auto")  # type: ignore[arg-type]
+        assert refused.value.code == "context_length_exceeded"

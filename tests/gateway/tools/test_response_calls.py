@@ -143,6 +143,17 @@ async def test_choices_of_tools(client: AsyncOpenAI, says: Any, tokenizer: Token
     assert found.output_text == f"so: {CALL}{CALL}"
 
 
+async def test_a_custom_tool_is_held_to_its_grammar(client: AsyncOpenAI, says: Any, http: httpx.AsyncClient) -> None:
+    seen = says('{"input": "x"}')
+    for choice in ({"type": "custom", "name": "patch"}, "required", "auto"):
+        await client.responses.create(**ASKED, tool_choice=choice)
+        assert '"pattern"' in seen[-1].sampling.grammar.replace("\\", ""), choice
+    for tool in ({**PATCH, "format": {**PATCH["format"], "definition": "start: start"}}, AGENTS | {"tools": []}):
+        answer = await http.post("/v1/responses", json={**ASKED, "tools": [tool, WEATHER], "tool_choice": "required"})
+        assert (answer.status_code == 400) is (tool["name"] == "patch"), answer.text
+        assert answer.status_code == 200 or "start leads back to itself" in answer.text
+
+
 async def test_a_large_body_with_tools_is_read_as_a_small_one(
     http: httpx.AsyncClient, says: Any, tokenizer: Tokenizer
 ) -> None:

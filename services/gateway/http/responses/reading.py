@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from services.gateway.http.format import TIERS_SERVED, CheckTurn, ParsedBody
 from services.gateway.http.responses.background import Background
 from services.gateway.http.responses.conversion import chat_of
 from services.gateway.http.responses.events import ResponseEvents
+from services.gateway.http.responses.fitting import newest, read_fitting, rendered_fitting
 from services.gateway.http.responses.recalling import items_of, recalled
 from services.gateway.http.responses.schema import ResponseBody, read_body
 from services.gateway.http.responses.tools import Toolbox, read_toolbox
@@ -51,8 +52,12 @@ async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pars
     if whole.prompts is not None:
         found.input = "in the prompt"
     box = read_toolbox(found.tools or (), found.tool_choice)
-    with own_names():
-        parsed = await read_chat(llm, Incoming(to_json(chat_of(found, box)), whole.prompts), check_turn)
+
+    async def read(asked: ResponseBody, prompts: Sequence[str | bytes] | None) -> ParsedBody:
+        with own_names():
+            return await read_chat(llm, Incoming(to_json(chat_of(asked, box)), prompts), check_turn)
+
+    parsed = await read_fitting(llm, found, whole, reduce_response, read)
     echo = _echo(said, box, parsed) | {"store": keeping is not None and keeping.stores}
     if keeping and keeping.conversation:
         echo["conversation"] = {"id": keeping.conversation}
@@ -61,20 +66,27 @@ async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pars
     return replace(parsed, param="input", envelope=frame, detach=detach)
 
 
-def reduce_response(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:
-    """In the helper process.
+def reduce_response(
+    body: bytes, bounds: PromptBounds, template: ChatTemplate | None, most: int | None = None
+) -> Incoming:
+    """In the helper process. `most`: how many bytes of items the prompt is made of, the newest ones.
 
     Raises:
         InvalidRequest
     """
     found = read_body(body)
     box = read_toolbox(found.tools or (), found.tool_choice)
-    with own_names():
+    needed = found.store is not False or found.conversation is not None or found.previous_response_id is not None
+    items = items_of(found.input) if needed or found.truncation == "auto" else b"[]"
+    found.input = found.input if most is None else newest(found.input, most)
+
+    def render() -> str:
         asked = validated(ChatBody, to_json(chat_of(found, box)))
         use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        text = rendered(read_messages(asked.messages), template_options(asked, use), template, bounds)
-    needed = found.store is not False or found.conversation is not None or found.previous_response_id is not None
-    items = items_of(found.input) if needed else b"[]"
+        return rendered(read_messages(asked.messages), template_options(asked, use), template, bounds)
+
+    with own_names():
+        text = rendered_fitting(found, render)
     found.input = ""
     return Incoming(small(to_json(found.model_dump(exclude_unset=True)), "input"), [text], items)
 

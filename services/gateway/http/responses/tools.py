@@ -127,21 +127,22 @@ def _tool(said: Mapping[str, Any], where: str, namespace: str | None) -> Tool:
 
 
 def _of_text(said: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A function of one text. A regex can hold it to a form, a grammar is only shown."""
+    """A function of one text, which a grammar holds to a form as `strict` does."""
     text: dict[str, Any] = {"type": "string"}
+    strict = None
     description = said.get("description") or ""
     match said.get("format"):
         case None | {"type": "text"}:
             pass
         case {"type": "grammar", "syntax": "lark" | "regex" as syntax, "definition": str(definition)}:
-            description = f"{description}\nThe input follows this {syntax} grammar:\n{definition}".lstrip()
-            if syntax == "regex":
-                text["pattern"] = f"^(?:{definition})$"
+            description = f"{description}\nThe input follows its {syntax} grammar.".lstrip()
+            text |= {"x-lark": definition} if syntax == "lark" else {"pattern": f"^(?:{definition})$"}
+            strict = True
         case _:
             what = "of type text, or of type grammar with a definition and a syntax, lark or regex"
             raise InvalidRequest(f"{where}.format must be {what}", f"{where}.format")
     parameters = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
-    return {"description": description, "parameters": parameters}
+    return {"description": description, "parameters": parameters, "strict": strict}
 
 
 def _name(said: Mapping[str, Any], where: str) -> str:

@@ -1,0 +1,100 @@
+"""`truncation: auto`: an input without its oldest items, so that the rest fits the model's context."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+from pydantic_core import to_json
+
+from services.gateway.bodies import Incoming
+from services.gateway.errors import InvalidRequest
+from services.gateway.http.format import ParsedBody
+from services.gateway.http.responses.schema import ResponseBody
+from services.gateway.llm import LLM
+
+TOO_LONG = "context_length_exceeded"
+# So often what is left is measured; the last time it is served or refused as it is.
+ROUNDS = 8
+STAY = ("system", "developer")
+T = TypeVar("T")
+# Reads a body, whose prompt a helper may have made already.
+Read = Callable[[ResponseBody, Sequence[str | bytes] | None], Awaitable[ParsedBody]]
+
+
+async def read_fitting(
+    llm: LLM, found: ResponseBody, body: Incoming, reduce: Callable[..., Incoming], read: Read
+) -> ParsedBody:
+    """Read the body, or as many of its newest items as fit.
+
+    Args:
+        reduce: what has reduced it, if it was large. Takes `most`, how many bytes of items are left.
+
+    Raises:
+        GatewayError
+    """
+    prompts = body.prompts
+    if found.truncation != "auto" or (prompts is None and not isinstance(found.input, list)):
+        return await read(found, prompts)
+    most = len(to_json(found.input) if body.items is None else body.items)
+    for _ in range(ROUNDS):
+        try:
+            parsed = await read(found, prompts)
+            needed, room = len(parsed.prompts[0]), llm.max_model_len - (parsed.given.get("max_tokens") or 1)
+            if needed <= room or room <= 0:
+                return parsed
+            most = int(0.95 * most * room / needed)
+        except InvalidRequest as error:
+            if error.code != TOO_LONG:
+                raise
+            most //= 2
+        if prompts is not None:
+            prompts = (await llm.reduced(partial(reduce, most=most), _whole(found, body), body.owner)).prompts
+        elif (left := newest(found.input, most)) != found.input:
+            found = found.model_copy(update={"input": left})
+        else:
+            break
+    return await read(found, prompts)
+
+
+def _whole(found: ResponseBody, body: Incoming) -> bytes:
+    """The body again, with the items that a helper has taken out of it."""
+    fields = found.model_dump(exclude_unset=True, exclude={"input"})
+    return orjson.dumps({**fields, "input": orjson.Fragment(body.items or b"[]")})
+
+
+def rendered_fitting(found: ResponseBody, render: Callable[[], T]) -> T:
+    """Render it in the helper process, without its oldest items while it has too many characters.
+
+    Raises:
+        InvalidRequest
+    """
+    while True:
+        try:
+            return render()
+        except InvalidRequest as error:
+            left = newest(found.input, len(to_json(found.input)) // 2)
+            if found.truncation != "auto" or error.code != TOO_LONG or left == found.input:
+                raise
+            found.input = left
+
+
+def newest(items: Any, most: int) -> Any:
+    """The last item and those before it, in so many bytes; messages of the system stay. A result goes with its call."""
+    if not isinstance(items, list):
+        return items
+    kept: list[Any] = []
+    gone: list[Any] = []
+    for item in reversed(items):
+        most -= len(to_json(item))
+        fits = most >= 0 and not gone
+        (kept if not kept or fits or _field(item, "role") in STAY else gone).append(item)
+    lost = {_field(item, "call_id") for item in gone} - {None}
+    return [item for item in reversed(kept) if _field(item, "call_id") not in lost]
+
+
+def _field(item: Any, name: str) -> str | None:
+    value = item.get(name) if isinstance(item, Mapping) else None
+    return value if isinstance(value, str) else None
