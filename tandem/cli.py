@@ -15,6 +15,7 @@ commands:
   ps         list the clusters that run on this machine
   down       end them, or with --ray one that `up --ray --detach` left running
   logs       follow what all processes of a cluster on this machine write
+  profile    write what a worker's threads do to a file that speedscope opens
   top        show workers, links and gateways of a running cluster, live
   trace      write one recent request, hop by hop, to a file that Perfetto opens
   status     show the services of a cluster on Ray
@@ -33,6 +34,7 @@ COMMANDS = {
     "ps": "running:ps",
     "down": "detached:down",
     "logs": "running:logs",
+    "profile": "profile:main",
     "top": "top:main",
     "trace": "trace:main",
     "status": "detached:status",

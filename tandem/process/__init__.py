@@ -7,12 +7,14 @@ from tandem.process.child_process import dying_with_parent
 from tandem.process.integrity import IntegrityReport, Look, lasting
 from tandem.process.log_output import LogOutput, descriptor_of
 from tandem.process.loop_watch import ends_where_it_stands_still
+from tandem.process.profile import Profiler
 from tandem.process.work_threads import WorkThreads
 
 __all__ = [
     "IntegrityReport",
     "LogOutput",
     "Look",
+    "Profiler",
     "WorkThreads",
     "descriptor_of",
     "dying_with_parent",

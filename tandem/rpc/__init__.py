@@ -15,6 +15,7 @@ from tandem.rpc.endpoints import (
     serve,
 )
 from tandem.rpc.integrity_service import IntegrityService
+from tandem.rpc.profile_service import ProfileService
 from tandem.rpc.trace_service import TraceService
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "SERVER_OPTIONS",
     "DrainService",
     "IntegrityService",
+    "ProfileService",
     "Refused",
     "Server",
     "Servicer",

@@ -50,3 +50,15 @@ class RecentSpansResponse(_message.Message):
     TRACES_FIELD_NUMBER: _ClassVar[int]
     traces: bytes
     def __init__(self, traces: _Optional[bytes] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("speedscope",)
+    SPEEDSCOPE_FIELD_NUMBER: _ClassVar[int]
+    speedscope: bytes
+    def __init__(self, speedscope: _Optional[bytes] = ...) -> None: ...

@@ -251,3 +251,79 @@ class TraceService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class ProfileServiceStub:
+    """Served by workers beside their own service.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Profile = channel.unary_unary(
+                '/tandem.v1.ProfileService/Profile',
+                request_serializer=tandem_dot_v1_dot_process__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_process__pb2.ProfileResponse.FromString,
+                _registered_method=True)
+
+
+class ProfileServiceServicer:
+    """Served by workers beside their own service.
+    """
+
+    def Profile(self, request, context):
+        """Samples what every thread of the process does, for so long. One at a time: FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ProfileServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=tandem_dot_v1_dot_process__pb2.ProfileRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_process__pb2.ProfileResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.ProfileService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.ProfileService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ProfileService:
+    """Served by workers beside their own service.
+    """
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.ProfileService/Profile',
+            tandem_dot_v1_dot_process__pb2.ProfileRequest.SerializeToString,
+            tandem_dot_v1_dot_process__pb2.ProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -118,3 +118,34 @@ class TraceServiceServicer(metaclass=_abc_1.ABCMeta):
         """The spans of a trace that the process still remembers; none is no error."""
 
 def add_TraceServiceServicer_to_server(servicer: TraceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class ProfileServiceStub:
+    """Served by workers beside their own service."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ProfileServiceAsyncStub: ...
+    Profile: _grpc.UnaryUnaryMultiCallable[_process_pb2.ProfileRequest, _process_pb2.ProfileResponse]
+    """Samples what every thread of the process does, for so long. One at a time: FAILED_PRECONDITION."""
+
+@_typing.type_check_only
+class ProfileServiceAsyncStub(ProfileServiceStub):
+    """Served by workers beside their own service."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Profile: _aio.UnaryUnaryMultiCallable[_process_pb2.ProfileRequest, _process_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Samples what every thread of the process does, for so long. One at a time: FAILED_PRECONDITION."""
+
+class ProfileServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers beside their own service."""
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _process_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_process_pb2.ProfileResponse, _abc.Awaitable[_process_pb2.ProfileResponse]]:
+        """Samples what every thread of the process does, for so long. One at a time: FAILED_PRECONDITION."""
+
+def add_ProfileServiceServicer_to_server(servicer: ProfileServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ from tandem.engine import Engine
 from tandem.liveness import Starvation, no_pressure
 from tandem.process import IntegrityReport, telemetry
 from tandem.registry import LiveWorker, Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
-from tandem.rpc import IntegrityService, TraceService
+from tandem.rpc import IntegrityService, ProfileService, TraceService
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import LinkRuntime
 from tandem.worker.adapters import AdapterService
@@ -156,13 +156,7 @@ class Worker:
         context, ports, service = self.context, self._ports, self._service
         tasks: list[asyncio.Task[Any]] = []
         try:
-            servicers = [
-                *service.servicers,
-                IntegrityService(self.check_integrity).servicer,
-                AdapterService(ports.engine).servicer,
-                TraceService(ports.recent.encoded).servicer,
-            ]
-            server = await ports.serve(servicers, context.settings.host, context.settings.grpc_port)
+            server = await ports.serve(self._servicers(), context.settings.host, context.settings.grpc_port)
             try:
                 tasks += self._start(server)
                 await self._ended
@@ -189,6 +183,16 @@ class Worker:
 
     async def check_integrity(self) -> IntegrityReport:
         return await check_worker(self._ports.engine, self._service)
+
+    def _servicers(self) -> list[rpc.Servicer]:
+        """The role's, and those of any worker."""
+        return [
+            *self._service.servicers,
+            IntegrityService(self.check_integrity).servicer,
+            AdapterService(self._ports.engine).servicer,
+            TraceService(self._ports.recent.encoded).servicer,
+            ProfileService(self.context.worker_id).servicer,
+        ]
 
     def stop(self) -> None:
         """Take nothing new, let running requests end, then end."""

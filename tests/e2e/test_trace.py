@@ -145,6 +145,27 @@ def test_a_recent_request_is_written_for_perfetto(cluster: RunningCluster, tmp_p
     assert {"first_token", "step", "landed"} <= {e["name"] for e in found["traceEvents"] if e["ph"] == "i"}
 
 
+def test_a_worker_profiles_itself(cluster: RunningCluster, tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    command = [
+        sys.executable,
+        "-m",
+        "tandem",
+        "profile",
+        "decode-0",
+        "--seconds=0.3",
+        f"--redis-url={cluster.redis_url}",
+    ]
+    subprocess.run([*command, f"--out={out}"], check=True, timeout=60)
+    made = json.loads(out.read_text())
+    assert made["name"] == "decode-0"
+    assert "engine" in {profile["name"] for profile in made["profiles"]}
+    wrong = subprocess.run(
+        [*command[:4], "nobody", *command[5:]], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (wrong.returncode, "decode-0" in wrong.stderr) == (1, True)
+
+
 def test_a_follow_up_turn_says_what_each_side_had_cached(
     cluster: RunningCluster, collector: tuple[Collector, str]
 ) -> None:
