@@ -89,7 +89,7 @@ def main() -> None:
         "tandem-gateway", f"gateway-{settings.policy}", settings.log_level, telemetry.Traces.BEGUN
     )
     try:
-        uvloop.run(serve(settings, traces.recent, make_router=POLICIES[settings.policy]))
+        uvloop.run(serve(settings, traces, make_router=POLICIES[settings.policy]))
     finally:
         traces.close()
 

@@ -16,6 +16,7 @@ commands:
   down       end them, or with --ray one that `up --ray --detach` left running
   logs       follow what all processes of a cluster on this machine write
   profile    write what a worker's threads do to a file that speedscope opens
+  set        change settings of running gateways for a while
   top        show workers, links and gateways of a running cluster, live
   trace      write one recent request, hop by hop, to a file that Perfetto opens
   status     show the services of a cluster on Ray
@@ -35,6 +36,7 @@ COMMANDS = {
     "down": "detached:down",
     "logs": "running:logs",
     "profile": "profile:main",
+    "set": "set:main",
     "top": "top:main",
     "trace": "trace:main",
     "status": "detached:status",

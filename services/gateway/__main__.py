@@ -21,7 +21,7 @@ from services.gateway.access import Access
 from services.gateway.http import HttpServer, Room, raise_limit
 from services.gateway.model import ServedModel
 from services.gateway.routing import Router
-from services.gateway.server import Gateway, GatewayPorts
+from services.gateway.server import Gateway, GatewayPorts, Tune, no_tuning
 from services.gateway.settings import GatewaySettings
 from tandem import rpc
 from tandem.containment import Sandbox
@@ -50,14 +50,14 @@ def main() -> None:
         telemetry.Traces.BEGUN,
     )
     try:
-        uvloop.run(serve(settings, traces.recent))
+        uvloop.run(serve(settings, traces))
     except (OSError, ValueError) as error:
         raise SystemExit(f"gateway: {error}") from error
     finally:
         traces.close()
 
 
-async def serve(settings: GatewaySettings, recent: telemetry.RecentSpans, make_router: type[Router] = Router) -> None:
+async def serve(settings: GatewaySettings, own: telemetry.Telemetry, make_router: type[Router] = Router) -> None:
     """Run a gateway until SIGTERM or SIGINT.
 
     Raises:
@@ -66,7 +66,7 @@ async def serve(settings: GatewaySettings, recent: telemetry.RecentSpans, make_r
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with ends_where_it_stands_still(), make_gateway(settings, recent, make_router) as gateway:
+    async with ends_where_it_stands_still(), make_gateway(settings, own.recent, own.tune, make_router) as gateway:
         settled()
         stopping, failed = asyncio.create_task(stop.wait()), asyncio.create_task(gateway.failed())
         await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -77,8 +77,9 @@ async def serve(settings: GatewaySettings, recent: telemetry.RecentSpans, make_r
 
 
 def make_gateway(
-    settings: GatewaySettings, recent: telemetry.RecentSpans | None = None, make_router: type[Router] = Router
-) -> Gateway:
+    settings: GatewaySettings, recent: telemetry.RecentSpans | None = None, tune: Tune = no_tuning,
+    make_router: type[Router] = Router,
+) -> Gateway:  # fmt: skip
     """One that lives in this process: real time, sockets, and names and seeds that nobody can guess.
 
     Raises:
@@ -111,6 +112,7 @@ def make_gateway(
         store=Store(settings.store_url, settings.namespace, STORE_WAIT_S) if settings.store_url else None,
         access=Access(settings.api_keys, settings.share_prefixes),
         recent=recent or telemetry.RecentSpans(),
+        tune=tune,
     )
     return Gateway(settings, model, ports, make_router)
 

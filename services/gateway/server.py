@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from services.gateway.access import Access, Allowances
 from services.gateway.admission import (
     Admission,
+    Capacity,
     FairQueue,
     Intake,
     PriorityClass,
@@ -52,6 +53,7 @@ from services.gateway.llm import LLM
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedAdapters, ServedModel
 from services.gateway.routing import Router
+from services.gateway.running_settings import RunningSettings
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.traces import RecentRequests
 from services.gateway.workers import Judging, WorkerPool
@@ -90,6 +92,13 @@ class Door(Protocol):
         """`close`, and wait for what runs, within a bound."""
 
 
+Tune = Callable[[str, float], None]  # log level, share of traces
+
+
+def no_tuning(log_level: str, trace_sampling: float) -> None:
+    """Leave logs and traces as the process has set them up."""
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayPorts:
     """A gateway's ways to the world. The gateway closes the registry when it ends."""
@@ -107,6 +116,7 @@ class GatewayPorts:
     dead_here: Callable[[str], str] = lambda process: ""  # what this host's kernel says of a worker's process
     sandbox: Sandbox | None = None  # where what clients send is read that could do harm
     store: Store | None = None  # for what clients ask to be kept; the gateway closes it
+    tune: Tune = no_tuning
     recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
     access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))
 
@@ -202,6 +212,8 @@ class Gateway:
         self._run(adapters.run())
         self._admit(view, pool, metrics)
         self.llm = self._make_llm(view, pool, metrics, router, adapters)
+        self._running = RunningSettings(settings, self._take_over)
+        self._run(self._running.run())
         await self._serve()
 
     async def _first_view(self) -> ClusterView:
@@ -250,16 +262,24 @@ class Gateway:
 
     def _admit(self, view: ClusterView, pool: WorkerPool, metrics: Metrics) -> None:
         settings = self.settings
-        weights = Weights(
-            {kind: settings.classes[kind.label].weight for kind in PriorityClass}, settings.tenant_weights
-        )
+        weights = _weights(settings)
         self.admission = Admission(FairQueue(weights), settings.max_queued)
         self.text_turns = TextTurns(weights, settings.max_queued)
         metrics.watch(self.admission)
         decodes_prefill = settings.disaggregation is Disaggregation.AUTO
-        bounds = settings.prefill_queue_tokens, settings.max_admitted_tokens, decodes_prefill
-        others = self._ports.registry.other_demands
-        self._run(self.admission.run(view, lambda: capacity_of(pool.workers, *bounds), others))
+
+        def capacity() -> Capacity | None:
+            now = self.llm.settings
+            return capacity_of(pool.workers, now.prefill_queue_tokens, now.max_admitted_tokens, decodes_prefill)
+
+        self._run(self.admission.run(view, capacity, self._ports.registry.other_demands))
+
+    def _take_over(self, settings: GatewaySettings) -> None:
+        """Settings that may change while it runs: requests that come from now on see them."""
+        self.llm.settings, weights = settings, _weights(settings)
+        self.admission.take_over(weights, settings.max_queued)
+        self.text_turns.admission.take_over(weights, settings.max_queued)
+        self._ports.tune(settings.log_level, settings.trace_sampling)
 
     async def _serve(self) -> None:
         settings = self.settings
@@ -283,7 +303,7 @@ class Gateway:
     def _make_doors(self, serve: Callable[[Any, str, int, bool], Door]) -> list[Door]:
         settings = self.settings
         traces = RecentRequests(self._ports.recent, self.llm.pool)
-        app = build_app(self.llm, self._ports.wall, self.check_integrity, traces)
+        app = build_app(self.llm, self._ports.wall, self.check_integrity, traces, self._running)
         doors = [serve(app, settings.host, settings.http_port, settings.shares_ports)]
         if settings.own_http_port is not None:
             doors.append(serve(app, settings.host, settings.own_http_port, False))
@@ -341,6 +361,11 @@ class Gateway:
             door.close()
         while self.llm.running:
             await asyncio.sleep(IDLE_CHECK_S)
+
+
+def _weights(settings: GatewaySettings) -> Weights:
+    classes = {kind: settings.classes[kind.label].weight for kind in PriorityClass}
+    return Weights(classes, settings.tenant_weights)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -137,7 +137,11 @@ class GatewaySettings(ClusterSettings):
     replica_max_blocks: int = Field(
         2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"
     )
-    log_level: str = "info"
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    trace_sampling: float = Field(1.0, ge=0, le=1, description="share of requests that are traced")
+    followed: Path | None = Field(
+        None, description="JSON file of settings that are followed while the gateway runs (see docs/run-time.md)"
+    )
 
     @field_validator("classes", mode="before")
     @classmethod

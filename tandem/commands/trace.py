@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,8 +11,8 @@ import httpx
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from tandem.commands import UP_ADDRESSES, with_own_password
-from tandem.registry import Registry, RegistryUnavailable
+from tandem.commands import UP_ADDRESSES
+from tandem.commands.gateways import addresses, said_by
 from tandem.settings import Settings, load
 
 
@@ -45,7 +44,9 @@ async def fetch(settings: TraceSettings) -> bytes:
     headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     problems = []
     async with httpx.AsyncClient(timeout=settings.timeout_s, headers=headers) as client:
-        for gateway in dict.fromkeys([settings.gateway_url.rstrip("/"), *await _gateways(settings)]):
+        for gateway in dict.fromkeys(
+            [settings.gateway_url.rstrip("/"), *await addresses(settings.redis_url, settings.namespace)]
+        ):
             try:
                 answer = await client.get(f"{gateway}/debug/traces/{quote(settings.request_id, safe='')}")
             except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -53,23 +54,5 @@ async def fetch(settings: TraceSettings) -> bytes:
                 continue
             if answer.status_code == 200:
                 return answer.content
-            problems.append(f"{gateway}: {_said(answer)}")
+            problems.append(f"{gateway}: {said_by(answer)}")
     raise SystemExit("tandem trace: " + "\n".join(problems))
-
-
-async def _gateways(settings: TraceSettings) -> list[str]:
-    """Addresses of all that are registered; none without a registry."""
-    with suppress(RegistryUnavailable, ValueError):
-        registry = Registry.connect(with_own_password(settings.redis_url), namespace=settings.namespace)
-        try:
-            return [f"http://{one.own_http or one.http}" for one in await registry.gateways()]
-        finally:
-            await registry.close()
-    return []
-
-
-def _said(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.status_code}"

@@ -42,10 +42,20 @@ class Traces(Enum):
 class Telemetry:
     """Parts that a process has to shut down at its end, so that the last spans and lines leave."""
 
-    def __init__(self, logs: LogOutput, recent: RecentSpans, *providers: TracerProvider | LoggerProvider) -> None:
+    def __init__(
+        self, logs: LogOutput, recent: RecentSpans, sampling: TraceSampling | None = None,
+        *providers: TracerProvider | LoggerProvider,
+    ) -> None:  # fmt: skip
         self.recent = recent
+        self._sampling = sampling
         self._logs = logs
         self._providers = providers
+
+    def tune(self, log_level: str, trace_sampling: float) -> None:
+        """From now on, in this process."""
+        structlog.configure(wrapper_class=_filtering(log_level))
+        if self._sampling is not None:
+            self._sampling.ratio = trace_sampling
 
     def close(self) -> None:
         for provider in self._providers:
@@ -70,7 +80,7 @@ def set_up(service: str, instance: str, log_level: str = "info", traces: Traces 
     if collected:
         provider.add_span_processor(BatchSpanProcessor(_exporter()))
     trace.set_tracer_provider(provider)
-    return Telemetry(logs, recent, provider, *_set_up_records(provider.resource))
+    return Telemetry(logs, recent, own, provider, *_set_up_records(provider.resource))
 
 
 def _set_up_records(resource: Resource) -> Iterator[LoggerProvider]:
@@ -125,12 +135,16 @@ def _set_up_logs(service: str, instance: str, level: str) -> LogOutput:
             *(() if human else (structlog.processors.format_exc_info,)),
             console if human else structlog.processors.JSONRenderer(),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        wrapper_class=_filtering(level),
         logger_factory=lambda *_: _Lines(output),
     )
     logging.basicConfig(handlers=[_Library()], force=True)
     logging.captureWarnings(True)
     return output
+
+
+def _filtering(level: str) -> type[structlog.typing.FilteringBoundLogger]:
+    return structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()])
 
 
 class _Lines:

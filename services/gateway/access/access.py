@@ -47,7 +47,7 @@ class Caller:
             Forbidden
         """
         if not self.manages_models:
-            raise Forbidden("this API key may not load or unload adapters: its `manages_models` is not set")
+            raise Forbidden("this API key may not manage this: its `manages_models` is not set")
 
 
 ANYONE = Caller("", Tier(), names_tenants=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from services.gateway.admission.capacity import Admitted, Capacity
-from services.gateway.admission.fair_queue import FairQueue, Work
+from services.gateway.admission.fair_queue import FairQueue, Weights, Work
 from services.gateway.admission.forecast import Forecast
 from services.gateway.admission.priority import PriorityClass
 from services.gateway.admission.shares import demand_of, share_of
@@ -47,6 +47,12 @@ class Admission:
     def __len__(self) -> int:
         """How many wait."""
         return len(self._queue)
+
+    def take_over(self, weights: Weights, max_queued: int) -> None:
+        """Other limits, from the next look at the cluster on."""
+        self._queue.take_over(weights)
+        self._room = max(1, self._room * max_queued // self._max_queued)
+        self._max_queued = max_queued
 
     def num_waiting(self, kind: PriorityClass) -> int:
         return self._queue.num_waiting(kind)

@@ -128,6 +128,11 @@ class FairQueue:
             for name, tenant in group.tenants.items():
                 tenant.weight = self._weight(kind, name)
 
+    def take_over(self, weights: Weights) -> None:
+        """Others from now on; all of them are to be had here until the next `weigh`."""
+        self.weights = weights
+        self.weigh({}, self._tenants_here)
+
     def num_waiting(self, kind: PriorityClass) -> int:
         return self._classes[kind].num_waiting
 

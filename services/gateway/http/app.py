@@ -25,10 +25,12 @@ from services.gateway.http.messages import Anthropic, count_tokens, read_message
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
 from services.gateway.http.responses import kept_routes, read_response, reduce_response
+from services.gateway.http.running_settings import SettingsEndpoint
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.model import ServedModel
+from services.gateway.running_settings import RunningSettings
 from services.gateway.settings import GatewaySettings
 from services.gateway.traces import RecentRequests
 from tandem import __version__
@@ -38,7 +40,9 @@ log = structlog.get_logger(__name__)
 MESSAGES = "/v1/messages"
 
 
-def build_app(llm: LLM, wall: Callable[[], float], integrity: Look, traces: RecentRequests) -> FastAPI:
+def build_app(
+    llm: LLM, wall: Callable[[], float], integrity: Look, traces: RecentRequests, running: RunningSettings
+) -> FastAPI:
     """
     Args:
         wall: Unix seconds.
@@ -66,8 +70,7 @@ def build_app(llm: LLM, wall: Callable[[], float], integrity: Look, traces: Rece
         ("/detokenize", detokenize, large.detokenize),
     ):
         app.router.routes.append(Route(path, TextEndpoint(llm, respond, reduce), methods=["POST"]))
-    for path, manage in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
-        app.router.routes.append(Route(path, AdminEndpoint(llm, manage), methods=["POST"]))
+    _add_admin(app, llm, running)
     _add_errors(app, llm, anthropic)
     _add_models(app, llm)
     _add_health(app, llm)
@@ -174,6 +177,12 @@ def _add_integrity(app: FastAPI, integrity: Look) -> None:
     async def look() -> dict[str, Any]:
         """Everything that is held, and what of it no request accounts for."""
         return (await lasting(integrity)).json()
+
+
+def _add_admin(app: FastAPI, llm: LLM, running: RunningSettings) -> None:
+    for path, manage in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
+        app.router.routes.append(Route(path, AdminEndpoint(llm, manage), methods=["POST"]))
+    app.router.routes.append(Route("/debug/settings", SettingsEndpoint(llm, running), methods=["GET", "POST"]))
 
 
 def _add_traces(app: FastAPI, llm: LLM, traces: RecentRequests) -> None:

@@ -1,0 +1,66 @@
+"""`tandem set NAME=VALUE …`: change settings of all running gateways for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from tandem.commands import UP_ADDRESSES
+from tandem.commands.gateways import addresses, said_by
+from tandem.settings import Settings, load
+
+
+class SetSettings(Settings):
+    """Set what all gateways follow at run time, until its time is over; without NAME=VALUE, show what is in force."""
+
+    settings: CliPositionalArg[list[str]] = Field(
+        [], description="NAME=VALUE, the value as JSON or a word; null: as it was"
+    )
+    ttl_s: float = Field(600.0, gt=0, description="for how long")
+    gateway_url: str = Field(UP_ADDRESSES["gateway_url"], description="a gateway, where the registry does not answer")
+    redis_url: str = Field(UP_ADDRESSES["redis_url"], description="the registry, which names all gateways")
+    namespace: str = Field("tandem", min_length=1, description="prefix of its keys: one per cluster")
+    api_key: str = Field("", description="one that manages models, where gateways ask for a key")
+    timeout_s: float = Field(10.0, gt=0, description="bound of each gateway's answer")
+
+
+def main(arguments: list[str]) -> None:
+    settings = load(SetSettings, arguments, "tandem set")
+    changes = dict(map(_parsed, settings.settings))
+    if problems := asyncio.run(_set(settings, changes)):
+        raise SystemExit("tandem set: " + "\n".join(problems))
+
+
+async def _set(settings: SetSettings, changes: dict[str, Any]) -> list[str]:
+    """Ask each gateway, and print its answer; returns those that refused, or did not answer."""
+    headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    body, problems = {"settings": changes, "ttl_s": settings.ttl_s}, []
+    found = await addresses(settings.redis_url, settings.namespace) or [settings.gateway_url.rstrip("/")]
+    async with httpx.AsyncClient(timeout=settings.timeout_s, headers=headers) as client:
+        for gateway in found:
+            url = f"{gateway}/debug/settings"
+            try:
+                answer = await (client.post(url, json=body) if changes else client.get(url))
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problems.append(f"{gateway}: {error or type(error).__name__}")
+                continue
+            if answer.status_code != 200:
+                problems.append(f"{gateway}: {said_by(answer)}")
+                continue
+            print(gateway, json.dumps(answer.json(), indent=1), sep="\n")
+    return problems
+
+
+def _parsed(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SystemExit(f"tandem set: {text!r} is no NAME=VALUE")
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except ValueError:
+        return name.replace("-", "_"), value
