@@ -162,11 +162,21 @@ def with_settings(schema: Schema) -> str:
 def metrics_page() -> str:
     lines = ["# Metrics", "", "<!-- Written by `make docs`. -->", ""]
     lines += [
-        "Prometheus reads them at `/metrics`: of a gateway on its HTTP port, of a worker on its `--metrics-port`.",
+        "Prometheus reads them at `/metrics`: of a gateway on its HTTP port, of workers and the kvstore on their",
+        "`--metrics-port`, which `tandem up` gives each of them, on Ray too, and the chart is 9090. Where there is no",
+        "Prometheus operator, a gateway knows them all: `GET /metrics/targets` is a list for `http_sd_configs`, with",
+        "labels `component` and `worker` (with an API key where the gateway asks for one):",
+        "",
+        "```yaml",
+        "scrape_configs:",
+        "  - job_name: tandem",
+        "    http_sd_configs: [{url: http://127.0.0.1:8000/metrics/targets, refresh_interval: 15s}]",
+        "```",
+        "",
         "Names and meanings are vLLM's (`vllm:…`) where vLLM has the thing. Counters are shown with their `_total`; a",
         "histogram has `_bucket`, `_sum` and `_count`. A choice that ended well is one that came to a finish reason.",
     ]
-    for title, catalogue in (("Gateway", metrics.GATEWAY), ("Prefill and decode workers", metrics.WORKER)):
+    for title, catalogue in metrics.CATALOGUES.items():
         lines += ["", f"## {title}", "", "| metric | kind | labels | |", "| --- | --- | --- | --- |"]
         for one in catalogue.values():
             labels = ", ".join(map(_code, one.labels))

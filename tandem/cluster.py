@@ -191,7 +191,7 @@ class Cluster(_Part):
             cores: dict[str, object] = {"threads": part, "shared_cores": folder / "cores"}
             if "cpu" in resources:
                 cores = {"threads": max(1, int(resources["cpu"]))}
-            own = {"crash_dir": folder / "crashes"} | cores | pool.settings | {"worker_id": name}
+            own = {"crash_dir": folder / "crashes", "metrics_port": 0} | cores | pool.settings | {"worker_id": name}
             settings = self._shared(pool.model, redis_url) | own
             return Service(name, f"services.{pool.role}", settings, int(str(settings["threads"])), resources)
 
@@ -216,7 +216,7 @@ class Cluster(_Part):
     def kvstore_service(self, **own_redis: object) -> Service:
         """`own_redis`: settings of the servers that it starts."""
         redis: dict[str, object] = {"redis_url": self.redis.url} if self.redis.url else {"redis_port": self.redis.port}
-        settings = {**redis, **own_redis, **self._own_namespace(), "grpc_port": 0, **self.security}
+        settings = {**redis, **own_redis, **self._own_namespace(), "grpc_port": 0, "metrics_port": 0, **self.security}
         return Service("kvstore", "services.kvstore", settings)
 
     def expected(self, model: str) -> dict[str, int]:

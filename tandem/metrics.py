@@ -146,5 +146,19 @@ def _worker() -> Iterator[Series]:
     yield Series("tandem_aborted_blocks", counter, "KV blocks that aborted sequences released.", labels)
 
 
+def _kvstore() -> Iterator[Series]:
+    counter, gauge = MetricKind.COUNTER, MetricKind.GAUGE
+    yield Series("tandem_registry_up", gauge, "1 while Redis answered the last sweep.")
+    text = "From asking Redis to forget what is past its time until it has."
+    yield Series("tandem_sweep_seconds", MetricKind.HISTOGRAM, text, (), REFUSED)
+    yield Series("tandem_registry_workers", gauge, "Workers with a live lease.")
+    yield Series("tandem_registry_reservations", gauge, "Reservations that gateways hold for requests.")
+    text = "What a sweep found past its time: lease, reservation, block."
+    yield Series("tandem_registry_expired", counter, text, ("kind",))
+    yield Series("tandem_redis_deaths", counter, "Times that the redis-server started here died, and came back empty.")
+
+
 GATEWAY = _by_name(chain(_choices(), _gateway()))
 WORKER = _by_name(_worker())
+KVSTORE = _by_name(_kvstore())
+CATALOGUES = {"Gateway": GATEWAY, "Prefill and decode workers": WORKER, "The kvstore": KVSTORE}

@@ -3,7 +3,7 @@
 1 redis     its own redis-server, unless one is given, and one that evicts where it is asked for; started again at the
             same port should it die
 2 serve     gRPC with health and reflection; healthy while Redis answers
-3 sweep     every `sweep_s`: what is past its time is forgotten, and Redis is seen to answer
+3 sweep     every `sweep_s`: what is past its time is forgotten, and Redis is seen to answer; Prometheus is told of it
 4 end       SIGTERM or SIGINT, or the death of a task: calls end, connections close, the own redis-server stops
 """
 
@@ -11,29 +11,38 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import structlog
 
+from services.kvstore.metrics import KeeperMetrics
 from services.kvstore.server import KVStoreService
 from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
 from tandem.garbage import settled
 from tandem.local import RedisServer
+from tandem.process import IntegrityReport, lasting
+from tandem.process.metrics_server import metrics_served
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.rpc import IntegrityService
 
 log = structlog.get_logger(__name__)
 WATCH_S = 0.1
 STOP_GRACE_S = 2.0  # of calls that run at the end
+INTEGRITY_WAIT_S = 10.0
 
 
 class OwnRedis:
     """A redis-server that this process runs. Starting again loses its memory, which workers and gateways bear."""
 
-    def __init__(self, settings: KVStoreSettings, port: int, max_memory_mb: int, evicts: bool = False) -> None:
-        self._settings, self._max_memory_mb, self._evicts = settings, max_memory_mb, evicts
+    def __init__(
+        self, settings: KVStoreSettings, port: int, max_memory_mb: int, died: Callable[[], None], evicts: bool = False
+    ) -> None:
+        """`died` is called each time that it did."""
+        self._settings, self._max_memory_mb, self._evicts, self._died = settings, max_memory_mb, evicts, died
         self._server = self._start(port)
         self.url = self._server.url
         self.shown_url = f"redis://{settings.redis_host}:{self._server.port}"
@@ -48,6 +57,7 @@ class OwnRedis:
             await asyncio.sleep(WATCH_S)
             if not self._server.running:
                 log.error("redis-server died: starting it again, empty", port=self._server.port)
+                self._died()
                 self._server.stop()
                 # On this thread on purpose: the child dies with the thread that starts it.
                 self._server = self._start(self._server.port)
@@ -63,17 +73,26 @@ class OwnRedis:
         )  # fmt: skip
 
 
-async def sweep(registry: Registry, server: rpc.Server, interval: float) -> None:
-    """Forget what is past its time, and report healthy exactly while Redis answers; until cancelled."""
-    healthy = False
+async def sweep(
+    registry: Registry, server: rpc.Server, metrics: KeeperMetrics, interval: float, read_at: str = ""
+) -> None:
+    """Forget what is past its time, and report healthy exactly while Redis answers; until cancelled.
+
+    Args:
+        read_at: the address at which Prometheus reads `metrics`.
+    """
+    healthy, now = False, asyncio.get_running_loop().time
     while True:
+        start = now()
         try:
-            swept = await registry.sweep()
+            swept = await registry.sweep(read_at)
             answers = True
+            metrics.swept(swept, now() - start)
             if swept.leases or swept.reservations:
                 log.info("swept", leases=swept.leases, reservations=swept.reservations, blocks=swept.blocks)
         except RegistryUnavailable as error:
             answers = False
+            metrics.up.set(0)
             log.warning("registry unavailable", error=str(error))
         if answers != healthy:
             healthy = answers
@@ -88,26 +107,46 @@ async def run(settings: KVStoreSettings) -> None:
         OSError, RuntimeError, ValueError: it cannot start, or a task died; the message says why.
     """
     with ExitStack() as servers:
-        own = None if settings.redis_url else OwnRedis(settings, settings.redis_port, settings.redis_memory_mb)
+        metrics = KeeperMetrics()
+        died = metrics.redis_deaths.inc
+        own = None if settings.redis_url else OwnRedis(settings, settings.redis_port, settings.redis_memory_mb, died)
         owned = [own] if own else []
         if settings.store_port is not None:
-            owned.append(OwnRedis(settings, settings.store_port, settings.store_memory_mb, evicts=True))
+            owned.append(OwnRedis(settings, settings.store_port, settings.store_memory_mb, died, evicts=True))
         for server in owned:
             servers.callback(server.stop)
         registry = Registry.connect(own.url if own else settings.redis_url, namespace=settings.namespace)
         try:
-            await _serve(settings, registry, owned, own.shown_url if own else "given")
+            await _serve(settings, registry, owned, metrics, own.shown_url if own else "given")
         finally:
             await registry.close()
     log.info("stopped")
 
 
-async def _serve(settings: KVStoreSettings, registry: Registry, owned: Sequence[OwnRedis], url: str) -> None:
+async def _serve(
+    settings: KVStoreSettings, registry: Registry, owned: Sequence[OwnRedis], metrics: KeeperMetrics, url: str
+) -> None:
+    look = partial(_from_a_thread, asyncio.get_running_loop(), registry)
+    with metrics_served(metrics.registry, look, settings.host, settings.metrics_port) as port:
+        host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
+        await _serve_rpc(settings, registry, owned, metrics, (url, rpc.address(host, port) if port else ""))
+
+
+def _from_a_thread(loop: asyncio.AbstractEventLoop, registry: Registry) -> IntegrityReport:
+    return asyncio.run_coroutine_threadsafe(lasting(registry.check_integrity), loop).result(INTEGRITY_WAIT_S)
+
+
+async def _serve_rpc(
+    settings: KVStoreSettings, registry: Registry, owned: Sequence[OwnRedis], metrics: KeeperMetrics,
+    shown: tuple[str, str],
+) -> None:  # fmt: skip
+    """`shown`: Redis's URL, and where Prometheus reads `metrics`."""
+    url, read_at = shown
     servicers = [KVStoreService(registry).servicer, IntegrityService(registry.check_integrity).servicer]
     server = await rpc.serve(servicers, settings.host, settings.grpc_port, security=settings.security)
     if settings.health_port is not None:
         await server.add_probes(settings.host, settings.health_port)
-    tasks = [asyncio.create_task(sweep(registry, server, settings.sweep_s), name="sweep")]
+    tasks = [asyncio.create_task(sweep(registry, server, metrics, settings.sweep_s, read_at), name="sweep")]
     tasks += [asyncio.create_task(own.keep(), name="redis") for own in owned]
     settled()
     log.info("serving", host=settings.host, grpc_port=server.port, redis_url=url)

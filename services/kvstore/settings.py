@@ -38,5 +38,8 @@ class KVStoreSettings(ClusterSettings):
     health_port: int | None = Field(
         None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
     )
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of Prometheus metrics, at /metrics; 0 takes a free one; none if not set"
+    )
     sweep_s: float = Field(1.0, gt=0, description="seconds between two sweeps of what is past its time")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")

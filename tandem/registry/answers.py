@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tandem.adapters import AdapterRef
@@ -13,11 +13,13 @@ from tandem.registry.worker import LiveWorker
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """How much was past its time."""
+    """How much was past its time, and how much is not."""
 
     leases: int
     reservations: int
     blocks: int
+    live_leases: int = field(default=0, compare=False)
+    live_reservations: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, order=True, slots=True)

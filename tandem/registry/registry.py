@@ -40,6 +40,7 @@ PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
 # Choices and releases in one call: more would keep other gateways waiting.
 MAX_BATCH = 24
 Arguments: TypeAlias = tuple[Argument, ...]
+KEEPER_MS = 10_000  # how long a kvstore that has swept is believed to be there
 # What is asked, and its arguments.
 Asked: TypeAlias = tuple[Literal["select", "release"], Arguments]
 NO_PREFIX = PromptPrefix.of("", 1, ())
@@ -106,7 +107,12 @@ class Registry:
 
     async def gateways(self) -> list[GatewayAddress]:
         """Gateways with a live lease."""
-        return sorted(GatewayAddress(**json.loads(said)) for said in await self._connection.call("gateways"))
+        return (await self.read_at())[0]
+
+    async def read_at(self) -> tuple[list[GatewayAddress], str]:
+        """Those, and the address at which Prometheus reads the kvstore, empty if it does not."""
+        gateways, keeper = await self._connection.call("gateways")
+        return sorted(GatewayAddress(**json.loads(said)) for said in gateways), keeper
 
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
         """Take the worker's lease for `ttl` seconds.
@@ -302,12 +308,17 @@ class Registry:
         found: list[list[str]] = await self._connection.call("locate", *hashes)
         return found
 
-    async def sweep(self) -> Swept:
-        """Forget leases and reservations past their time. Any number of processes may do so at once."""
+    async def sweep(self, keeper: str = "") -> Swept:
+        """Forget leases and reservations past their time. Any number of processes may do so at once.
+
+        Args:
+            keeper: the address at which Prometheus reads who sweeps.
+        """
         total = Swept(0, 0, 0)
         while True:
-            leases, reservations, blocks = await self._connection.call("sweep")
-            total = Swept(total.leases + leases, total.reservations + reservations, total.blocks + blocks)
+            leases, reservations, blocks, *live = await self._connection.call("sweep", keeper, KEEPER_MS)
+            ended = total.leases + leases, total.reservations + reservations, total.blocks + blocks
+            total = Swept(*ended, *live)
             if not reservations:
                 return total
 

@@ -34,7 +34,7 @@ class ClusterView:
         stale_after: float = 3.0,
         grace: float = 3.0,
     ) -> None:
-        self._registry = registry
+        self.registry = registry
         self._poll = poll
         self._retry = retry
         self._stale_after = stale_after
@@ -63,7 +63,7 @@ class ClusterView:
 
     async def refresh(self) -> None:
         """Read the workers now. Raises RegistryUnavailable."""
-        self._take(await self._registry.snapshot())
+        self._take(await self.registry.snapshot())
 
     async def wait_changed(self, timeout: float) -> bool:
         """True when another list of workers was read within `timeout` seconds from now."""
@@ -87,7 +87,7 @@ class ClusterView:
                 await asyncio.sleep(self._retry)
 
     async def _follow(self) -> None:
-        async with self._registry.changes() as changes:
+        async with self.registry.changes() as changes:
             while True:
                 await self.refresh()
                 if await changes.wait(self._poll):

@@ -57,6 +57,7 @@ class WorkerInfo:
     host: str
     process: str = ""  # as tandem/liveness/same_host.py names it
     text_digests: tuple[str, ...] = ()  # as tandem/checkpoints/model_files.py makes them
+    metrics_address: str = ""  # where Prometheus reads it; empty: nowhere
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "incarnation", "grpc_address", "model", "revision", "layout_hash"):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tandem.worker.engine_port import Added, Ended, EngineDied, EnginePort, EngineStuck, Event
     from tandem.worker.engine_thread import EngineThread
     from tandem.worker.errors import SequenceFailed
-    from tandem.worker.process import process_ports, run_to_its_end, run_worker
+    from tandem.worker.process import process_ports, run_measured, run_worker
     from tandem.worker.streams import Streams
     from tandem.worker.suspects import SuspectTurns
     from tandem.worker.work import BUG, Entry, WorkService, failure_of
@@ -44,7 +44,7 @@ __all__ = [
     "failure_of",
     "open_crash_page",
     "process_ports",
-    "run_to_its_end",
+    "run_measured",
     "run_worker",
 ]
 _WITH_TORCH = {
@@ -54,7 +54,7 @@ _WITH_TORCH = {
     "engine_port": ("Added", "Ended", "EngineDied", "EnginePort", "EngineStuck", "Event"),
     "engine_thread": ("EngineThread",),
     "errors": ("SequenceFailed",),
-    "process": ("process_ports", "run_to_its_end", "run_worker"),
+    "process": ("process_ports", "run_measured", "run_worker"),
     "streams": ("Streams",),
     "suspects": ("SuspectTurns",),
     "work": ("BUG", "Entry", "WorkService", "failure_of"),

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from tandem import rpc
 from tandem.checkpoints import text_digests
@@ -33,6 +34,7 @@ from tandem.worker.block_publisher import BlockPublisher
 from tandem.worker.engine_port import EngineDied, EnginePort, EngineStuck, Event
 from tandem.worker.integrity import check_worker
 from tandem.worker.lease import Lease
+from tandem.worker.metrics import WorkerCollector
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -81,6 +83,11 @@ class WorkerContext:
     ports: WorkerPorts
     renew_lease: Callable[[], None]
     starvation: Callable[[], float] = lambda: 0.0
+    metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def labels(self, role: Role) -> tuple[str, str, str]:
+        """Values of WORKER_LABELS."""
+        return self.settings.served_name, role, self.worker_id
 
     @property
     def engine(self) -> Engine:
@@ -134,6 +141,7 @@ class Worker:
     ) -> None:
         self.ready = asyncio.Event()  # registered and healthy
         self.address = ""  # of its gRPC service, as peers reach it
+        self.metrics_port = 0  # where its process shows its metrics, if it does
         self._starvation = Starvation(ports.pressure)
         self.context = WorkerContext(
             settings, worker_id, ports.new_id(), ports, lambda: self._lease.renew_now(), self._starvation.now
@@ -145,6 +153,8 @@ class Worker:
         self._told_stuck = False
         self._draining: asyncio.Task[bool] | None = None
         self._service = build(self.context)
+        labels = self.context.labels(self._service.role)
+        self.context.metrics.register(WorkerCollector(lambda: ports.engine.stats, labels))
 
     async def run(self) -> None:
         """Serve until `stop` or a failure, then drain and close.
@@ -211,7 +221,7 @@ class Worker:
     def _start(self, server: RunningServer) -> list[asyncio.Task[None]]:
         context, registry = self.context, self._ports.registry
         publisher = BlockPublisher(self._ports.engine, registry, context.worker_id, context.incarnation)
-        info = _info(context, self._service, server.port)
+        info = _info(context, self._service, server.port, self.metrics_port)
         self.address = info.grpc_address
         self._lease = Lease(
             registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again,
@@ -320,13 +330,14 @@ class Worker:
             self._ended.set_exception(error)
 
 
-def _info(context: WorkerContext, service: WorkerService, grpc_port: int) -> WorkerInfo:
+def _info(context: WorkerContext, service: WorkerService, grpc_port: int, metrics_port: int) -> WorkerInfo:
     settings, engine, hostname = context.settings, context.engine, context.ports.hostname
+    host = settings.reachable_host(hostname)
     return WorkerInfo(
         worker_id=context.worker_id,
         role=service.role,
         incarnation=context.incarnation,
-        grpc_address=rpc.address(settings.reachable_host(hostname), grpc_port),
+        grpc_address=rpc.address(host, grpc_port),
         transfer_address=service.transfer_address,
         model=settings.served_name,
         revision=engine.layout.revision,
@@ -339,4 +350,5 @@ def _info(context: WorkerContext, service: WorkerService, grpc_port: int) -> Wor
         host=hostname,
         process=context.ports.process,
         text_digests=text_digests(settings.model_path),
+        metrics_address=rpc.address(host, metrics_port) if metrics_port else "",
     )

@@ -1,22 +1,17 @@
 """A worker's load, for Prometheus and so for autoscalers: prefill of prompts that wait, decode of blocks.
 
-Read from the engine's last statistics when Prometheus asks; served on a thread of its own. Beside it, at
-/debug/integrity, what the worker holds.
+Read from the engine's last statistics when Prometheus asks.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 from tandem.engine import EngineStats
 from tandem.metrics import WORKER
-from tandem.process import IntegrityReport
 
 
 class WorkerCollector(Collector):
@@ -46,43 +41,3 @@ def _values(stats: EngineStats) -> dict[str, float]:
         "tandem_aborted_sequences": stats.num_aborted,
         "tandem_aborted_blocks": stats.num_aborted_blocks,
     }
-
-
-@contextmanager
-def metrics_served(
-    collector: WorkerCollector, integrity: Callable[[], IntegrityReport], host: str, port: int | None
-) -> Iterator[None]:
-    """Inside, http://host:port answers at /metrics and /debug/integrity; nothing where there is no port.
-
-    Both are called on the server's thread.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
-    if port is None:
-        yield
-        return
-    registry = CollectorRegistry()
-    registry.register(collector)
-    server, thread = start_http_server(port, host, registry)
-    server.set_app(_with_integrity(server.get_app(), integrity))
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
-
-
-def _with_integrity(metrics: Any, integrity: Callable[[], IntegrityReport]) -> Any:
-    """Two WSGI apps as one."""
-
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["PATH_INFO"] != "/debug/integrity":
-            answered: Iterable[bytes] = metrics(environ, start_response)
-            return answered
-        body = json.dumps(integrity().json()).encode()
-        start_response("200 OK", [("content-type", "application/json")])
-        return [body]
-
-    return answer

@@ -21,6 +21,7 @@ from tandem.engine import Engine
 from tandem.garbage import settled
 from tandem.liveness import CpuPressure, gone_here, this_process
 from tandem.process import IntegrityReport, ends_where_it_stands_still, lasting, telemetry
+from tandem.process.metrics_server import metrics_served
 from tandem.registry import Registry, Role
 from tandem.rpc import DrainService
 from tandem.transfer import LinkRuntime
@@ -28,7 +29,6 @@ from tandem.worker.build import Worker, WorkerContext, WorkerPorts, WorkerServic
 from tandem.worker.crash import open_crash_page
 from tandem.worker.engine_port import EngineStuck
 from tandem.worker.engine_thread import EngineThread
-from tandem.worker.metrics import WorkerCollector, metrics_served
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -42,7 +42,7 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
     try:
         page = open_crash_page(settings, worker_id)
         engine = Engine(settings.engine_config(), on_progress=_Progress(worker_id), crash_page=page)
-        uvloop.run(_run(settings, worker_id, role, process_ports(settings, engine, traces.recent), build))
+        uvloop.run(_run(settings, worker_id, process_ports(settings, engine, traces.recent), build))
     except (OSError, ValueError, EngineStuck) as error:
         raise SystemExit(f"{worker_id}: {error}") from error
     finally:
@@ -70,7 +70,6 @@ def process_ports(settings: WorkerSettings, engine: Engine, recent: telemetry.Re
 async def _run(
     settings: WorkerSettings,
     worker_id: str,
-    role: Role,
     ports: WorkerPorts,
     build: Callable[[WorkerContext], WorkerService],
 ) -> None:
@@ -85,10 +84,15 @@ async def _run(
     worker = Worker(settings, worker_id, build, replace(ports, serve=serve))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
+    await run_measured(worker)
+
+
+async def run_measured(worker: Worker) -> None:
+    """`run_to_its_end`, its metrics served."""
+    settings = worker.context.settings
     integrity = partial(_from_a_thread, asyncio.get_running_loop(), worker)
-    labels = settings.served_name, role, worker_id
-    collector = WorkerCollector(lambda: ports.engine.stats, labels)
-    with metrics_served(collector, integrity, settings.host, settings.metrics_port):
+    with metrics_served(worker.context.metrics, integrity, settings.host, settings.metrics_port) as port:
+        worker.metrics_port = port
         await run_to_its_end(worker)
 
 

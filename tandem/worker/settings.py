@@ -37,7 +37,7 @@ class WorkerSettings(ClusterSettings):
         None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
     )
     metrics_port: int | None = Field(
-        None, ge=1, le=65535, description="port of Prometheus metrics, at /metrics; none if not set"
+        None, ge=0, le=65535, description="port of Prometheus metrics, at /metrics; 0 takes a free one; none if not set"
     )
     ready_when: Literal["registered", "linked"] = Field(
         "registered", description="linked: only once KV bytes have moved between it and a worker of the other role"

@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -56,11 +56,12 @@ PANELS = {
 MOMENTARY = ("Scheduler State", "Cache Utilization")
 
 
-@pytest.fixture
-def prometheus(shm_cluster: RunningCluster, tmp_path: Path) -> Iterator[str]:
-    """Its address. It scrapes the gateway twice a second."""
-    target = shm_cluster.http.removeprefix("http://")
-    jobs = [{"job_name": "gateway", "static_configs": [{"targets": [target]}]}]
+@pytest.fixture(scope="module")
+def prometheus(shm_cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its address. It scrapes all that the gateway knows of, twice a second."""
+    tmp_path = tmp_path_factory.mktemp("prometheus")
+    found = {"url": f"{shm_cluster.http}/metrics/targets", "refresh_interval": "1s"}
+    jobs = [{"job_name": "tandem", "http_sd_configs": [found]}]
     (tmp_path / "prometheus.yml").write_text(
         json.dumps({"global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"}, "scrape_configs": jobs})
     )
@@ -78,9 +79,14 @@ def prometheus(shm_cluster: RunningCluster, tmp_path: Path) -> Iterator[str]:
             process.wait(BOUND_S)
 
 
-def values(prometheus: str, query: str) -> list[float]:
+def series(prometheus: str, query: str) -> list[dict[str, Any]]:
     answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=BOUND_S)
-    return [float(series["value"][1]) for series in answer.raise_for_status().json()["data"]["result"]]
+    found: list[dict[str, Any]] = answer.raise_for_status().json()["data"]["result"]
+    return found
+
+
+def values(prometheus: str, query: str) -> list[float]:
+    return [float(one["value"][1]) for one in series(prometheus, query)]
 
 
 def is_filled(prometheus: str, panel: str) -> bool:
@@ -90,13 +96,20 @@ def is_filled(prometheus: str, panel: str) -> bool:
     return all(any(value > 0 and not math.isnan(value) for value in one) for one in found)
 
 
-def test_every_panel_of_vllms_dashboard_is_filled(shm_cluster: RunningCluster, prometheus: str) -> None:
+def test_each_process_of_a_cluster_is_found_and_scraped(prometheus: str) -> None:
     def up() -> bool:
         try:
-            return values(prometheus, "up") == [1.0]
+            found = series(prometheus, "up")
         except httpx.TransportError:
             return False
+        return {one["metric"]["component"]: one["value"][1] for one in found} == dict.fromkeys(
+            ("gateway", "prefill", "decode", "kvstore"), "1"
+        )
 
+    eventually(up, BOUND_S, "Prometheus scrapes them all")
+
+
+def test_every_panel_of_vllms_dashboard_is_filled(shm_cluster: RunningCluster, prometheus: str) -> None:
     body = {"model": "tandem-demo", "prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True}
     empty = set(PANELS)
 
@@ -105,7 +118,6 @@ def test_every_panel_of_vllms_dashboard_is_filled(shm_cluster: RunningCluster, p
         empty.difference_update([panel for panel in sorted(empty) if is_filled(prometheus, panel)])
         return not empty
 
-    eventually(up, BOUND_S, "Prometheus scrapes the gateway")
     try:
         eventually(filled, BOUND_S, "every panel is filled")
     except AssertionError:

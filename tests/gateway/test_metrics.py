@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -82,6 +84,21 @@ async def test_a_gateway_exposes_the_catalogue_and_nothing_else(auto: httpx.Asyn
     text = (await auto.get("/metrics")).text
     exposed = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     assert {name for name in exposed if not name.endswith("_created")} == {one.exposed_as for one in GATEWAY.values()}
+
+
+async def test_what_there_is_to_scrape(auto: httpx.AsyncClient, peers: Peers) -> None:
+    await peers.registry.sweep("10.0.0.9:9090")
+    peers.workers["d"].info = info = replace(peers.workers["d"].info, metrics_address="10.0.0.2:9090")
+    await peers.registry.register(info, peers._load(), 60)
+    own = str(auto.base_url).removeprefix("http://")
+    expected = [
+        {"targets": [own], "labels": {"component": "gateway"}},
+        {"targets": ["10.0.0.2:9090"], "labels": {"component": "decode", "worker": "d"}},
+        {"targets": ["10.0.0.9:9090"], "labels": {"component": "kvstore"}},
+    ]
+    async with asyncio.timeout(30):
+        while (await auto.get("/metrics/targets")).json() != expected:
+            await asyncio.sleep(0.05)
 
 
 @pytest.fixture

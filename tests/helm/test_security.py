@@ -90,6 +90,7 @@ EDGES = {
     ("decode", 50062): {"prefill"},
     ("decode", 9090): {ANYONE},
     ("kvstore", 50052): {"doctor"},
+    ("kvstore", 9090): {ANYONE},
     ("redis", 6379): {"gateway", "prefill", "decode", "kvstore", "doctor"},
     ("store", 6379): {"gateway"},
 }

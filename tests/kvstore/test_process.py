@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import grpc
+import httpx
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,6 +24,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from redis import Redis
 
 from tandem.local import RedisServer
+from tandem.metrics import KVSTORE
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 BOUND_S = 60.0
@@ -143,6 +145,36 @@ def test_a_given_redis_is_used_swept_and_left_running(tmp_path: Path, redis_serv
         running.process.terminate()
         assert running.process.wait(BOUND_S) == 0
         assert client.ping()
+
+
+def test_what_it_measures(tmp_path: Path, own_redis: RedisServer) -> None:
+    with (
+        Redis.from_url(own_redis.url, decode_responses=True) as client,
+        kvstore(tmp_path, f"--redis-url={own_redis.url}", "--metrics-port=0"),
+    ):
+        eventually(lambda: client.get("{tandem}:keeper"), "the registry knows where it is read")
+        address = client.get("{tandem}:keeper")
+        assert set(measured(address)) == {one.exposed_as for one in KVSTORE.values()}
+        expected = {"tandem_registry_up": [1.0], "tandem_registry_workers": [1.0], "tandem_redis_deaths_total": [0.0]}
+        client.zadd("{tandem}:leases", {"d0": int(time.time() * 1000) + 10**6})
+        eventually(lambda: expected.items() <= measured(address).items(), "a worker is counted")
+        assert measured(address)["tandem_registry_expired_total"] == [0.0, 0.0, 0.0]  # a live lease moves none
+        client.zadd("{tandem}:leases", {"d0": 1})
+        eventually(lambda: measured(address)["tandem_registry_expired_total"] == [1.0, 0.0, 0.0], "and its end")
+        assert httpx.get(f"http://{address}/debug/integrity").json()["whole"]
+        own_redis.kill()
+        eventually(lambda: measured(address)["tandem_registry_up"] == [0.0], "Redis is gone")
+
+
+def measured(address: object) -> dict[str, list[float]]:
+    """Values of each metric, of a histogram how many it has."""
+    found: dict[str, list[float]] = {}
+    for line in httpx.get(f"http://{address}/metrics").text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0]
+        if not line.startswith("#") and not name.endswith(("_bucket", "_sum", "_created")):
+            found.setdefault(name.removesuffix("_count"), []).append(float(value))
+    return found
 
 
 def test_its_redis_is_started_again_when_it_dies(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_pools_become_services_with_all_their_settings(tmp_path: Path) -> None:
     assert services[2].settings == {
         "model_path": Path("models/demo/target").resolve(), "model_name": "tandem-demo", "redis_url": "redis://here",
         "dtype": "float32", "threads": 3, "worker_id": "decode-1", "crash_dir": tmp_path / "crashes",
+        "metrics_port": 0,
     }  # fmt: skip
 
 

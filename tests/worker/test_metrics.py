@@ -4,12 +4,13 @@ from dataclasses import fields
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tandem.engine import EngineStats
-from tandem.local import free_ports
 from tandem.metrics import WORKER, WORKER_LABELS
 from tandem.process.integrity import IntegrityReport
-from tandem.worker.metrics import WorkerCollector, metrics_served
+from tandem.process.metrics_server import metrics_served
+from tandem.worker.metrics import WorkerCollector
 
 LABELS = ("m", "decode", "d0")
 
@@ -32,9 +33,9 @@ def read(host: str, port: int) -> dict[str, float]:
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
 def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None:
     now = [stats()]
-    [port] = free_ports(1)
-    collector = WorkerCollector(lambda: now[0], LABELS)
-    with metrics_served(collector, lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, port):
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(lambda: now[0], LABELS))
+    with metrics_served(registry, lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, 0) as port:
         assert set(read(url, port)) == {series.exposed_as for series in WORKER.values()}
         assert read(url, port) == {
             "tandem_queued_tokens": 77, "tandem_running_sequences": 5, "tandem_kv_blocks": 8, "tandem_kv_usage": 0.25,

@@ -26,7 +26,7 @@ Each file of templates/ makes one kind of object of each of them.
   {{- if eq .role "decode" }}{{ $ports = append $ports (dict "name" "kv" "port" 50062) }}{{ end -}}
   {{- $items = append $items (dict "part" .name "component" .role "block" $block "model" (get $models .model) "ports" $ports) -}}
 {{- end -}}
-{{- $ports := list (dict "name" "grpc" "port" 50052) (dict "name" "health" "port" 8081) -}}
+{{- $ports := list (dict "name" "grpc" "port" 50052) (dict "name" "health" "port" 8081) (dict "name" "metrics" "port" 9090) -}}
 {{- $items = append $items (dict "part" "kvstore" "component" "kvstore" "block" .Values.kvstore "ports" $ports) -}}
 {{- dict "items" $items | toJson -}}
 {{- end }}

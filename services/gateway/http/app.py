@@ -26,6 +26,7 @@ from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
 from services.gateway.http.responses import kept_routes, read_response, reduce_response
 from services.gateway.http.running_settings import SettingsEndpoint
+from services.gateway.http.targets import scrape_targets
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.metrics import CONTENT_TYPE
@@ -170,6 +171,12 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(llm.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    @app.get("/metrics/targets")
+    async def targets(request: Request) -> list[dict[str, Any]]:
+        """What there is to scrape, for Prometheus' http_sd_configs."""
+        llm.access.authenticate(request.headers)
+        return await scrape_targets(llm.view)
 
 
 def _add_integrity(app: FastAPI, integrity: Look) -> None:

@@ -119,14 +119,14 @@ class _WorkerLife:
         self._engine = Engine(self._settings.engine_config(), crash_page=page)
 
     async def run(self) -> None:
-        from tandem.worker import Worker, process_ports, run_to_its_end
+        from tandem.worker import Worker, process_ports, run_measured
 
         ports = process_ports(self._settings, self._engine, self._recent)
         self._worker = Worker(self._settings, self._name, self._build, ports)
         self.incarnation = self._worker.context.incarnation
         announcing = asyncio.create_task(self._announce())
         try:
-            await run_to_its_end(self._worker)
+            await run_measured(self._worker)
         finally:
             announcing.cancel()
 

@@ -46,7 +46,8 @@ def connect(address: str, namespace: str, runtime_env: Mapping[str, Any] | None 
 def kvstore_on_ray(cluster: Cluster, store_url: str) -> Service:
     """With a Redis that other nodes reach, with a password, where the file names none; and likewise with a store."""
     store: dict[str, object] = {} if store_url else {"store_port": free_ports(1)[0]}
-    return cluster.kvstore_service(redis_host=node_address(), redis_password=token_urlsafe(24), **store)
+    here = node_address()
+    return cluster.kvstore_service(host=here, redis_host=here, redis_password=token_urlsafe(24), **store)
 
 
 class RayLauncher:

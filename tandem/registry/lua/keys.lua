@@ -11,6 +11,7 @@
 --   expected:<period>      hash: block -> generations of the (prefill, decode) pair that is about to hold it
 --   clients                sorted set: client -> when its own lease ends, and with it what it has reserved (ms)
 --   gateways               hash: client -> of a gateway, its model and addresses (JSON)
+--   keeper                 host:port at which Prometheus reads the kvstore that swept last
 --   demands:<model>        hash: client -> what that gateway has to do (JSON)
 --   reservations           sorted set: reservation -> when it expires (ms)
 --   reserved:<client>      set: the client's reservations

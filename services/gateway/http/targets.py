@@ -1,0 +1,29 @@
+"""What Prometheus may scrape of a cluster, as the registry knows it, in the words of its http_sd_configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.errors import Unavailable
+from tandem.registry import ClusterView, RegistryUnavailable
+
+
+async def scrape_targets(view: ClusterView) -> list[dict[str, Any]]:
+    """Gateways, workers and the kvstore, of all models.
+
+    Raises:
+        Unavailable: Redis is gone; Prometheus then goes on with those that it knows.
+    """
+    try:
+        gateways, keeper = await view.registry.read_at()
+    except RegistryUnavailable as error:
+        raise Unavailable(f"registry unavailable: {error}", code="registry_unavailable") from None
+    found = [_target(gateway.own_http or gateway.http, "gateway") for gateway in gateways]
+    for worker in view.workers:
+        if worker.info.metrics_address:
+            found.append(_target(worker.info.metrics_address, worker.info.role, worker=worker.info.worker_id))
+    return [*found, _target(keeper, "kvstore")] if keeper else found
+
+
+def _target(address: str, component: str, **labels: str) -> dict[str, Any]:
+    return {"targets": [address], "labels": {"component": component, **labels}}
