@@ -6,10 +6,11 @@ be made: those who fill one ask for it by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
+from itertools import accumulate, chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -52,6 +53,45 @@ class Series:
     def histogram_family(self) -> HistogramMetricFamily:
         """For a collector that adds buckets when it is asked."""
         return HistogramMetricFamily(self.name, self.text, labels=self.labels)
+
+
+class BucketCounts:
+    """A histogram that one thread counts in, without the locks of prometheus_client's own."""
+
+    def __init__(self, series: Series) -> None:
+        self._series = series
+        self._sum = 0.0
+        self._counts = [0] * (len(series.buckets) + 1)  # with those beyond the last bound
+
+    def add(self, value: float) -> int:
+        """Returns its bucket."""
+        self._sum += value
+        bucket = bisect_left(self._series.buckets, value)
+        self._counts[bucket] += 1
+        return bucket
+
+    def family(self, labels: Sequence[str]) -> HistogramMetricFamily:
+        family = self._series.histogram_family()
+        bounds = *map(str, self._series.buckets), "+Inf"
+        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        return family
+
+
+class CappedValues:
+    """Values of a label, the first `most` that came; all others are OTHER."""
+
+    OTHER = "other"
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: set[str] = set()
+
+    def __call__(self, value: str) -> str:
+        if value not in self._known:
+            if len(self._known) >= self._most:
+                return self.OTHER
+            self._known.add(value)
+        return value
 
 
 # Deadlines are minutes long: the last bounds tell those that nearly missed one from those that came soon after.
@@ -144,6 +184,30 @@ def _worker() -> Iterator[Series]:
     yield Series("tandem_swapped_preemptions", counter, "Of these, those whose KV went to host memory.", labels)
     yield Series("tandem_aborted_sequences", counter, "Sequences aborted.", labels)
     yield Series("tandem_aborted_blocks", counter, "KV blocks that aborted sequences released.", labels)
+    text = "Cached KV blocks that were overwritten, as no other was free."
+    yield Series("tandem_evicted_blocks", counter, text, labels)
+    yield Series("tandem_adapters", gauge, "LoRA adapters in memory.", labels)
+    text = "Tokens of an engine step, prompt tokens and decoded ones."
+    yield Series("vllm:iteration_tokens_total", MetricKind.HISTOGRAM, text, labels, TOKENS)
+    text = "Sequences that the engine has while it steps."
+    yield Series("tandem_batch_sequences", MetricKind.HISTOGRAM, text, labels, TOKENS[:13])
+
+
+def _transfers() -> Iterator[Series]:
+    counter, histogram = MetricKind.COUNTER, MetricKind.HISTOGRAM
+    pair = *WORKER_LABELS, "peer", "transport"
+    text = "From a transfer's first layer pushed until the decode worker has verified all of its frames."
+    yield Series("tandem_transfer_seconds", histogram, text, pair, TTFT)
+    text = "Of that, from the commit, when nothing is left to compute, until decode may start."
+    yield Series("tandem_transfer_exposed_seconds", histogram, text, (*WORKER_LABELS, "transport"), TTFT)
+    yield Series("tandem_transfer_bytes", counter, "KV bytes that a decode worker has verified.", pair)
+    text = "Transfers that ended with an error of the link or the decode worker; not those whose request was aborted."
+    yield Series("tandem_transfer_failures", counter, text, (*pair, "code"))
+
+
+def _links() -> Iterator[Series]:
+    text = "1 where KV can go to this decode worker; 0 for one that is in the registry, and cannot be reached."
+    yield Series("tandem_link_up", MetricKind.GAUGE, text, (*WORKER_LABELS, "peer"))
 
 
 def _kvstore() -> Iterator[Series]:
@@ -160,5 +224,11 @@ def _kvstore() -> Iterator[Series]:
 
 GATEWAY = _by_name(chain(_choices(), _gateway()))
 WORKER = _by_name(_worker())
+TRANSFERS, LINKS = _by_name(_transfers()), _by_name(_links())
 KVSTORE = _by_name(_kvstore())
-CATALOGUES = {"Gateway": GATEWAY, "Prefill and decode workers": WORKER, "The kvstore": KVSTORE}
+CATALOGUES = {
+    "Gateway": GATEWAY,
+    "Prefill and decode workers": WORKER,
+    "Prefill workers": {**TRANSFERS, **LINKS},
+    "The kvstore": KVSTORE,
+}

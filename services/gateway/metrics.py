@@ -7,16 +7,14 @@ fallback  a choice that did not take the path it should: no pair could take it, 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission, PriorityClass
-from tandem.metrics import GATEWAY, ITL
+from tandem.metrics import GATEWAY, ITL, BucketCounts
 from tandem.registry import BlockReplica, LiveWorker, Role
 from tandem.v1 import llm_pb2
 
@@ -138,7 +136,7 @@ class Meter:
             return
         now = self._now()
         if self._num_tokens:
-            self.gaps[self._written.between((now - self._last) / num_tokens)] += 1
+            self.gaps[self._written.gaps.add((now - self._last) / num_tokens)] += 1
         else:
             self._first = now
             self._metrics.ttft.observe(now - self._born)
@@ -188,24 +186,13 @@ class _TokenCollector(Collector):
     def __init__(self, model: str) -> None:
         self._labels = (model,)
         self.num_tokens = 0
-        self._seconds = 0.0
-        self._counts = [0] * NUM_GAPS
-
-    def between(self, seconds: float) -> int:
-        """Returns its bucket."""
-        self._seconds += seconds
-        bucket = bisect_left(ITL, seconds)
-        self._counts[bucket] += 1
-        return bucket
+        self.gaps = BucketCounts(GATEWAY["vllm:inter_token_latency_seconds"])
 
     def collect(self) -> Iterator[Metric]:
         tokens = GATEWAY["vllm:generation_tokens"].family()
         tokens.add_metric(self._labels, self.num_tokens)
         yield tokens
-        itl = GATEWAY["vllm:inter_token_latency_seconds"].histogram_family()
-        buckets = zip((*map(str, ITL), "+Inf"), accumulate(self._counts), strict=True)
-        itl.add_metric(self._labels, list(buckets), self._seconds)
-        yield itl
+        yield self.gaps.family(self._labels)
 
 
 class _ReplicaCollector(Collector):

@@ -42,6 +42,10 @@ class LinkKeeper:
         """Incarnations of the decode workers with a healthy link."""
         return self._published
 
+    def states(self) -> dict[str, bool]:
+        """Decode workers that are known, and if there is a healthy link to each. From any thread."""
+        return {name: self._sender.link(name, info.incarnation) is not None for name, info in self._peers.items()}
+
     def peer(self, worker_id: str) -> WorkerInfo | None:
         return self._peers.get(worker_id)
 

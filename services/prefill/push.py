@@ -18,6 +18,7 @@ import torch
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
+from services.prefill.metrics import TransferMetrics
 from tandem.spans import TRUNCATED
 from tandem.transfer import Link, Push, TransferError
 
@@ -32,13 +33,14 @@ class TracedPush:
     """
 
     def __init__(
-        self, push: Push, link: Link, parent: Span, moved: Callable[[int, float], None], now: Callable[[], float]
-    ) -> None:
+        self, push: Push, link: Link, parent: Span, moved: Callable[[int, float], None], now: Callable[[], float],
+        metrics: TransferMetrics,
+    ) -> None:  # fmt: skip
         self._push = push
         self._now = now
         self._link = link
         self._parent = parent
-        self._moved = moved
+        self._moved, self._metrics = moved, metrics
         self._span: Span | None = None
         self._blocks = 0
         self._layers = 0
@@ -94,8 +96,13 @@ class TracedPush:
 
     def _ended(self, committed: Future[None]) -> None:
         error = None if committed.cancelled() else committed.exception()
-        if error is None and self._tokens and self._committed_at:
-            self._moved(self._tokens, self._push_s + self._now() - self._committed_at)
+        now, peer, transport = self._now(), self._link.remote.worker_id, self._link.transport
+        if isinstance(error, TransferError):
+            self._metrics.failed(peer, transport, error.code)
+        if error is None and self._tokens and self._committed_at and self.first_push_at is not None:
+            exposed_s = now - self._committed_at
+            self._moved(self._tokens, self._push_s + exposed_s)
+            self._metrics.landed(peer, transport, self._push.bytes_sent, now - self.first_push_at, exposed_s)
         self._end(str(error) if error else "")
 
     def _end(self, error: str) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
+from services.prefill.metrics import TransferMetrics
 from services.prefill.push import TracedPush
 from tandem.engine import Engine, Request, SequenceOutput
 from tandem.spans import TRUNCATED
@@ -59,9 +60,11 @@ class PrefillSequences:
         payload: Callable[[SequenceOutput], bytes],
         now: Callable[[], float],
         worker_id: str,
+        metrics: TransferMetrics,
     ) -> None:
         self._engine, self._link_to = engine, link_to
         self._payload, self._now, self._worker_id = payload, now, worker_id
+        self._metrics = metrics
         self._computing: dict[str, asyncio.Future[SequenceOutput]] = {}
         self._pushing: set[str] = set()
 
@@ -106,7 +109,7 @@ class PrefillSequences:
 
     async def _prefill(self, request: Request, ticket: Ticket, timeout_s: float, span: Span) -> Prefilled:
         start = self._now()
-        link = await self._link_to(ticket.decode, ticket.address)
+        link = await self._linked(ticket)
         push = self._begin(link, ticket, timeout_s, span)
         self._pushing.add(ticket.transfer_id)
         try:
@@ -116,6 +119,8 @@ class PrefillSequences:
             push.commit(self._payload(output))
         except BaseException as error:
             push.abort(f"prefill ended: {type(error).__name__}")
+            if isinstance(error, TransferError):
+                self._metrics.failed(link.remote.worker_id, link.transport, error.code)
             raise
         finally:
             self._pushing.discard(ticket.transfer_id)
@@ -129,6 +134,13 @@ class PrefillSequences:
         )
         return Prefilled(output, push.bytes_pushed, link.transport, link.refused)
 
+    async def _linked(self, ticket: Ticket) -> Link:
+        try:
+            return await self._link_to(ticket.decode, ticket.address)
+        except TransferError as error:
+            self._metrics.failed(ticket.decode.worker_id, "none", error.code)
+            raise
+
     def _begin(self, link: Link, ticket: Ticket, timeout_s: float, span: Span) -> TracedPush:
         push = link.begin(
             ticket.transfer_id,
@@ -137,7 +149,7 @@ class PrefillSequences:
             num_layers=self._engine.engine.layout.num_layers,
             timeout_s=timeout_s,
         )
-        return TracedPush(push, link, span, self._engine.rates.moved, self._now)
+        return TracedPush(push, link, span, self._engine.rates.moved, self._now, self._metrics)
 
     async def _compute(self, request: Request, ticket: Ticket, push: TracedPush) -> SequenceOutput:
         request_id = request.request_id

@@ -10,6 +10,7 @@ import grpc
 from grpc import aio
 
 from services.prefill.links import LinkKeeper
+from services.prefill.metrics import TransferMetrics
 from services.prefill.sequences import PrefillSequences, Ticket
 from tandem import rpc
 from tandem.engine import Engine
@@ -42,12 +43,15 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self._engine = context.ports.engine
         self._view = ClusterView(context.ports.registry)
         self._links = LinkKeeper(self._sender, self._view, layout.hash, context.renew_lease)
+        metrics = TransferMetrics(context.metrics, context.labels(self.role))
+        metrics.watch_links(self._links.states)
         self._sequences = PrefillSequences(
             context.ports.engine,
             self._links.link_to,
             payload=conversion.first_token,
             now=context.ports.links.driver.now,
             worker_id=context.worker_id,
+            metrics=metrics,
         )
         # What a stream had begun is cancelled with it: nothing is left to end.
         self._streams = Streams(context.incarnation, lambda stream_id: None, context.starvation)

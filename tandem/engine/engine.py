@@ -220,6 +220,7 @@ class Engine:
             num_swapped=scheduler.num_swapped,
             num_aborted=self._num_aborted,
             num_aborted_blocks=self._num_aborted_blocks,
+            num_evicted_blocks=self._pool.num_evicted,
             likely_tokens=self._lengths.likely_left,
         )
 

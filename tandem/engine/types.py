@@ -135,7 +135,7 @@ class EngineStats:
     `num_prefilled_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since it began; of the
     decoded ones `num_accepted_tokens` were proposed, as were others that were refused. Of `num_preempted` times that a
     sequence had to leave its blocks, its KV went to host memory `num_swapped` times. `num_aborted` aborts released
-    `num_aborted_blocks` blocks.
+    `num_aborted_blocks` blocks. `num_evicted_blocks` cached ones were overwritten.
     `likely_tokens`: of an answer, for which a reservation takes blocks.
     """
 
@@ -153,6 +153,7 @@ class EngineStats:
     num_swapped: int
     num_aborted: int
     num_aborted_blocks: int
+    num_evicted_blocks: int
     likely_tokens: int
 
     @property

@@ -153,8 +153,14 @@ class Worker:
         self._told_stuck = False
         self._draining: asyncio.Task[bool] | None = None
         self._service = build(self.context)
-        labels = self.context.labels(self._service.role)
-        self.context.metrics.register(WorkerCollector(lambda: ports.engine.stats, labels))
+        self.context.metrics.register(
+            WorkerCollector(
+                lambda: ports.engine.stats,
+                ports.engine.steps,
+                lambda: len(self._adapters_held()),
+                self.context.labels(self._service.role),
+            )
+        )
 
     async def run(self) -> None:
         """Serve until `stop` or a failure, then drain and close.
@@ -318,8 +324,12 @@ class Worker:
             prefill_tokens_per_s=rates.prefill_tokens_per_s, step_s=rates.step_s,
             transfer_tokens_per_s=rates.transfer_tokens_per_s, likely_tokens=stats.likely_tokens,
             stuck=self._told_stuck,
-            adapters=tuple(adapters.held()[-MAX_REPORTED_ADAPTERS:]) if (adapters := engine.engine.adapters) else (),
+            adapters=tuple(self._adapters_held()[-MAX_REPORTED_ADAPTERS:]),
         )  # fmt: skip
+
+    def _adapters_held(self) -> Sequence[str]:
+        adapters = self._ports.engine.engine.adapters
+        return adapters.held() if adapters else ()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

@@ -23,6 +23,7 @@ from tandem.engine import AdapterStore, AdapterStoreFull, Engine, Request, Seque
 from tandem.process import WorkThreads
 from tandem.worker.errors import SequenceFailed
 from tandem.worker.fault_stack import own_fault_stack
+from tandem.worker.metrics import StepCounts
 from tandem.worker.rates import Rates
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class EnginePort(ABC):
         self.engine = engine
         self.stats = self._measured = engine.stats()
         self.rates = Rates()
+        self.steps = StepCounts()
         self._of_this_turn: list[Command] = []
         self._reading = WorkThreads("adapters", 1)  # they are read one after the other
         self._compiling = WorkThreads("grammars", GRAMMARS_AT_ONCE)
@@ -208,6 +210,7 @@ class EnginePort(ABC):
         written = self.stats.num_written_tokens - before.num_written_tokens
         if prefilled or written:
             self.rates.step(prefilled, written, seconds)
+            self.steps.add(prefilled + written, before.num_running)
         return self.stats != before
 
 

@@ -11,19 +11,43 @@ from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 from tandem.engine import EngineStats
-from tandem.metrics import WORKER
+from tandem.metrics import WORKER, BucketCounts
+
+
+class StepCounts:
+    """Counts steps. For the thread that steps."""
+
+    def __init__(self) -> None:
+        self._tokens = BucketCounts(WORKER["vllm:iteration_tokens_total"])
+        self._sequences = BucketCounts(WORKER["tandem_batch_sequences"])
+
+    def add(self, num_tokens: int, num_sequences: int) -> None:
+        self._tokens.add(num_tokens)
+        self._sequences.add(num_sequences)
+
+    def families(self, labels: Sequence[str]) -> Iterator[Metric]:
+        yield self._tokens.family(labels)
+        yield self._sequences.family(labels)
 
 
 class WorkerCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats], labels: Sequence[str]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        steps: StepCounts,
+        num_adapters: Callable[[], int],
+        labels: Sequence[str],
+    ) -> None:
         """`labels`: values of WORKER_LABELS."""
-        self._stats, self._labels = stats, labels
+        self._stats, self._steps, self._num_adapters, self._labels = stats, steps, num_adapters, labels
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in _values(self._stats()).items():
+        values = {**_values(self._stats()), "tandem_adapters": self._num_adapters()}
+        for name, value in values.items():
             family = WORKER[name].family()
             family.add_metric(self._labels, value)
             yield family
+        yield from self._steps.families(self._labels)
 
 
 def _values(stats: EngineStats) -> dict[str, float]:
@@ -40,4 +64,5 @@ def _values(stats: EngineStats) -> dict[str, float]:
         "tandem_swapped_preemptions": stats.num_swapped,
         "tandem_aborted_sequences": stats.num_aborted,
         "tandem_aborted_blocks": stats.num_aborted_blocks,
+        "tandem_evicted_blocks": stats.num_evicted_blocks,
     }

@@ -35,6 +35,9 @@ def test_cached_blocks_stay_findable_and_count_as_free() -> None:
     pool.check_integrity([taken])
     pool.release(taken)
     pool.check_integrity([])
+    assert pool.num_evicted == 0
+    pool.take(3)
+    assert pool.num_evicted == 1  # one of the two that were cached
 
 
 def test_nothing_is_taken_without_room() -> None:

@@ -100,6 +100,7 @@ async def test_a_worker_is_linked_once_a_block_has_moved_and_no_earlier(pool: Li
         await pool.register("decode-0", "d-1", f"127.0.0.1:{port}")
         await within(HEAL_S, lambda: pool.keeper.peer("decode-0") is not None)
         assert pool.keeper.linked() == ()
+        assert pool.keeper.states() == {"decode-0": False}
     pool.receiver("decode-0", "d-1", port)
     await pool.linked("d-1")
     assert pool.changes == [("d-1",)]

@@ -11,7 +11,10 @@ import pytest
 import torch
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from prometheus_client import CollectorRegistry
+from prometheus_client.samples import Sample
 
+from services.prefill.metrics import TransferMetrics
 from services.prefill.sequences import Prefilled, PrefillSequences, Ticket
 from tandem.adapters import AdapterRef
 from tandem.engine import EngineConfig, Request, SamplingParams, SequenceOutput, StepTime
@@ -29,6 +32,7 @@ class Prefill:
     engine: InlineEngine
     sequences: PrefillSequences
     receiver: Receiver
+    metrics: CollectorRegistry
     ends: list[str] = field(default_factory=list)
     reachable: bool = True
     payload: bytes | None = b"first"
@@ -51,12 +55,23 @@ class Prefill:
             while not self.engine.stats.num_prefilled_tokens:
                 await asyncio.sleep(0.01)
 
+    def failures(self) -> dict[str, float]:
+        """Transfers that failed, by transport and code."""
+        return {
+            f"{sample.labels['transport']} {sample.labels['code']}": sample.value
+            for sample in samples(self.metrics, "tandem_transfer_failures_total")
+        }
+
     async def released(self, *ends: str) -> None:
         """Until every block is free, nothing runs, and the receiver has seen these ends."""
         async with asyncio.timeout(60):
             while len(self.sequences) or self.engine.stats.free_blocks < BLOCKS or self.ends != list(ends):
                 await asyncio.sleep(0.01)
         await self.engine.call(lambda engine: engine.check_integrity())
+
+
+def samples(registry: CollectorRegistry, name: str) -> list[Sample]:
+    return [sample for metric in registry.collect() for sample in metric.samples if sample.name == name]
 
 
 @pytest.fixture
@@ -83,8 +98,12 @@ async def prefill(demo_model: Path) -> AsyncIterator[Prefill]:
             raise ValueError("this token is in no message")
         return made.payload
 
-    sequences = PrefillSequences(engine, link_to, payload=payload, now=loop.time, worker_id="prefill-0")
-    made = Prefill(engine, sequences, receiver)
+    registry = CollectorRegistry()
+    metrics = TransferMetrics(registry, ("demo", "prefill", "prefill-0"))
+    sequences = PrefillSequences(
+        engine, link_to, payload=payload, now=loop.time, worker_id="prefill-0", metrics=metrics
+    )
+    made = Prefill(engine, sequences, receiver, registry)
     engine.start(sequences.on_events, lambda error: None)
     yield made
     sender.close()
@@ -98,6 +117,13 @@ async def test_the_whole_prompt_lands_with_its_first_token(prefill: Prefill) -> 
     assert len(done.output.tokens) == 1
     assert done.transfer_bytes == PROMPT * 32
     await prefill.released(f"t-a: first, {PROMPT * 32}")
+    pair = {"model_name": "demo", "role": "prefill", "worker": "prefill-0", "peer": "decode-0", "transport": "shm"}
+    [moved] = samples(prefill.metrics, "tandem_transfer_bytes_total")
+    assert (moved.labels, moved.value) == (pair, PROMPT * 32)
+    [seconds] = samples(prefill.metrics, "tandem_transfer_seconds_sum")
+    [exposed] = samples(prefill.metrics, "tandem_transfer_exposed_seconds_sum")
+    assert 0 < exposed.value < seconds.value
+    assert prefill.failures() == {}
 
 
 async def test_the_decode_worker_hears_of_it_before_an_adapter_is_read(
@@ -140,6 +166,8 @@ async def test_a_caller_that_leaves_during_the_transfer_ends_it_on_both_sides(pr
     running.cancel()
     await asyncio.wait([running])
     await prefill.released("t-a: ABORTED")
+    assert prefill.failures() == {}
+    assert samples(prefill.metrics, "tandem_transfer_bytes_total") == []
 
 
 async def test_the_deadline_passes_while_it_computes(prefill: Prefill) -> None:
@@ -161,6 +189,7 @@ async def test_a_decode_worker_that_dies_during_the_transfer_ends_it(prefill: Pr
         await running
     assert failed.value.code == "UNAVAILABLE"
     await prefill.released("t-a: UNAVAILABLE")
+    assert prefill.failures() == {"shm UNAVAILABLE": 1}
 
 
 async def test_no_link_is_a_failure_that_holds_nothing(prefill: Prefill) -> None:
@@ -168,6 +197,7 @@ async def test_no_link_is_a_failure_that_holds_nothing(prefill: Prefill) -> None
     with pytest.raises(SequenceFailed, match="nobody answers"):
         await prefill.run("a")
     await prefill.released()
+    assert prefill.failures() == {"none UNAVAILABLE": 1}
 
 
 async def test_a_request_id_runs_once(prefill: Prefill) -> None:

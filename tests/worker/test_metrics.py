@@ -10,7 +10,7 @@ from tandem.engine import EngineStats
 from tandem.metrics import WORKER, WORKER_LABELS
 from tandem.process.integrity import IntegrityReport
 from tandem.process.metrics_server import metrics_served
-from tandem.worker.metrics import WorkerCollector
+from tandem.worker.metrics import StepCounts, WorkerCollector
 
 LABELS = ("m", "decode", "d0")
 
@@ -19,22 +19,26 @@ def stats(**changes: int) -> EngineStats:
     known = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
     known |= {"num_waiting": 2, "num_running": 3, "free_blocks": 6, "num_blocks": 8, "queued_tokens": 77}
     known |= {"num_prefilled_tokens": 1000, "num_written_tokens": 500, "num_preempted": 7, "num_swapped": 4}
-    known |= {"num_aborted": 3, "num_aborted_blocks": 12, "num_proposed_tokens": 9, "num_accepted_tokens": 8}
+    known |= {"num_aborted": 3, "num_aborted_blocks": 12, "num_evicted_blocks": 5}
+    known |= {"num_proposed_tokens": 9, "num_accepted_tokens": 8}
     return EngineStats(**(known | changes))
 
 
 def read(host: str, port: int) -> dict[str, float]:
     text = httpx.get(f"http://{host}:{port}/metrics").text
     labels = ",".join(f'{name}="{value}"' for name, value in sorted(zip(WORKER_LABELS, LABELS, strict=True)))
-    lines = (line.split() for line in text.splitlines() if not line.startswith("#"))
-    return {name.replace(f"{{{labels}}}", ""): float(value) for name, value in lines}
+    lines = (line.split() for line in text.splitlines() if not line.startswith("#") and "_bucket{" not in line)
+    said = {name.replace(f"{{{labels}}}", ""): float(value) for name, value in lines}
+    return {name.removesuffix("_sum"): value for name, value in said.items() if not name.endswith("_count")}
 
 
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
 def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None:
     now = [stats()]
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(lambda: now[0], LABELS))
+    steps = StepCounts()
+    steps.add(48, 3)
+    registry.register(WorkerCollector(lambda: now[0], steps, lambda: 2, LABELS))
     with metrics_served(registry, lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, 0) as port:
         assert set(read(url, port)) == {series.exposed_as for series in WORKER.values()}
         assert read(url, port) == {
@@ -42,6 +46,8 @@ def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None
             "tandem_read_tokens_total": 1000, "tandem_written_tokens_total": 500, "vllm:num_preemptions_total": 7,
             "tandem_swapped_preemptions_total": 4, "tandem_aborted_sequences_total": 3,
             "tandem_aborted_blocks_total": 12, "tandem_proposed_tokens_total": 9, "tandem_accepted_tokens_total": 8,
+            "tandem_evicted_blocks_total": 5, "tandem_adapters": 2, "vllm:iteration_tokens_total": 48,
+            "tandem_batch_sequences": 3,
         }  # fmt: skip
         now[0] = stats(free_blocks=0, queued_tokens=0)
         assert read(url, port)["tandem_kv_usage"] == 1

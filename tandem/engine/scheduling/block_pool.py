@@ -25,6 +25,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_evicted = 0
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of: dict[bytes, int] = {}
@@ -74,6 +75,7 @@ class BlockPool:
     def _take_new(self) -> int:
         block, _ = self._free.popitem(last=False)
         self._references[block] = 1
+        self.num_evicted += block in self._hash_of
         self._forget(block)
         self._forget_tail(block)
         return block
