@@ -108,6 +108,8 @@ TOKENS = tuple(float(2**power) for power in range(18))
 
 MODEL = ("model_name",)
 CLASS = (*MODEL, "priority_class")
+TENANT = (*CLASS, "tenant")
+COARSE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
 WORKER_LABELS = (*MODEL, "role", "worker")
 
 
@@ -132,11 +134,18 @@ def _choices() -> Iterator[Series]:
     yield Series("vllm:request_queue_time_seconds", histogram, text, CLASS, QUEUE)
     text = "From a choice's turn to its first token, if it ended well: route, reserve, prefill and KV transfer."
     yield Series("vllm:request_prefill_time_seconds", histogram, text, MODEL, E2E)
+    text = "Of a choice that ended well, prefill and decode: from its turn to its end."
+    yield Series("vllm:request_inference_time_seconds", histogram, text, MODEL, E2E)
     text = "From a choice's first token to its last, if it ended well."
     yield Series("vllm:request_decode_time_seconds", histogram, text, MODEL, E2E)
     yield Series("vllm:request_prompt_tokens", histogram, "Prompt tokens of a choice that ended well.", MODEL, TOKENS)
     text = "Tokens of a choice that ended well."
     yield Series("vllm:request_generation_tokens", histogram, text, MODEL, TOKENS)
+    text = "Of the prompt of a choice that ended well, those that were not found in a prefix cache."
+    yield Series("vllm:request_prefill_kv_computed_tokens", histogram, text, MODEL, TOKENS)
+    yield Series("vllm:request_params_n", histogram, "`n` of a request that was answered with 200.", MODEL, TOKENS[:8])
+    text = "Most tokens that a request which was answered with 200 allowed a choice."
+    yield Series("vllm:request_params_max_tokens", histogram, text, MODEL, TOKENS)
     text = "Tokens of the longest choice of a request that was answered with 200."
     yield Series("vllm:request_max_num_generation_tokens", histogram, text, MODEL, TOKENS)
 
@@ -149,12 +158,18 @@ def _gateway() -> Iterator[Series]:
     yield Series("vllm:request_success", counter, "Choices that ended well.", (*MODEL, "finished_reason"))
     yield Series("vllm:prefix_cache_queries", counter, "Prompt tokens of requests that were answered with 200.", MODEL)
     yield Series("vllm:prefix_cache_hits", counter, "Of these, those found in prefix caches.", MODEL)
+    text = "Prompt tokens of choices that ended well, found in prefix caches."
+    yield Series("vllm:prompt_tokens_cached", counter, text, MODEL)
     yield Series("vllm:spec_decode_num_draft_tokens", counter, "Tokens proposed ahead.", MODEL)
     yield Series("vllm:spec_decode_num_accepted_tokens", counter, "Proposed tokens that were right.", MODEL)
     text = "Share of the decode workers' KV blocks that sequences hold, as last reported; 1 is all."
     yield Series("vllm:kv_cache_usage_perc", gauge, text, MODEL)
     text = "Requests that ended, by path (remote, local, none) and HTTP status; 499 is a client that left."
     yield Series("tandem_requests", counter, text, ("path", "status"))
+    text = "Requests that ended with an error, by HTTP status and the error's code (docs/api.md)."
+    yield Series("tandem_errors", counter, text, ("status", "reason"))
+    text = "Choosing a pair of workers and reserving there, each time."
+    yield Series("tandem_route_seconds", histogram, text, MODEL, REFUSED)
     text = "From a request's arrival to its 429, inside the gateway."
     yield Series("tandem_refused_after_seconds", histogram, text, MODEL, REFUSED)
     yield Series("tandem_kv_transfer_bytes", counter, "KV bytes moved for requests.", ("transport",))
@@ -168,6 +183,34 @@ def _gateway() -> Iterator[Series]:
     text = "KV blocks forgotten because more were reported than fit."
     yield Series("tandem_replica_dropped_blocks", counter, text)
     yield Series("tandem_replica_rereads", counter, "Workers whose blocks were read anew, whole.")
+
+
+def _tenants() -> Iterator[Series]:
+    counter, gauge = MetricKind.COUNTER, MetricKind.GAUGE
+    text = "Requests by how they ended (met, late_first, slow, refused, failed: docs/slo.md); not 400s, not 499s."
+    yield Series("tandem_slo_requests", counter, text, (*TENANT, "outcome"))
+    text = "Share of a class's requests that should be met, as its settings say."
+    yield Series("tandem_slo_objective", gauge, text, CLASS)
+    yield Series("tandem_goodput_tokens", counter, "Tokens of requests that were met.", TENANT)
+    text = "Tokens of requests that ended: prompt tokens computed or cached, generated ones."
+    yield Series("tandem_tenant_tokens", counter, text, (*TENANT, "kind"))
+    text = "From a request's arrival to its first token."
+    yield Series("tandem_tenant_ttft_seconds", MetricKind.HISTOGRAM, text, TENANT, COARSE)
+
+
+def _cluster() -> Iterator[Series]:
+    counter, gauge, labels = MetricKind.COUNTER, MetricKind.GAUGE, (*MODEL, "role")
+    yield Series("tandem_live_workers", gauge, "Workers of the model with a live lease.", labels)
+    text = "Workers that were not there when this was last read, first starts and later ones."
+    yield Series("tandem_worker_starts", counter, text, labels)
+    text = "Price of a worker's hour, as the settings say."
+    yield Series("tandem_price_per_worker_hour", gauge, text, labels)
+    yield Series("tandem_registry_reached", gauge, "1 while the registry has been read of late.")
+
+
+def _process() -> Iterator[Series]:
+    text = "When the certificate of the cluster's TLS ends, in Unix seconds; 0 if its CA's clients refuse it."
+    yield Series("tandem_certificate_expiry_timestamp_seconds", MetricKind.GAUGE, text)
 
 
 def _worker() -> Iterator[Series]:
@@ -222,7 +265,8 @@ def _kvstore() -> Iterator[Series]:
     yield Series("tandem_redis_deaths", counter, "Times that the redis-server started here died, and came back empty.")
 
 
-GATEWAY = _by_name(chain(_choices(), _gateway()))
+GATEWAY = _by_name(chain(_choices(), _gateway(), _tenants(), _cluster()))
+PROCESS = _by_name(_process())
 WORKER = _by_name(_worker())
 TRANSFERS, LINKS = _by_name(_transfers()), _by_name(_links())
 KVSTORE = _by_name(_kvstore())
@@ -231,4 +275,5 @@ CATALOGUES = {
     "Prefill and decode workers": WORKER,
     "Prefill workers": {**TRANSFERS, **LINKS},
     "The kvstore": KVSTORE,
+    "Each of them, where the cluster has TLS": PROCESS,
 }

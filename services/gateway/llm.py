@@ -226,6 +226,7 @@ class LLM:
         """
         after_s = asyncio.get_running_loop().time() - arrived
         self.metrics.request("none", error.status)
+        self.metrics.error(error)
         if error.status == TOO_MANY:
             self.metrics.refused(after_s)
         tracing.refused(self.spans, headers, request_id, error, after_s)

@@ -7,29 +7,33 @@ fallback  a choice that did not take the path it should: no pair could take it, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission, PriorityClass
+from services.gateway.errors import GatewayError
+from services.gateway.settings import CLASSES, ClassName, ClassSettings
+from services.gateway.tenant_metrics import TenantMetrics
 from tandem.metrics import GATEWAY, ITL, BucketCounts
+from tandem.process import metrics_server
 from tandem.registry import BlockReplica, LiveWorker, Role
 from tandem.v1 import llm_pb2
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
 
 NUM_GAPS = len(ITL) + 1  # with those beyond the last bound
 
 
 class Metrics:
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        self._registry = registry
-
-        def gauge(name: str) -> Gauge:
-            return GATEWAY[name].gauge(registry).labels(model)
+    def __init__(
+        self, registry: CollectorRegistry, model: str, classes: Mapping[ClassName, ClassSettings] = CLASSES,
+        max_tenants: int = 100,
+    ) -> None:  # fmt: skip
+        self._registry, self._model = registry, model
+        self.tenants = TenantMetrics(registry, model, classes, max_tenants)
 
         def counter(name: str) -> Counter:
             return GATEWAY[name].counter(registry).labels(model)
@@ -38,11 +42,11 @@ class Metrics:
             return GATEWAY[name].histogram(registry).labels(model)
 
         self.num_waiting = self.num_running = 0
-        gauge("vllm:num_requests_waiting").set_function(lambda: self.num_waiting)
-        gauge("vllm:num_requests_running").set_function(lambda: self.num_running)
+        for name, count in (("waiting", lambda: self.num_waiting), ("running", lambda: self.num_running)):
+            GATEWAY[f"vllm:num_requests_{name}"].gauge(registry).labels(model).set_function(count)
         self.ttft = histogram("vllm:time_to_first_token_seconds")
         self.ended = _Ended(histogram, counter)
-        self.max_generated = histogram("vllm:request_max_num_generation_tokens")
+        self.route_s = histogram("tandem_route_seconds")
         self.written = _TokenCollector(model)
         registry.register(self.written)
         self.prefix_cache_queries = counter("vllm:prefix_cache_queries")
@@ -51,21 +55,21 @@ class Metrics:
         self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens")
         success = GATEWAY["vllm:request_success"].counter(registry)
         requests = GATEWAY["tandem_requests"].counter(registry)
+        self._errors = GATEWAY["tandem_errors"].counter(registry)
         transfer_bytes = GATEWAY["tandem_kv_transfer_bytes"].counter(registry)
         self._fallbacks = GATEWAY["tandem_fallbacks"].counter(registry)
         self.migrations = counter("tandem_migrations")
         queued = GATEWAY["vllm:request_queue_time_seconds"].histogram(registry)
         self._refused = histogram("tandem_refused_after_seconds")
-        self._model = model
         # Looked up once for each value of a label, not for each request.
         self._success = cache(lambda reason: success.labels(model, reason))
         self._requests = cache(lambda path, status: requests.labels(path, str(status)))
         self._transfer_bytes = cache(transfer_bytes.labels)
         self._queued = cache(lambda kind: queued.labels(model, kind.label))
 
-    def choice(self, now: Callable[[], float]) -> Meter:
-        """Counts one choice that is accepted now."""
-        return Meter(self, now)
+    def choice(self, now: Callable[[], float], trace_id: str = "") -> Meter:
+        """Counts one choice that is accepted now. `trace_id`: of a trace that is kept, to be found from its numbers."""
+        return Meter(self, now, {"trace_id": trace_id} if trace_id else None)
 
     def success(self, reason: str) -> None:
         self._success(reason).inc()
@@ -73,6 +77,10 @@ class Metrics:
     def request(self, path: str, status: int) -> None:
         """One request has ended; 499 is a client that left."""
         self._requests(path, status).inc()
+
+    def error(self, error: GatewayError) -> None:
+        """A request has ended with it."""
+        self._errors.labels(str(error.status), error.code or error.type).inc()
 
     def refused(self, seconds: float) -> None:
         """One request got a 429, so long after it had arrived."""
@@ -109,21 +117,25 @@ class Metrics:
 
         GATEWAY["vllm:kv_cache_usage_perc"].gauge(self._registry).labels(self._model).set_function(used)
 
+    def watch_cluster(self, cluster: Collector) -> None:
+        self._registry.register(cluster)
+
     def watch_replica(self, replica: BlockReplica) -> None:
         """Report what is known of prefix caches, as of when Prometheus asks."""
         self._registry.register(_ReplicaCollector(replica))
 
-    def exposition(self) -> bytes:
-        return generate_latest(self._registry)
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """As the header `accept` asks for it, and its content type."""
+        return metrics_server.exposition(self._registry, accept)
 
 
 class Meter:
     """One choice, from waiting to running to its end. `close` it."""
 
-    __slots__ = ("_born", "_first", "_last", "_metrics", "_now", "_num_tokens", "_written", "gaps")
+    __slots__ = ("_born", "_exemplar", "_first", "_last", "_metrics", "_now", "_num_tokens", "_written", "gaps")
 
-    def __init__(self, metrics: Metrics, now: Callable[[], float]) -> None:
-        self._metrics, self._written = metrics, metrics.written
+    def __init__(self, metrics: Metrics, now: Callable[[], float], exemplar: dict[str, str] | None) -> None:
+        self._metrics, self._written, self._exemplar = metrics, metrics.written, exemplar
         self._now = now
         self._born = self._first = self._last = now()
         self._num_tokens = 0
@@ -139,25 +151,37 @@ class Meter:
             self.gaps[self._written.gaps.add((now - self._last) / num_tokens)] += 1
         else:
             self._first = now
-            self._metrics.ttft.observe(now - self._born)
+            self._metrics.ttft.observe(now - self._born, self._exemplar)
             self._metrics.num_waiting -= 1
             self._metrics.num_running += 1
         self._num_tokens += num_tokens
         self._last = now
         self._written.num_tokens += num_tokens
 
-    def success(self, reason: str, prompt_tokens: int, queued_s: float) -> None:
+    @property
+    def itl_s(self) -> float | None:
+        """Mean time between its tokens so far, if there are two."""
+        return (self._last - self._first) / (self._num_tokens - 1) if self._num_tokens > 1 else None
+
+    def routed(self, seconds: float) -> None:
+        """A pair of workers was chosen for it, in so long."""
+        self._metrics.route_s.observe(seconds)
+
+    def success(self, reason: str, prompt_tokens: int, cached_tokens: int, queued_s: float) -> None:
         """The choice has ended well; `queued_s` of its time it waited for its turn."""
-        ended = self._metrics.ended
-        ended.e2e.observe(self._now() - self._born)
+        ended, whole_s = self._metrics.ended, self._now() - self._born
+        ended.e2e.observe(whole_s, self._exemplar)
+        ended.inference.observe(max(whole_s - queued_s, 0.0))
+        ended.cached_tokens.inc(cached_tokens)
+        ended.computed_length.observe(max(prompt_tokens - cached_tokens, 0))
         ended.prompt_tokens.inc(prompt_tokens)
         ended.prompt_length.observe(prompt_tokens)
         ended.generated.observe(self._num_tokens)
         if self._num_tokens:
             ended.prefill.observe(max(self._first - self._born - queued_s, 0.0))
             ended.decode.observe(self._last - self._first)
-        if self._num_tokens > 1:
-            ended.tpot.observe((self._last - self._first) / (self._num_tokens - 1))
+        if (itl_s := self.itl_s) is not None:
+            ended.tpot.observe(itl_s)
         self._metrics.success(reason)
 
     def close(self) -> None:
@@ -168,15 +192,21 @@ class Meter:
 
 
 class _Ended:
-    """Observes each choice that ended well, once."""
+    """Observes each choice that ended well, or each request, once."""
 
     def __init__(self, histogram: Callable[[str], Histogram], counter: Callable[[str], Counter]) -> None:
+        self.max_generated = histogram("vllm:request_max_num_generation_tokens")
+        self.params_n = histogram("vllm:request_params_n")
+        self.params_max_tokens = histogram("vllm:request_params_max_tokens")
         self.e2e = histogram("vllm:e2e_request_latency_seconds")
+        self.inference = histogram("vllm:request_inference_time_seconds")
         self.prefill = histogram("vllm:request_prefill_time_seconds")
         self.decode = histogram("vllm:request_decode_time_seconds")
         self.tpot = histogram("vllm:request_time_per_output_token_seconds")
         self.prompt_length = histogram("vllm:request_prompt_tokens")
+        self.computed_length = histogram("vllm:request_prefill_kv_computed_tokens")
         self.generated = histogram("vllm:request_generation_tokens")
+        self.cached_tokens = counter("vllm:prompt_tokens_cached")
         self.prompt_tokens = counter("vllm:prompt_tokens")
 
 

@@ -35,6 +35,7 @@ from services.gateway.admission import (
     capacity_of,
 )
 from services.gateway.bodies import LargeBodies
+from services.gateway.cluster_metrics import ClusterCollector
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import Unavailable
 from services.gateway.generation import (
@@ -60,7 +61,7 @@ from services.gateway.workers import Judging, WorkerPool
 from tandem import rpc
 from tandem.containment import Sandbox
 from tandem.liveness import Starvation, no_pressure
-from tandem.process import IntegrityReport, telemetry
+from tandem.process import IntegrityReport, certificate, telemetry
 from tandem.registry import BlockReplica, ClusterView, GatewayAddress, Registry, RegistryUnavailable
 from tandem.rpc import DrainService
 from tandem.store import Store
@@ -200,10 +201,9 @@ class Gateway:
         pool = WorkerPool(view, model.name, self._ports.connect, judging, model.text_digests)
         self._stack.push_async_callback(pool.close)
         self._run(pool.run())
-        metrics = Metrics(CollectorRegistry(), model.name)
+        metrics = self._make_metrics(view, pool)
         replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
         metrics.watch_replica(replica)
-        metrics.watch_workers(lambda: pool.workers)
         self._run(replica.run())
         router = self._make_router(registry, view, replica, model.name, settings.disaggregation)
         adapters = ServedAdapters(registry, pool, model.name, settings.served_names)
@@ -215,6 +215,14 @@ class Gateway:
         self._running = RunningSettings(settings, self._take_over)
         self._run(self._running.run())
         await self._serve()
+
+    def _make_metrics(self, view: ClusterView, pool: WorkerPool) -> Metrics:
+        settings, registry = self.settings, CollectorRegistry()
+        metrics = Metrics(registry, self._model.name, settings.classes, settings.metrics_max_tenants)
+        metrics.watch_workers(lambda: pool.workers)
+        metrics.watch_cluster(ClusterCollector(view, pool, self._model.name, settings.worker_hour_prices))
+        certificate.watch(registry, settings.security.tls)
+        return metrics
 
     async def _first_view(self) -> ClusterView:
         view = ClusterView(self._ports.registry)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validato
 
 from tandem.api_keys import check_exposed
 from tandem.checkpoints import TextPath
+from tandem.registry import Role
 from tandem.security import ClusterSettings
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@,]+")
@@ -42,13 +43,14 @@ class ReasoningParser(StrEnum):
 
 
 class ClassSettings(BaseModel):
-    """A priority class. Times are in seconds; None: no target."""
+    """A priority class. Times are in seconds; None: no target. `objective`: of the service, see docs/slo.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     weight: PositiveFloat = 1.0
     ttft_s: PositiveFloat | None = None
     itl_s: PositiveFloat | None = None
+    objective: float = Field(0.99, gt=0, lt=1)
 
 
 ClassName = Literal["realtime", "interactive", "batch"]
@@ -121,10 +123,17 @@ class GatewaySettings(ClusterSettings):
     classes: dict[ClassName, ClassSettings] = Field(
         CLASSES,
         description="of each class: its share of tokens when all have requests waiting (weight), the time to a first "
-        "token beyond which a request is refused (ttft_s), and the time between tokens that prompts beside its answers "
-        "leave (itl_s); null: no target. What a map leaves out stays as it is",
+        "token beyond which a request is refused (ttft_s), the time between tokens that prompts beside its answers "
+        "leave (itl_s), null: no target; and the share of its requests that should meet both (objective). What a map "
+        "leaves out stays as it is",
     )
     tenant_weights: dict[str, PositiveFloat] = Field({}, description="share of tokens within a class; 1 if not named")
+    metrics_max_tenants: int = Field(
+        100, ge=1, description="tenants that have metrics of their own; those that come later share some"
+    )
+    worker_hour_prices: dict[Role, PositiveFloat] = Field(
+        {}, description="price of an hour of one worker, by role (prefill, decode), for metrics of what tokens cost"
+    )
     max_queued: int = Field(
         1024, ge=1, description="most choices waiting for their turn, at all gateways of the model; beyond it, 429"
     )

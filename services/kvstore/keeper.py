@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,8 +23,7 @@ from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
 from tandem.garbage import settled
 from tandem.local import RedisServer
-from tandem.process import IntegrityReport, lasting
-from tandem.process.metrics_server import metrics_served
+from tandem.process import IntegrityReport, certificate, lasting, metrics_server
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.rpc import IntegrityService
 
@@ -126,10 +124,11 @@ async def run(settings: KVStoreSettings) -> None:
 async def _serve(
     settings: KVStoreSettings, registry: Registry, owned: Sequence[OwnRedis], metrics: KeeperMetrics, url: str
 ) -> None:
+    certificate.watch(metrics.registry, settings.security.tls)
     look = partial(_from_a_thread, asyncio.get_running_loop(), registry)
-    with metrics_served(metrics.registry, look, settings.host, settings.metrics_port) as port:
-        host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
-        await _serve_rpc(settings, registry, owned, metrics, (url, rpc.address(host, port) if port else ""))
+    with metrics_server.serving(metrics.registry, look, settings.host, settings.metrics_port) as port:
+        told = port and settings.host not in ("0.0.0.0", "::")  # which is an address for nobody else
+        await _serve_rpc(settings, registry, owned, metrics, (url, rpc.address(settings.host, port) if told else ""))
 
 
 def _from_a_thread(loop: asyncio.AbstractEventLoop, registry: Registry) -> IntegrityReport:

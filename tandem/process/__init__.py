@@ -1,6 +1,7 @@
 """Parts of any process: logs, threads, children, a watch over its loop, a report of what it holds. Anyone may enter.
 
-`from tandem.process import telemetry` brings the OpenTelemetry SDK, so that it is a module by itself.
+`from tandem.process import telemetry` brings the OpenTelemetry SDK, so that it is a module by itself; so are
+`metrics_server` and `certificate`, which bring prometheus_client.
 """
 
 from tandem.process.child_process import dying_with_parent

@@ -21,6 +21,11 @@ class Swept:
     live_leases: int = field(default=0, compare=False)
     live_reservations: int = field(default=0, compare=False)
 
+    def then(self, other: Swept) -> Swept:
+        """Both together, as of the other."""
+        ended = self.leases + other.leases, self.reservations + other.reservations, self.blocks + other.blocks
+        return Swept(*ended, other.live_leases, other.live_reservations)
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class GatewayAddress:
@@ -56,3 +61,8 @@ class Adapters:
         epoch, flat = answer
         texts = zip(flat[::2], flat[1::2], strict=True)
         return cls(epoch, {name: AdapterRef(name, *json.loads(text)) for name, text in texts})
+
+
+def text_of_adapter(ref: AdapterRef) -> str:
+    """As Redis keeps it."""
+    return json.dumps([ref.path, ref.revision])

@@ -24,7 +24,7 @@ from tandem.adapters import AdapterRef
 from tandem.containment import Death
 from tandem.liveness import stretched
 from tandem.process import IntegrityReport
-from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept
+from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept, text_of_adapter
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, RedisConnection, RegistryConnection
@@ -40,7 +40,6 @@ PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
 # Choices and releases in one call: more would keep other gateways waiting.
 MAX_BATCH = 24
 Arguments: TypeAlias = tuple[Argument, ...]
-KEEPER_MS = 10_000  # how long a kvstore that has swept is believed to be there
 # What is asked, and its arguments.
 Asked: TypeAlias = tuple[Literal["select", "release"], Arguments]
 NO_PREFIX = PromptPrefix.of("", 1, ())
@@ -107,9 +106,9 @@ class Registry:
 
     async def gateways(self) -> list[GatewayAddress]:
         """Gateways with a live lease."""
-        return (await self.read_at())[0]
+        return (await self.measured())[0]
 
-    async def read_at(self) -> tuple[list[GatewayAddress], str]:
+    async def measured(self) -> tuple[list[GatewayAddress], str]:
         """Those, and the address at which Prometheus reads the kvstore, empty if it does not."""
         gateways, keeper = await self._connection.call("gateways")
         return sorted(GatewayAddress(**json.loads(said)) for said in gateways), keeper
@@ -159,11 +158,11 @@ class Registry:
 
     async def put_adapter(self, ref: AdapterRef) -> Adapters:
         """Serve it; another one of that name no longer. Returns what there is then."""
-        return Adapters.of(await self._connection.call("adapters", "put", ref.name, _text(ref)))
+        return Adapters.of(await self._connection.call("adapters", "put", ref.name, text_of_adapter(ref)))
 
     async def restore_adapters(self, refs: Iterable[AdapterRef]) -> Adapters:
         """Serve those whose names are unknown: Redis has lost its memory."""
-        names = chain.from_iterable((ref.name, _text(ref)) for ref in refs)
+        names = chain.from_iterable((ref.name, text_of_adapter(ref)) for ref in refs)
         return Adapters.of(await self._connection.call("adapters", "restore", *names))
 
     async def drop_adapter(self, name: str) -> Adapters:
@@ -309,17 +308,12 @@ class Registry:
         return found
 
     async def sweep(self, keeper: str = "") -> Swept:
-        """Forget leases and reservations past their time. Any number of processes may do so at once.
-
-        Args:
-            keeper: the address at which Prometheus reads who sweeps.
-        """
+        """Forget what is past its time; any number of processes may. `keeper`: where Prometheus reads this one."""
         total = Swept(0, 0, 0)
         while True:
-            leases, reservations, blocks, *live = await self._connection.call("sweep", keeper, KEEPER_MS)
-            ended = total.leases + leases, total.reservations + reservations, total.blocks + blocks
-            total = Swept(*ended, *live)
-            if not reservations:
+            found = Swept(*await self._connection.call("sweep", keeper))
+            total = total.then(found)
+            if not found.reservations:
                 return total
 
     async def check_integrity(self) -> IntegrityReport:
@@ -398,10 +392,6 @@ class Registry:
         async with self._reading_infos:
             if wanted not in self._infos:
                 self._infos = {worker.generation: worker.info for worker in await self.workers()}
-
-
-def _text(ref: AdapterRef) -> str:
-    return json.dumps([ref.path, ref.revision])
 
 
 def _ms(seconds: float) -> int:

@@ -20,8 +20,14 @@ from tandem import rpc
 from tandem.engine import Engine
 from tandem.garbage import settled
 from tandem.liveness import CpuPressure, gone_here, this_process
-from tandem.process import IntegrityReport, ends_where_it_stands_still, lasting, telemetry
-from tandem.process.metrics_server import metrics_served
+from tandem.process import (
+    IntegrityReport,
+    certificate,
+    ends_where_it_stands_still,
+    lasting,
+    metrics_server,
+    telemetry,
+)
 from tandem.registry import Registry, Role
 from tandem.rpc import DrainService
 from tandem.transfer import LinkRuntime
@@ -91,7 +97,8 @@ async def run_measured(worker: Worker) -> None:
     """`run_to_its_end`, its metrics served."""
     settings = worker.context.settings
     integrity = partial(_from_a_thread, asyncio.get_running_loop(), worker)
-    with metrics_served(worker.context.metrics, integrity, settings.host, settings.metrics_port) as port:
+    certificate.watch(worker.context.metrics, settings.security.tls)
+    with metrics_server.serving(worker.context.metrics, integrity, settings.host, settings.metrics_port) as port:
         worker.metrics_port = port
         await run_to_its_end(worker)
 

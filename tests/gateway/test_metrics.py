@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -13,9 +14,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.gateway.__main__ import make_gateway
+from services.gateway.admission import PriorityClass
 from services.gateway.generation import WORKER_LOST
 from services.gateway.metrics import Metrics
-from services.gateway.settings import Disaggregation
+from services.gateway.settings import CLASSES, ClassSettings, Disaggregation
+from services.gateway.tenant_metrics import RequestEnd
 from tandem.local import RedisServer
 from tandem.metrics import GATEWAY
 from tandem.registry import Fallback
@@ -35,7 +38,7 @@ def test_a_way_that_was_not_wanted_counts(kind: llm_pb2.Path.Kind, label: str) -
     metrics.path(llm_pb2.Path(kind=kind), label)
     path = "local" if kind == LOCAL else "remote"
     expected = [f'tandem_fallbacks_total{{path="{path}",reason="{label}"}} 1.0'] if label else []
-    assert fallbacks(metrics.exposition().decode()) == expected
+    assert fallbacks(said_by(metrics)) == expected
 
 
 def test_times_between_tokens_fall_into_the_buckets_that_they_reach() -> None:
@@ -44,13 +47,13 @@ def test_times_between_tokens_fall_into_the_buckets_that_they_reach() -> None:
     meter = metrics.choice(lambda: next(times))
     for num_tokens in (1, 4, 1, 1):  # the first has none before it; four at once; 25 ms; a minute
         meter.count(num_tokens)
-    said = dict(line.rsplit(" ", 1) for line in metrics.exposition().decode().splitlines() if "latency" in line)
+    said = dict(line.rsplit(" ", 1) for line in said_by(metrics).splitlines() if "latency" in line)
     name = "vllm:inter_token_latency_seconds"
     reached = [said[f'{name}_bucket{{le="{bound}",model_name="m"}}'] for bound in ("0.001", "0.01", "0.025", "10.0")]
     assert reached == ["1.0", "1.0", "2.0", "2.0"]
     assert said[f'{name}_bucket{{le="+Inf",model_name="m"}}'] == said[f'{name}_count{{model_name="m"}}'] == "3.0"
     assert float(said[f'{name}_sum{{model_name="m"}}']) == pytest.approx(60.025)
-    assert 'vllm:generation_tokens_total{model_name="m"} 7.0' in metrics.exposition().decode()
+    assert 'vllm:generation_tokens_total{model_name="m"} 7.0' in said_by(metrics)
 
 
 def test_times_and_lengths_of_choices_that_ended_well() -> None:
@@ -59,7 +62,7 @@ def test_times_and_lengths_of_choices_that_ended_well() -> None:
     good = metrics.choice(lambda: next(times))
     for num_tokens in (1, 2, 3):
         good.count(num_tokens)
-    good.success("stop", prompt_tokens=300, queued_s=1.0)
+    good.success("stop", prompt_tokens=300, cached_tokens=100, queued_s=1.0)
     lost = metrics.choice(iter((0.0, 40.0)).__next__)
     lost.count(1)
     lost.close()  # without success: it moves none of these
@@ -68,7 +71,9 @@ def test_times_and_lengths_of_choices_that_ended_well() -> None:
     assert said["vllm:request_decode_time_seconds"] == (1, 2.0)
     assert said["vllm:request_time_per_output_token_seconds"] == (1, 0.4)
     assert said["vllm:e2e_request_latency_seconds"] == (1, 5.25)
+    assert said["vllm:request_inference_time_seconds"] == (1, 4.25)
     assert said["vllm:request_prompt_tokens"] == (1, 300)
+    assert said["vllm:request_prefill_kv_computed_tokens"] == (1, 200)
     assert said["vllm:request_generation_tokens"] == (1, 6)
     assert said["vllm:time_to_first_token_seconds"] == (2, 43.0)
 
@@ -77,7 +82,7 @@ def test_a_first_token_just_before_a_deadline_is_told_from_a_later_one() -> None
     metrics = Metrics(CollectorRegistry(), "m")
     for seconds in (599.0, 601.0):
         metrics.choice(iter((0.0, seconds)).__next__).count(1)
-    assert 'vllm:time_to_first_token_seconds_bucket{le="600.0",model_name="m"} 1.0' in metrics.exposition().decode()
+    assert 'vllm:time_to_first_token_seconds_bucket{le="600.0",model_name="m"} 1.0' in said_by(metrics)
 
 
 async def test_a_gateway_exposes_the_catalogue_and_nothing_else(auto: httpx.AsyncClient) -> None:
@@ -88,12 +93,12 @@ async def test_a_gateway_exposes_the_catalogue_and_nothing_else(auto: httpx.Asyn
 
 async def test_what_there_is_to_scrape(auto: httpx.AsyncClient, peers: Peers) -> None:
     await peers.registry.sweep("10.0.0.9:9090")
-    peers.workers["d"].info = info = replace(peers.workers["d"].info, metrics_address="10.0.0.2:9090")
-    await peers.registry.register(info, peers._load(), 60)
+    other = replace(peers.workers["d"].info, worker_id="d2", incarnation="new", metrics_address="10.0.0.2:9090")
+    await peers.registry.register(other, peers._load(), 60)
     own = str(auto.base_url).removeprefix("http://")
     expected = [
         {"targets": [own], "labels": {"component": "gateway"}},
-        {"targets": ["10.0.0.2:9090"], "labels": {"component": "decode", "worker": "d"}},
+        {"targets": ["10.0.0.2:9090"], "labels": {"component": "decode", "worker": "d2"}},
         {"targets": ["10.0.0.9:9090"], "labels": {"component": "kvstore"}},
     ]
     async with asyncio.timeout(30):
@@ -133,9 +138,102 @@ async def ways(client: httpx.AsyncClient, *bodies: dict[str, object]) -> list[st
     return [(await client.post("/v1/completions", json=body)).headers["x-tandem-path"] for body in bodies]
 
 
+async def test_errors_count_by_their_code(auto: httpx.AsyncClient) -> None:
+    await auto.post("/v1/completions", json={**LONG, "max_tokens": 10**6})
+    assert (await auto.post("/v1/completions", json={**LONG, "max_tokens": "x"})).status_code == 400
+    assert (await auto.post("/v1/completions", json=LONG)).status_code == 200
+    lines = (await auto.get("/metrics")).text.splitlines()
+    found = [line for line in lines if line.startswith("tandem_errors_total{")]
+    assert sorted(found) == [
+        'tandem_errors_total{reason="context_length_exceeded",status="400"} 1.0',
+        'tandem_errors_total{reason="invalid_type",status="400"} 1.0',
+    ]
+    assert 'tandem_route_seconds_count{model_name="tiny"} 1.0' in lines
+    assert 'vllm:request_params_n_sum{model_name="tiny"} 1.0' in lines
+    assert 'vllm:request_params_max_tokens_sum{model_name="tiny"} 8.0' in lines
+
+
+REALTIME = {"realtime": ClassSettings(ttft_s=1.0, itl_s=0.1, objective=0.9)}
+TARGETS = {**CLASSES, **REALTIME}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "changes"),
+    [
+        ("met", {}),
+        ("met", {"ttft_s": 1.0, "itl_s": 0.1}),
+        ("met", {"ttft_s": None, "itl_s": None}),
+        ("late_first", {"ttft_s": 1.1}),
+        ("slow", {"itl_s": 0.11}),
+        ("met", {"priority_class": PriorityClass.BATCH, "ttft_s": 100.0, "itl_s": 9.0}),  # which has no targets
+        ("refused", {"status": 429}),
+        ("failed", {"status": 503}),
+        ("", {"status": 400}),
+        ("", {"status": 499}),
+    ],
+)
+def test_a_request_meets_its_classs_targets_or_not(outcome: str, changes: dict[str, Any]) -> None:
+    metrics = Metrics(CollectorRegistry(), "m", TARGETS)
+    end = RequestEnd("t", PriorityClass.REALTIME, 200, 0.5, 0.05, 100, 40, 8)
+    metrics.tenants.ended(end := replace(end, **changes))
+    lines = said_by(metrics).splitlines()
+    found = [line for line in lines if line.startswith("tandem_slo_requests_total{")]
+    said = f'model_name="m",outcome="{outcome}",priority_class="{end.priority_class.label}",tenant="t"'
+    assert found == ([f"tandem_slo_requests_total{{{said}}} 1.0"] if outcome else [])
+    goodput = [line.rsplit(" ", 1)[1] for line in lines if line.startswith("tandem_goodput_tokens_total{")]
+    assert goodput == (["8.0"] if outcome == "met" else [])
+    counted = [line for line in lines if line.startswith("tandem_tenant_tokens_total{")]
+    tokens = {line.split('kind="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in counted}
+    assert tokens == {"computed": 60, "cached": 40, "generated": 8}
+    assert 'tandem_slo_objective{model_name="m",priority_class="realtime"} 0.9' in lines
+
+
+def test_tenants_beyond_the_most_share_one_name() -> None:
+    metrics = Metrics(CollectorRegistry(), "m", max_tenants=2)
+    for tenant in ("a", "b", "c", "d", "a"):
+        metrics.tenants.ended(RequestEnd(tenant, PriorityClass.BATCH, 200))
+    found = [line for line in said_by(metrics).splitlines() if line.startswith("tandem_slo_requests_total{")]
+    counts = {line.split('tenant="')[1].split('"')[0]: line.rsplit(" ", 1)[1] for line in found}
+    assert counts == {"a": "2.0", "b": "1.0", "other": "2.0"}
+
+
+def test_exemplars_lead_from_slow_buckets_to_traces_in_openmetrics_alone() -> None:
+    metrics = Metrics(CollectorRegistry(), "m")
+    metrics.choice(iter((0.0, 3.0)).__next__, "ab" * 16).count(1)
+    metrics.choice(iter((0.0, 30.0)).__next__).count(1)
+    text, content_type = metrics.exposition("application/openmetrics-text; version=1.0.0")
+    marked = [line for line in text.decode().splitlines() if " # {" in line]
+    assert content_type.startswith("application/openmetrics-text")
+    assert len(marked) == 1
+    assert marked[0].startswith('vllm:time_to_first_token_seconds_bucket{le="5.0"')
+    assert f'# {{trace_id="{"ab" * 16}"}} 3.0' in marked[0]
+    assert " # {" not in said_by(metrics)
+
+
+async def test_workers_that_come_count_as_starts_once(auto: httpx.AsyncClient, peers: Peers) -> None:
+    async def said() -> dict[str, float]:
+        lines = (await auto.get("/metrics")).text.splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+    names = "worker_starts_total", "live_workers"
+    starts, live = (f'tandem_{name}{{model_name="tiny",role="decode"}}' for name in names)
+    first = await said()
+    assert (first[starts], first[live], first["tandem_registry_reached"]) == (0, 1, 1)
+    info = replace(peers.workers["d"].info, worker_id="d2", incarnation="new")
+    await peers.registry.register(info, peers._load(), 60)
+    async with asyncio.timeout(30):
+        while (await said())[live] != 2:
+            await asyncio.sleep(0.05)
+    assert (await said())[starts] == 1
+
+
+def said_by(metrics: Metrics) -> str:
+    return metrics.exposition()[0].decode()
+
+
 def sums(metrics: Metrics) -> dict[str, tuple[float, float]]:
     """The number of observations and their sum, for each histogram."""
-    said = dict(line.rsplit(" ", 1) for line in metrics.exposition().decode().splitlines())
+    said = dict(line.rsplit(" ", 1) for line in said_by(metrics).splitlines())
     label = '{model_name="m"}'
     names = [name.removesuffix(f"_count{label}") for name in said if name.endswith(f"_count{label}")]
     return {name: (float(said[f"{name}_count{label}"]), float(said[f"{name}_sum{label}"])) for name in names}

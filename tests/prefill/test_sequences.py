@@ -118,6 +118,9 @@ async def test_the_whole_prompt_lands_with_its_first_token(prefill: Prefill) -> 
     assert done.transfer_bytes == PROMPT * 32
     await prefill.released(f"t-a: first, {PROMPT * 32}")
     pair = {"model_name": "demo", "role": "prefill", "worker": "prefill-0", "peer": "decode-0", "transport": "shm"}
+    async with asyncio.timeout(60):  # until the decode worker's word has come back
+        while not samples(prefill.metrics, "tandem_transfer_exposed_seconds_sum"):
+            await asyncio.sleep(0.01)
     [moved] = samples(prefill.metrics, "tandem_transfer_bytes_total")
     assert (moved.labels, moved.value) == (pair, PROMPT * 32)
     [seconds] = samples(prefill.metrics, "tandem_transfer_seconds_sum")
@@ -189,7 +192,9 @@ async def test_a_decode_worker_that_dies_during_the_transfer_ends_it(prefill: Pr
         await running
     assert failed.value.code == "UNAVAILABLE"
     await prefill.released("t-a: UNAVAILABLE")
-    assert prefill.failures() == {"shm UNAVAILABLE": 1}
+    async with asyncio.timeout(60):
+        while prefill.failures() != {"shm UNAVAILABLE": 1}:
+            await asyncio.sleep(0.01)
 
 
 async def test_no_link_is_a_failure_that_holds_nothing(prefill: Prefill) -> None:

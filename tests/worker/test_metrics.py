@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.engine import EngineStats
 from tandem.metrics import WORKER, WORKER_LABELS
-from tandem.process.integrity import IntegrityReport
-from tandem.process.metrics_server import metrics_served
+from tandem.process import IntegrityReport, metrics_server
 from tandem.worker.metrics import StepCounts, WorkerCollector
 
 LABELS = ("m", "decode", "d0")
@@ -39,7 +38,7 @@ def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None
     steps = StepCounts()
     steps.add(48, 3)
     registry.register(WorkerCollector(lambda: now[0], steps, lambda: 2, LABELS))
-    with metrics_served(registry, lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, 0) as port:
+    with metrics_server.serving(registry, lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, 0) as port:
         assert set(read(url, port)) == {series.exposed_as for series in WORKER.values()}
         assert read(url, port) == {
             "tandem_queued_tokens": 77, "tandem_running_sequences": 5, "tandem_kv_blocks": 8, "tandem_kv_usage": 0.25,

@@ -19,6 +19,7 @@ from typing import Any
 from opentelemetry.trace import Span
 
 from services.gateway.access import Allowances, headers_of
+from services.gateway.admission import PriorityClass
 from services.gateway.errors import GatewayError
 from services.gateway.generation import tracing
 from services.gateway.generation.choice import REASONS, Choice
@@ -28,6 +29,7 @@ from services.gateway.generation.record import is_slow, record_answer
 from services.gateway.generation.request import Generation
 from services.gateway.generation.shared_prompt import MIN_SHARED_TOKENS, SharedPrompt
 from services.gateway.metrics import PATHS
+from services.gateway.tenant_metrics import RequestEnd
 from services.gateway.workers import Tokens
 from tandem.registry import Taken
 from tandem.v1 import llm_pb2
@@ -125,6 +127,7 @@ class Answer:
             status, outcome = 200, "ok"
         except GatewayError as error:
             status, outcome = error.status, error.type
+            self._metrics.error(error)
             tracing.fail(span, error, outcome)
             raise
         except BaseException as error:
@@ -136,6 +139,7 @@ class Answer:
             self._settle(taken)
             self._running.discard(self)
             self._end(span, status, first_s)
+            self._count(status, first_s)
             whole_s = asyncio.get_running_loop().time() - self.request.arrived
             record_answer(self, span, status, outcome, first_s, whole_s)
 
@@ -210,7 +214,9 @@ class Answer:
         if status == 200:
             metrics.prefix_cache_queries.inc(usage.prompt_tokens)
             metrics.prefix_cache_hits.inc(usage.cached_tokens)
-            metrics.max_generated.observe(max(choice.text.num_tokens for choice in self.choices))
+            metrics.ended.max_generated.observe(max(choice.text.num_tokens for choice in self.choices))
+            metrics.ended.params_n.observe(self.request.n)
+            metrics.ended.params_max_tokens.observe(max(choice.sequence.sampling.max_tokens for choice in self.choices))
         if usage.proposed_tokens:
             metrics.proposed_tokens.inc(usage.proposed_tokens)
             metrics.accepted_tokens.inc(usage.accepted_tokens)
@@ -231,6 +237,14 @@ class Answer:
             told["tandem.path.reason"] = self.path.reason
             told["kv.transfer.bytes"] = sum(choice.path.transfer_bytes for choice in self.choices)
         return told
+
+    def _count(self, status: int, first_s: float | None) -> None:
+        """For its tenant and class."""
+        request, usage = self.request, self.usage
+        gaps = [choice.itl_s for choice in self.choices if choice.itl_s is not None]
+        used = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) if usage.completion_tokens else ()
+        kind, itl_s = PriorityClass.of(request.priority), max(gaps, default=None)
+        self._metrics.tenants.ended(RequestEnd(request.tenant, kind, status, first_s, itl_s, *used))
 
 
 def _header_value(value: str) -> str:

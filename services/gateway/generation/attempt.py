@@ -137,13 +137,16 @@ class Attempt:
             sequence.request_id, sequence.token_ids, sequence.cache_salt, max_new_tokens, left + 1.0,
             sequence.adapter.revision, self._choice.holder, self._left_to_first(), sequence.itl_target_ms / 1000,
         )  # fmt: skip
+        now = asyncio.get_running_loop().time
         with tracing.child(cluster.spans, "route", self._parent) as span:
+            began = now()
             try:
                 with cluster.deadlines.until(self._deadline):
                     await cluster.turns.begin(len(sequence.token_ids))
                     route = self._route = await self._answering(request, exclude)
             except TimeoutError:
                 raise TimedOut("the request's deadline passed while choosing workers") from None
+            self._choice.meter.routed(now() - began)
             self._note_route(route)
             span.set_attribute("tandem.path.reason", route.reason)
         return route

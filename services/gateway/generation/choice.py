@@ -74,6 +74,11 @@ class Choice:
         """How many of the times between its tokens lie in each bucket of the histogram of them."""
         return self.meter.gaps if hasattr(self, "meter") else [0] * NUM_GAPS
 
+    @property
+    def itl_s(self) -> float | None:
+        """Mean time between its tokens, if it has two."""
+        return self.meter.itl_s if hasattr(self, "meter") else None
+
     def read(self, new: Tokens) -> Delta:
         """The text of new tokens, counted."""
         delta = self.text.feed(new, self.finish_reason)
@@ -90,7 +95,8 @@ class Choice:
     def succeed(self) -> None:
         """It has ended well."""
         prompt = self.request.prompts[self.index // self.request.n]
-        self.meter.success(REASONS.get(self.text.finish_reason, "abort"), len(prompt), self.queued_s)
+        reason = REASONS.get(self.text.finish_reason, "abort")
+        self.meter.success(reason, len(prompt), self.num_cached_tokens, self.queued_s)
 
     def end(self) -> None:
         """Stop counting, and let go of the writer, which knows the answer: garbage that only a search would find."""

@@ -18,7 +18,7 @@ from math import inf
 from opentelemetry.context import Context
 
 from services.gateway.admission import Admission, PriorityClass, Work
-from services.gateway.errors import Poison, Unavailable, WorkerLost
+from services.gateway.errors import Overloaded, Poison, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess
 from services.gateway.generation.choice import Choice
@@ -26,6 +26,7 @@ from services.gateway.generation.migration import Migration, MigrationLimits
 from services.gateway.generation.shared_prompt import SharedPrompt
 from services.gateway.generation.suspicion import Suspicion
 from services.gateway.metrics import Metrics
+from services.gateway.tenant_metrics import RequestEnd
 from services.gateway.workers import Tokens
 from tandem.v1 import worker_pb2
 
@@ -54,7 +55,12 @@ class Pipeline:
         Raises:
             Overloaded
         """
-        self._admission.check(Work(PriorityClass.of(priority), tenant, deadline, 0, max(max_tokens or 1, 1), ttft_s))
+        kind = PriorityClass.of(priority)
+        try:
+            self._admission.check(Work(kind, tenant, deadline, 0, max(max_tokens or 1, 1), ttft_s))
+        except Overloaded as error:
+            self.metrics.tenants.ended(RequestEnd(tenant, kind, error.status))
+            raise
 
     async def begin(self, choice: Choice, max_model_len: int, seed: int, parent: Context) -> None:
         """In its turn: packing long prompts takes a while."""
@@ -63,7 +69,7 @@ class Pipeline:
         choice.sequence = sequence = request.sequence(choice.index, max_model_len, seed)
         sequence.choice_id = self._nonce() + self._nonce()
         choice.parent = parent
-        choice.meter = self.metrics.choice(loop.time)
+        choice.meter = self.metrics.choice(loop.time, tracing.kept_trace(parent))
         ttft_s = request.targets.ttft_s
         choice.first_by = inf if ttft_s is None else loop.time() + ttft_s
         choice.work = Work(

@@ -52,6 +52,12 @@ def outgoing(span: Span) -> dict[str, str]:
     return carrier
 
 
+def kept_trace(parent: Context) -> str:
+    """The id of the trace that this is part of, where it is one that is kept."""
+    span = trace.get_current_span(parent).get_span_context()
+    return f"{span.trace_id:032x}" if span.is_valid and span.trace_flags.sampled else ""
+
+
 def start_root(spans: Tracer, request: Generation) -> Span:
     model = request.model.name
     span = spans.start_span(f"{request.operation} {model}", context=request.parent, kind=SpanKind.SERVER)

@@ -29,7 +29,6 @@ from services.gateway.http.running_settings import SettingsEndpoint
 from services.gateway.http.targets import scrape_targets
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
-from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.model import ServedModel
 from services.gateway.running_settings import RunningSettings
 from services.gateway.settings import GatewaySettings
@@ -168,13 +167,14 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
         return {"version": __version__}
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """For Prometheus."""
-        return Response(llm.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+        text, content_type = llm.metrics.exposition(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
 
     @app.get("/metrics/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
-        """What there is to scrape, for Prometheus' http_sd_configs."""
+        """Lists all that there is to scrape, for Prometheus' http_sd_configs."""
         llm.access.authenticate(request.headers)
         return await scrape_targets(llm.view)
 

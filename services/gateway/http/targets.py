@@ -1,4 +1,4 @@
-"""What Prometheus may scrape of a cluster, as the registry knows it, in the words of its http_sd_configs."""
+"""Lists what Prometheus may scrape of a cluster, as the registry knows it, in the words of its http_sd_configs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def scrape_targets(view: ClusterView) -> list[dict[str, Any]]:
         Unavailable: Redis is gone; Prometheus then goes on with those that it knows.
     """
     try:
-        gateways, keeper = await view.registry.read_at()
+        gateways, keeper = await view.registry.measured()
     except RegistryUnavailable as error:
         raise Unavailable(f"registry unavailable: {error}", code="registry_unavailable") from None
     found = [_target(gateway.own_http or gateway.http, "gateway") for gateway in gateways]

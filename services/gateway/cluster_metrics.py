@@ -1,0 +1,46 @@
+"""The cluster as a gateway sees it, as of when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import Metric
+from prometheus_client.registry import Collector
+
+from services.gateway.workers import WorkerPool
+from tandem.metrics import GATEWAY
+from tandem.registry import ClusterView, LiveWorker, Role
+
+
+class ClusterCollector(Collector):
+    def __init__(self, view: ClusterView, pool: WorkerPool, model: str, prices: Mapping[Role, float]) -> None:
+        """`prices`: of an hour of one worker."""
+        self._view, self._pool, self._model, self._prices = view, pool, model, prices
+        self._seen: set[str] | None = None
+        self._starts: Counter[Role] = Counter(dict.fromkeys(Role, 0))
+
+    def collect(self) -> Iterator[Metric]:
+        workers = self._pool.workers
+        live = Counter(worker.info.role for worker in workers)
+        self._note(workers)
+        by_role: dict[str, Mapping[Role, float]] = {
+            "tandem_live_workers": {role: live[role] for role in Role},
+            "tandem_worker_starts": self._starts,
+            "tandem_price_per_worker_hour": {role: self._prices.get(role, 0.0) for role in Role},
+        }
+        for name, values in by_role.items():
+            family = GATEWAY[name].family()
+            for role, value in values.items():
+                family.add_metric((self._model, role), value)
+            yield family
+        reached = GATEWAY["tandem_registry_reached"].family()
+        reached.add_metric((), not self._view.stale)
+        yield reached
+
+    def _note(self, workers: list[LiveWorker]) -> None:
+        """Count those that were not there when it was last asked."""
+        now = {worker.info.incarnation: worker.info.role for worker in workers}
+        if self._seen is not None:
+            self._starts.update(role for incarnation, role in now.items() if incarnation not in self._seen)
+        self._seen = set(now)
