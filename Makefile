@@ -6,6 +6,7 @@ WHEEL_INDEX ?=
 BIN := $(VENV)/bin
 # Every process of a test or a cluster would compile this tree anew.
 unexport PYTHONDONTWRITEBYTECODE
+export PATH := $(PATH):$(CURDIR)/$(VENV)/prometheus/usr/bin
 SCHEMAS := @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/gateway-api@2.0.0
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(if $(WHEEL_INDEX),--extra-index-url $(WHEEL_INDEX))
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
@@ -24,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --
 # One room's tests alone: make test ROOM=transfer
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
-test: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## the tests, on real parts; one room's: ROOM=transfer
+test: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## the tests, on real parts; one room's: ROOM=transfer
 	@$(PYTEST) -m "not long and not alone" $(ROOM_TESTS) $(ARGS)
 
 fast: $(VENV)/dev.stamp ## what needs no process and no weights, in a minute
@@ -38,7 +39,7 @@ GUARD := tests/transfer/test_schedules.py tests/checkpoints/test_model_files.py 
   tests/e2e/test_secured.py
 AT_LENGTH := SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile=guard --timeout=1800 $(GUARD)
 
-check: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## what takes long: 2,000 schedules of faults, images, pods, Ray, hostile input
+check: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## what takes long: 2,000 schedules of faults, images, pods, Ray, hostile input
 	@$(PYTEST) -m long $(ARGS)
 	@$(AT_LENGTH)
 	@$(BIN)/python -m pytest -q -n0 -m alone tests/e2e
@@ -74,8 +75,9 @@ bench: $(VENV)/dev.stamp ## run the benchmarks whose figures the README quotes
 plot: $(VENV)/dev.stamp ## draw the benchmarks' last results as PNG
 	@$(BIN)/python -m benchmarks.chart
 
-docs: $(VENV)/dev.stamp ## regenerate docs/settings.md, the values table and the chart's settings schema
+docs: $(VENV)/dev.stamp ## regenerate docs/settings.md, metrics.md, the values table, the settings schema, dashboards
 	@$(BIN)/python -m deploy.generate
+	@$(BIN)/python -m deploy.dashboards
 
 chart-lint: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## the Helm chart alone: render, validate, check, and run its pods
 	@$(BIN)/python -m pytest -q tests/helm $(ARGS)
@@ -96,6 +98,13 @@ $(VENV)/run.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@$(PIP) --editable '.[gateway,worker,local,loader,dev]'
+	@touch $@
+
+# Prometheus and promtool, from Debian's archive without installing them; where neither is to be had, tests that need
+# them are skipped and say so.
+$(VENV)/prometheus.stamp: $(VENV)/python.stamp
+	-@command -v prometheus >/dev/null || (mkdir -p $(VENV)/prometheus && cd $(VENV)/prometheus && \
+	  apt-get download -q prometheus >/dev/null && dpkg -x prometheus_*.deb . && rm prometheus_*.deb)
 	@touch $@
 
 # The schemas of Kubernetes operators, which only npm has; where there is no npm, their tests are skipped and say so.

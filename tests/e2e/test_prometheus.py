@@ -1,4 +1,4 @@
-"""The dashboard that vLLM publishes, filled by Tandem: its queries, asked of a real Prometheus that scrapes it."""
+"""Dashboards, vLLM's and Tandem's own, filled by a running cluster: their queries, asked of a real Prometheus."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -85,6 +86,43 @@ def series(prometheus: str, query: str) -> list[dict[str, Any]]:
     return found
 
 
+def own_queries() -> dict[str, list[str]]:
+    """Those of each panel of deploy/helm/dashboards."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((Path(__file__).parents[2] / "deploy" / "helm" / "dashboards").glob("*.json")):
+        page = json.loads(path.read_text())
+        for panel in (panel for panel in page["panels"] if panel["type"] != "row"):
+            asked = [target["expr"].replace("[$__rate_interval]", RANGE) for target in panel["targets"]]
+            found[f"{page['title']}: {panel['title']}"] = asked
+    return found
+
+
+# What inference-perf asks of vLLM: quantiles and means of histograms, growth of counters, gauges. Some of its metrics
+# vLLM itself has only with images, an external cache or sampled blocks, and Tandem has none of these.
+HISTOGRAMS = (
+    "e2e_request_latency_seconds", "request_time_per_output_token_seconds", "time_to_first_token_seconds",
+    "inter_token_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+    "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
+    "request_params_max_tokens", "iteration_tokens_total", "request_prefill_kv_computed_tokens",
+)  # fmt: skip
+COUNTERS = (
+    "prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_hits",
+    "prefix_cache_queries", "prompt_tokens_cached",
+)  # fmt: skip
+GAUGES = "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"
+
+
+def inference_perf() -> dict[str, list[str]]:
+    found = {name: [f"avg_over_time(vllm:{name}{MODEL}{RANGE})"] for name in GAUGES}
+    found |= {name: [f"sum(increase(vllm:{name}_total{MODEL}{RANGE}))"] for name in COUNTERS}
+    for name in HISTOGRAMS:
+        rates = {end: f"sum(rate(vllm:{name}_{end}{MODEL}{RANGE}))" for end in ("sum", "count")}
+        quantile = f"histogram_quantile(0.9, sum(rate(vllm:{name}_bucket{MODEL}{RANGE})) by (le))"
+        found[name] = [f"{rates['sum']} / ({rates['count']} > 0)", quantile]
+    return found
+
+
 def values(prometheus: str, query: str) -> list[float]:
     return [float(one["value"][1]) for one in series(prometheus, query)]
 
@@ -94,6 +132,29 @@ def is_filled(prometheus: str, panel: str) -> bool:
     if panel in MOMENTARY:
         return all(map(len, found))
     return all(any(value > 0 and not math.isnan(value) for value in one) for one in found)
+
+
+def has_data(prometheus: str, queries: list[str]) -> bool:
+    """Numbers, 0 among them: a healthy cluster fails at nothing."""
+    return all(any(not math.isnan(value) for value in values(prometheus, query)) for query in queries)
+
+
+@pytest.mark.parametrize("asked", [own_queries(), inference_perf()], ids=["own dashboards", "inference-perf"])
+def test_what_others_ask_has_an_answer(
+    shm_cluster: RunningCluster, prometheus: str, asked: dict[str, list[str]]
+) -> None:
+    body = {"model": "tandem-demo", "prompt": "Once upon a time, there was" * 4, "max_tokens": 8, "ignore_eos": True}
+    empty = set(asked)
+
+    def answered() -> bool:
+        httpx.post(f"{shm_cluster.http}/v1/completions", json=body, timeout=BOUND_S).raise_for_status()
+        empty.difference_update([name for name in sorted(empty) if has_data(prometheus, asked[name])])
+        return not empty
+
+    try:
+        eventually(answered, BOUND_S, "every query has an answer")
+    except AssertionError:
+        pytest.fail(f"empty: {sorted(empty)}")
 
 
 def test_each_process_of_a_cluster_is_found_and_scraped(prometheus: str) -> None:
