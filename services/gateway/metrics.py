@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission, PriorityClass
 from services.gateway.errors import GatewayError
+from services.gateway.genai_metrics import GenAIMetrics
 from services.gateway.settings import CLASSES, ClassName, ClassSettings
 from services.gateway.tenant_metrics import TenantMetrics
 from tandem.metrics import GATEWAY, ITL, BucketCounts
@@ -33,7 +34,7 @@ class Metrics:
         max_tenants: int = 100,
     ) -> None:  # fmt: skip
         self._registry, self._model = registry, model
-        self.tenants = TenantMetrics(registry, model, classes, max_tenants)
+        self.tenants, self.genai = TenantMetrics(registry, model, classes, max_tenants), GenAIMetrics()
 
         def counter(name: str) -> Counter:
             return GATEWAY[name].counter(registry).labels(model)

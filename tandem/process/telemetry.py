@@ -18,8 +18,11 @@ from typing import Any
 import structlog
 from opentelemetry import trace
 from opentelemetry._logs import set_logger_provider
+from opentelemetry.metrics import set_meter_provider
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -44,7 +47,7 @@ class Telemetry:
 
     def __init__(
         self, logs: LogOutput, recent: RecentSpans, sampling: TraceSampling | None = None,
-        *providers: TracerProvider | LoggerProvider,
+        *providers: TracerProvider | LoggerProvider | MeterProvider,
     ) -> None:  # fmt: skip
         self.recent = recent
         self._sampling = sampling
@@ -80,7 +83,8 @@ def set_up(service: str, instance: str, log_level: str = "info", traces: Traces 
     if collected:
         provider.add_span_processor(BatchSpanProcessor(_exporter()))
     trace.set_tracer_provider(provider)
-    return Telemetry(logs, recent, own, provider, *_set_up_records(provider.resource))
+    records, metrics = _set_up_records(provider.resource), _set_up_metrics(provider.resource)
+    return Telemetry(logs, recent, own, provider, *records, *metrics)
 
 
 def _set_up_records(resource: Resource) -> Iterator[LoggerProvider]:
@@ -89,6 +93,14 @@ def _set_up_records(resource: Resource) -> Iterator[LoggerProvider]:
         provider = LoggerProvider(resource)
         provider.add_log_record_processor(BatchLogRecordProcessor(_log_exporter()))
         set_logger_provider(provider)
+        yield provider
+
+
+def _set_up_metrics(resource: Resource) -> Iterator[MeterProvider]:
+    """GenAI metrics leave by OTLP where they are asked for, likewise."""
+    if os.environ.get("OTEL_METRICS_EXPORTER") == "otlp":
+        provider = MeterProvider([PeriodicExportingMetricReader(_metric_exporter())], resource)
+        set_meter_provider(provider)
         yield provider
 
 
@@ -105,6 +117,16 @@ def _log_exporter() -> LogRecordExporter:
     from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter as GrpcLogExporter
 
     return GrpcLogExporter()
+
+
+def _metric_exporter() -> MetricExporter:
+    if _by_http("METRICS"):
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpMetricExporter
+
+        return HttpMetricExporter()
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcMetricExporter
+
+    return GrpcMetricExporter()
 
 
 def _exporter() -> SpanExporter:

@@ -1,4 +1,4 @@
-"""An OTLP receiver that keeps every span and every log it gets."""
+"""An OTLP receiver that keeps every span, every log and every metric it gets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 import grpc
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
@@ -18,6 +20,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: dict[str, list[tuple[str, Span]]] = {}
         self.logs: dict[str, LogRecord] = {}
+        self.metrics: dict[str, Metric] = {}
         self._lock = threading.Lock()
 
     def Export(
@@ -59,6 +62,21 @@ class LogCollector(logs_service_pb2_grpc.LogsServiceServicer):
         return logs_service_pb2.ExportLogsServiceResponse()
 
 
+class MetricCollector(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """The latest of each, by name."""
+
+    def __init__(self, metrics: dict[str, Metric]) -> None:
+        self._metrics = metrics
+
+    def Export(
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        for resource in request.resource_metrics:
+            for scope in resource.scope_metrics:
+                self._metrics.update({metric.name: metric for metric in scope.metrics})
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
 @contextmanager
 def collecting() -> Iterator[tuple[Collector, str]]:
     """A collector, and its address."""
@@ -66,6 +84,7 @@ def collecting() -> Iterator[tuple[Collector, str]]:
     collector = Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     logs_service_pb2_grpc.add_LogsServiceServicer_to_server(LogCollector(collector.logs), server)
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(MetricCollector(collector.metrics), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

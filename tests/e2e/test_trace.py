@@ -30,7 +30,8 @@ def collector() -> Iterator[tuple[Collector, str]]:
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: tuple[Collector, str]) -> Iterator[RunningCluster]:
     folder: Path = tmp_path_factory.mktemp("trace")
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector[1], "OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_LOGS_EXPORTER": "otlp",
-           "OTEL_BLRP_SCHEDULE_DELAY": "200"}  # fmt: skip
+           "OTEL_BLRP_SCHEDULE_DELAY": "200", "OTEL_METRICS_EXPORTER": "otlp",
+           "OTEL_METRIC_EXPORT_INTERVAL": "200"}  # fmt: skip
     with running_cluster(folder, "--disaggregation=require", env=env) as cluster:
         yield cluster
 
@@ -67,6 +68,24 @@ def check_record(collector: Collector, trace_id: str) -> None:
     assert (record.body.string_value, told["outcome"], told["output_tokens"]) == ("request", "ok", 8)
     assert told["batch_size"] == 1
     assert 0 < told["kv_usage"] < 1
+    check_metrics(collector)
+
+
+GENAI = {
+    "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token",
+    "gen_ai.client.token.usage",
+}  # fmt: skip
+
+
+def check_metrics(collector: Collector) -> None:
+    """They leave by OTLP, too."""
+    eventually(lambda: collector.metrics.keys() >= GENAI, BOUND_S, "metrics arrive")
+    for name in GENAI:
+        for point in collector.metrics[name].histogram.data_points:
+            told = {a.key: a.value.string_value for a in point.attributes}
+            assert (told["gen_ai.provider.name"], told["gen_ai.request.model"]) == ("tandem", "tandem-demo")
+            assert point.count
+            assert point.sum > 0
 
 
 def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Collector, str]) -> None:

@@ -139,8 +139,8 @@ class Answer:
             self._settle(taken)
             self._running.discard(self)
             self._end(span, status, first_s)
-            self._count(status, first_s)
             whole_s = asyncio.get_running_loop().time() - self.request.arrived
+            self._count(status, outcome, first_s, whole_s)
             record_answer(self, span, status, outcome, first_s, whole_s)
 
     def write_at_once(self, write: Callable[[Delta], bool]) -> None:
@@ -238,13 +238,15 @@ class Answer:
             told["kv.transfer.bytes"] = sum(choice.path.transfer_bytes for choice in self.choices)
         return told
 
-    def _count(self, status: int, first_s: float | None) -> None:
-        """For its tenant and class."""
+    def _count(self, status: int, outcome: str, first_s: float | None, whole_s: float) -> None:
+        """For its tenant and class, and for those who collect by OTLP."""
         request, usage = self.request, self.usage
         gaps = [choice.itl_s for choice in self.choices if choice.itl_s is not None]
         used = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) if usage.completion_tokens else ()
         kind, itl_s = PriorityClass.of(request.priority), max(gaps, default=None)
         self._metrics.tenants.ended(RequestEnd(request.tenant, kind, status, first_s, itl_s, *used))
+        error, tokens = "" if status == 200 else outcome, (usage.prompt_tokens, usage.completion_tokens)
+        self._metrics.genai.ended(request.operation, request.model.name, error, (whole_s, first_s, itl_s), tokens)
 
 
 def _header_value(value: str) -> str:
