@@ -448,3 +448,21 @@ async def test_a_request_waits_a_moment_for_links_that_are_opened_anew(
         assert not waiting.done()
         peers.linked = True
         assert (await waiting).status_code == 200
+
+
+async def test_a_request_waits_a_moment_for_a_lease_to_be_renewed(
+    http: httpx.AsyncClient, gateway: Gateway, peers: Peers
+) -> None:
+    """A starved worker's lease may end while it answers."""
+    info = peers.workers["d"].info
+    peers.decode.step_s = 0.05
+    running = asyncio.create_task(post(http, SHORT | {"max_tokens": 60, "ignore_eos": True}))
+    await eventually(lambda: bool(peers.decode.held))
+    peers.workers["d"].heartbeat.cancel()
+    await peers.registry.deregister("d", info.incarnation)
+    await eventually(lambda: all(worker.info.worker_id != "d" for worker in gateway.llm.view.workers))
+    waiting = asyncio.create_task(post(http, SHORT))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    await peers.registry.register(info, peers._load(), 60.0)
+    assert [(await one).status_code for one in (waiting, running)] == [200, 200]

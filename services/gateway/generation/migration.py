@@ -2,7 +2,8 @@
 
 a worker is lost   -> the next attempt leaves its incarnation out; tokens already sent are the end of its prompt
 nobody is left     -> everyone may be tried again, every RETRY_S, while a worker is restarted
-no link is proven  -> so it may, though nobody was lost: they are opened anew at once, for up to LINK_WAIT_S
+no link is proven, or the registry knows nobody though a decode worker answers here
+                   -> so it may, though nobody was lost, for up to SOON_S: links are opened anew, leases renewed
 the limit, or wait_s without a worker, is reached -> the first loss is the choice's error
 """
 
@@ -21,8 +22,8 @@ from services.gateway.generation import tracing
 
 log = structlog.get_logger(__name__)
 RETRY_S = 0.1
-LINK_WAIT_S = 1.5
-NO_LINK = "no_link"
+SOON_S = 1.5
+NO_LINK, NO_WORKERS = "no_link", "no_workers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Migration:
         self._limits, self._name = limits, name
         self._spans, self._parent, self._count = spans, parent, count
         self._wait_until: float | None = None
-        self._link_by: float | None = None
+        self._soon_by: float | None = None
         self._span: Span | None = None
 
     def lost(self, error: WorkerLost, incarnations: Collection[str], lost_span: Span | None, num_written: int) -> None:
@@ -66,18 +67,19 @@ class Migration:
         self._end_span()
         self._span = tracing.migration(self._spans, self._parent, lost_span, error, num_written)
 
-    async def pause(self, error: Unavailable) -> None:
+    async def pause(self, error: Unavailable, decode_answers: bool) -> None:
         """No worker is left to go on on, or no link: wait a moment, then let any be tried.
 
         Raises:
             Unavailable: there was no loss, or the wait is over.
         """
         now = asyncio.get_running_loop().time()
-        if self.first_loss is None and error.code == NO_LINK:
-            self._link_by = self._link_by or now + LINK_WAIT_S
-            if now >= self._link_by:
+        soon = error.code == NO_LINK or (error.code == NO_WORKERS and decode_answers)
+        if self.first_loss is None and soon:
+            self._soon_by = self._soon_by or now + SOON_S
+            if now >= self._soon_by:
                 raise error
-        elif self.first_loss is None or self._wait_until is None or error.code not in ("no_workers", NO_LINK):
+        elif self.first_loss is None or self._wait_until is None or error.code not in (NO_WORKERS, NO_LINK):
             raise error
         elif now >= self._wait_until:
             raise self.first_loss from None

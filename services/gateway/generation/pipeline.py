@@ -28,6 +28,7 @@ from services.gateway.generation.suspicion import Suspicion
 from services.gateway.metrics import Metrics
 from services.gateway.tenant_metrics import RequestEnd
 from services.gateway.workers import Tokens
+from tandem.registry import Role
 from tandem.v1 import worker_pb2
 
 
@@ -109,7 +110,7 @@ class Pipeline:
                     choice.lost, crashed = error.message, attempt.crashed(error)
                     migration.lost(error, attempt.lost_incarnations(error), attempt.span, len(choice.written))
                 except Unavailable as error:
-                    await migration.pause(error)
+                    await migration.pause(error, cluster.pool.answers(Role.DECODE))
                 finally:
                     cluster.in_background(attempt.close())
         finally:

@@ -105,6 +105,10 @@ class WorkerPool:
         known = self._connections.get(info.worker_id)
         return known is not None and known.info.incarnation == info.incarnation and known.connected
 
+    def answers(self, role: Role) -> bool:
+        """True if some worker of that role answers now, whatever the registry says."""
+        return any(connection.info.role is role for connection in self.all_connected())
+
     def all_connected(self) -> list[WorkerConnection]:
         """Those that answer now."""
         return [connection for connection in self._connections.values() if connection.connected]

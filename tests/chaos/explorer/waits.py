@@ -35,7 +35,7 @@ WAITS: dict[str, tuple[type, str, Callable[..., bool]]] = {
     "a stream": (WorkerStream, "wait_open", lambda stream, _: not stream.open.is_set()),
     "a fence": (DecodeSequences, "_fence", _always),
     "another worker": (Migration, "lost", _always),
-    "any worker": (Migration, "pause", lambda migration, _: migration.first_loss is not None),
+    "any worker": (Migration, "pause", lambda migration, *_: migration.first_loss is not None),
     "a preempted one's seat": (Scheduler, "_preempt", _always),
     "host memory": (SwapSpace, "copy", lambda _, copies: bool(copies)),
 }
