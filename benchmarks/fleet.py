@@ -104,8 +104,8 @@ def _shared(redis: int) -> dict[str, object]:
 
 
 def _workers(fleet: NullFleet, redis: int) -> list[Service]:
-    null = {f"null_{name}": value for name, value in asdict(fleet.step_time).items()}
-    same = _shared(redis) | null | {"engine": "null", "threads": 1, "log_level": "info"}
+    null = {"engine": "null", "null_step": asdict(fleet.step_time)}
+    same = _shared(redis) | null | {"threads": 1, "log_level": "info"}
     seqs: dict[str, object] = {"max_num_seqs": fleet.decode_seqs} if fleet.decode_seqs else {}
     pools: dict[str, tuple[int, dict[str, object]]] = {
         "prefill": (fleet.prefill, {"num_blocks": fleet.prefill_blocks}),

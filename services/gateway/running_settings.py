@@ -101,7 +101,7 @@ class RunningSettings:
         if unknown := sorted((of_file.keys() | overrides.keys()) - FOLLOWED):
             raise ValueError(f"{unknown[0]!r} cannot be set at run time; {', '.join(sorted(FOLLOWED))} can")
         try:
-            return GatewaySettings.model_validate({**self._base.model_dump(), **of_file, **given})
+            return type(self._base).model_validate({**self._base.model_dump(), **of_file, **given})
         except ValidationError as error:
             wrong = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None

@@ -459,10 +459,10 @@ async def test_a_request_waits_a_moment_for_a_lease_to_be_renewed(
     running = asyncio.create_task(post(http, SHORT | {"max_tokens": 60, "ignore_eos": True}))
     await eventually(lambda: bool(peers.decode.held))
     peers.workers["d"].heartbeat.cancel()
-    await peers.registry.deregister("d", info.incarnation)
+    await peers.registry.heartbeat(info, peers._load(), 0.3)  # the last one for longer than that
     await eventually(lambda: all(worker.info.worker_id != "d" for worker in gateway.llm.view.workers))
     waiting = asyncio.create_task(post(http, SHORT))
     await asyncio.sleep(0.2)
     assert not waiting.done()
-    await peers.registry.register(info, peers._load(), 60.0)
+    await peers.registry.heartbeat(info, peers._load(), 60.0)
     assert [(await one).status_code for one in (waiting, running)] == [200, 200]
