@@ -80,11 +80,11 @@ async def running(fleet: NullFleet) -> AsyncIterator[list[Address]]:
 
 def tokens_read(role: str) -> int:
     """Prompt tokens that the engines of the last fleet's workers computed, by their own last words."""
-    return sum(worker_tokens(role, "read"))
+    return sum(worker_tokens(role, "prefilled"))
 
 
 def worker_tokens(role: str, what: str) -> list[int]:
-    """Tokens that each of the last fleet's workers "read" (computed of prompts) or "written", by its last words."""
+    """Tokens that each of the last fleet's workers "prefilled" or "written", by its last words."""
     lines = [line for log in LOGS.glob(f"{role}-*.log") for line in log.read_text().splitlines()]
     return [int(json.loads(line)["tokens"][what]) for line in lines if '"stopped"' in line]
 

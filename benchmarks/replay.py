@@ -64,7 +64,7 @@ async def _run(requests: Sequence[TraceRequest], fleet: NullFleet) -> dict[str, 
     async with running(fleet) as addresses:
         replayed = await replay(requests, [address.grpc for address in addresses], MODEL)
     return figures(replayed, tokens_read("prefill")) | {
-        "spread_read": spread(worker_tokens("prefill", "read")),
+        "spread_read": spread(worker_tokens("prefill", "prefilled")),
         "spread_written": spread(worker_tokens("decode", "written")),
     }  # fmt: skip
 
