@@ -139,6 +139,9 @@ async def test_tandem_set_changes_all_gateways_of_the_registry(settings: Gateway
         sys.executable, "-m", "tandem", "set", "max-queued=7", "log_level=error", f"--redis-url={settings.redis_url}",
         f"--namespace={settings.namespace}",
     ]  # fmt: skip
+    async with asyncio.timeout(30):
+        while not await gateway._ports.registry.gateways():
+            await asyncio.sleep(0.05)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()
     assert process.returncode == 0
