@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from tandem.liveness.silence import LIMIT_S
 from tandem.transfer import Link, LinkRuntime, LocalPeer, MemoryNetwork, Receiver, Sender, TransferError
 from tandem.transfer.runtime.loop import LoopDriver
 from tandem.transfer.runtime.receiver import BEGIN_SECONDS
@@ -150,20 +151,22 @@ def test_a_push_that_would_have_to_wait_says_so() -> None:
 
 
 def test_a_named_sender_that_does_not_begin_in_time_ends_its_transfer() -> None:
-    """It may have begun it on a link that the receiver had lost before."""
+    """It may have begun it on a link that was lost here before; once it has opened another, that is known soon."""
 
     async def scene() -> list[tuple[float, str, object]]:
         ends = TransferEnds()
-        ends.expect("named", [1], timeout_s=2 * BEGIN_SECONDS, sender=PREFILL.incarnation)
+        ends.expect("before", [0], timeout_s=2 * BEGIN_SECONDS, sender=PREFILL.incarnation)
         ends.expect("begun", [2], timeout_s=2 * BEGIN_SECONDS, sender=PREFILL.incarnation)
         ends.expect("any", [3], timeout_s=2 * BEGIN_SECONDS)
         link = await ends.link()
+        ends.expect("named", [1], timeout_s=2 * BEGIN_SECONDS, sender=PREFILL.incarnation)
         link.begin("begun", first_block=0, num_blocks=1, num_layers=NUM_LAYERS, timeout_s=2 * BEGIN_SECONDS)
         await asyncio.sleep(BEGIN_SECONDS + 1.0)
         log = list(ends.log)
         ends.close()
         return log
 
-    ((at, name, code),) = run(scene)
-    assert (name, code) == ("named", "UNAVAILABLE")
+    (soon, *one), (at, *other) = run(scene)
+    assert (one, other) == (["before", "UNAVAILABLE"], ["named", "UNAVAILABLE"])
+    assert LIMIT_S <= soon < LIMIT_S + 0.2
     assert BEGIN_SECONDS <= at < BEGIN_SECONDS + 0.2
