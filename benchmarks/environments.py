@@ -115,6 +115,9 @@ def _build_llama_cpp(place: Path) -> None:
     llama, build = next(place.glob("llama_cpp_python-*")) / "vendor" / "llama.cpp", place / "build"
     left_out = ("TESTS", "EXAMPLES", "APP", "UI")
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF"]
+    # Its AMX code ends the server by a general protection fault on the Xeons where it was tried.
+    without_amx = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    options += [f"-DCMAKE_{language}_FLAGS={without_amx}" for language in ("C", "CXX")]
     options += ["-DLLAMA_USE_PREBUILT_UI=OFF", *(f"-DLLAMA_BUILD_{part}=OFF" for part in left_out)]
     subprocess.run(["cmake", "-S", str(llama), "-B", str(build), *options], check=True, timeout=INSTALL_BOUND_S)
     make = ["cmake", "--build", str(build), "--target", "llama-server", f"-j{len(os.sched_getaffinity(0))}"]
