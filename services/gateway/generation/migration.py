@@ -42,6 +42,7 @@ class Migration:
     ) -> None:
         self.number = 0
         self.exclude: set[str] = set()
+        self._gone: set[str] = set()  # incarnations lost since the last token
         self.first_loss: WorkerLost | None = None
         self._limits, self._name = limits, name
         self._spans, self._parent, self._count = spans, parent, count
@@ -56,10 +57,14 @@ class Migration:
             WorkerLost: the first one, when there may be no other attempt.
         """
         self.first_loss = self.first_loss or error
+        if incarnations and self._gone.issuperset(incarnations):  # tried again, and not back yet: `pause` bounds that
+            self.exclude |= set(incarnations)
+            return
         if self.number == self._limits.most:
             raise self.first_loss from None
         self.number += 1
         self.exclude |= set(incarnations)
+        self._gone |= set(incarnations)
         if self._wait_until is None:
             self._wait_until = asyncio.get_running_loop().time() + self._limits.wait_s
         self._count()
@@ -89,6 +94,7 @@ class Migration:
     def close(self) -> None:
         """Tokens come again, or never will."""
         self._wait_until = None
+        self._gone.clear()
         self._end_span()
 
     def _end_span(self) -> None:
