@@ -19,19 +19,27 @@ from tandem.checkpoints.model_files import (
     GENERATION_FILE,
     GenerationFile,
     ModelFile,
-    differing,
     end_tokens,
     read_bytes,
     read_file,
-    text_digests,
 )
 from tandem.checkpoints.model_path import ModelPath, TextPath
+from tandem.checkpoints.text_files import (
+    MAX_TEXT_BYTES,
+    TEXT_FILES,
+    TextFiles,
+    differing,
+    fingerprint_of,
+    text_digests,
+)
 
 __all__ = [
     "FAMILIES",
     "GENERATION_FILE",
     "HUB",
+    "MAX_TEXT_BYTES",
     "TENSORS_FILE",
+    "TEXT_FILES",
     "WEIGHTS_FILE",
     "WHEELS",
     "Found",
@@ -39,6 +47,7 @@ __all__ = [
     "MemoryNeed",
     "ModelFile",
     "ModelPath",
+    "TextFiles",
     "TextPath",
     "as_folder",
     "described",
@@ -47,6 +56,7 @@ __all__ = [
     "fetch_adapter",
     "fetch_files",
     "find_model",
+    "fingerprint_of",
     "is_hub_name",
     "is_name",
     "machine_memory",

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from xxhash import xxh3_128_hexdigest
 
 from tandem.sampling import OF_MODEL, TYPES
 
 MAX_BYTES = 64 * 2**20
 # What config.json may say as model_type.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# By which text becomes tokens, and tokens text.
 GENERATION_FILE = "generation_config.json"
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_FILE)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -86,22 +82,3 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)
     return ()
-
-
-def text_digests(folder: Path) -> tuple[str, ...]:
-    """Name and digest, name:digest, of all by which text becomes tokens and tokens text; none of weights alone.
-
-    Raises:
-        OSError, ValueError: a file cannot be read.
-    """
-    if not (folder / "tokenizer.json").is_file():
-        return ()
-    files = (file for name in TEXT_FILES if (file := folder / name).is_file())
-    digests = [f"{file.name}:{xxh3_128_hexdigest(read_bytes(file))}" for file in files]
-    return (*digests, f"eos_token_id:{sorted(end_tokens(folder))}")
-
-
-def differing(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Names of what differs between two folders' `text_digests`; of a folder that has none, nothing is known."""
-    known = set(ours) ^ set(theirs) if ours and theirs else set()
-    return sorted({digest.partition(":")[0] for digest in known})

@@ -56,7 +56,7 @@ class WorkerInfo:
     transports: tuple[str, ...]
     host: str
     process: str = ""  # as tandem/liveness/same_host.py names it
-    text_digests: tuple[str, ...] = ()  # as tandem/checkpoints/model_files.py makes them
+    text_digests: tuple[str, ...] = ()  # as tandem/checkpoints/text_files.py makes them
     metrics_address: str = ""  # where Prometheus reads it; empty: nowhere
 
     def __post_init__(self) -> None:

@@ -224,3 +224,80 @@ class AdapterService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class ModelFilesServiceStub:
+    """Served by every worker beside its own service.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ReadModelFiles = channel.unary_stream(
+                '/tandem.v1.ModelFilesService/ReadModelFiles',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.ReadModelFilesRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.ReadModelFilesResponse.FromString,
+                _registered_method=True)
+
+
+class ModelFilesServiceServicer:
+    """Served by every worker beside its own service.
+    """
+
+    def ReadModelFiles(self, request, context):
+        """Streams the files by which its model's text becomes tokens and tokens text, for gateways, which have none. NOT_FOUND
+        where the worker's model has another fingerprint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ModelFilesServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ReadModelFiles': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadModelFiles,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.ReadModelFilesRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.ReadModelFilesResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.ModelFilesService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.ModelFilesService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ModelFilesService:
+    """Served by every worker beside its own service.
+    """
+
+    @staticmethod
+    def ReadModelFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.ModelFilesService/ReadModelFiles',
+            tandem_dot_v1_dot_worker__pb2.ReadModelFilesRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.ReadModelFilesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

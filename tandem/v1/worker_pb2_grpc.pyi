@@ -105,3 +105,40 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lets an adapter go as soon as no sequence uses it any more. Unknown revisions are not an error."""
 
 def add_AdapterServiceServicer_to_server(servicer: AdapterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class ModelFilesServiceStub:
+    """Served by every worker beside its own service."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ModelFilesServiceAsyncStub: ...
+    ReadModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadModelFilesRequest, _worker_pb2.ReadModelFilesResponse]
+    """Streams the files by which its model's text becomes tokens and tokens text, for gateways, which have none. NOT_FOUND
+    where the worker's model has another fingerprint.
+    """
+
+@_typing.type_check_only
+class ModelFilesServiceAsyncStub(ModelFilesServiceStub):
+    """Served by every worker beside its own service."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ReadModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadModelFilesRequest, _worker_pb2.ReadModelFilesResponse]  # type: ignore[assignment]
+    """Streams the files by which its model's text becomes tokens and tokens text, for gateways, which have none. NOT_FOUND
+    where the worker's model has another fingerprint.
+    """
+
+class ModelFilesServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by every worker beside its own service."""
+
+    @_abc_1.abstractmethod
+    def ReadModelFiles(
+        self,
+        request: _worker_pb2.ReadModelFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadModelFilesResponse], _abc.AsyncIterator[_worker_pb2.ReadModelFilesResponse]]:
+        """Streams the files by which its model's text becomes tokens and tokens text, for gateways, which have none. NOT_FOUND
+        where the worker's model has another fingerprint.
+        """
+
+def add_ModelFilesServiceServicer_to_server(servicer: ModelFilesServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

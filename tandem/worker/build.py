@@ -20,7 +20,6 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from tandem import rpc
-from tandem.checkpoints import text_digests
 from tandem.containment import RAISED, death_of
 from tandem.engine import Engine
 from tandem.liveness import Starvation, no_pressure
@@ -35,6 +34,7 @@ from tandem.worker.engine_port import EngineDied, EnginePort, EngineStuck, Event
 from tandem.worker.integrity import check_worker
 from tandem.worker.lease import Lease
 from tandem.worker.metrics import WorkerCollector
+from tandem.worker.model_files import ModelFilesService
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -152,6 +152,7 @@ class Worker:
         self._leaving = asyncio.Event()
         self._told_stuck = False
         self._draining: asyncio.Task[bool] | None = None
+        self._files = ModelFilesService(settings.model_path)
         self._service = build(self.context)
         self.context.metrics.register(
             WorkerCollector(
@@ -191,6 +192,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await service.close()
+            self._files.close()
             ports.engine.close()
             await ports.registry.close()
         stats = ports.engine.stats
@@ -206,6 +208,7 @@ class Worker:
             *self._service.servicers,
             IntegrityService(self.check_integrity).servicer,
             AdapterService(self._ports.engine).servicer,
+            self._files.servicer,
             TraceService(self._ports.recent.encoded).servicer,
             ProfileService(self.context.worker_id).servicer,
         ]
@@ -227,7 +230,7 @@ class Worker:
     def _start(self, server: RunningServer) -> list[asyncio.Task[None]]:
         context, registry = self.context, self._ports.registry
         publisher = BlockPublisher(self._ports.engine, registry, context.worker_id, context.incarnation)
-        info = _info(context, self._service, server.port, self.metrics_port)
+        info = _info(context, self._service, self._files.digests, server.port, self.metrics_port)
         self.address = info.grpc_address
         self._lease = Lease(
             registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again,
@@ -340,7 +343,9 @@ class Worker:
             self._ended.set_exception(error)
 
 
-def _info(context: WorkerContext, service: WorkerService, grpc_port: int, metrics_port: int) -> WorkerInfo:
+def _info(
+    context: WorkerContext, service: WorkerService, digests: tuple[str, ...], grpc_port: int, metrics_port: int
+) -> WorkerInfo:
     settings, engine, hostname = context.settings, context.engine, context.ports.hostname
     host = settings.reachable_host(hostname)
     return WorkerInfo(
@@ -359,6 +364,6 @@ def _info(context: WorkerContext, service: WorkerService, grpc_port: int, metric
         transports=settings.kv_transports,
         host=hostname,
         process=context.ports.process,
-        text_digests=text_digests(settings.model_path),
+        text_digests=digests,
         metrics_address=rpc.address(host, metrics_port) if metrics_port else "",
     )

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from services.gateway import Gateway
-from tandem.checkpoints.model_files import differing, text_digests
+from tandem.checkpoints import differing, text_digests
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL, REVISION, Peers
 
@@ -76,7 +76,7 @@ CHANGED = {
     "tokenizer_config.json": ("tokenizer_config.json", '{"bos_token": "<t>"}'),
     "chat_template.jinja": ("chat_template.jinja", ""),
     "generation_config.json": ("generation_config.json", '{"eos_token_id": 0}'),
-    "eos_token_id": ("generation_config.json", '{"eos_token_id": 1}'),
+    "config.json": ("config.json", '{"max_position_embeddings": 64}'),
 }
 
 

@@ -19,7 +19,7 @@ from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
-from tandem.checkpoints.model_files import text_digests
+from tandem.checkpoints import text_digests
 from tandem.commands.doctor import DoctorSettings, examine
 from tandem.engine import Engine, Request, SamplingParams, StepTime
 from tandem.local import RedisServer
