@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import grpc
@@ -13,10 +16,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.local import RedisServer, free_ports
+from tests.docker.imports import OURS, ROOT, file_of, imported_by
 from tests.docker.replay import DOCKERFILE, Replay, stages
 from tests.e2e.cluster import BOUND_S, eventually
 
-SERVICES = ("gateway", "kvstore", "prefill", "decode")
+EXTRAS = {"gateway": ("gateway", "tools"), "kvstore": (), "prefill": ("worker",), "decode": ("worker",)}
+SERVICES = tuple(EXTRAS)
 
 
 def test_the_dockerfile_lints() -> None:
@@ -49,6 +54,25 @@ def test_an_image_holds_no_other_service_and_no_tests(service: str) -> None:
     assert {c for c in copied if c.startswith("services/")} == {"services/__init__.py", f"services/{service}"}
     of_workers = {"tandem/engine", "tandem/worker", "tandem/transfer"}
     assert bool(copied & of_workers) is (service in ("prefill", "decode"))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_holds_what_its_service_imports(service: str) -> None:
+    copied = [s for c, value in steps(service) if c == "COPY" for s in value[:-1]]
+    found = imported_by(f"services.{service}.__main__")
+    files = [file_of(name).relative_to(ROOT) for name in sorted(found) if name.startswith(OURS)]
+    assert [file for file in files if not any(file.is_relative_to(c) or file.match(c) for c in copied)] == []
+    assert {name for name in found if not name.startswith(OURS)} <= brought_by(EXTRAS[service])
+
+
+def brought_by(extras: tuple[str, ...]) -> set[str]:
+    """Modules of the distributions that an image installs, and of those that these name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(p for extra in extras for p in project["optional-dependencies"][extra])]
+    named = {re.split(r"[^\w-]", n)[0].lower() for line in wanted for n in (line, *(requires(line) or ()))}
+    named = {name.replace("_", "-") for name in named}
+    found = packages_distributions().items()
+    return {module for module, names in found if named & {name.lower().replace("_", "-") for name in names}}
 
 
 @pytest.fixture(scope="module")
