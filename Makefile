@@ -9,6 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(PATH):$(CURDIR)/$(VENV)/prometheus/usr/bin
 SCHEMAS := @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/gateway-api@2.0.0
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(if $(WHEEL_INDEX),--extra-index-url $(WHEEL_INDEX))
+STUBS := clients/python/tandem_client/stubs
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
@@ -68,6 +69,8 @@ lint: $(VENV)/dev.stamp ## ruff, mypy, buf (style and breaking changes)
 
 protos: $(VENV)/dev.stamp ## regenerate tandem/v1 from protos/
 	@$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=quiet:. protos/tandem/v1/*.proto
+	@$(PROTOC) --python_out=$(STUBS) --pyi_out=$(STUBS) protos/tandem/v1/llm.proto
+	@$(PROTOC) -I clients/python --python_out=clients/python --pyi_out=clients/python $(STUBS)/error_details.proto
 
 bench: $(VENV)/dev.stamp ## run the benchmarks whose figures the README quotes
 	@$(BIN)/python -m benchmarks.serving $(ARGS)
@@ -92,12 +95,12 @@ $(VENV)/python.stamp:
 	@touch $@
 
 $(VENV)/run.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
-	@$(PIP) --editable '.[gateway,worker,local]'
+	@$(PIP) --editable '.[gateway,worker,local]' --editable clients/python
 	-@command -v gcc >/dev/null || command -v clang >/dev/null || $(PIP) ziglang  # a C compiler, for the kernels
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	@$(PIP) --editable '.[gateway,worker,local,loader,dev]'
+	@$(PIP) --editable '.[gateway,worker,local,loader,dev]' --editable clients/python
 	@touch $@
 
 # Prometheus and promtool, from Debian's archive without installing them; where neither is to be had, tests that need

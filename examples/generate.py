@@ -5,11 +5,9 @@ python examples/generate.py [ADDRESS]
 
 import json
 import sys
-from contextlib import closing
 
 import grpc
-
-from tandem.client import Client, field_violations
+from tandem_client import Client, field_violations
 
 SCHEMA = {
     "type": "object",
@@ -29,7 +27,7 @@ with Client(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051") as client:
     answer = client.generate([{"role": "user", "content": "a module"}], max_tokens=64, seed=1, json_schema=SCHEMA)
     print(json.loads(answer.text), "by", answer.path.decode_worker)
 
-    with closing(client.stream("def ", max_tokens=500)) as parts:
+    with client.stream("def ", max_tokens=500, timeout_s=60) as parts:
         print("first tokens:", list(next(parts).token_ids))  # leaving the stream cancels the rest
 
     try:

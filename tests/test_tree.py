@@ -47,8 +47,8 @@ FLOORS = (
     ("tandem.local.ray", "services"),
     ("tandem.commands",),
 )
-# What is made for others than the rooms: the program that compiles C into images, a client's library.
-OUTSIDE = {"tandem.precompile", "tandem.client", "tandem.cli", "tandem.__main__"}
+# What is made for others than the rooms, such as the program that compiles C into images.
+OUTSIDE = {"tandem.precompile", "tandem.cli", "tandem.__main__"}
 
 
 @cache
@@ -184,6 +184,9 @@ def test_stubs_are_generated_from_the_protos(tmp_path: Path) -> None:
     )  # fmt: skip
     for made in (tmp_path / "tandem" / "v1").iterdir():
         assert made.read_text() == (ROOT / "tandem" / "v1" / made.name).read_text(), f"run `make protos`: {made.name}"
+    for name in ("llm_pb2.py", "llm_pb2.pyi"):
+        of_client = ROOT / "clients" / "python" / "tandem_client" / "stubs" / "tandem" / "v1" / name
+        assert of_client.read_text() == (ROOT / "tandem" / "v1" / name).read_text(), f"run `make protos`: {of_client}"
 
 
 # Time, chance, threads and sockets: a simulation replaces what these do, so they are used in these places only.

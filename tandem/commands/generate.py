@@ -9,9 +9,8 @@ from grpc import aio
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from tandem.client import AsyncClient
 from tandem.settings import Settings, load
-from tandem.v1 import llm_pb2
+from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 
 class GenerateSettings(Settings):
@@ -51,11 +50,17 @@ def main(arguments: list[str]) -> None:
 async def run(arguments: list[str]) -> None:
     """Raises aio.AioRpcError when the cluster refuses or fails."""
     settings = load(GenerateSettings, arguments, "tandem generate")
-    async with AsyncClient(settings.address, settings.api_key, settings.timeout_s) as client:
-        request = settings.request()
+    key = (("authorization", f"Bearer {settings.api_key}"),) if settings.api_key else ()
+    async with aio.insecure_channel(settings.address) as channel:
+        service, request = llm_pb2_grpc.LLMServiceStub(channel), settings.request()
+        if not request.model:
+            found = await service.ListModels(llm_pb2.ListModelsRequest(), timeout=settings.timeout_s, metadata=key)
+            if not found.models:
+                raise SystemExit("the gateway serves no model")
+            request.model = found.models[0].id
         before = request.prompt
         try:
-            async for response in client.stream(request):
+            async for response in service.Generate(request, timeout=settings.timeout_s, metadata=key):
                 print(before + response.text, end="", flush=True)
                 before = ""
         finally:
