@@ -14,7 +14,18 @@ from tandem.liveness.silence import LIMIT_S, QUIET, Vitals
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.receiver import Write
-from tandem.transfer.protocol.wire import HEADER_BYTES, Kind, LinkMessage, control, parse_header, pulse_of
+from tandem.transfer.protocol.wire import (
+    LEAST_HEADER_BYTES,
+    OLDEST,
+    VERSION,
+    Extent,
+    Kind,
+    KVSource,
+    LinkMessage,
+    control,
+    parse_header,
+    pulse_of,
+)
 from tandem.transfer.runtime.shared_landings import SharedLandings
 from tests.transfer.simulation import ARENA_SLOTS, DEADLINE, NUM_BLOCKS, Chances, TransferWorld
 
@@ -223,12 +234,16 @@ def nonce_of(world: TransferWorld) -> int:
 
 @given(
     kind=st.sampled_from(Kind), handle=st.integers(0, 2**64 - 1), layer=st.integers(0, 2**32 - 1),
-    length=st.integers(0, 2**32 - 1), bit=st.integers(0, HEADER_BYTES * 8 - 1),
+    length=st.integers(0, 2**32 - 1), bit=st.integers(0, LEAST_HEADER_BYTES * 8 - 1),
+    extent=st.builds(Extent, *6 * [st.integers(0, 2**16 - 1)]), source=st.sampled_from(KVSource),
+    version=st.sampled_from((OLDEST, VERSION)),
 )  # fmt: skip
 def test_a_header_survives_the_wire_and_no_flipped_bit_does(
-    kind: Kind, handle: int, layer: int, length: int, bit: int
+    kind: Kind, handle: int, layer: int, length: int, bit: int, extent: Extent, source: KVSource, version: int
 ) -> None:
-    message = LinkMessage(kind, 7, handle, layer, 5, 6, length, 64, 9)
+    message = LinkMessage(kind, 7, handle, layer, 5, 6, length, 64, 9, newest=VERSION, version=version)
+    if version > OLDEST:
+        message.source, message.extent = source, extent
     header = message.header()
     assert parse_header(header) == message
     damaged = bytearray(header)

@@ -21,12 +21,15 @@ from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import LinkPeer, LocalPeer, TransferError
 from tandem.transfer.protocol.wire import (
     INLINE,
+    OLDEST,
+    VERSION,
     Begin,
     Bytes,
     Checksum,
     Failure,
     Hello,
     Kind,
+    KVSource,
     LinkMessage,
     Welcome,
     check_proof,
@@ -61,6 +64,7 @@ class Outgoing:
     transfer_id: str
     deadline: float
     coverage: Coverage
+    source: KVSource = KVSource.COMPUTE
     state: PushState = PushState.PUSHING
     error: TransferError | None = None
     bytes_sent: int = 0
@@ -96,28 +100,29 @@ class SenderProtocol:
         self._local = local
         self.liveness = Liveness(now, local.vitals.starvation)
         self.hello = proven(Hello(sender=local.identity, receiver=remote, nonce=nonce, offers=offers), local.secret)
-        self.outbox: deque[LinkMessage] = deque([control(Kind.HELLO, self.hello.packed())])
+        self.outbox: deque[LinkMessage] = deque([control(Kind.HELLO, self.hello.packed(), newest=VERSION)])
         self.welcome: Welcome | None = None
         self.error: TransferError | None = None
         self.ended: list[Outgoing] = []
         self.credits: list[int] = []
         self.probed: dict[int, bool] = {}
-        self._nonce = 0
+        self._nonce, self._version = 0, OLDEST
         self._handles = 0
         self._live: dict[int, Outgoing] = {}
         self._probes: dict[int, LinkMessage] = {}
         self._lent: set[int] = set()
 
     def begin(
-        self, transfer_id: str, *, first_block: int, num_blocks: int, num_layers: int, deadline: float
-    ) -> Outgoing:
+        self, transfer_id: str, *, first_block: int, num_blocks: int, num_layers: int, deadline: float,
+        source: KVSource = KVSource.COMPUTE,
+    ) -> Outgoing:  # fmt: skip
         """Opens a transfer of blocks [first_block, first_block + num_blocks) of every layer."""
         welcome = self.opened()
         if num_layers != welcome.num_layers or first_block < 0 or num_blocks < 0:
             have = f"num_layers {num_layers}, first_block {first_block}, num_blocks {num_blocks}"
             raise TransferError("FAILED_PRECONDITION", f"begin: {have}; the receiver has {welcome.num_layers} layers")
         coverage = Coverage(first_block, num_blocks, num_layers)
-        outgoing = Outgoing(self._next_handle(), transfer_id, deadline, coverage)
+        outgoing = Outgoing(self._next_handle(), transfer_id, deadline, coverage, source)
         self._live[outgoing.handle] = outgoing
         body = Begin(
             transfer_id=transfer_id, first_block=first_block, num_blocks=num_blocks, num_layers=num_layers
@@ -146,6 +151,7 @@ class SenderProtocol:
             raise outgoing.error.fresh()
         message = self._announced(Kind.FRAME, outgoing.handle, payload)
         message.layer, message.first_block, message.num_blocks = layer, first_block, num_blocks
+        message.source = outgoing.source
         if message.later is not None:
             outgoing.gathering.append(message)
         outgoing.to_frame -= 1
@@ -199,7 +205,7 @@ class SenderProtocol:
         if self.liveness.unheard(now):  # however hard to replace: on a new link it hears
             raise TransferError("UNAVAILABLE", f"{self.remote} hears nothing of what is sent to it")
         if self.welcome and self.liveness.ping_due(now):
-            self.outbox.appendleft(control(Kind.PING, pulse_of(self._local.vitals), nonce=self._nonce))
+            self.outbox.appendleft(self._message(Kind.PING, body=pulse_of(self._local.vitals)))
         self.expire(now)
 
     def expire(self, now: float) -> None:
@@ -227,14 +233,14 @@ class SenderProtocol:
             text = f"asked for {self.remote} over {sorted(self.hello.offers)}, got {welcome.receiver}"
             raise TransferError("FAILED_PRECONDITION", f"{text}, {welcome.transport}")
         self._nonce = link_nonce(self._local.identity, self.remote, self.hello.nonce, welcome.nonce)
-        self.welcome = welcome
+        self.welcome, self._version = welcome, message.version
 
     def _control(self, message: LinkMessage, now: float) -> None:
         outgoing = self._live.get(message.handle)
         match message.kind:
             case Kind.PING:
                 take_pulse(message, self.liveness, now)
-                self.outbox.appendleft(control(Kind.PONG, nonce=self._nonce))
+                self.outbox.appendleft(self._message(Kind.PONG))
             case Kind.PROBE_ACK if message.handle in self._probes:
                 seen = int.from_bytes(message.body, "little")
                 self.probed[message.handle] = seen == self._probes.pop(message.handle).payload_sum
@@ -295,7 +301,10 @@ class SenderProtocol:
         self.outbox = kept
 
     def _announced(self, kind: Kind, handle: int, payload: Payload) -> LinkMessage:
-        message = LinkMessage(kind, self._nonce, handle, length=payload.length, offset=payload.slot, slot=payload.slot)
+        message = LinkMessage(
+            kind, self._nonce, handle, length=payload.length, offset=payload.slot, slot=payload.slot,
+            version=self._version,
+        )  # fmt: skip
         if callable(payload.checksum):
             message.later = payload.checksum
         else:
@@ -305,7 +314,10 @@ class SenderProtocol:
         return message
 
     def _send(self, kind: Kind, handle: int, body: Bytes) -> None:
-        self.outbox.append(control(kind, bytes(body), nonce=self._nonce, handle=handle))
+        self.outbox.append(self._message(kind, handle, body))
+
+    def _message(self, kind: Kind, handle: int = 0, body: Bytes = b"") -> LinkMessage:
+        return control(kind, bytes(body), nonce=self._nonce, handle=handle, version=self._version)
 
     def _next_handle(self) -> int:
         self._handles += 1

@@ -1,10 +1,14 @@
-"""Messages of a link: 64-byte headers, each with the body it announces.
+"""Messages of a link: headers of 80 bytes, each with the body it announces.
 
-    header   magic version kind | link nonce | transfer | layer, first block, blocks | length, offset | sums
+    header   magic version kind newest | link nonce | transfer | layer, first block, blocks | length, offset | sums
+             and in version 6 source | extent
     body     `length` bytes behind the header; or, where `offset` is not INLINE, at that offset, as the transport has it
 
 The payload's xxh3_64 stands in the header and the header's own xxh3_64 covers it, so together they cover all. A header
 that fails means the stream cannot be followed any more and the link ends; a payload that fails costs one transfer.
+
+Two versions are spoken. HELLO goes as the older one, in headers of 64 bytes, and its `newest` says what else its sender
+speaks; from WELCOME on a link has the newest that both do.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xxhash import xxh3_64_intdigest
@@ -23,13 +27,15 @@ from tandem.security import ClusterSecret
 from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 
 MAGIC = b"TDKV"
-VERSION = 5
+VERSION, OLDEST = 6, 5
 INLINE = 2**64 - 1
-HEADER_BYTES = 64
 MAX_CONTROL_BYTES = 1 << 20
 
-_FIELDS = struct.Struct("<4sBBxxQQIIIIQQ")
+_FIELDS = {5: struct.Struct("<4sBBBxQQIIIIQQ"), 6: struct.Struct("<4sBBBxQQIIIIQQBxHHHHHH2x")}
 _SUM = struct.Struct("<Q")
+_HEADER_BYTES = {version: fields.size + _SUM.size for version, fields in _FIELDS.items()}
+NUM_OF_BOTH = 8  # fields from `nonce` to `payload_sum`, which both versions have
+LEAST_HEADER_BYTES = _HEADER_BYTES[OLDEST]
 
 Bytes = bytes | memoryview
 Checksum = int | Callable[[], int | None]  # or what returns it once it is known, and None before
@@ -54,9 +60,36 @@ class Kind(IntEnum):
 PAYLOAD_KINDS = frozenset({Kind.PROBE, Kind.FRAME})
 
 
+class KVSource(IntEnum):
+    """A place that a transfer's blocks are sent from. COMPUTE: they are prefilled, whatever of them was cached."""
+
+    COMPUTE = 0
+    CACHE = 1
+    TIER = 2
+
+
+class Extent(NamedTuple):
+    """How much of a block a frame has: of layer group `group`, so many layers from the message's `layer` on, and of
+    those heads [first_head, first_head + num_heads), all if 0. It is of part `part` of the transfer's `parts`, which
+    come over links of their own."""
+
+    group: int = 0
+    num_layers: int = 1
+    first_head: int = 0
+    num_heads: int = 0
+    part: int = 0
+    parts: int = 1
+
+
+WHOLE = Extent()  # all of one layer, in a model of one group, from a worker of one rank
+
+
 @dataclass(slots=True)
 class LinkMessage:
-    """One header and its body. `handle` is the link's own number for a transfer (or a probe)."""
+    """One header and its body. `handle` is the link's own number for a transfer (or a probe).
+
+    version: of the header. newest: in HELLO, the newest that its sender speaks; 0 says nothing.
+    """
 
     kind: Kind
     nonce: int = 0
@@ -67,15 +100,20 @@ class LinkMessage:
     length: int = 0
     offset: int = INLINE
     payload_sum: int = 0
+    source: KVSource = KVSource.COMPUTE
+    extent: Extent = WHOLE
+    version: int = OLDEST
+    newest: int = 0
     body: Bytes = b""
     slot: int = -1  # the sender's slot behind the payload; never on the wire
     later: Callable[[], int | None] | None = None  # returns payload_sum once the payload is there to be sent
 
     def header(self) -> bytes:
-        """The 64 bytes that go ahead of an inline body."""
-        fields = _FIELDS.pack(
-            MAGIC, VERSION, self.kind, self.nonce, self.handle, self.layer, self.first_block, self.num_blocks,
-            self.length, self.offset, self.payload_sum,
+        """The bytes that go ahead of an inline body."""
+        placed = (self.source, *self.extent) if self.version > OLDEST else ()
+        fields = _FIELDS[self.version].pack(
+            MAGIC, self.version, self.kind, self.newest, self.nonce, self.handle, self.layer, self.first_block,
+            self.num_blocks, self.length, self.offset, self.payload_sum, *placed,
         )  # fmt: skip
         return fields + _SUM.pack(xxh3_64_intdigest(fields))
 
@@ -93,23 +131,41 @@ class LinkMessage:
         return self.length if self.offset == INLINE else 0
 
 
-def control(kind: Kind, body: bytes = b"", *, nonce: int = 0, handle: int = 0) -> LinkMessage:
+def control(
+    kind: Kind, body: bytes = b"", *, nonce: int = 0, handle: int = 0, version: int = OLDEST, newest: int = 0
+) -> LinkMessage:
     """A message whose body is small and travels inline."""
     if len(body) > MAX_CONTROL_BYTES:
         raise ValueError(f"{kind.name} body: {len(body)} bytes, at most {MAX_CONTROL_BYTES} are allowed")
-    return LinkMessage(kind, nonce, handle, length=len(body), payload_sum=checksum(body), body=body)
+    return LinkMessage(
+        kind, nonce, handle, length=len(body), payload_sum=checksum(body), version=version, newest=newest, body=body
+    )
+
+
+def header_bytes(data: Bytes) -> int:
+    """How long the header is that begins so, LEAST_HEADER_BYTES or more being there. Raises TransferError."""
+    version = data[len(MAGIC)]
+    if bytes(data[: len(MAGIC)]) != MAGIC or version not in _HEADER_BYTES:
+        text = f"a damaged frame header, or wire version {version}, where {OLDEST} and {VERSION} are spoken here"
+        raise TransferError("DATA_LOSS", f"{text}: the stream cannot be followed any more")
+    return _HEADER_BYTES[version]
 
 
 def parse_header(data: Bytes) -> LinkMessage:
-    """The message a header announces, its body still empty. Raises TransferError(DATA_LOSS): the stream is lost."""
-    fields = bytes(data[: _FIELDS.size])
-    (seen,) = _SUM.unpack(data[_FIELDS.size :])
-    magic, version, kind, *rest = _FIELDS.unpack(fields)
-    if magic != MAGIC or seen != checksum(fields):
+    """The message that the header at the beginning of `data` announces, its body still empty. Raises TransferError: the
+    stream is lost."""
+    size = header_bytes(data) - _SUM.size
+    fields = bytes(data[:size])
+    (seen,) = _SUM.unpack(data[size : size + _SUM.size])
+    if seen != checksum(fields):
         raise TransferError("DATA_LOSS", "a damaged frame header: the stream cannot be followed any more")
-    if version != VERSION or kind not in Kind._value2member_map_:
-        raise TransferError("FAILED_PRECONDITION", f"wire version {version}, kind {kind}: this side speaks {VERSION}")
-    return LinkMessage(Kind(kind), *rest)
+    _, version, kind, newest, *rest = _FIELDS[fields[len(MAGIC)]].unpack(fields)
+    source, *extent = rest[NUM_OF_BOTH:] or (KVSource.COMPUTE, *WHOLE)
+    if kind not in Kind._value2member_map_ or source not in KVSource._value2member_map_:
+        raise TransferError("FAILED_PRECONDITION", f"wire version {version}: unknown kind {kind} or source {source}")
+    message = LinkMessage(Kind(kind), *rest[:NUM_OF_BOTH])
+    message.version, message.newest, message.source, message.extent = version, newest, KVSource(source), Extent(*extent)
+    return message
 
 
 def checksum(data: Bytes) -> int:

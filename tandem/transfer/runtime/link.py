@@ -15,6 +15,7 @@ from tandem.process import IntegrityReport
 from tandem.transfer.copy.rows import Rows, Source
 from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.protocol.sender import Outgoing
+from tandem.transfer.protocol.wire import KVSource
 from tandem.transfer.runtime.connection import Connection
 from tandem.transfer.runtime.sending_end import SendingEnd
 
@@ -133,12 +134,15 @@ class Link:
         finally:
             self._connection.flush()
 
-    def begin(self, transfer_id: str, *, first_block: int, num_blocks: int, num_layers: int, timeout_s: float) -> Push:
+    def begin(
+        self, transfer_id: str, *, first_block: int, num_blocks: int, num_layers: int, timeout_s: float,
+        source: KVSource = KVSource.COMPUTE,
+    ) -> Push:  # fmt: skip
         """Opens a transfer of logical blocks [first_block, first_block + num_blocks), which the receiver expects.
 
         It must be committed within `timeout_s`. Raises TransferError.
         """
-        outgoing = self._end.begin(transfer_id, first_block, num_blocks, num_layers, timeout_s)
+        outgoing = self._end.begin(transfer_id, first_block, num_blocks, num_layers, timeout_s, source)
         self._connection.flush()
         return Push(self._end, self._connection, outgoing)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from tandem.transfer.protocol.endpoint import TransferError
-from tandem.transfer.protocol.wire import HEADER_BYTES, MAX_CONTROL_BYTES, PAYLOAD_KINDS, LinkMessage, parse_header
+from tandem.transfer.protocol.wire import (
+    LEAST_HEADER_BYTES,
+    MAX_CONTROL_BYTES,
+    PAYLOAD_KINDS,
+    LinkMessage,
+    header_bytes,
+    parse_header,
+)
 from tandem.transfer.transports.base import Stream
 
 STAGE_BYTES = 16 << 10
@@ -30,17 +37,25 @@ class Reader:
         Raises OSError when the peer is gone, TransferError where the stream cannot be followed.
         """
         if self._message is None:
-            while self._end - self._start < HEADER_BYTES:
-                if not self._refill():
-                    return None
-            self._message = parse_header(self._stage[self._start : self._start + HEADER_BYTES])
-            self._start += HEADER_BYTES
+            if not self._stages(LEAST_HEADER_BYTES):
+                return None
+            size = header_bytes(self._stage[self._start : self._end])
+            if not self._stages(size):
+                return None
+            self._message = parse_header(self._stage[self._start : self._start + size])
+            self._start += size
             self._body, self._filled = self._memory_for(self._message), 0
         if not self._fill_body():
             return None
         message, self._message = self._message, None
         message.body = self._body
         return message
+
+    def _stages(self, size: int) -> bool:
+        while self._end - self._start < size:
+            if not self._refill():
+                return False
+        return True
 
     def _refill(self) -> bool:
         left = self._end - self._start

@@ -27,7 +27,7 @@ from tandem.process import IntegrityReport
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
-from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, LinkMessage, Welcome
+from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, KVSource, LinkMessage, Welcome
 from tandem.transfer.runtime.connection import POLL_SECONDS, burst
 from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.slots import Slots
@@ -187,11 +187,13 @@ class SendingEnd:
             raise TransferError("UNAVAILABLE", "the link is still opening")
         return slots
 
-    def begin(self, transfer_id: str, first_block: int, num_blocks: int, num_layers: int, timeout_s: float) -> Outgoing:
+    def begin(
+        self, transfer_id: str, first_block: int, num_blocks: int, num_layers: int, timeout_s: float, source: KVSource
+    ) -> Outgoing:
         with self._turn() as protocol:
             return protocol.begin(
                 transfer_id, first_block=first_block, num_blocks=num_blocks, num_layers=num_layers,
-                deadline=self._driver.now() + timeout_s,
+                deadline=self._driver.now() + timeout_s, source=source,
             )  # fmt: skip
 
     def push(self, outgoing: Outgoing, layer: int, first_block: int, rows: Rows, ids: NDArray[np.int64]) -> None:

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from grpc import StatusCode
 
 from tandem.transfer import TransferError
-from tandem.transfer.protocol.wire import HEADER_BYTES, parse_header
+from tandem.transfer.protocol.wire import parse_header
 from tandem.v1 import worker_pb2
 
 COLUMN = 22
@@ -90,7 +90,7 @@ def _count(value: Any) -> str:
 
 def _kv(message: bytes) -> str:
     try:
-        header = parse_header(message[:HEADER_BYTES])
+        header = parse_header(message)
     except TransferError:
         return " KV damaged "
     return f" KV {header.kind.name} {header.handle} "
