@@ -230,7 +230,7 @@ class LLM:
         if error.status == TOO_MANY:
             self.metrics.refused(after_s)
         tracing.refused(self.spans, headers, request_id, error, after_s)
-        record_refused(request_id, error, after_s)
+        record_refused(self.pipeline.records, request_id, error, after_s)
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Says if a request would be served now, and which workers there are."""

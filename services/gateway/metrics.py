@@ -25,6 +25,10 @@ from tandem.v1 import llm_pb2
 
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
 
+LOOKED_AT = (
+    "vllm:time_to_first_token_seconds_bucket", "tandem_slo_requests_total", "tandem_goodput_tokens_total",
+    "tandem_requests_total",
+)  # fmt: skip
 NUM_GAPS = len(ITL) + 1  # with those beyond the last bound
 
 
@@ -125,9 +129,42 @@ class Metrics:
         """Report what is known of prefix caches, as of when Prometheus asks."""
         self._registry.register(_ReplicaCollector(replica))
 
+    def totals(self) -> Totals:
+        """As of now, of all models and tenants; cheap, as few series are looked at."""
+        found: dict[str, float] = {}
+        looked = self._registry.restricted_registry(LOOKED_AT)
+        for family in (*looked.collect(), *self.written.collect()):
+            for sample in family.samples:
+                outcome = sample.labels.get("outcome", "")
+                key = sample.labels.get("le") or ("met" if outcome == "met" else "")
+                name = f"{sample.name} {key}"
+                found[name] = found.get(name, 0.0) + sample.value
+        return Totals(found)
+
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """As the header `accept` asks for it, and its content type."""
         return metrics_server.exposition(self._registry, accept)
+
+
+class Totals:
+    """Counters and histograms at one time."""
+
+    def __init__(self, found: Mapping[str, float]) -> None:
+        self._found = found
+
+    def count(self, name: str) -> float:
+        return self._found.get(f"{GATEWAY[name].exposed_as} ", 0.0)
+
+    @property
+    def outcomes(self) -> tuple[float, float]:
+        """Requests that were met, and the others that count."""
+        name = GATEWAY["tandem_slo_requests"].exposed_as
+        return self._found.get(f"{name} met", 0.0), self._found.get(f"{name} ", 0.0)
+
+    def buckets(self, name: str) -> list[float]:
+        """Cumulative, the last without a bound."""
+        bounds = *map(str, GATEWAY[name].buckets), "+Inf"
+        return [self._found.get(f"{name}_bucket {bound}", 0.0) for bound in bounds]
 
 
 class Meter:

@@ -36,6 +36,7 @@ from services.gateway.admission import (
 )
 from services.gateway.bodies import LargeBodies
 from services.gateway.cluster_metrics import ClusterCollector
+from services.gateway.console import Console
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import Unavailable
 from services.gateway.generation import (
@@ -214,6 +215,8 @@ class Gateway:
         self.llm = self._make_llm(view, pool, metrics, router, adapters)
         self._running = RunningSettings(settings, self._take_over)
         self._run(self._running.run())
+        self._console = Console(self.llm, self.admission)
+        self._run(self._console.run())
         await self._serve()
 
     def _make_metrics(self, view: ClusterView, pool: WorkerPool) -> Metrics:
@@ -311,7 +314,7 @@ class Gateway:
     def _make_doors(self, serve: Callable[[Any, str, int, bool], Door]) -> list[Door]:
         settings = self.settings
         traces = RecentRequests(self._ports.recent, self.llm.pool)
-        app = build_app(self.llm, self._ports.wall, self.check_integrity, traces, self._running)
+        app = build_app(self.llm, self._ports.wall, self.check_integrity, traces, self._running, self._console)
         doors = [serve(app, settings.host, settings.http_port, settings.shares_ports)]
         if settings.own_http_port is not None:
             doors.append(serve(app, settings.host, settings.own_http_port, False))

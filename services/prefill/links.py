@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -22,6 +23,15 @@ OPEN_TIMEOUT_S = 1.5
 CLOSE_WAIT_S = 2.0
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """A decode worker, the healthy link to it, and why there is none."""
+
+    peer: WorkerInfo
+    link: Link | None
+    refused: str
 
 
 class LinkKeeper:
@@ -45,6 +55,14 @@ class LinkKeeper:
     def states(self) -> dict[str, bool]:
         """Decode workers that are known, and if there is a healthy link to each. From any thread."""
         return {name: self._sender.link(name, info.incarnation) is not None for name, info in self._peers.items()}
+
+    def report(self) -> list[LinkState]:
+        """Decode workers that are known, by name."""
+        known = sorted(self._peers.items())
+        return [
+            LinkState(info, self._sender.link(name, info.incarnation), self._refused.get(info.incarnation, ""))
+            for name, info in known
+        ]
 
     def peer(self, worker_id: str) -> WorkerInfo | None:
         return self._peers.get(worker_id)

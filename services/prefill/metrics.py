@@ -6,6 +6,8 @@ Called by links' threads as well as by the event loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
@@ -13,6 +15,30 @@ from prometheus_client.registry import Collector
 from tandem.metrics import LINKS, TRANSFERS, CappedValues
 
 MAX_PEERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Transfers to one decode worker: `busy_s` in pushes, and from the commit until decode could start."""
+
+    num_bytes: int = 0
+    transfers: int = 0
+    busy_s: float = 0.0
+    failures: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        failures = self.failures + other.failures
+        transfers, busy_s = self.transfers + other.transfers, self.busy_s + other.busy_s
+        return Moved(self.num_bytes + other.num_bytes, transfers, busy_s, failures)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """One transfer's: `whole` from its first push, `exposed` from its commit, until decode could start."""
+
+    whole: float
+    exposed: float
+    pushed: float  # in pushes
 
 
 class TransferMetrics:
@@ -24,16 +50,30 @@ class TransferMetrics:
         self._exposed = TRANSFERS["tandem_transfer_exposed_seconds"].histogram(registry)
         self._bytes = TRANSFERS["tandem_transfer_bytes"].counter(registry)
         self._failures = TRANSFERS["tandem_transfer_failures"].counter(registry)
+        self._moved: dict[str, Moved] = {}
+        self._lock = Lock()
 
-    def landed(self, peer: str, transport: str, num_bytes: int, seconds: float, exposed_s: float) -> None:
+    def landed(self, peer: str, transport: str, num_bytes: int, seconds: Seconds) -> None:
         """The peer has verified all of a transfer's frames."""
         pair = *self._labels, self._peer(peer), transport
-        self._seconds.labels(*pair).observe(seconds)
+        self._seconds.labels(*pair).observe(seconds.whole)
         self._bytes.labels(*pair).inc(num_bytes)
-        self._exposed.labels(*self._labels, transport).observe(exposed_s)
+        self._exposed.labels(*self._labels, transport).observe(seconds.exposed)
+        self._add(peer, Moved(num_bytes, 1, seconds.pushed + seconds.exposed))
 
     def failed(self, peer: str, transport: str, code: str) -> None:
         self._failures.labels(*self._labels, self._peer(peer), transport, code).inc()
+        self._add(peer, Moved(failures=1))
+
+    def moved_to(self, peer: str) -> Moved:
+        """Since this worker started; of peers beyond MAX_PEERS, together."""
+        with self._lock:
+            return self._moved.get(self._peer(peer), Moved())
+
+    def _add(self, peer: str, moved: Moved) -> None:
+        with self._lock:
+            name = self._peer(peer)
+            self._moved[name] = self._moved.get(name, Moved()) + moved
 
     def watch_links(self, links: Callable[[], Mapping[str, bool]]) -> None:
         """`links`: decode workers by id, and if there is a healthy link to each."""

@@ -18,7 +18,7 @@ import torch
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
-from services.prefill.metrics import TransferMetrics
+from services.prefill.metrics import Seconds, TransferMetrics
 from tandem.spans import TRUNCATED
 from tandem.transfer import Link, Push, TransferError
 
@@ -102,7 +102,8 @@ class TracedPush:
         if error is None and self._tokens and self._committed_at and self.first_push_at is not None:
             exposed_s = now - self._committed_at
             self._moved(self._tokens, self._push_s + exposed_s)
-            self._metrics.landed(peer, transport, self._push.bytes_sent, now - self.first_push_at, exposed_s)
+            spent = Seconds(now - self.first_push_at, exposed_s, self._push_s)
+            self._metrics.landed(peer, transport, self._push.bytes_sent, spent)
         self._end(str(error) if error else "")
 
     def _end(self, error: str) -> None:

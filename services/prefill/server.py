@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from services.prefill.links import LinkKeeper
+from services.prefill.links import LinkKeeper, LinkState
 from services.prefill.metrics import TransferMetrics
 from services.prefill.sequences import PrefillSequences, Ticket
 from tandem import rpc
@@ -43,7 +43,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self._engine = context.ports.engine
         self._view = ClusterView(context.ports.registry)
         self._links = LinkKeeper(self._sender, self._view, layout.hash, context.renew_lease)
-        metrics = TransferMetrics(context.metrics, context.labels(self.role))
+        self._metrics = metrics = TransferMetrics(context.metrics, context.labels(self.role))
         metrics.watch_links(self._links.states)
         self._sequences = PrefillSequences(
             context.ports.engine,
@@ -130,6 +130,19 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.ProbeLinkResponse(
             bytes=PROBE_BYTES, elapsed_us=int(elapsed * 1e6), transport=link.transport, refused=link.refused,
             carrier=link.carrier,
+        )  # fmt: skip
+
+    async def ListLinks(
+        self, request: prefill_pb2.ListLinksRequest, context: aio.ServicerContext[Any, Any]
+    ) -> prefill_pb2.ListLinksResponse:
+        return prefill_pb2.ListLinksResponse(links=map(self._link_to_proto, self._links.report()))
+
+    def _link_to_proto(self, state: LinkState) -> prefill_pb2.KVLink:
+        link, moved = state.link, self._metrics.moved_to(state.peer.worker_id)
+        return prefill_pb2.KVLink(
+            decode_worker=state.peer.worker_id, decode_incarnation=state.peer.incarnation, healthy=link is not None,
+            transport=link.transport if link else "", carrier=link.carrier if link else "", refused=state.refused,
+            bytes=moved.num_bytes, transfers=moved.transfers, busy_s=moved.busy_s, failures=moved.failures,
         )  # fmt: skip
 
 

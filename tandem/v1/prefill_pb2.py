@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\")\n\x10ProbeLinkRequest\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\"\xc6\x01\n\x11ProbeLinkResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nelapsed_us\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12:\n\x07refused\x18\x04 \x03(\x0b\x32).tandem.v1.ProbeLinkResponse.RefusedEntry\x12\x0f\n\x07\x63\x61rrier\x18\x05 \x01(\t\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32X\n\x0ePrefillService\x12\x46\n\tProbeLink\x12\x1b.tandem.v1.ProbeLinkRequest\x1a\x1c.tandem.v1.ProbeLinkResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\")\n\x10ProbeLinkRequest\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\"\xc6\x01\n\x11ProbeLinkResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nelapsed_us\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12:\n\x07refused\x18\x04 \x03(\x0b\x32).tandem.v1.ProbeLinkResponse.RefusedEntry\x12\x0f\n\x07\x63\x61rrier\x18\x05 \x01(\t\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x12\n\x10ListLinksRequest\"5\n\x11ListLinksResponse\x12 \n\x05links\x18\x01 \x03(\x0b\x32\x11.tandem.v1.KVLink\"\xc5\x01\n\x06KVLink\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\t\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x05 \x01(\t\x12\x0f\n\x07refused\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x11\n\ttransfers\x18\x08 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\t \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\n \x01(\x04\x32\xa0\x01\n\x0ePrefillService\x12\x46\n\tProbeLink\x12\x1b.tandem.v1.ProbeLinkRequest\x1a\x1c.tandem.v1.ProbeLinkResponse\x12\x46\n\tListLinks\x12\x1b.tandem.v1.ListLinksRequest\x1a\x1c.tandem.v1.ListLinksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,6 +39,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROBELINKRESPONSE']._serialized_end=280
   _globals['_PROBELINKRESPONSE_REFUSEDENTRY']._serialized_start=234
   _globals['_PROBELINKRESPONSE_REFUSEDENTRY']._serialized_end=280
-  _globals['_PREFILLSERVICE']._serialized_start=282
-  _globals['_PREFILLSERVICE']._serialized_end=370
+  _globals['_LISTLINKSREQUEST']._serialized_start=282
+  _globals['_LISTLINKSREQUEST']._serialized_end=300
+  _globals['_LISTLINKSRESPONSE']._serialized_start=302
+  _globals['_LISTLINKSRESPONSE']._serialized_end=355
+  _globals['_KVLINK']._serialized_start=358
+  _globals['_KVLINK']._serialized_end=555
+  _globals['_PREFILLSERVICE']._serialized_start=558
+  _globals['_PREFILLSERVICE']._serialized_end=718
 # @@protoc_insertion_point(module_scope)

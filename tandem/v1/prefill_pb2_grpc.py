@@ -39,6 +39,11 @@ class PrefillServiceStub:
                 request_serializer=tandem_dot_v1_dot_prefill__pb2.ProbeLinkRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_prefill__pb2.ProbeLinkResponse.FromString,
                 _registered_method=True)
+        self.ListLinks = channel.unary_unary(
+                '/tandem.v1.PrefillService/ListLinks',
+                request_serializer=tandem_dot_v1_dot_prefill__pb2.ListLinksRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_prefill__pb2.ListLinksResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -51,6 +56,13 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLinks(self, request, context):
+        """Its links to decode workers, as they are now; nothing is moved to find out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +70,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.ProbeLink,
                     request_deserializer=tandem_dot_v1_dot_prefill__pb2.ProbeLinkRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_prefill__pb2.ProbeLinkResponse.SerializeToString,
+            ),
+            'ListLinks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLinks,
+                    request_deserializer=tandem_dot_v1_dot_prefill__pb2.ListLinksRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_prefill__pb2.ListLinksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class PrefillService:
             '/tandem.v1.PrefillService/ProbeLink',
             tandem_dot_v1_dot_prefill__pb2.ProbeLinkRequest.SerializeToString,
             tandem_dot_v1_dot_prefill__pb2.ProbeLinkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLinks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.PrefillService/ListLinks',
+            tandem_dot_v1_dot_prefill__pb2.ListLinksRequest.SerializeToString,
+            tandem_dot_v1_dot_prefill__pb2.ListLinksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,12 +33,16 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     ProbeLink: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ProbeLinkRequest, _prefill_pb2.ProbeLinkResponse]
     """Moves one probe block to a decode worker and says how long it took."""
+    ListLinks: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ListLinksRequest, _prefill_pb2.ListLinksResponse]
+    """Its links to decode workers, as they are now; nothing is moved to find out."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ProbeLink: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ProbeLinkRequest, _prefill_pb2.ProbeLinkResponse]  # type: ignore[assignment]
     """Moves one probe block to a decode worker and says how long it took."""
+    ListLinks: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ListLinksRequest, _prefill_pb2.ListLinksResponse]  # type: ignore[assignment]
+    """Its links to decode workers, as they are now; nothing is moved to find out."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -48,5 +52,13 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.ProbeLinkResponse, _abc.Awaitable[_prefill_pb2.ProbeLinkResponse]]:
         """Moves one probe block to a decode worker and says how long it took."""
+
+    @_abc_1.abstractmethod
+    def ListLinks(
+        self,
+        request: _prefill_pb2.ListLinksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.ListLinksResponse, _abc.Awaitable[_prefill_pb2.ListLinksResponse]]:
+        """Its links to decode workers, as they are now; nothing is moved to find out."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

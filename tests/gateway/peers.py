@@ -244,6 +244,10 @@ class PrefillPeer(WorkingPeer, prefill_pb2_grpc.PrefillServiceServicer):
     async def ProbeLink(self, request: prefill_pb2.ProbeLinkRequest, context: Any) -> prefill_pb2.ProbeLinkResponse:
         return prefill_pb2.ProbeLinkResponse(bytes=1, elapsed_us=1, transport="tcp")
 
+    async def ListLinks(self, request: prefill_pb2.ListLinksRequest, context: Any) -> prefill_pb2.ListLinksResponse:
+        link = prefill_pb2.KVLink(decode_worker="d", healthy=True, transport="tcp", bytes=4000, busy_s=2.0)
+        return prefill_pb2.ListLinksResponse(links=[link])
+
     def prefill(self, stream_id: str, request: worker_pb2.Prefill) -> None:
         assert request.ticket.kv_layout_hash == self.layout_hash, "pushing to a worker of another KV layout"
         self.seen.append(request.sequence)

@@ -164,6 +164,18 @@ async def test_a_worker_that_does_not_answer_is_gone_and_no_deadline_has_passed(
             assert failed.value.code == "UNAVAILABLE"
 
 
+async def test_links_are_reported_with_their_transport_or_why_there_is_none(pool: LinkPool) -> None:
+    await pool.register("decode-0", "d-0", pool.receiver("decode-0", "d-0").address)
+    with nobody() as silent:
+        await pool.register("decode-1", "d-1", f"127.0.0.1:{silent.getsockname()[1]}")
+        await pool.linked("d-0")
+        await within(HEAL_S, lambda: any(state.refused for state in pool.keeper.report()))
+        up, down = pool.keeper.report()
+    assert (up.peer.worker_id, up.link is not None and up.link.transport, up.refused) == ("decode-0", "shm", "")
+    assert (down.peer.worker_id, down.link) == ("decode-1", None)
+    assert "decode-1" in down.refused or "127.0.0.1" in down.refused
+
+
 async def test_a_worker_that_leaves_is_unlinked(pool: LinkPool) -> None:
     for name in ("0", "1"):
         await pool.register(f"decode-{name}", f"d-{name}", pool.receiver(f"decode-{name}", f"d-{name}").address)

@@ -2,7 +2,7 @@
 
 from services.gateway.admission.admission import Admission
 from services.gateway.admission.capacity import Admitted, Capacity, capacity_of
-from services.gateway.admission.fair_queue import FairQueue, Weights, Work
+from services.gateway.admission.fair_queue import FairQueue, TenantLine, Weights, Work
 from services.gateway.admission.intake import Intake, SequenceTurns
 from services.gateway.admission.priority import FAIRNESS_ID, PriorityClass, priority_of, tenant_of
 from services.gateway.admission.targets import NO_TARGETS, Targets, targets_of
@@ -19,6 +19,7 @@ __all__ = [
     "PriorityClass",
     "SequenceTurns",
     "Targets",
+    "TenantLine",
     "TextTurns",
     "Weights",
     "Work",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from services.gateway.admission.capacity import Admitted, Capacity
-from services.gateway.admission.fair_queue import FairQueue, Weights, Work
+from services.gateway.admission.fair_queue import FairQueue, TenantLine, Weights, Work
 from services.gateway.admission.forecast import Forecast
 from services.gateway.admission.priority import PriorityClass
 from services.gateway.admission.shares import demand_of, share_of
@@ -56,6 +56,10 @@ class Admission:
 
     def num_waiting(self, kind: PriorityClass) -> int:
         return self._queue.num_waiting(kind)
+
+    def lines(self) -> list[TenantLine]:
+        """By class and tenant, all that waits."""
+        return self._queue.lines()
 
     def check(self, work: Work) -> None:
         """Refuse what `enter` would refuse for coming too late, before anything is done for it. Keeps nothing of it.

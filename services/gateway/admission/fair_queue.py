@@ -103,6 +103,16 @@ class Weights:
         return self.tenants.get(tenant, 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class TenantLine:
+    """Work of one tenant in one class that waits."""
+
+    priority_class: PriorityClass
+    tenant: str
+    num_waiting: int
+    tokens: int
+
+
 class FairQueue:
     """Work that waits. What was taken is settled at its end, by `correct`."""
 
@@ -135,6 +145,12 @@ class FairQueue:
 
     def num_waiting(self, kind: PriorityClass) -> int:
         return self._classes[kind].num_waiting
+
+    def lines(self) -> list[TenantLine]:
+        """The longest first."""
+        tenants = ((kind, tenant) for kind, group in self._classes.items() for tenant in group.share.waiting)
+        lines = (TenantLine(kind, tenant.name, len(tenant.works), tenant.tokens) for kind, tenant in tenants)
+        return sorted(lines, key=lambda line: -line.tokens)
 
     def push(self, work: Work) -> None:
         work.arrival = next(self._numbers)

@@ -46,7 +46,7 @@ class Answer:
     ) -> None:  # fmt: skip
         """`running`: where it is from `deltas`' begin to their end."""
         self.request = request
-        self._pipeline, self._metrics = pipeline, pipeline.metrics
+        self._pipeline, self._metrics, self.records = pipeline, pipeline.metrics, pipeline.records
         self._allowances = allowances
         self._limit_headers: dict[str, str] = {}
         self._running = running

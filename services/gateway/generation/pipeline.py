@@ -23,6 +23,7 @@ from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess
 from services.gateway.generation.choice import Choice
 from services.gateway.generation.migration import Migration, MigrationLimits
+from services.gateway.generation.record import RequestRecords
 from services.gateway.generation.shared_prompt import SharedPrompt
 from services.gateway.generation.suspicion import Suspicion
 from services.gateway.metrics import Metrics
@@ -43,7 +44,7 @@ class Pipeline:
         nonce: Callable[[], str],
         limits: MigrationLimits,
     ) -> None:
-        self.cluster, self.metrics = cluster, metrics
+        self.cluster, self.metrics, self.records = cluster, metrics, RequestRecords()
         self._admission = admission
         self._nonce = nonce
         self._limits = limits

@@ -1,9 +1,13 @@
-"""One log line for each request at its end, `request` or `request refused`, without prompt, answer or key."""
+"""One record for each request at its end, without prompt, answer or key: a log line, `request` or `request refused`,
+and for the console a memory of the latest."""
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
-from itertools import accumulate
+from collections import deque
+from collections.abc import Mapping
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -22,6 +26,23 @@ if TYPE_CHECKING:
     from services.gateway.generation.answer import Answer
 
 log = structlog.get_logger("tandem.requests")
+MAX_RECORDS = 512
+
+
+class RequestRecords:
+    """Those of the requests that ended last."""
+
+    def __init__(self, most: int = MAX_RECORDS) -> None:
+        self._kept: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=most)
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        self._kept.append((asyncio.get_running_loop().time(), fields))
+
+    def latest(self, most: int, tenant: str | None) -> list[dict[str, Any]]:
+        """The last one first, each with `ago_s`; only `tenant`'s, where one is given."""
+        now = asyncio.get_running_loop().time()
+        found = (one for one in reversed(self._kept) if tenant is None or one[1].get("tenant") == tenant)
+        return [{**fields, "ago_s": round(now - at, 3)} for at, fields in islice(found, most)]
 
 
 def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s: float | None, whole_s: float) -> None:
@@ -61,7 +82,9 @@ def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s
         "migrations": sum(choice.migrated for choice in answer.choices),
         "cost": _cost(answer),
     }
-    _record("request", {name: value for name, value in fields.items() if value not in (None, "", 0.0)}, span)
+    told = {name: value for name, value in fields.items() if value not in (None, "", 0.0)}
+    answer.records.add(told)
+    _record("request", told, span)
 
 
 def is_slow(answer: Answer, first_s: float | None) -> bool:
@@ -94,10 +117,12 @@ def _asked(request: Generation) -> dict[str, str]:
     }
 
 
-def record_refused(request_id: str, error: GatewayError, after_s: float) -> None:
+def record_refused(records: RequestRecords, request_id: str, error: GatewayError, after_s: float) -> None:
     """It failed before anything was asked of the cluster. The error may quote it, so its words are left out."""
     told = {"request_id": request_id, "status": error.status, "outcome": error.type, "whole_s": _rounded(after_s)}
-    _record("request refused", told | ({"code": error.code} if error.code else {}), None)
+    told |= {"code": error.code} if error.code else {}
+    records.add(told)
+    _record("request refused", told, None)
 
 
 def _record(event: str, fields: dict[str, Any], span: Span | None) -> None:

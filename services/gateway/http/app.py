@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
+from services.gateway.console import Console, add_console
 from services.gateway.errors import GatewayError, Internal, InvalidRequest, NotUpgraded, unexpected
 from services.gateway.http import large
 from services.gateway.http.adapters import load_adapter, unload_adapter
@@ -38,11 +39,17 @@ from tandem.process import Look, lasting
 
 log = structlog.get_logger(__name__)
 MESSAGES = "/v1/messages"
+GENERATING = (
+    ("/v1/chat/completions", read_chat, large.chat),
+    ("/v1/completions", read_completion, large.completion),
+    ("/v1/responses", read_response, reduce_response),
+)
 
 
 def build_app(
-    llm: LLM, wall: Callable[[], float], integrity: Look, traces: RecentRequests, running: RunningSettings
-) -> FastAPI:
+    llm: LLM, wall: Callable[[], float], integrity: Look, traces: RecentRequests, running: RunningSettings,
+    console: Console,
+) -> FastAPI:  # fmt: skip
     """
     Args:
         wall: Unix seconds.
@@ -52,12 +59,7 @@ def build_app(
     plain = {"tracing": False, "metrics": False}
     app = DescribedApp(title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain)
     cors = cors_of(llm.settings)
-    generating = (
-        ("/v1/chat/completions", read_chat, large.chat),
-        ("/v1/completions", read_completion, large.completion),
-        ("/v1/responses", read_response, reduce_response),
-    )
-    for path, read, reduce in generating:
+    for path, read, reduce in GENERATING:
         endpoint = GenerateEndpoint(llm, read, reduce, wall)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
@@ -79,6 +81,7 @@ def build_app(
     _add_integrity(app, integrity)
     _add_traces(app, llm, traces)
     add_pages(app)
+    add_console(app, llm, console)
     return app
 
 

@@ -14,7 +14,7 @@ from grpc import aio
 from services.gateway.errors import WorkerLost, from_status
 from services.gateway.workers.stream import Judge, WorkerStream
 from tandem.registry import WorkerInfo
-from tandem.v1 import process_pb2_grpc, worker_pb2_grpc
+from tandem.v1 import prefill_pb2_grpc, process_pb2_grpc, worker_pb2_grpc
 
 
 class WorkerConnection:
@@ -46,6 +46,10 @@ class WorkerConnection:
     @property
     def traces(self) -> Any:
         return process_pb2_grpc.TraceServiceStub(self._channel)
+
+    @property
+    def prefill(self) -> Any:
+        return prefill_pb2_grpc.PrefillServiceStub(self._channel)
 
     @property
     def connected(self) -> bool:

@@ -1,0 +1,143 @@
+"""The feed of the console: a moment of the cluster as this gateway sees it, built from what it has anyway.
+
+    a key that manages models, or no keys at all     everything
+    any other key                                    its own tenant's requests and what of it waits; nothing of others
+
+However many look, what all may see is built once in AGAIN_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Any
+
+import orjson
+
+from services.gateway.access import Caller
+from services.gateway.admission import Admission, PriorityClass
+from services.gateway.console.history import History, Point
+from services.gateway.console.links import LinkBook
+from services.gateway.generation import Answer
+from services.gateway.llm import LLM
+from tandem import __version__
+from tandem.registry import LiveWorker, Role
+
+AGAIN_S = 0.5
+MAX_WORKERS = 512
+# Of each list.
+MAX_REQUESTS = 60
+MAX_LINES = 50
+
+
+class Console:
+    """Run `run` as a task: it keeps the history of the charts."""
+
+    def __init__(self, llm: LLM, admission: Admission) -> None:
+        self._llm, self._admission, self._id = llm, admission, llm.new_id()
+        self._history = History(llm.metrics, self._gauges)
+        self._links = LinkBook(llm.pool)
+        self._shared: tuple[float, dict[str, Any]] = (-inf, {})
+        self.run = self._history.run
+
+    def feed(self, caller: Caller, gateway: str, after: float) -> bytes:
+        """JSON. Of charts, only points after `after`, if they were shown by this `gateway`."""
+        now = asyncio.get_running_loop().time()
+        told: dict[str, Any] = {"now": now, "id": self._id, "all": caller.manages_models, "tenant": caller.tenant}
+        if not caller.manages_models:
+            return orjson.dumps({**told, **self._of(caller.tenant)})
+        if now >= self._shared[0] + AGAIN_S:
+            self._shared = now, self._whole()
+        history = self._history.after(after if gateway == self._id else -inf)
+        return orjson.dumps({**told, **self._shared[1], "history": history})
+
+    def _whole(self) -> dict[str, Any]:
+        llm = self._llm
+        ready, found = llm.readiness()
+        seen = llm.view.workers
+        return {
+            "gateway": {
+                "version": __version__, "model": llm.model.name, "ready": ready, "missing": found["missing"],
+                "registry_reached": found["registry_reached"], "disaggregation": llm.settings.disaggregation,
+            },
+            "workers": [self._worker(worker) for worker in seen[:MAX_WORKERS]],
+            "num_workers": len(seen),
+            "links": self._links.look(),
+            **self._of(None),
+        }  # fmt: skip
+
+    def _of(self, tenant: str | None) -> dict[str, Any]:
+        """All that is told of requests: one tenant's, or everybody's."""
+        mine: Callable[[str], bool] = (lambda name: True) if tenant is None else (lambda name: name == tenant)
+        return {
+            "queue": self._queue(mine),
+            "running": self._running(mine),
+            "requests": self._llm.pipeline.records.latest(MAX_REQUESTS, tenant),
+        }
+
+    def _worker(self, worker: LiveWorker) -> dict[str, Any]:
+        info, load = worker.info, worker.load
+        state = "stuck" if load.stuck else "draining" if load.draining else "serving"
+        if not self._llm.pool.connected(info) and info.model == self._llm.model.name:
+            state = "no answer"
+        return {
+            "id": info.worker_id, "role": info.role, "state": state, "incarnation": info.incarnation,
+            "model": info.model, "host": info.host, "address": info.grpc_address, "transports": info.transports,
+            "running": load.num_running, "waiting": load.num_waiting, "queued_tokens": load.queued_tokens,
+            "kv": round(1 - load.free_blocks / max(1, info.num_blocks), 4), "blocks": info.num_blocks,
+            "reserved_tokens": worker.reserved_tokens, "reserved_blocks": worker.reserved_blocks,
+            "tokens_per_s": round(tokens_per_s(worker), 1), "step_s": load.step_s, "linked": len(load.linked),
+        }  # fmt: skip
+
+    def _queue(self, mine: Callable[[str], bool]) -> list[dict[str, Any]]:
+        """By class and tenant: what waits for its turn, and what has had it."""
+        waiting = {(line.priority_class, line.tenant): line for line in self._admission.lines() if mine(line.tenant)}
+        inside = Counter((w.priority_class, w.tenant) for w in self._admission.admitted if mine(w.tenant))
+        lines = []
+        for kind, tenant in {**waiting, **inside}:
+            line = waiting.get((kind, tenant))
+            num_waiting, tokens = (line.num_waiting, line.tokens) if line else (0, 0)
+            told = {"class": kind.label, "tenant": tenant, "waiting": num_waiting, "tokens": tokens}
+            lines.append((num_waiting, inside[kind, tenant], told))
+        lines.sort(key=lambda line: line[:2], reverse=True)
+        return [{**told, "inside": num_inside} for _, num_inside, told in lines[:MAX_LINES]]
+
+    def _running(self, mine: Callable[[str], bool]) -> list[dict[str, Any]]:
+        """Requests that have not ended, the oldest first."""
+        mine_ = (answer for answer in self._llm.running if mine(answer.request.tenant))
+        oldest = sorted(mine_, key=lambda answer: answer.request.arrived)[:MAX_REQUESTS]
+        return list(_running_rows(oldest, asyncio.get_running_loop().time()))
+
+    def _gauges(self) -> Point:
+        workers = self._llm.pool.workers
+        decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
+        blocks = sum(worker.info.num_blocks for worker in decodes)
+        free = sum(worker.load.free_blocks for worker in decodes)
+        return {
+            "kv": round(1 - free / blocks, 4) if blocks else 0.0,
+            "queued": {kind.label: self._admission.num_waiting(kind) for kind in PriorityClass},
+            "running": len(self._llm.running), "workers": len(workers),
+        }  # fmt: skip
+
+
+def tokens_per_s(worker: LiveWorker) -> float:
+    """As measured of late: prompt tokens of a prefill worker, of a decode worker those of its present batch."""
+    load = worker.load
+    if worker.info.role is Role.PREFILL:
+        return load.prefill_tokens_per_s
+    return load.num_running / load.step_s if load.step_s else 0.0
+
+
+def _running_rows(answers: Iterable[Answer], now: float) -> Iterable[dict[str, Any]]:
+    for answer in answers:
+        request, path = answer.request, answer.path
+        tokens = sum(choice.text.num_tokens for choice in answer.choices)
+        phase = "decode" if tokens else "prefill" if path.decode_worker else "queue"
+        yield {
+            "request_id": request.request_id, "tenant": request.tenant, "model": request.model.name, "phase": phase,
+            "class": PriorityClass.of(request.priority).label, "age_s": round(now - request.arrived, 3),
+            "prompt_tokens": sum(map(len, request.prompts)), "tokens": tokens,
+            "prefill_worker": path.prefill_worker, "decode_worker": path.decode_worker,
+        }  # fmt: skip
