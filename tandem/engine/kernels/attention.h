@@ -173,7 +173,7 @@ static inline struct span keys_of(const struct step *s, const struct part *p, in
     return (struct span){s->tables + s->table_starts[p->seq], p->head, first, left < KEYS ? left : KEYS};
 }
 
-/* `next`, if any, is what this thread does then: its first keys are fetched with the last ones of `p`. */
+/* Into the room. `next`, if any, is what this thread does then: its first keys are fetched with the last ones of `p`. */
 static void attend(const struct model *m, const struct layer *l, const struct step *s, struct room *r,
                    const struct part *p, const struct part *next) {
     const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, width = share * dim;
@@ -199,7 +199,11 @@ static void attend(const struct model *m, const struct layer *l, const struct st
             if (first <= at + (end - 1) / share) attend_tile(r, row, end - row, dim, share, at, first, now.count);
         }
     }
-    for (int64_t row = 0; row < rows; row++)
+}
+
+static void put_attended(const struct model *m, const struct step *s, const struct room *r, const struct part *p) {
+    const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, width = share * dim;
+    for (int64_t row = 0; row < (p->end - p->begin) * share; row++)
         for (int64_t i = 0; i < dim; i += 16)
             store16(s->attended + (p->begin + row / share) * m->heads * dim + p->head * width + row % share * dim + i,
                     _mm512_div_ps(_mm512_loadu_ps(r->out + row * dim + i), _mm512_set1_ps(r->total[row])));
@@ -214,6 +218,7 @@ static void attention(struct thread *thread, const struct model *m, const struct
         struct part now = part_at(m, s, piece), then;
         if (next >= 0) then = part_at(m, s, next);
         attend(m, l, s, r, &now, next >= 0 ? &then : 0);
+        if (win(thread, piece)) put_attended(m, s, r, &now), written(thread);
     }
 }
 

@@ -27,7 +27,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tandem_pack": (None, [_POINTER, _INT, _POINTER]),
     "tandem_unpack_rows": (None, [_POINTER, _POINTER, _INT, _POINTER]),
     "tandem_layers": (_INT, [_POINTER, _POINTER, *[_INT] * 3]),
-    "tandem_logits": (None, [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT]),
+    "tandem_logits": (_INT, [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT]),
     "tandem_sample": (_INT, [*[_POINTER] * 2, *[_INT] * 2, *[_POINTER] * 3, _INT]),
 }
 

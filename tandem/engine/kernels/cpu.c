@@ -14,6 +14,8 @@
 
 enum { ROWS_A_PIECE = 4 };
 
+static inline int64_t row_width(const struct model *m) { return (m->heads + 2 * m->kv_heads) * m->head_dim; }
+
 static inline void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t size, float eps) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < size; i += 16) sum = _mm512_fmadd_ps(load16(x + i), load16(x + i), sum);
@@ -26,9 +28,13 @@ static inline void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_
 static void norm(struct thread *thread, const bf16 *x, const int64_t *picked, const bf16 *weight, bf16 *out,
                  int64_t rows, int64_t size, float eps) {
     begin(thread, (rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE);
-    for (int64_t next, piece; (piece = take(thread, &next)) >= 0;)
-        for (int64_t row = piece * ROWS_A_PIECE; row < rows && row < (piece + 1) * ROWS_A_PIECE; row++)
-            norm_row(x + (picked ? picked[row] : row) * size, weight, out + row * size, size, eps);
+    bf16 *normed = thread->result;
+    for (int64_t next, piece; (piece = take(thread, &next)) >= 0;) {
+        const int64_t first = piece * ROWS_A_PIECE, left = rows - first, count = left < ROWS_A_PIECE ? left : ROWS_A_PIECE;
+        for (int64_t n = 0; n < count; n++)
+            norm_row(x + (picked ? picked[first + n] : first + n) * size, weight, normed + n * size, size, eps);
+        if (win(thread, piece)) memcpy(out + first * size, normed, count * size * sizeof *out), written(thread);
+    }
 }
 
 static void rotate(bf16 *x, const float *cos, const float *sin, int64_t half) {
@@ -39,26 +45,39 @@ static void rotate(bf16 *x, const float *cos, const float *sin, int64_t half) {
     }
 }
 
-/* Norms (where there are weights) and rotates the q and k heads of one row (q | k | v), then puts k and v into its
-   slot. */
-static void place_row(const struct model *m, const struct layer *l, const struct step *s, int64_t row) {
-    const int64_t dim = m->head_dim, half = dim / 2, size = m->block_size;
-    bf16 *x = s->qkv + row * (m->heads + 2 * m->kv_heads) * dim;
+/* Norms (where there are weights) and rotates the q and k heads of one row, a copy (q | k | v). */
+static void turn_row(const struct model *m, const struct layer *l, const struct step *s, int64_t row, bf16 *x) {
+    const int64_t dim = m->head_dim, half = dim / 2;
     for (int64_t head = 0; head < m->heads + m->kv_heads; head++, x += dim) {
         const bf16 *weight = head < m->heads ? l->q_norm : l->k_norm;
         if (weight) norm_row(x, weight, x, dim, m->eps);
         rotate(x, s->cos + row * half, s->sin + row * half, half);
     }
+}
+
+/* q goes back into the row, k and v into its slot. */
+static void place_row(const struct model *m, const struct layer *l, const struct step *s, int64_t row, const bf16 *x) {
+    const int64_t dim = m->head_dim, size = m->block_size;
+    memcpy(s->qkv + row * row_width(m), x, m->heads * dim * sizeof *x);
+    x += m->heads * dim;
     char *to = l->kv + (s->slots[row] / size * 2 * m->kv_heads * size + s->slots[row] % size) * kv_row(m);
     for (int64_t head = 0; head < 2 * m->kv_heads; head++, to += size * kv_row(m))
-        write_row(m, x + (head - m->kv_heads) * dim, to);
+        write_row(m, x + head * dim, to);
 }
 
 static void place(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s) {
     begin(thread, (s->rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE);
-    for (int64_t next, piece; (piece = take(thread, &next)) >= 0;)
-        for (int64_t row = piece * ROWS_A_PIECE; row < s->rows && row < (piece + 1) * ROWS_A_PIECE; row++)
-            place_row(m, l, s, row);
+    const int64_t width = row_width(m);
+    bf16 *turned = thread->result;
+    for (int64_t next, piece; (piece = take(thread, &next)) >= 0;) {
+        const int64_t first = piece * ROWS_A_PIECE, left = s->rows - first;
+        const int64_t count = left < ROWS_A_PIECE ? left : ROWS_A_PIECE;
+        memcpy(turned, s->qkv + first * width, count * width * sizeof *turned);
+        for (int64_t n = 0; n < count; n++) turn_row(m, l, s, first + n, turned + n * width);
+        if (!win(thread, piece)) continue;
+        for (int64_t n = 0; n < count; n++) place_row(m, l, s, first + n, turned + n * width);
+        written(thread);
+    }
 }
 
 /* ---- the passes ---- */
@@ -69,15 +88,20 @@ struct pass {
     int64_t first, end;    /* first ... end: halves of layers */
     const int64_t *picked; /* rows, for logits */
     float *logits;
-    char *rooms; /* one of room_bytes for each thread, with room_rows rows */
-    int64_t room_bytes, room_rows;
+    char *rooms; /* of each thread: result_bytes, then room_bytes with room_rows rows */
+    int64_t result_bytes, room_bytes, room_rows;
     struct team team;
 };
+
+static inline char *room_of(const struct pass *p, int64_t thread) {
+    return p->rooms + thread * (p->result_bytes + p->room_bytes);
+}
 
 static struct thread join_pass(struct pass *p) {
     struct thread thread = join(&p->team);
     thread.opened = p->model->opened + thread.me * p->model->opened_size;
     thread.x_sums = p->model->x_sums;
+    thread.result = room_of(p, thread.me);
     take_tiles();
     return thread;
 }
@@ -86,11 +110,16 @@ static struct thread join_pass(struct pass *p) {
 static void angles(struct thread *thread, const struct model *m, const struct step *s) {
     const int64_t half = m->head_dim / 2;
     begin(thread, s->rows);
-    for (int64_t next, row; (row = take(thread, &next)) >= 0;)
+    float *cos = thread->result, *sin = cos + half;
+    for (int64_t next, row; (row = take(thread, &next)) >= 0;) {
         for (int64_t i = 0; i < half; i++) {
             const float angle = (float)s->positions[row] * m->inverse[i];
-            s->cos[row * half + i] = cosf(angle), s->sin[row * half + i] = sinf(angle);
+            cos[i] = cosf(angle), sin[i] = sinf(angle);
         }
+        if (!win(thread, row)) continue;
+        memcpy(s->cos + row * half, cos, half * sizeof *cos), memcpy(s->sin + row * half, sin, half * sizeof *sin);
+        written(thread);
+    }
 }
 
 /* Until k and v of the layer are in the cache. */
@@ -125,7 +154,7 @@ static void second_half(struct thread *thread, const struct model *m, const stru
 static void run_halves(void *data) {
     struct pass *p = data;
     struct thread thread = join_pass(p);
-    struct room *room = room_at(p->rooms + thread.me * p->room_bytes, p->room_rows, p->model->head_dim);
+    struct room *room = room_at(room_of(p, thread.me) + p->result_bytes, p->room_rows, p->model->head_dim);
     if (!p->first) angles(&thread, p->model, p->step);
     for (int64_t half = p->first; half < p->end; half++) {
         const struct layer *layer = p->model->layers + half / 2;
@@ -156,23 +185,41 @@ int64_t tandem_has_amx(void) { return has_amx; }
 const int64_t tandem_sizes[] = {sizeof(struct weight), sizeof(struct panel), sizeof(struct rare), sizeof(struct layer),
                                 sizeof(struct model), sizeof(struct lora_part), sizeof(struct step), sizeof(struct draw)};
 
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Room for any piece's result: of a panel, of a few rows, of what an adapter adds to them. */
+static int64_t result_bytes(const struct model *m, int64_t rows) {
+    const int64_t widest = most(most(2 * m->intermediate, m->hidden), row_width(m)) * (int64_t)sizeof(float);
+    return (most(rows * 32 * (int64_t)sizeof(float), ROWS_A_PIECE * widest) + 63) / 64 * 64;
+}
+
+/* In rooms of its own, in which a loop has at most so many pieces. 0, or -1 without memory. */
+static int64_t run_pass(void (*body)(void *), struct pass *p, int64_t pieces, int64_t threads) {
+    p->result_bytes = result_bytes(p->model, p->step->rows);
+    _Atomic uint32_t *won = calloc(pieces, sizeof *won);
+    p->rooms = aligned_alloc(64, threads * (p->result_bytes + p->room_bytes));
+    if (won && p->rooms) run(body, p, &p->team, won, threads);
+    const int64_t status = won && p->rooms ? 0 : -1;
+    free(p->rooms), free(won);
+    return status;
+}
+
 /* Halves of layers, first ... end, of a step. 0, or -1 without memory. */
 int64_t tandem_layers(const struct model *model, const struct step *step, int64_t first, int64_t end,
                       int64_t threads) {
     struct pass pass = {.model = model, .step = step, .first = first, .end = end};
     pass.room_bytes = (room_bytes(model, step, &pass.room_rows) + 63) / 64 * 64;
-    pass.rooms = aligned_alloc(64, threads * pass.room_bytes);
-    if (!pass.rooms) return -1;
-    run(run_halves, &pass, &pass.team, threads);
-    free(pass.rooms);
-    return 0;
+    int64_t parts = 0;
+    for (int64_t i = 0; i < step->seqs; i++) parts += num_parts(model, step, i);
+    const int64_t panels = most(most(2 * model->intermediate, model->hidden), row_width(model)) / 32;
+    return run_pass(run_halves, &pass, most(most(panels, step->rows), parts), threads);
 }
 
-/* Logits (count, vocab) of the rows `picked` of step->x; step->normed is room for them. */
-void tandem_logits(const struct model *model, const struct step *step, const int64_t *picked, int64_t count,
+/* Logits (count, vocab) of the rows `picked` of step->x; step->normed is room for them. 0, or -1 without memory. */
+int64_t tandem_logits(const struct model *model, const struct step *step, const int64_t *picked, int64_t count,
                    float *logits, int64_t threads) {
     struct step rows = *step;
     rows.rows = count;
     struct pass pass = {.model = model, .step = &rows, .picked = picked, .logits = logits};
-    run(run_head, &pass, &pass.team, threads);
+    return run_pass(run_head, &pass, most(model->head.outputs / 32, count), threads);
 }

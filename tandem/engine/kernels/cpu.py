@@ -114,10 +114,12 @@ class CpuForward:
         out = self._logits[: len(rows)]
         picked = array("q", rows)
         passed = Step(x=hidden.data_ptr(), normed=self._room_at[1])
-        self._library.tandem_logits(
+        status = self._library.tandem_logits(
             ctypes.byref(self._struct), ctypes.byref(passed), _address(picked), len(rows), out.data_ptr(),
             self._threads,
         )  # fmt: skip
+        if status:
+            raise MemoryError("no memory for the logits of a step")
         return out
 
     def _adapted_rows(self, step: StepInput) -> array[int]:

@@ -31,16 +31,17 @@ static inline __m512 added16(const struct linear *j, int64_t row, int64_t column
     return _mm512_add_ps(sum, _mm512_loadu_ps(j->added + row * j->weight->outputs + column));
 }
 
-static inline void finish16(const struct linear *j, int64_t row, int64_t column, __m512 sum) {
+/* To `to`, as all results of a piece until it is won. */
+static inline void finish16(const struct linear *j, int64_t row, int64_t column, __m512 sum, void *to) {
     int64_t at = row * j->weight->outputs + column;
     sum = added16(j, row, column, sum);
     if (j->bias) sum = _mm512_add_ps(sum, load16(j->bias + column));
     if (j->residual) sum = _mm512_add_ps(sum, load16(j->residual + at));
-    if (j->kind == WIDE) _mm512_storeu_ps((float *)j->out + at, sum);
-    else store16((bf16 *)j->out + at, sum);
+    if (j->kind == WIDE) _mm512_storeu_ps(to, sum);
+    else store16(to, sum);
 }
 
-static inline void finish_silu(const struct linear *j, int64_t row, int64_t column, __m512 gate, __m512 up) {
+static inline void finish_silu(const struct linear *j, int64_t row, int64_t column, __m512 gate, __m512 up, bf16 *to) {
     const int64_t size = j->weight->outputs / 2;
     gate = added16(j, row, column, gate), up = added16(j, row, size + column, up);
     if (j->bias) {
@@ -48,7 +49,7 @@ static inline void finish_silu(const struct linear *j, int64_t row, int64_t colu
         up = _mm512_add_ps(up, load16(j->bias + size + column));
     }
     __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
-    store16((bf16 *)j->out + row * size + column, _mm512_div_ps(_mm512_mul_ps(gate, up), below));
+    store16(to, _mm512_div_ps(_mm512_mul_ps(gate, up), below));
 }
 
 /* What the listed numbers of a panel add to the sums of `rows` rows from `row` on. */
@@ -127,12 +128,26 @@ static void open_quantized(const struct weight *w, int64_t panel, uint32_t *to, 
     }
 }
 
-static void finish_rows(const struct linear *j, int64_t panel, int64_t row, int64_t rows, const float *sums) {
-    for (int64_t m = 0; m < rows; m++) {
+/* Bytes of a row of a panel's results. */
+static inline int64_t result_row(const struct linear *j) { return j->kind == SILU ? 32 : j->kind == WIDE ? 128 : 64; }
+
+/* `to`: room for all rows of the panel. */
+static void finish_rows(const struct linear *j, int64_t panel, int64_t row, int64_t rows, const float *sums, char *to) {
+    const int64_t bytes = result_row(j);
+    to += row * bytes;
+    for (int64_t m = 0; m < rows; m++, to += bytes) {
         const __m512 a = _mm512_loadu_ps(sums + m * 32), b = _mm512_loadu_ps(sums + m * 32 + 16);
-        if (j->kind == SILU) finish_silu(j, row + m, panel * 16, a, b);
-        else finish16(j, row + m, panel * 32, a), finish16(j, row + m, panel * 32 + 16, b);
+        if (j->kind == SILU) finish_silu(j, row + m, panel * 16, a, b, (bf16 *)to);
+        else finish16(j, row + m, panel * 32, a, to), finish16(j, row + m, panel * 32 + 16, b, to + bytes / 2);
     }
+}
+
+static void put_rows(const struct linear *j, int64_t panel, const char *from) {
+    const int64_t bytes = result_row(j), stride = j->weight->outputs / 32 * bytes;
+    char *to = (char *)j->out + panel * bytes;
+    for (int64_t row = 0; row < j->rows; row++, from += bytes, to += stride)
+        for (int64_t i = 0; i < bytes; i += 32)
+            _mm256_storeu_si256((void *)(to + i), _mm256_loadu_si256((const void *)(from + i)));
 }
 
 /* AMX multiplies AMX_PAIRS steps at once, and reads the last of a panel behind zeros. */
@@ -156,7 +171,7 @@ static void amx_quantized_panel(const struct thread *thread, const struct linear
         if (at.ahead) at.lines = j->upcoming.bytes / 64;
         at.open = thread->opened;
         multiply((const int32_t *)j->x + row * pairs, rows, pairs, pairs, sums, &at);
-        finish_rows(j, panel, row, rows, sums);
+        finish_rows(j, panel, row, rows, sums, thread->result);
     }
 }
 
@@ -177,7 +192,7 @@ static void quantized_panel(const struct thread *thread, const struct linear *j,
         if (t && at.ahead) at.lines = j->upcoming.bytes / 64;
         const quantized_fn *tiles = t ? quantized0 : w->bits == 8 ? quantized8 : quantized4;
         tiles[rows]((const int32_t *)j->x + row * pairs, pairs, sums, &at);
-        finish_rows(j, panel, row, rows, sums);
+        finish_rows(j, panel, row, rows, sums, thread->result);
     }
 }
 
@@ -200,7 +215,7 @@ static void linear_panel(const struct thread *thread, const struct linear *j, in
         if (at.ahead) at.lines = t >= walks ? j->upcoming.bytes / 64 : walks < 2 ? 2 : t ? pairs : 1;
         multiply((const int32_t *)j->x + row * pairs, rows, pairs, pairs, sums, &at);
         if (!has_amx) add_rare(j, panel, row, rows, sums);
-        finish_rows(j, panel, row, rows, sums);
+        finish_rows(j, panel, row, rows, sums, thread->result);
     }
 }
 
@@ -208,9 +223,11 @@ static void linear_rows(struct thread *thread, const struct linear *job) {
     const char *bytes = (const char *)job->weight->bytes;
     if (job->weight->bits && !has_amx) sum_groups(thread, job->x, job->rows, job->weight->inputs, job->weight->group);
     begin(thread, job->weight->outputs / 32);
-    for (int64_t next, panel; (panel = take(thread, &next)) >= 0;)
+    for (int64_t next, panel; (panel = take(thread, &next)) >= 0;) {
         (!job->weight->bits ? linear_panel : has_amx ? amx_quantized_panel : quantized_panel)(
             thread, job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job->weight));
+        if (win(thread, panel)) put_rows(job, panel, thread->result), written(thread);
+    }
 }
 
 /* Rows of x as the weight has its inputs. Nobody reads them after it. */
@@ -218,9 +235,9 @@ static void reorder(struct thread *thread, bf16 *x, int64_t rows, const struct w
     bf16 *room = (bf16 *)thread->opened;
     begin(thread, rows);
     for (int64_t next, row; (row = take(thread, &next)) >= 0;) {
-        bf16 *to = x + row * w->inputs;
-        memcpy(room, to, w->inputs * sizeof *to);
-        for (int64_t i = 0; i < w->inputs; i++) to[i] = room[w->order[i]];
+        bf16 *from = x + row * w->inputs;
+        for (int64_t i = 0; i < w->inputs; i++) room[i] = from[w->order[i]];
+        if (win(thread, row)) memcpy(from, room, w->inputs * sizeof *room), written(thread);
     }
 }
 

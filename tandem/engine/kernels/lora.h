@@ -90,7 +90,7 @@ static void adapt(struct thread *thread, const struct step *s, int64_t layer, co
             if (!adapter) continue;
             const struct lora_part *part = adapter + layer * PARTS + first;
             const bf16 *from = x + row * w->inputs;
-            float *to = s->added + row * w->outputs;
+            float *to = (float *)thread->result + (row - piece * each) * w->outputs;
             switch (count) {
             case 1: adapt_rows(part, parts, from, 1, w->inputs, w->outputs, to); break;
             case 2: adapt_rows(part, parts, from, 2, w->inputs, w->outputs, to); break;
@@ -98,5 +98,11 @@ static void adapt(struct thread *thread, const struct step *s, int64_t layer, co
             default: adapt_rows(part, parts, from, ROWS_AT_ONCE, w->inputs, w->outputs, to);
             }
         }
+        if (!win(thread, piece)) continue;
+        for (int64_t row = piece * each; row < end; row++)
+            if (s->adapters[row])
+                memcpy(s->added + row * w->outputs, (float *)thread->result + (row - piece * each) * w->outputs,
+                       w->outputs * sizeof(float));
+        written(thread);
     }
 }

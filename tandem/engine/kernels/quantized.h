@@ -131,7 +131,8 @@ static void sum_groups(struct thread *thread, const bf16 *x, int64_t rows, int64
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
     const int64_t count = inputs / size;
     begin(thread, rows);
-    for (int64_t next, row; (row = take(thread, &next)) >= 0;)
+    float *sums = thread->result;
+    for (int64_t next, row; (row = take(thread, &next)) >= 0;) {
         for (int64_t g = 0; g < count; g++) {
             const bf16 *from = x + row * inputs + g * size;
             __m512 sum = _mm512_setzero_ps();
@@ -139,6 +140,8 @@ static void sum_groups(struct thread *thread, const bf16 *x, int64_t rows, int64
                 const __mmask32 some = size - i < 32 ? ((__mmask32)1 << (size - i)) - 1 : ~(__mmask32)0;
                 sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_maskz_loadu_epi16(some, from + i), ones);
             }
-            thread->x_sums[row * count + g] = _mm512_reduce_add_ps(sum);
+            sums[g] = _mm512_reduce_add_ps(sum);
         }
+        if (win(thread, row)) memcpy(thread->x_sums + row * count, sums, count * sizeof *sums), written(thread);
+    }
 }

@@ -192,7 +192,10 @@ static void sample_rows(void *data) {
     struct thread thread = join(&s->team);
     float *room = s->room + thread.me * s->room_floats;
     begin(&thread, s->rows);
-    for (int64_t next, row; (row = take(&thread, &next)) >= 0;) s->token_ids[row] = sample_row(s, row, room);
+    for (int64_t next, row; (row = take(&thread, &next)) >= 0;) {
+        const int64_t found = sample_row(s, row, room);
+        if (win(&thread, row)) s->token_ids[row] = found, written(&thread);
+    }
 }
 
 /* 0, or -1 without memory. */
@@ -202,8 +205,9 @@ int64_t tandem_sample(float *logits, const uint32_t *masks, int64_t rows, int64_
                          .token_ids = token_ids, .rows = rows, .vocab = vocab,
                          .room_floats = (vocab * 2 + 4 * CHUNK) / 16 * 16 + 16};
     s.room = aligned_alloc(64, threads * s.room_floats * sizeof *s.room);
-    if (!s.room) return -1;
-    run(sample_rows, &s, &s.team, threads);
-    free(s.room);
-    return 0;
+    _Atomic uint32_t *won = calloc(rows, sizeof *won);
+    const int64_t status = s.room && won ? 0 : -1;
+    if (!status) run(sample_rows, &s, &s.team, won, threads);
+    free(s.room), free(won);
+    return status;
 }

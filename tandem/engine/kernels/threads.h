@@ -1,39 +1,47 @@
 /* One pool of threads, torch's own, and loops whose pieces its threads share.
 
-   Each thread begins with a share of its own; one that is done early takes pieces from the others. So a core that
-   another process has borrowed delays a loop by no more than one piece. */
+     take      a piece: of this thread's own share, then of others'; then one that another has taken and not won yet
+     win       true for the first that has computed it, into room of its own: it alone may write the result
+     written   it has
+
+   Another process may borrow a thread's core in the middle of a piece. Nobody waits for it: a piece's result is the same
+   whoever computes it, so one that takes longer than pieces do is computed again. The late thread has read what may have
+   changed meanwhile, wins nothing, and passes over the loops that are done. What it reads stays where it is, for a pass
+   ends when all threads have ended it. */
 
 #pragma once
 #define _GNU_SOURCE
 #include <immintrin.h>
-#include <linux/futex.h>
 #include <stdatomic.h>
 #include <stdint.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include <time.h>
 
 typedef void (*parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 
 static parallel_fn run_parallel;
 static int (*thread_number)(void), (*num_threads)(void);
 
-enum { MAX_THREADS = 128, SPINS = 8192 };
+enum { MAX_THREADS = 128, SPINS = 8192, NAP_NS = 50000 };
+enum { PIECE_BITS = 20, LOOP_AT = 2 * PIECE_BITS, PIECES = 1 << PIECE_BITS };
 
-/* Of one thread, those not yet taken: the first in the low half, the end in the high. */
-struct pieces { _Alignas(64) _Atomic uint64_t left; };
+/* One thread's. `left`: its pieces not yet taken: from the low bits up the first one, the end, and of which loop; of a
+   loop before, it has all of them. `written`: how many it has won and written in all loops. */
+struct share { _Alignas(64) _Atomic uint64_t left, written; };
 
 struct team {
-    _Alignas(64) _Atomic int64_t arrived;
-    _Alignas(64) _Atomic int32_t rounds, asleep;
-    struct pieces pieces[2][MAX_THREADS]; /* of this loop and the next, in turns */
+    struct share shares[MAX_THREADS];
+    _Atomic uint32_t *won; /* of each piece, the last loop in which it was won; 0 before */
     int64_t threads;
 };
 
 struct thread {
     struct team *team;
-    int64_t me, threads, turn;
-    uint32_t *opened; /* room for a panel, opened */
-    float *x_sums;    /* room for a sum of each row's groups of inputs; all threads' */
+    int64_t me, threads, count; /* count: pieces of this loop */
+    uint64_t loop, sum;         /* sum: pieces of all loops up to this one */
+    uint64_t since, lasted;     /* in ticks: when it took its piece, and how long the one before took */
+    uint32_t *opened;           /* room for a panel, opened */
+    void *result;               /* room for a piece's */
+    float *x_sums;              /* room for a sum of each row's groups of inputs; all threads' */
 };
 
 /* What each thread that `run` started begins with. */
@@ -42,56 +50,96 @@ static struct thread join(struct team *team) {
     return (struct thread){.team = team, .me = thread_number(), .threads = num_threads()};
 }
 
-static void run(void (*body)(void *), void *data, struct team *team, int64_t threads) {
-    team->threads = threads < MAX_THREADS ? threads : MAX_THREADS;
+/* `won`: zeros, one for each piece of the longest loop. */
+static void run(void (*body)(void *), void *data, struct team *team, _Atomic uint32_t *won, int64_t threads) {
+    team->threads = threads < MAX_THREADS ? threads : MAX_THREADS, team->won = won;
     if (team->threads > 1) run_parallel(body, data, (unsigned)team->threads, 0);
     else body(data);
 }
 
-static void meet(const struct thread *thread) {
-    struct team *team = thread->team;
-    int32_t round = atomic_load(&team->rounds);
-    if (atomic_fetch_add(&team->arrived, 1) + 1 == thread->threads) {
-        atomic_store(&team->arrived, 0);
-        atomic_fetch_add(&team->rounds, 1);
-        if (atomic_load(&team->asleep)) syscall(SYS_futex, &team->rounds, FUTEX_WAKE_PRIVATE, MAX_THREADS, 0, 0, 0);
-        return;
-    }
-    for (int64_t spins = 0; atomic_load_explicit(&team->rounds, memory_order_acquire) == round; spins++) {
-        if (spins < SPINS) {
-            _mm_pause();
-            continue;
-        }
-        /* Asleep, so that the scheduler may move here what keeps another thread of this team from running. */
-        atomic_fetch_add(&team->asleep, 1);
-        syscall(SYS_futex, &team->rounds, FUTEX_WAIT_PRIVATE, round, 0, 0, 0);
-        atomic_fetch_sub(&team->asleep, 1);
-    }
+#ifdef STALLS /* for tests: a thread loses its core now and then */
+static void stall(const struct thread *thread) {
+    const uint64_t dice = (__rdtsc() >> 4) * 0x9e3779b97f4a7c15 >> 40;
+    if (thread->threads > 1 && dice % STALLS == 0)
+        nanosleep(&(struct timespec){0, (long)(dice / STALLS % 16) * NAP_NS}, 0);
 }
+#else
+static inline void stall(const struct thread *thread) { (void)thread; }
+#endif
 
-/* Waits until all threads have ended the loop before; a loop of `count` pieces begins. */
+/* A loop of `count` pieces, PIECES at most, begins, and no thread takes one before the loop before is written. */
 static void begin(struct thread *thread, int64_t count) {
-    uint64_t first = count * thread->me / thread->threads, end = count * (thread->me + 1) / thread->threads;
-    thread->turn ^= 1;
-    atomic_store(&thread->team->pieces[thread->turn][thread->me].left, end << 32 | first);
-    if (thread->threads > 1) meet(thread);
+    thread->loop++, thread->count = count, thread->sum += (uint64_t)count;
 }
 
-/* The next piece: the first of this thread's own, then the last ones of others; -1 when all are taken. `ahead`: which
-   one will probably be next. */
-static int64_t take(struct thread *thread, int64_t *ahead) {
+static int is_written(const struct thread *thread) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < thread->threads; i++)
+        sum += atomic_load_explicit(&thread->team->shares[i].written, memory_order_acquire);
+    return sum >= thread->sum;
+}
+
+/* The next piece that was taken and is not won for longer than a piece takes; -1 when the loop is written. */
+static int64_t take_again(const struct thread *thread) {
+    const int64_t first = thread->count * thread->me / thread->threads;
+    const uint64_t began = __rdtsc(), patience = thread->lasted + thread->lasted / 4;
+    for (int64_t spins = 0; !is_written(thread); spins++) {
+        _mm_pause();
+        if (__rdtsc() - began < patience) continue;
+        for (int64_t i = 0; i < thread->count; i++) {
+            const int64_t piece = (first + i) % thread->count;
+            if (atomic_load(thread->team->won + piece) < thread->loop) return piece;
+        }
+        /* Its winner lost its core as it wrote: asleep, so that the scheduler may move it here. */
+        if (spins > SPINS) nanosleep(&(struct timespec){0, NAP_NS}, 0);
+    }
+    return -1;
+}
+
+/* The first piece of this thread's own share, or the last one of others'; -1 when all are taken. */
+static int64_t take_new(const struct thread *thread, int64_t *ahead) {
     for (int64_t i = 0; i < thread->threads; i++) {
-        _Atomic uint64_t *left = &thread->team->pieces[thread->turn][(thread->me + i) % thread->threads].left;
+        const int64_t whose = (thread->me + i) % thread->threads;
+        _Atomic uint64_t *left = &thread->team->shares[whose].left;
         uint64_t seen = atomic_load(left);
         for (;;) {
-            int64_t first = (int64_t)(seen & UINT32_MAX), end = (int64_t)(seen >> 32);
+            int64_t first = seen % PIECES, end = (seen >> PIECE_BITS) % PIECES;
+            if (seen >> LOOP_AT > thread->loop) return -1;
+            if (seen >> LOOP_AT < thread->loop)
+                first = thread->count * whose / thread->threads, end = thread->count * (whose + 1) / thread->threads;
             if (first >= end) break;
-            uint64_t after = i ? (uint64_t)(end - 1) << 32 | first : (uint64_t)end << 32 | (first + 1);
-            if (!atomic_compare_exchange_weak(left, &seen, after)) continue;
+            const int64_t piece = i ? end - 1 : first;
+            const uint64_t after = (uint64_t)(i ? end - 1 : end) << PIECE_BITS | (uint64_t)(i ? first : first + 1);
+            if (!atomic_compare_exchange_weak(left, &seen, thread->loop << LOOP_AT | after)) continue;
             *ahead = end - first < 2 ? -1 : i ? end - 2 : first + 1;
-            return i ? end - 1 : first;
+            return piece;
         }
     }
     return -1;
 }
 
+/* The next piece; -1 when the loop is written. `ahead`: which one will probably be next. */
+static int64_t take(struct thread *thread, int64_t *ahead) {
+    if (thread->since) thread->lasted = __rdtsc() - thread->since;
+    *ahead = -1;
+    int64_t piece = take_new(thread, ahead);
+    if (piece < 0 && thread->threads > 1) piece = take_again(thread);
+    thread->since = piece < 0 ? 0 : __rdtsc();
+    stall(thread);
+    return piece;
+}
+
+static int win(const struct thread *thread, int64_t piece) {
+    stall(thread);
+    if (thread->threads == 1) return 1;
+    _Atomic uint32_t *won = thread->team->won + piece;
+    uint32_t last = atomic_load(won);
+    while (last < thread->loop)
+        if (atomic_compare_exchange_weak(won, &last, (uint32_t)thread->loop)) return 1;
+    return 0;
+}
+
+static void written(const struct thread *thread) {
+    _Atomic uint64_t *mine = &thread->team->shares[thread->me].written;
+    atomic_store_explicit(mine, atomic_load_explicit(mine, memory_order_relaxed) + 1, memory_order_release);
+}

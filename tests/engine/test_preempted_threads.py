@@ -1,0 +1,78 @@
+"""Threads that lose their cores in the middle of a piece hold nobody up, and change no bit when they come back."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine.kernels import CpuForward, load_library
+from tandem.engine.kv.kv_cache import row_size
+from tandem.engine.lora import Adapter, LowRank, shapes_of
+from tandem.engine.models import Decoder, ModelConfig
+from tests.engine.test_kernels import SHAPES, fill, quantize_model, steps
+from tests.engine.tiny import can_compile
+
+SIZES = SHAPES[1]
+TABLES = [list(range(32 * i, 32 * i + 32)) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def stalling(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Kernels whose threads sleep for up to 0.8 ms, before one piece of eight and before it is won."""
+    if not can_compile():
+        pytest.skip("no CPU with AVX512-BF16, or no C compiler")
+    library = load_library(tmp_path_factory.mktemp("stalling"), flags=["-DSTALLS=8"])
+    assert library is not None
+    return library
+
+
+@pytest.mark.parametrize("kind", ["none", "int4", "ordered", "int8 KV", "adapters"])
+def test_their_pieces_are_computed_again_and_no_bit_changes(
+    library: ctypes.CDLL, stalling: ctypes.CDLL, kind: str, tmp_path: Path
+) -> None:
+    alone, two, five = (
+        computed(kernels, threads, kind, SIZES.config(tmp_path))
+        for kernels, threads in ((library, 1), (stalling, 2), (stalling, 5))
+    )
+    for found in (two, five):
+        assert all(map(torch.equal, found, alone))
+
+
+def computed(library: ctypes.CDLL, threads: int, kind: str, config: ModelConfig) -> list[Tensor]:
+    """Hidden states and logits of several steps, and the cache behind them."""
+    model = Decoder(config, torch.bfloat16)
+    fill(model, 3)
+    if kind in ("int4", "ordered"):
+        quantize_model(model, kind)
+    dtype = torch.int8 if kind == "int8 KV" else torch.bfloat16
+    cache = [torch.zeros(128, 2, 2, 16, row_size(dtype, SIZES.head_dim), dtype=dtype) for _ in model.layers]
+    forward, adapter, found = (
+        CpuForward(library, model, cache, 512, lambda: threads),
+        adapter_of(config),
+        list[Tensor](),
+    )
+    for step in steps(SIZES, TABLES):
+        adapters = [adapter if kind == "adapters" and n % 2 else None for n in range(len(step.counts))]
+        with torch.inference_mode():
+            hidden = forward(replace(step, adapters=adapters)).clone()
+            found += [hidden, forward.logits(hidden, range(len(hidden))).clone()]
+    return found + cache
+
+
+def adapter_of(config: ModelConfig) -> Adapter:
+    """Of rank 8 in every linear layer."""
+    chance = torch.Generator().manual_seed(4)
+
+    def matrix(*shape: int) -> Tensor:
+        return (0.1 * torch.randn(shape, generator=chance)).bfloat16()
+
+    def layer() -> dict[str, LowRank]:
+        return {name: LowRank(matrix(8, inputs), matrix(8, outputs)) for name, (outputs, inputs) in shapes.items()}
+
+    shapes = shapes_of(config)
+    return Adapter("revision", [layer() for _ in range(config.num_layers)])
