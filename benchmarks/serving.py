@@ -3,6 +3,7 @@
 1. the machine's floors
 2. for each model, `rounds` times, for each peer: start it, run its workloads, stop it; one at a time, but in turns, so
    that slow minutes of the machine meet all of them
+   --noise N: each workload again beside N other processes that do nothing but compute
 3. after each peer, write all that is known as JSON; at the end, print a table of each workload: medians, and ratios
    to the baseline (the best of those named, metric by metric)
 """
@@ -29,6 +30,7 @@ from benchmarks.environments import PeerUnavailable
 from benchmarks.floors import Floors, measured
 from benchmarks.load import LoadClient, PeerError
 from benchmarks.models import OUT, Shape, made
+from benchmarks.noise import beside
 from benchmarks.peers import MeasuredPeer, by_url, known
 from benchmarks.results import Figure, Metric
 from benchmarks.workloads import Workload, all_workloads
@@ -55,10 +57,11 @@ class Report:
             name: Figure((*(before[name].rounds if before else ()), value)) for name, value in values.items()
         }
 
-    def ratio(self, workload: Workload, metric: Metric, value: float) -> float | None:
-        """`value` against the baseline; None where no baseline ran."""
-        ran = self.figures[workload.name]
-        values = [ran[name][metric.name].median for name in self.baseline if name in ran]
+    def ratio(self, workload: Workload, peer: MeasuredPeer, metric: Metric, value: float) -> float | None:
+        """`value` against the baseline, or beside neighbours, against the peer's own without; None where none ran."""
+        ran = self.figures[workload.quiet or workload.name]
+        baseline = (peer.name,) if workload.quiet else self.baseline
+        values = [ran[name][metric.name].median for name in baseline if name in ran]
         return metric.ratio(value, metric.best(values)) if values else None
 
     def as_json(self) -> dict[str, Any]:
@@ -118,7 +121,8 @@ def _measure_model(report: Report, shape: Shape, options: argparse.Namespace, co
                 with peer.running(made(shape)) as client:
                     for workload in mine:
                         console.print(f"  {workload.title}")
-                        report.add(workload, peer, measure(client, workload, number, warm=options.rounds > 1))
+                        with beside(workload.noise):
+                            report.add(workload, peer, measure(client, workload, number, warm=options.rounds > 1))
             except (PeerUnavailable, PeerError, FileNotFoundError, TimeoutError, ExceptionGroup) as error:
                 peers.remove(peer)
                 report.missing.append(f"{peer.title}, {shape.name}, round {number + 1}: {_cause(error)}")
@@ -141,18 +145,21 @@ def measure(client: LoadClient, workload: Workload, number: int, warm: bool) -> 
 
 def table(report: Report, workload: Workload) -> Table:
     """A row a peer: the median, and in brackets how many times as good as the baseline."""
-    found = Table(title=workload.title, title_justify="left", caption=f"x: against {' or '.join(report.baseline)}")
+    baseline = "itself, alone" if workload.quiet else " or ".join(report.baseline)
+    found = Table(title=workload.title, title_justify="left", caption=f"x: against {baseline}")
     found.add_column("")
     for metric in workload.metrics:
         found.add_column(f"{metric.name}, {metric.unit}", justify="right")
     for peer in report.peers:
         if figures := report.figures[workload.name].get(peer.name):
-            found.add_row(peer.title, *(_cell(report, workload, m, figures[m.name].median) for m in workload.metrics))
+            found.add_row(
+                peer.title, *(_cell(report, workload, peer, m, figures[m.name].median) for m in workload.metrics)
+            )
     return found
 
 
-def _cell(report: Report, workload: Workload, metric: Metric, value: float) -> str:
-    ratio = report.ratio(workload, metric, value)
+def _cell(report: Report, workload: Workload, peer: MeasuredPeer, metric: Metric, value: float) -> str:
+    ratio = report.ratio(workload, peer, metric, value)
     return f"{value:,.{digits(value)}f}" + ("" if ratio is None else f"  ({ratio:.2f}x)")
 
 
@@ -177,12 +184,14 @@ def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="an OpenAI server that runs already and serves a folder of `python -m benchmarks.models` by its name",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken")
+    parser.add_argument("--noise", type=int, default=0, help="processes that compute beside it, in a second turn")
     parser.add_argument("--baseline", default="vllm,vllm-256", help="what ratios are taken against: the best of these")
     parser.add_argument("--out", type=Path, default=RESULTS)
     found = parser.parse_args(arguments)
     if found.rounds < 1:
         parser.error("rounds: at least 1")
     found.only = [_known(parser, "only", workloads, name) for name in found.only or workloads]
+    found.only += [workload.beside(found.noise) for workload in found.only if found.noise]
     found.named = bool(found.peers)
     found.peers = [_known(parser, "peers", peers, name) for name in found.peers or peers] + found.peer
     return found

@@ -51,7 +51,8 @@ Run = Callable[[LoadClient, random.Random], Coroutine[Any, Any, dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`run(client, dice)` gives a value for each metric, in its unit; `peers` run it unless others are named."""
+    """`run(client, dice)` gives a value for each metric, in its unit; `peers` run it unless others are named; beside
+    `noise` other processes that compute."""
 
     name: str
     title: str
@@ -59,6 +60,12 @@ class Workload:
     metrics: tuple[Metric, ...]
     run: Run
     peers: tuple[str, ...] = EVERYONE
+    noise: int = 0
+    quiet: str = ""  # the same one without them
+
+    def beside(self, noise: int) -> Workload:
+        name, title = f"{self.name}-noise", f"{self.title}; beside {noise} that spin"
+        return replace(self, name=name, title=title, noise=noise, quiet=self.name)
 
 
 def prompt(dice: random.Random, length: int) -> list[int]:

@@ -12,6 +12,7 @@ from benchmarks.chart import draw
 from benchmarks.environments import PeerUnavailable
 from benchmarks.floors import Floors
 from benchmarks.load import Job, LoadClient, closed_loop
+from benchmarks.noise import beside
 from benchmarks.peers import by_url, known, started
 from benchmarks.results import Figure, Metric, throughput
 from benchmarks.serving import Report, measure, table
@@ -69,7 +70,25 @@ def test_the_table_gives_ratios_to_the_best_baseline_that_ran() -> None:
 
 def test_no_ratio_where_no_baseline_ran() -> None:
     report = reported(tandem=Figure((30.0,)))
-    assert report.ratio(report.workloads[0], SPEED, 30.0) is None
+    assert report.ratio(report.workloads[0], report.peers[0], SPEED, 30.0) is None
+
+
+def test_beside_neighbours_a_peer_is_compared_with_itself() -> None:
+    report = reported(tandem=Figure((30.0,)), vllm=Figure((20.0,)))
+    noisy = report.workloads[0].beside(1)
+    report.workloads.append(noisy)
+    report.figures[noisy.name] = {"tandem": {"output": Figure((18.0,))}, "vllm": {"output": Figure((10.0,))}}
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(table(report, noisy))
+    assert "(0.60x)" in captured.get()
+    assert "(0.50x)" in captured.get()
+
+
+def test_neighbours_are_gone_afterwards() -> None:
+    with beside(2) as neighbours:
+        assert [neighbour.poll() for neighbour in neighbours] == [None, None]
+    assert None not in [neighbour.poll() for neighbour in neighbours]
 
 
 def test_the_chart_draws_what_was_written(tmp_path: Path) -> None:
