@@ -4,11 +4,12 @@ A prefill and a decode worker (null engine), whose blocks hold about 21 answers 
 beside many blocks. First their peak: so many clients that each asks again as soon as it has its answer. Then clients
 that come at random at a multiple of that, come what may: of one class, with and without deadlines, or of all three,
 with deadlines or none and answers of three lengths. Good is an answer that came whole, its first token within its
-target (or all of it within the deadline). The first seconds of each load are not counted.
+target (or all of it within the deadline); goodput is the tokens of those that end in the counted seconds, so what waits
+for the load's end is none of it. The first seconds of each load are not counted.
 
 Refusals are timed twice: by the clients, whose process shares the cores with everything else, and inside the gateway,
-from a request's arrival to its 429. Ends with status 1 where goodput, the gateway's refusals or answers that are cut
-miss what is wanted.
+from a request's arrival to its 429. Ends with status 1 where goodput, the gateway's refusals, answers that are cut
+or refusals behind the load's end miss what is wanted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 PROMPT_TOKENS, NEW_TOKENS, TTFT_S = 64, 32, 2.0
 WARM_S, COUNTED_S = 6.0, 12.0
-GOODPUT, REFUSED_S, CUT = 0.95, 0.010, 0.01
+GOODPUT, REFUSED_S, CUT, RECOVERED_S = 0.95, 0.010, 0.01, 0.5
 REFUSALS = "tandem_refused_after_seconds"
 STEP_TIME = StepTime(decode_step_s=0.05)
 
@@ -93,33 +94,42 @@ class Tally:
     """Counts and times, in seconds, of the requests that began in the counted seconds."""
 
     load: str
+    tokens: int = 0  # of good answers that ended in the counted seconds
     good: int = 0
     late: int = 0
     refused: int = 0
     cut: int = 0  # ended by an error in mid-answer
     refused_after: list[float] = field(default_factory=list)
     refused_at_once: float = 1.0  # share, inside the gateway, within REFUSED_S
+    refused_behind_s: float = 0.0  # the last one, after the last request
+
+    @property
+    def goodput(self) -> float:
+        """Tokens a second."""
+        return self.tokens / COUNTED_S
 
     def misses(self, peak: float) -> list[str]:
         """The bars that it misses, in words."""
         wrong = []
-        if peak and self.good / COUNTED_S < GOODPUT * peak:
+        if self.goodput < GOODPUT * peak:
             wrong.append(f"{self.load}: goodput is under {GOODPUT:.0%} of its peak")
         if self.refused_at_once < 0.99:
             wrong.append(f"{self.load}: more than 1 % of refusals took the gateway over {1000 * REFUSED_S:.0f} ms")
         if peak and self.cut > CUT * (self.good + self.late):
             wrong.append(f"{self.load}: {self.cut} answers were cut in the middle")
+        if self.refused_behind_s > RECOVERED_S:
+            wrong.append(f"{self.load}: a request was refused {self.refused_behind_s:.1f} s after the last one came")
         return wrong
 
     def line(self, peak: float) -> str:
-        rate = self.good / COUNTED_S
         p99 = ""
         if self.refused_after:
             within = f"{self.refused_at_once:.1%} within {1000 * REFUSED_S:.0f} ms in the gateway"
             p99 = f", {within}, p99 at the client {1000 * percentile(self.refused_after, 99):.1f} ms"
-        share = f" ({rate / peak:.0%} of peak)" if peak else ""
+        share = f" ({self.goodput / peak:.0%} of peak)" if peak else ""
         return (
-            f"{self.load:<36} goodput {rate:5.1f}/s{share}; late {self.late}, cut {self.cut}, 429 {self.refused}{p99}"
+            f"{self.load:<36} goodput {self.goodput:5.1f} tokens/s{share}; good {self.good}, late {self.late}, "
+            f"cut {self.cut}, 429 {self.refused}{p99}, the last {self.refused_behind_s:.2f} s behind the load"
         )
 
 
@@ -129,6 +139,7 @@ class OpenLoad:
         self._tally, self._kind = tally, kind
         self._chance = random.Random(1)
         self._start = asyncio.get_running_loop().time()
+        self._last = self._start  # when the last request began
 
     async def closed(self, clients: int) -> None:
         async def client() -> None:
@@ -143,15 +154,16 @@ class OpenLoad:
             due += self._chance.expovariate(rate)
             await asyncio.sleep(max(0.0, due - self._age()))
             tasks.add(asyncio.create_task(self._ask()))
+            self._last = self._age()
         await asyncio.gather(*tasks)
 
     async def _ask(self) -> None:
         kind, chance = self._kind, self._chance
         priority, ttft_s = chance.choice(list(kind.ttft_s.items()))
-        deadline_s = chance.choice(kind.deadlines_s)
+        deadline_s, tokens = chance.choice(kind.deadlines_s), chance.choice(kind.new_tokens)
         asked = llm_pb2.GenerateRequest(
             model=MODEL, token_ids=llm_pb2.TokenIds(ids=chance.choices(range(1, 2000), k=PROMPT_TOKENS)),
-            sampling=llm_pb2.SamplingParams(max_tokens=chance.choice(kind.new_tokens), ignore_eos=True),
+            sampling=llm_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
             priority=llm_pb2.Priority.Name(priority),
         )  # fmt: skip
         born, first, end = self._age(), 0.0, StatusCode.OK
@@ -160,8 +172,12 @@ class OpenLoad:
                 first = first or self._age()
         except aio.AioRpcError as error:
             end = error.code()
-        if WARM_S <= born < WARM_S + COUNTED_S:
-            in_time = deadline_s is not None or ttft_s is None or first - born <= ttft_s
+        in_time = deadline_s is not None or ttft_s is None or first - born <= ttft_s
+        if end is StatusCode.OK and in_time and _is_counted(self._age()):
+            self._tally.tokens += tokens
+        if end is StatusCode.RESOURCE_EXHAUSTED:
+            self._tally.refused_behind_s = max(0.0, self._age() - self._last)
+        if _is_counted(born):
             self._count(end, born, first, in_time)
 
     def _count(self, end: StatusCode, born: float, first: float, in_time: bool) -> None:
@@ -176,6 +192,10 @@ class OpenLoad:
 
     def _age(self) -> float:
         return asyncio.get_running_loop().time() - self._start
+
+
+def _is_counted(age: float) -> bool:
+    return WARM_S <= age < WARM_S + COUNTED_S
 
 
 async def measure(trial: Trial, address: Address) -> AsyncIterator[Tally]:
@@ -212,18 +232,13 @@ async def run() -> list[str]:
         tallies = found[trial.name] = []
         async with running(trial.fleet) as (address,):
             async for tally in measure(trial, address):
-                peak = (tallies[0].good + tallies[0].late) / COUNTED_S if tallies else 0.0
+                peak = tallies[0].goodput if tallies else 0.0
                 tallies.append(tally)
                 print(tally.line(peak), flush=True)
     OUT.mkdir(parents=True, exist_ok=True)
     all_ = [tally for tallies in found.values() for tally in tallies]
     (OUT / "overload.json").write_text(json.dumps([asdict(tally) for tally in all_], indent=2))
-    return [
-        miss
-        for best, *others in found.values()
-        for tally in others
-        for miss in tally.misses((best.good + best.late) / COUNTED_S)
-    ]
+    return [miss for best, *others in found.values() for tally in others for miss in tally.misses(best.goodput)]
 
 
 if __name__ == "__main__":
