@@ -8,27 +8,31 @@ target (or all of it within the deadline); goodput is the tokens of those that e
 for the load's end is none of it. The first seconds of each load are not counted.
 
 Refusals are timed twice: by the clients, whose process shares the cores with everything else, and inside the gateway,
-from a request's arrival to its 429. Ends with status 1 where goodput, the gateway's refusals, answers that are cut
-or refusals behind the load's end miss what is wanted.
+from a request's arrival to its 429. With --simulated all of it is in made-up time, which no other work of the machine
+can touch. Ends with status 1 where goodput, the gateway's refusals, answers that are cut or refusals behind the load's
+end miss what is wanted.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
 from grpc import StatusCode, aio
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.fleet import MODEL, Address, NullFleet, running
+from benchmarks.fleet import MODEL, NullFleet, running
 from benchmarks.models import OUT
 from benchmarks.results import percentile
+from benchmarks.simulated import in_made_up_time
 from tandem import rpc
 from tandem.engine import StepTime
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -133,9 +137,13 @@ class Tally:
         )
 
 
+# Refusals that left the gateway within REFUSED_S, and all, since its start.
+Timed = Callable[[], Awaitable[tuple[float, float]]]
+
+
 class OpenLoad:
-    def __init__(self, channel: aio.Channel, tally: Tally, kind: LoadKind) -> None:
-        self._service: Any = llm_pb2_grpc.LLMServiceStub(channel)
+    def __init__(self, service: Any, model: str, tally: Tally, kind: LoadKind) -> None:
+        self._service, self._model = service, model
         self._tally, self._kind = tally, kind
         self._chance = random.Random(1)
         self._start = asyncio.get_running_loop().time()
@@ -162,7 +170,7 @@ class OpenLoad:
         priority, ttft_s = chance.choice(list(kind.ttft_s.items()))
         deadline_s, tokens = chance.choice(kind.deadlines_s), chance.choice(kind.new_tokens)
         asked = llm_pb2.GenerateRequest(
-            model=MODEL, token_ids=llm_pb2.TokenIds(ids=chance.choices(range(1, 2000), k=PROMPT_TOKENS)),
+            model=self._model, token_ids=llm_pb2.TokenIds(ids=chance.choices(range(1, 2000), k=PROMPT_TOKENS)),
             sampling=llm_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
             priority=llm_pb2.Priority.Name(priority),
         )  # fmt: skip
@@ -198,22 +206,22 @@ def _is_counted(age: float) -> bool:
     return WARM_S <= age < WARM_S + COUNTED_S
 
 
-async def measure(trial: Trial, address: Address) -> AsyncIterator[Tally]:
-    async with rpc.channel(address.grpc) as channel:
-        peak = Tally(f"{trial.name}: peak, {trial.clients} clients")
-        await OpenLoad(channel, peak, PATIENT).closed(trial.clients)
-        yield peak
-        for times, kind in trial.loads:
-            tally = Tally(f"{trial.name}: {times:g}x, {kind.name}")
-            before = await refusals(address.http)
-            await OpenLoad(channel, tally, kind).open(times * (peak.good + peak.late) / COUNTED_S)
-            fast, all_ = (after - earlier for after, earlier in zip(await refusals(address.http), before, strict=True))
-            tally.refused_at_once = fast / all_ if all_ else 1.0
-            yield tally
+async def measure(trial: Trial, service: Any, model: str, timed: Timed) -> AsyncIterator[Tally]:
+    peak = Tally(f"{trial.name}: peak, {trial.clients} clients")
+    await OpenLoad(service, model, peak, PATIENT).closed(trial.clients)
+    yield peak
+    for times, kind in trial.loads:
+        tally = Tally(f"{trial.name}: {times:g}x, {kind.name}")
+        before = await timed()
+        await OpenLoad(service, model, tally, kind).open(times * (peak.good + peak.late) / COUNTED_S)
+        fast, all_ = (after - earlier for after, earlier in zip(await timed(), before, strict=True))
+        if not all_:  # no gateway that says
+            fast, all_ = sum(after <= REFUSED_S for after in tally.refused_after), len(tally.refused_after)
+        tally.refused_at_once = fast / all_ if all_ else 1.0
+        yield tally
 
 
 async def refusals(address: str) -> tuple[float, float]:
-    """Those that left the gateway within REFUSED_S, and all, since its start."""
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://{address}/metrics")).text
     samples = {
@@ -225,23 +233,46 @@ async def refusals(address: str) -> tuple[float, float]:
     return samples[f"{REFUSALS}_bucket", str(REFUSED_S)], samples[f"{REFUSALS}_count", None]
 
 
-async def run() -> list[str]:
+async def refusals_untold() -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+async def tallied(trial: Trial, service: Any, model: str, timed: Timed = refusals_untold) -> list[Tally]:
+    tallies: list[Tally] = []
+    async for tally in measure(trial, service, model, timed):
+        tallies.append(tally)
+        print(tally.line(tallies[0].goodput if tally is not tallies[0] else 0.0), flush=True)
+    return tallies
+
+
+async def on_processes(trial: Trial) -> list[Tally]:
+    async with running(trial.fleet) as (address,), rpc.channel(address.grpc) as channel:
+        service = llm_pb2_grpc.LLMServiceStub(channel)
+        return await tallied(trial, service, MODEL, lambda: refusals(address.http))
+
+
+def main() -> list[str]:
     """Runs the loads; returns the bars that they miss."""
-    found: dict[str, list[Tally]] = {}
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description=__doc__.splitlines()[0])
+    parser.add_argument("--simulated", action="store_true", help="in made-up time")
+    names = {trial.name: trial for trial in TRIALS}
+    parser.add_argument("--only", choices=names, help="one of the two fleets")
+    options = parser.parse_args()
+    wrong, all_ = list[str](), list[Tally]()
     for trial in TRIALS:
-        tallies = found[trial.name] = []
-        async with running(trial.fleet) as (address,):
-            async for tally in measure(trial, address):
-                peak = tallies[0].goodput if tallies else 0.0
-                tallies.append(tally)
-                print(tally.line(peak), flush=True)
+        if options.only in (None, trial.name):
+            if options.simulated:
+                best, *others = in_made_up_time(trial.fleet, partial(tallied, trial))
+            else:
+                best, *others = asyncio.run(on_processes(trial))
+            wrong += [miss for tally in others for miss in tally.misses(best.goodput)]
+            all_ += [best, *others]
     OUT.mkdir(parents=True, exist_ok=True)
-    all_ = [tally for tallies in found.values() for tally in tallies]
     (OUT / "overload.json").write_text(json.dumps([asdict(tally) for tally in all_], indent=2))
-    return [miss for best, *others in found.values() for tally in others for miss in tally.misses(best.goodput)]
+    return wrong
 
 
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
-        if missed := asyncio.run(run()):
+        if missed := main():
             raise SystemExit("\n".join(missed))

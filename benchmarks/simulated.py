@@ -7,8 +7,8 @@ What Python itself takes is in no figure.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from benchmarks.fleet import PATIENT, NullFleet, model_folder
 from benchmarks.grpc_load import TIMEOUT_S, Replayed, replay_through
@@ -25,6 +25,9 @@ from tests.simulation.world import World
 
 LIMIT_S = 900.0
 LOOK_S = 0.05
+T = TypeVar("T")
+# Given the stub of the fleet's one gateway, and the model's name there.
+Work = Callable[[Any, str], Coroutine[Any, Any, T]]
 
 
 class FleetSettings(SimulationSettings):
@@ -42,10 +45,12 @@ class FleetSettings(SimulationSettings):
         return super()._gateway(name) | PATIENT | dict(self._fleet.gateway_settings)
 
     def _worker(self, name: str) -> dict[str, Any]:
-        num_blocks = self._fleet.prefill_blocks if name.startswith("p") else self._fleet.decode_blocks
+        fleet, prefills = self._fleet, name.startswith("p")
+        seqs = {} if prefills or fleet.decode_seqs is None else {"max_num_seqs": fleet.decode_seqs}
         return {
             "worker_id": name, "transfer_port": TRANSFER_PORT, "transports": ("memory",), "engine": "null",
-            "num_blocks": num_blocks, "null_step": self._fleet.step_time,
+            "num_blocks": fleet.prefill_blocks if prefills else fleet.decode_blocks, "null_step": fleet.step_time,
+            **seqs,
         }  # fmt: skip
 
 
@@ -55,23 +60,34 @@ def simulate(fleet: NullFleet, warm_up: Sequence[TraceRequest], requests: Sequen
     Raises:
         RuntimeError: something in the fleet failed.
     """
+
+    async def replays(stub: Any, model: str) -> list[Replayed]:
+        now = asyncio.get_running_loop().time
+        await replay_through(warm_up, [stub], model, "warm-up", now)
+        return await replay_through(requests, [stub], model, "", now)
+
+    return in_made_up_time(fleet, replays)
+
+
+def in_made_up_time(fleet: NullFleet, work: Work[T]) -> T:
+    """What `work` returns, begun when the fleet is ready.
+
+    Raises:
+        RuntimeError: something in the fleet failed.
+    """
     settings, model = FleetSettings(fleet), ServedModel.load(model_folder(), MODEL, 0)
     with RedisServer.start() as server, RedisStore(server.port) as store, World(0) as world:
         cluster = SimulatedCluster(world, store, model, settings)
-        replayed = world.run(cluster.client, _replays(cluster, warm_up, requests), LIMIT_S)
+        result = world.run(cluster.client, _when_ready(cluster, work), LIMIT_S)
         if world.errors or cluster.exits:
             raise RuntimeError(f"{world.errors} {cluster.exits}")
-        return replayed
+        return result
 
 
-async def _replays(
-    cluster: SimulatedCluster, warm_up: Sequence[TraceRequest], requests: Sequence[TraceRequest]
-) -> list[Replayed]:
+async def _when_ready(cluster: SimulatedCluster, work: Work[T]) -> T:
     await cluster.ready()
     while cluster.gateways["g0"].llm.readiness()[1]["decode_workers"] < cluster.shape.decodes:
         await asyncio.sleep(LOOK_S)
     channel: Any = Channel(cluster.network, cluster.client, f"g0:{GRPC_PORT}")
     stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
-    now = asyncio.get_running_loop().time
-    await replay_through(warm_up, [stub], MODEL, "warm-up", now)
-    return await replay_through(requests, [stub], MODEL, "", now)
+    return await work(stub, MODEL)
