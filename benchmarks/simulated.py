@@ -70,7 +70,7 @@ def simulate(fleet: NullFleet, warm_up: Sequence[TraceRequest], requests: Sequen
 
 
 def in_made_up_time(fleet: NullFleet, work: Work[T]) -> T:
-    """What `work` returns, begun when the fleet is ready.
+    """The result of `work`, begun when the fleet is ready.
 
     Raises:
         RuntimeError: something in the fleet failed.

@@ -65,7 +65,7 @@ def computed(library: ctypes.CDLL, threads: int, kind: str, config: ModelConfig)
 
 
 def adapter_of(config: ModelConfig) -> Adapter:
-    """Of rank 8 in every linear layer."""
+    """An adapter of rank 8 in every linear layer."""
     chance = torch.Generator().manual_seed(4)
 
     def matrix(*shape: int) -> Tensor:
