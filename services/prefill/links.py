@@ -54,11 +54,11 @@ class LinkKeeper:
 
     def states(self) -> dict[str, bool]:
         """Decode workers that are known, and if there is a healthy link to each. From any thread."""
-        return {name: self._sender.link(name, info.incarnation) is not None for name, info in self._peers.items()}
+        return {state.peer.worker_id: state.link is not None for state in self.report()}
 
     def report(self) -> list[LinkState]:
-        """Decode workers that are known, by name."""
-        known = sorted(self._peers.items())
+        """Decode workers that are known, by name; not those whose KV is another's, as another model's is."""
+        known = sorted((name, info) for name, info in self._peers.items() if info.layout_hash == self._layout_hash)
         return [
             LinkState(info, self._sender.link(name, info.incarnation), self._refused.get(info.incarnation, ""))
             for name, info in known

@@ -55,6 +55,11 @@ def test_files_name_no_host_but_in_comments(name: str) -> None:
     assert "LICENSE" in name or not hosts
 
 
+@pytest.mark.parametrize("name", [name for name in STATIC if "vendor" not in name])
+def test_links_are_relative_so_that_they_hold_behind_a_proxy_s_path(name: str) -> None:
+    assert not re.search(r'["`(=]/(v1|console|debug)', (Path(str(FOLDER)) / name).read_text())
+
+
 async def test_scripts_come_as_scripts(http: httpx.AsyncClient) -> None:
     for name in ("main.js", "vendor/preact.mjs", "vendor/uPlot.esm.js"):
         assert (await http.get(f"/console/files/{name}")).headers["content-type"].startswith("text/javascript")

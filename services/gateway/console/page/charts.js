@@ -13,14 +13,15 @@ export function Chart({ title, points, now, series, show, top }) {
   const holder = useRef(null);
   const chart = useRef(null);
   useEffect(() => {
+    const box = holder.current;
     function build() {
       chart.current?.destroy();
-      chart.current = make(holder.current, series, show, top);
+      chart.current = make(box, series, show, top);
       chart.current.setData(data(points, series, now));
     }
-    const sized = new ResizeObserver(() => chart.current?.setSize({ width: holder.current.clientWidth, height: HEIGHT }));
+    const sized = new ResizeObserver(() => box.clientWidth && chart.current.setSize({ width: box.clientWidth, height: HEIGHT }));
     build();
-    sized.observe(holder.current);
+    sized.observe(box);
     dark.addEventListener("change", build);
     return () => {
       dark.removeEventListener("change", build);

@@ -37,7 +37,7 @@ function Tiles({ feed, points }) {
     ["Tokens a second", rate(last.tokens_per_s), ""],
     ["TTFT p95", seconds(latest("ttft_p95")), ""],
     ["ITL p99", seconds(latest("itl_p99")), ""],
-    ["In time", percent(latest("met")), "of requests, by their class's targets"],
+    ["In time", percent(latest("met")), "by class targets"],
     ["Running", count(feed.running.length && last.running), ""],
     ["KV in use", percent(last.kv), ""],
     ["Workers", count(feed.num_workers), down ? `${down} not serving` : "all serving", down],

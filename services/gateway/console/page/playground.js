@@ -68,7 +68,7 @@ function Turns({ turns, writing }) {
 function Outcome({ answer }) {
   if (answer.error) return html`<p class="bad" role="alert">${answer.error}</p>`;
   const { path, reason, requestId, ttft, tokens, tokensPerS } = answer;
-  return html`<p class="note">${path} path · first token after ${seconds(ttft)} · ${count(tokens)} tokens${tokensPerS ? `, ${rate(tokensPerS)} a second` : ""} ·
+  return html`<p class="note">${path} path · first token after ${seconds(ttft)} · ${count(tokens)} tokens${tokensPerS ? `, ${rate(tokensPerS)} a second` : ""} · ${" "}
     <a href="#requests/${encodeURIComponent(requestId)}">its waterfall</a><br /><small>${reason}</small></p>`;
 }
 

@@ -19,7 +19,7 @@ export function Requests({ feed, place }) {
       <${Table} label="Running requests" columns=${running(feed.all)} rows=${feed.running.filter(matches)}
         keyOf=${(row) => row.request_id} empty="None runs." /></section>
     <section class="card"><div class="head"><h2>Ended last</h2>
-        <input data-filter type="search" placeholder="filter: tenant, worker, outcome …  ( / )" aria-label="Filter requests"
+        <input data-filter type="search" placeholder="filter: worker, outcome …  ( / )" aria-label="Filter requests"
           value=${filter} onInput=${(event) => setFilter(event.target.value)} /></div>
       <${Table} label="Requests that ended" columns=${ended(feed.all)} rows=${feed.requests.filter(matches)} chosen=${id}
         keyOf=${(row) => row.request_id} empty="None has ended yet." /></section>`;

@@ -32,7 +32,7 @@ function columns(feed) {
   return [
     { id: "id", title: "worker", value: (w) => w.id, cell: (w) => html`<a href="#workers/${encodeURIComponent(w.id)}">${w.id}</a>` },
     { id: "state", title: "state", value: (w) => w.state, cell: (w) => html`<span class="pill ${GOOD[w.state]}">${w.state}</span>` },
-    { id: "kv", title: "KV", number: true, value: (w) => w.kv, cell: (w) => html`<meter min="0" max="1" high="0.9" value=${w.kv}></meter> ${percent(w.kv)}` },
+    { id: "kv", title: "KV", number: true, value: (w) => w.kv, cell: (w) => html`<meter min="0" max="1" high="0.9" value=${w.kv}></meter> <span class="share">${percent(w.kv)}</span>` },
     { id: "running", title: "running", number: true, value: (w) => w.running, cell: (w) => count(w.running) },
     { id: "waiting", title: "waiting", number: true, value: (w) => w.waiting, cell: (w) => count(w.waiting) },
     { id: "queued", title: "queued tokens", number: true, wide: true, value: (w) => w.queued_tokens, cell: (w) => count(w.queued_tokens) },
