@@ -6,6 +6,7 @@ import { html } from "./html.js";
 
 const HEIGHT = 150;
 const GAP_S = 5;
+const BRIDGED_S = 12;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 /** series: {title, value(point), color}, the name of a colour in console.css. show: how a value is read. */
@@ -52,7 +53,26 @@ function data(points, series, now) {
     times.push(begin + point.t);
     series.forEach(({ value }, number) => values[number].push(value(point) ?? null));
   });
-  return [times, ...values];
+  return [times, ...values.map((line) => bridged(times, line))];
+}
+
+/** What was not measured for a moment is drawn over, as undefined is; a longer silence is a gap, as null is. */
+function bridged(times, line) {
+  let last = -Infinity;
+  return line.map((value, at) => {
+    if (value != null) {
+      last = times[at];
+      return value;
+    }
+    const next = line.findIndex((one, later) => later > at && one != null);
+    return next > 0 && times[next] - last < BRIDGED_S ? undefined : null;
+  });
+}
+
+/** Values between two gaps, which no line reaches. */
+function lonely(chart, number) {
+  const line = chart.data[number];
+  return line.flatMap((value, at) => (value != null && line[at - 1] == null && line[at + 1] == null ? [at] : []));
 }
 
 function make(holder, series, show, top) {
@@ -67,7 +87,7 @@ function make(holder, series, show, top) {
       { ...axis, size: 56, space: 32, values: (_, ticks) => ticks.map((tick) => show(tick)) },
     ],
     series: [{}, ...series.map((one) => ({
-      stroke: color(one.color), width: 1.75, spanGaps: true, points: { show: false, size: 4 },
+      stroke: color(one.color), width: 1.75, points: { show: true, size: 4, filter: lonely },
     }))],
   }, [[], ...series.map(() => [])], holder);
 }
