@@ -55,14 +55,13 @@ from services.gateway.llm import LLM
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedAdapters, ServedModel
 from services.gateway.routing import Router
-from services.gateway.running_settings import RunningSettings
-from services.gateway.settings import Disaggregation, GatewaySettings
+from services.gateway.settings import FOLLOWED, Disaggregation, GatewaySettings
 from services.gateway.traces import RecentRequests
 from services.gateway.workers import Judging, WorkerPool
 from tandem import rpc
 from tandem.containment import Sandbox
 from tandem.liveness import Starvation, no_pressure
-from tandem.process import IntegrityReport, certificate, telemetry
+from tandem.process import IntegrityReport, RunningSettings, certificate, telemetry
 from tandem.registry import BlockReplica, ClusterView, GatewayAddress, Registry, RegistryUnavailable
 from tandem.rpc import DrainService
 from tandem.store import Store
@@ -213,7 +212,7 @@ class Gateway:
         self._run(adapters.run())
         self._admit(view, pool, metrics)
         self.llm = self._make_llm(view, pool, metrics, router, adapters)
-        self._running = RunningSettings(settings, self._take_over)
+        self._running = RunningSettings(settings, settings.followed, FOLLOWED, self._take_over)
         self._run(self._running.run())
         self._console = Console(self.llm, self.admission)
         self._run(self._console.run())

@@ -42,6 +42,15 @@ class ReasoningParser(StrEnum):
     MISTRAL = "mistral"  # [THINK]...[/THINK]
 
 
+# What of GatewaySettings may change while it runs.
+FOLLOWED = frozenset(
+    {
+        "classes", "tenant_weights", "max_queued", "max_admitted_tokens", "prefill_queue_tokens", "max_choices",
+        "timeout_s", "log_level", "trace_sampling",
+    }
+)  # fmt: skip
+
+
 class ClassSettings(BaseModel):
     """A priority class. Times are in seconds; None: no target. `objective`: of the service, see docs/slo.md."""
 

@@ -1,22 +1,31 @@
-"""`tandem set NAME=VALUE …`: change settings of all running gateways for a while."""
+"""`tandem set NAME=VALUE …`: change settings of all running gateways, and of workers, for a while."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from getpass import getuser
+from socket import gethostname
 from typing import Any
 
 import httpx
+from grpc import aio
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from tandem.commands import UP_ADDRESSES
+from tandem import rpc
+from tandem.commands import UP_ADDRESSES, with_own_password
 from tandem.commands.gateways import addresses, said_by
-from tandem.settings import Settings, load
+from tandem.registry import Registry, RegistryUnavailable, WorkerInfo
+from tandem.security import ClusterSettings
+from tandem.settings import load
+from tandem.v1 import process_pb2, process_pb2_grpc
+from tandem.worker import FOLLOWED
 
 
-class SetSettings(Settings):
-    """Set what all gateways follow at run time, until its time is over; without NAME=VALUE, show what is in force."""
+class SetSettings(ClusterSettings):
+    """Set what gateways and workers follow at run time, until its time is over; without NAME=VALUE, show what is in
+    force."""
 
     settings: CliPositionalArg[list[str]] = Field(
         [], description="NAME=VALUE, the value as JSON or a word; null: as it was"
@@ -32,8 +41,41 @@ class SetSettings(Settings):
 def main(arguments: list[str]) -> None:
     settings = load(SetSettings, arguments, "tandem set")
     changes = dict(map(_parsed, settings.settings))
-    if problems := asyncio.run(_set(settings, changes)):
+    if problems := asyncio.run(_set_everywhere(settings, changes)):
         raise SystemExit("tandem set: " + "\n".join(problems))
+
+
+async def _set_everywhere(settings: SetSettings, changes: dict[str, Any]) -> list[str]:
+    """Workers last, and only what they follow: whoever refuses is a gateway, which knows all of it."""
+    if problems := await _set(settings, changes):
+        return problems
+    of_workers = {name: value for name, value in changes.items() if name in FOLLOWED}
+    if changes and not of_workers:
+        return []
+    try:
+        registry = Registry.connect(with_own_password(settings.redis_url), namespace=settings.namespace)
+        try:
+            workers = [worker.info for worker in await registry.workers()]
+        finally:
+            await registry.close()
+    except (RegistryUnavailable, ValueError) as error:
+        return [f"workers are not known: {error}"]
+    by = f"{getuser()} at {gethostname()}"
+    request = process_pb2.OverrideRequest(settings=json.dumps(of_workers), ttl_s=settings.ttl_s, by=by)
+    asked = await asyncio.gather(*(_set_worker(settings, worker, request) for worker in workers))
+    return [problem for problem in asked if problem]
+
+
+async def _set_worker(settings: SetSettings, worker: WorkerInfo, request: process_pb2.OverrideRequest) -> str:
+    """Print its answer; returns why there is none."""
+    try:
+        async with rpc.channel(worker.grpc_address, settings.security) as channel:
+            stub: Any = process_pb2_grpc.SettingsServiceStub(channel)
+            answer = await stub.Override(request, timeout=settings.timeout_s)
+    except aio.AioRpcError as error:
+        return f"{worker.worker_id}: {error.details() or error.code().name}"
+    print(worker.worker_id, answer.in_force)
+    return ""
 
 
 async def _set(settings: SetSettings, changes: dict[str, Any]) -> list[str]:

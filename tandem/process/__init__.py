@@ -9,6 +9,7 @@ from tandem.process.integrity import IntegrityReport, Look, lasting
 from tandem.process.log_output import LogOutput, descriptor_of
 from tandem.process.loop_watch import ends_where_it_stands_still
 from tandem.process.profile import Profiler
+from tandem.process.running_settings import RunningSettings
 from tandem.process.work_threads import WorkThreads
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "LogOutput",
     "Look",
     "Profiler",
+    "RunningSettings",
     "WorkThreads",
     "descriptor_of",
     "dying_with_parent",

@@ -16,6 +16,7 @@ from tandem.rpc.endpoints import (
 )
 from tandem.rpc.integrity_service import IntegrityService
 from tandem.rpc.profile_service import ProfileService
+from tandem.rpc.settings_service import SettingsService
 from tandem.rpc.trace_service import TraceService
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Refused",
     "Server",
     "Servicer",
+    "SettingsService",
     "TraceService",
     "address",
     "channel",

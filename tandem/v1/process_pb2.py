@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/process.proto\x12\ttandem.v1\"\x0e\n\x0c\x44rainRequest\" \n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\"\x17\n\x15\x43heckIntegrityRequest\"\xc7\x01\n\x16\x43heckIntegrityResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x19\n\rnum_sequences\x18\x02 \x01(\rB\x02\x18\x01\x12\x16\n\nnum_blocks\x18\x03 \x01(\rB\x02\x18\x01\x12\x39\n\x04held\x18\x04 \x03(\x0b\x32+.tandem.v1.CheckIntegrityResponse.HeldEntry\x1a+\n\tHeldEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"&\n\x12RecentSpansRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\x0c\"%\n\x13RecentSpansResponse\x12\x0e\n\x06traces\x18\x01 \x01(\x0c\"!\n\x0eProfileRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x02\"%\n\x0fProfileResponse\x12\x12\n\nspeedscope\x18\x01 \x01(\x0c\x32L\n\x0eProcessService\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse2i\n\x10IntegrityService\x12U\n\x0e\x43heckIntegrity\x12 .tandem.v1.CheckIntegrityRequest\x1a!.tandem.v1.CheckIntegrityResponse2\\\n\x0cTraceService\x12L\n\x0bRecentSpans\x12\x1d.tandem.v1.RecentSpansRequest\x1a\x1e.tandem.v1.RecentSpansResponse2R\n\x0eProfileService\x12@\n\x07Profile\x12\x19.tandem.v1.ProfileRequest\x1a\x1a.tandem.v1.ProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/process.proto\x12\ttandem.v1\"\x0e\n\x0c\x44rainRequest\" \n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\"\x17\n\x15\x43heckIntegrityRequest\"\xc7\x01\n\x16\x43heckIntegrityResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x19\n\rnum_sequences\x18\x02 \x01(\rB\x02\x18\x01\x12\x16\n\nnum_blocks\x18\x03 \x01(\rB\x02\x18\x01\x12\x39\n\x04held\x18\x04 \x03(\x0b\x32+.tandem.v1.CheckIntegrityResponse.HeldEntry\x1a+\n\tHeldEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"&\n\x12RecentSpansRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\x0c\"%\n\x13RecentSpansResponse\x12\x0e\n\x06traces\x18\x01 \x01(\x0c\"!\n\x0eProfileRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x02\"%\n\x0fProfileResponse\x12\x12\n\nspeedscope\x18\x01 \x01(\x0c\">\n\x0fOverrideRequest\x12\x10\n\x08settings\x18\x01 \x01(\t\x12\r\n\x05ttl_s\x18\x02 \x01(\x02\x12\n\n\x02\x62y\x18\x03 \x01(\t\"$\n\x10OverrideResponse\x12\x10\n\x08in_force\x18\x01 \x01(\t2L\n\x0eProcessService\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse2i\n\x10IntegrityService\x12U\n\x0e\x43heckIntegrity\x12 .tandem.v1.CheckIntegrityRequest\x1a!.tandem.v1.CheckIntegrityResponse2\\\n\x0cTraceService\x12L\n\x0bRecentSpans\x12\x1d.tandem.v1.RecentSpansRequest\x1a\x1e.tandem.v1.RecentSpansResponse2R\n\x0eProfileService\x12@\n\x07Profile\x12\x19.tandem.v1.ProfileRequest\x1a\x1a.tandem.v1.ProfileResponse2V\n\x0fSettingsService\x12\x43\n\x08Override\x12\x1a.tandem.v1.OverrideRequest\x1a\x1b.tandem.v1.OverrideResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -55,12 +55,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROFILEREQUEST']._serialized_end=427
   _globals['_PROFILERESPONSE']._serialized_start=429
   _globals['_PROFILERESPONSE']._serialized_end=466
-  _globals['_PROCESSSERVICE']._serialized_start=468
-  _globals['_PROCESSSERVICE']._serialized_end=544
-  _globals['_INTEGRITYSERVICE']._serialized_start=546
-  _globals['_INTEGRITYSERVICE']._serialized_end=651
-  _globals['_TRACESERVICE']._serialized_start=653
-  _globals['_TRACESERVICE']._serialized_end=745
-  _globals['_PROFILESERVICE']._serialized_start=747
-  _globals['_PROFILESERVICE']._serialized_end=829
+  _globals['_OVERRIDEREQUEST']._serialized_start=468
+  _globals['_OVERRIDEREQUEST']._serialized_end=530
+  _globals['_OVERRIDERESPONSE']._serialized_start=532
+  _globals['_OVERRIDERESPONSE']._serialized_end=568
+  _globals['_PROCESSSERVICE']._serialized_start=570
+  _globals['_PROCESSSERVICE']._serialized_end=646
+  _globals['_INTEGRITYSERVICE']._serialized_start=648
+  _globals['_INTEGRITYSERVICE']._serialized_end=753
+  _globals['_TRACESERVICE']._serialized_start=755
+  _globals['_TRACESERVICE']._serialized_end=847
+  _globals['_PROFILESERVICE']._serialized_start=849
+  _globals['_PROFILESERVICE']._serialized_end=931
+  _globals['_SETTINGSSERVICE']._serialized_start=933
+  _globals['_SETTINGSSERVICE']._serialized_end=1019
 # @@protoc_insertion_point(module_scope)

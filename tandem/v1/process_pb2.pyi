@@ -62,3 +62,19 @@ class ProfileResponse(_message.Message):
     SPEEDSCOPE_FIELD_NUMBER: _ClassVar[int]
     speedscope: bytes
     def __init__(self, speedscope: _Optional[bytes] = ...) -> None: ...
+
+class OverrideRequest(_message.Message):
+    __slots__ = ("settings", "ttl_s", "by")
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    settings: str
+    ttl_s: float
+    by: str
+    def __init__(self, settings: _Optional[str] = ..., ttl_s: _Optional[float] = ..., by: _Optional[str] = ...) -> None: ...
+
+class OverrideResponse(_message.Message):
+    __slots__ = ("in_force",)
+    IN_FORCE_FIELD_NUMBER: _ClassVar[int]
+    in_force: str
+    def __init__(self, in_force: _Optional[str] = ...) -> None: ...

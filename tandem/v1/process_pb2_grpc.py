@@ -327,3 +327,79 @@ class ProfileService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class SettingsServiceStub:
+    """Served by workers beside their own service; a gateway answers the same at /debug/settings.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Override = channel.unary_unary(
+                '/tandem.v1.SettingsService/Override',
+                request_serializer=tandem_dot_v1_dot_process__pb2.OverrideRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_process__pb2.OverrideResponse.FromString,
+                _registered_method=True)
+
+
+class SettingsServiceServicer:
+    """Served by workers beside their own service; a gateway answers the same at /debug/settings.
+    """
+
+    def Override(self, request, context):
+        """Sets some of what may change while the process runs, until their time is over; with no setting, says what is in force.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SettingsServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Override': grpc.unary_unary_rpc_method_handler(
+                    servicer.Override,
+                    request_deserializer=tandem_dot_v1_dot_process__pb2.OverrideRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_process__pb2.OverrideResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.SettingsService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.SettingsService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class SettingsService:
+    """Served by workers beside their own service; a gateway answers the same at /debug/settings.
+    """
+
+    @staticmethod
+    def Override(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.SettingsService/Override',
+            tandem_dot_v1_dot_process__pb2.OverrideRequest.SerializeToString,
+            tandem_dot_v1_dot_process__pb2.OverrideResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -149,3 +149,34 @@ class ProfileServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples what every thread of the process does, for so long. One at a time: FAILED_PRECONDITION."""
 
 def add_ProfileServiceServicer_to_server(servicer: ProfileServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class SettingsServiceStub:
+    """Served by workers beside their own service; a gateway answers the same at /debug/settings."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> SettingsServiceAsyncStub: ...
+    Override: _grpc.UnaryUnaryMultiCallable[_process_pb2.OverrideRequest, _process_pb2.OverrideResponse]
+    """Sets some of what may change while the process runs, until their time is over; with no setting, says what is in force."""
+
+@_typing.type_check_only
+class SettingsServiceAsyncStub(SettingsServiceStub):
+    """Served by workers beside their own service; a gateway answers the same at /debug/settings."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Override: _aio.UnaryUnaryMultiCallable[_process_pb2.OverrideRequest, _process_pb2.OverrideResponse]  # type: ignore[assignment]
+    """Sets some of what may change while the process runs, until their time is over; with no setting, says what is in force."""
+
+class SettingsServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers beside their own service; a gateway answers the same at /debug/settings."""
+
+    @_abc_1.abstractmethod
+    def Override(
+        self,
+        request: _process_pb2.OverrideRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_process_pb2.OverrideResponse, _abc.Awaitable[_process_pb2.OverrideResponse]]:
+        """Sets some of what may change while the process runs, until their time is over; with no setting, says what is in force."""
+
+def add_SettingsServiceServicer_to_server(servicer: SettingsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

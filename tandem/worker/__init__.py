@@ -6,7 +6,7 @@ Settings are there without torch, for those who only check them; the rest is imp
 from typing import TYPE_CHECKING
 
 from tandem.lazy import lazily
-from tandem.worker.settings import WorkerSettings
+from tandem.worker.settings import FOLLOWED, WorkerSettings
 
 if TYPE_CHECKING:
     from tandem.worker.build import RunningServer, Worker, WorkerContext, WorkerPorts, WorkerService
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from tandem.worker.engine_port import Added, Ended, EngineDied, EnginePort, EngineStuck, Event
     from tandem.worker.engine_thread import EngineThread
     from tandem.worker.errors import SequenceFailed
-    from tandem.worker.process import process_ports, run_measured, run_worker
+    from tandem.worker.process import process_ports, run_measured, run_worker, tuned_by
     from tandem.worker.streams import Streams
     from tandem.worker.suspects import SuspectTurns
     from tandem.worker.work import BUG, Entry, WorkService, failure_of
 
 __all__ = [
     "BUG",
+    "FOLLOWED",
     "Added",
     "Ended",
     "EngineDied",
@@ -46,6 +47,7 @@ __all__ = [
     "process_ports",
     "run_measured",
     "run_worker",
+    "tuned_by",
 ]
 _WITH_TORCH = {
     "build": ("RunningServer", "Worker", "WorkerContext", "WorkerPorts", "WorkerService"),
@@ -54,7 +56,7 @@ _WITH_TORCH = {
     "engine_port": ("Added", "Ended", "EngineDied", "EnginePort", "EngineStuck", "Event"),
     "engine_thread": ("EngineThread",),
     "errors": ("SequenceFailed",),
-    "process": ("process_ports", "run_measured", "run_worker"),
+    "process": ("process_ports", "run_measured", "run_worker", "tuned_by"),
     "streams": ("Streams",),
     "suspects": ("SuspectTurns",),
     "work": ("BUG", "Entry", "WorkService", "failure_of"),

@@ -23,9 +23,9 @@ from tandem import rpc
 from tandem.containment import RAISED, death_of
 from tandem.engine import Engine
 from tandem.liveness import Starvation, no_pressure
-from tandem.process import IntegrityReport, telemetry
+from tandem.process import IntegrityReport, RunningSettings, telemetry
 from tandem.registry import LiveWorker, Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
-from tandem.rpc import IntegrityService, ProfileService, TraceService
+from tandem.rpc import IntegrityService, ProfileService, SettingsService, TraceService
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import LinkRuntime
 from tandem.worker.adapters import AdapterService
@@ -35,7 +35,7 @@ from tandem.worker.integrity import check_worker
 from tandem.worker.lease import Lease
 from tandem.worker.metrics import WorkerCollector
 from tandem.worker.model_files import ModelFilesService
-from tandem.worker.settings import WorkerSettings
+from tandem.worker.settings import FOLLOWED, WorkerSettings
 
 log = structlog.get_logger(__name__)
 STOP_GRACE_S = 2.0
@@ -71,6 +71,7 @@ class WorkerPorts:
     is_gone: Callable[[str], bool] = lambda process: False  # what this host's kernel says of such a process
     pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
     recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
+    set_log_level: Callable[[str], None] = lambda level: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,9 @@ class Worker:
         self._told_stuck = False
         self._draining: asyncio.Task[bool] | None = None
         self._files = ModelFilesService(settings.model_path)
+        self._running = RunningSettings(
+            settings, settings.followed, FOLLOWED, lambda new: ports.set_log_level(new.log_level), is_shared=True
+        )
         self._service = build(self.context)
         self.context.metrics.register(
             WorkerCollector(
@@ -211,6 +215,7 @@ class Worker:
             self._files.servicer,
             TraceService(self._ports.recent.encoded).servicer,
             ProfileService(self.context.worker_id).servicer,
+            SettingsService(self._running).servicer,
         ]
 
     def stop(self) -> None:
@@ -239,7 +244,7 @@ class Worker:
         self._ports.engine.start(self._service.on_events, self._fail)
         life = (
             self._lease.hold(), self._announce(server), self._publish(publisher), self._watch_engine(),
-            self._starvation.run(), *self._service.tasks(),
+            self._starvation.run(), self._running.run(), *self._service.tasks(),
         )  # fmt: skip
         tasks = [asyncio.create_task(task) for task in life]
         for task in tasks:

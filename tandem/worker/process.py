@@ -48,14 +48,21 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
     try:
         page = open_crash_page(settings, worker_id)
         engine = Engine(settings.engine_config(), on_progress=_Progress(worker_id), crash_page=page)
-        uvloop.run(_run(settings, worker_id, process_ports(settings, engine, traces.recent), build))
+        uvloop.run(_run(settings, worker_id, process_ports(settings, engine, traces.recent, tuned_by(traces)), build))
     except (OSError, ValueError, EngineStuck) as error:
         raise SystemExit(f"{worker_id}: {error}") from error
     finally:
         traces.close()
 
 
-def process_ports(settings: WorkerSettings, engine: Engine, recent: telemetry.RecentSpans) -> WorkerPorts:
+def tuned_by(own: telemetry.Telemetry) -> Callable[[str], None]:
+    """Sets the log level. Its gateway decides which traces a worker records."""
+    return partial(own.tune, trace_sampling=1.0)
+
+
+def process_ports(
+    settings: WorkerSettings, engine: Engine, recent: telemetry.RecentSpans, set_log_level: Callable[[str], None]
+) -> WorkerPorts:
     """A thread for the engine, sockets for everything else. For any process, an actor's too."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=settings.registry_wait_s)
     return WorkerPorts(
@@ -70,6 +77,7 @@ def process_ports(settings: WorkerSettings, engine: Engine, recent: telemetry.Re
         is_gone=gone_here,
         pressure=CpuPressure(),
         recent=recent,
+        set_log_level=set_log_level,
     )
 
 

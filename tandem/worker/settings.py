@@ -19,6 +19,10 @@ CPU_KV_MEMORY = 256 * 2**20
 CPU_BATCHED_TOKENS, DEVICE_BATCHED_TOKENS = 512, 8192
 
 
+# What may change while a worker runs. Which traces it records, its gateway decides.
+FOLLOWED = frozenset({"log_level"})
+
+
 class WorkerSettings(ClusterSettings):
     """A Tandem worker."""
 
@@ -107,6 +111,9 @@ class WorkerSettings(ClusterSettings):
     )
     drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for running requests to end; then they move")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    followed: Path | None = Field(
+        None, description="JSON file of settings that are followed while it runs, gateways' file (see docs/run-time.md)"
+    )
 
     @property
     def registry_wait_s(self) -> float:

@@ -16,8 +16,10 @@ import grpc
 from services.gateway import GatewaySettings
 from tandem import rpc
 from tandem.local import RedisServer
+from tandem.process import RunningSettings
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.security import OPEN, Security
+from tandem.settings import Settings
 from tandem.v1 import (
     llm_pb2,
     prefill_pb2,
@@ -25,6 +27,7 @@ from tandem.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from tandem.worker import FOLLOWED
 
 MODEL = "tiny"
 REVISION = "revision-1"
@@ -297,6 +300,12 @@ class Peer:
         await self.server.stop(0)
 
 
+class PeerSettings(Settings):
+    """Settings of a peer that may change while it runs."""
+
+    log_level: str = "info"
+
+
 @dataclass
 class Peers:
     """A cluster of peers. Times out nothing and hides nothing: what the gateway sent is in `seen`."""
@@ -371,7 +380,10 @@ class Peers:
         others: list[rpc.Servicer], num_blocks: int = 64, port: int = 0,
     ) -> Peer:  # fmt: skip
         work = rpc.Servicer("tandem.v1.WorkerService", peer, worker_pb2_grpc.add_WorkerServiceServicer_to_server)
-        server = await rpc.serve([work, *others], "127.0.0.1", port, security=self.security)
+        running = RunningSettings(PeerSettings(), None, FOLLOWED, lambda new: None)
+        server = await rpc.serve(
+            [work, rpc.SettingsService(running).servicer, *others], "127.0.0.1", port, security=self.security
+        )
         info = WorkerInfo(
             worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
             transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=revision,

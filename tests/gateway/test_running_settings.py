@@ -134,7 +134,9 @@ async def test_only_a_key_that_manages_may_and_the_log_names_it(
     assert line["by"] == "key 00000001 of admin, from 127.0.0.1"
 
 
-async def test_tandem_set_changes_all_gateways_of_the_registry(settings: GatewaySettings, gateway: Gateway) -> None:
+async def test_tandem_set_changes_gateways_and_workers_of_the_registry(
+    settings: GatewaySettings, gateway: Gateway
+) -> None:
     command = [
         sys.executable, "-m", "tandem", "set", "max-queued=7", "log_level=error", f"--redis-url={settings.redis_url}",
         f"--namespace={settings.namespace}",
@@ -146,4 +148,6 @@ async def test_tandem_set_changes_all_gateways_of_the_registry(settings: Gateway
     said, _ = await process.communicate()
     assert process.returncode == 0
     assert b'"max_queued": 7' in said
+    in_force = json.dumps({"settings": {"log_level": "error"}, "ttl_s": {"log_level": 600.0}})
+    assert {f"d {in_force}", f"p {in_force}"} <= {*said.decode().splitlines()}
     assert (gateway.llm.settings.max_queued, gateway.llm.settings.log_level) == (7, "error")

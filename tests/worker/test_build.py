@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
@@ -23,8 +25,9 @@ from tandem.checkpoints import text_digests
 from tandem.commands.doctor import DoctorSettings, examine
 from tandem.engine import Engine, Request, SamplingParams, StepTime
 from tandem.local import RedisServer
-from tandem.process import telemetry
+from tandem.process.telemetry import RecentSpans
 from tandem.registry import Registry
+from tandem.v1 import process_pb2, process_pb2_grpc
 from tandem.worker import EngineStuck, Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
 from tandem.worker.build import LINK_CHECK_S
 from tests.registry.cluster import eventually
@@ -39,7 +42,7 @@ async def running(settings: WorkerSettings, build: Build, **others: Any) -> Asyn
     here = asyncio.get_running_loop()
 
     async def live() -> None:
-        ports = replace(process_ports(settings, Engine(settings.engine_config()), telemetry.RecentSpans()), **others)
+        ports = replace(process_ports(settings, Engine(settings.engine_config()), RecentSpans(), print), **others)
         worker = Worker(settings, settings.worker_id, build, ports)
         here.call_soon_threadsafe(made.set_result, (worker, asyncio.get_running_loop()))
         await worker.run()
@@ -88,6 +91,43 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
         assert not await ours.workers()
         await ours.close()
         await others.close()
+
+
+async def test_a_worker_follows_the_log_level_of_its_file_and_what_is_set_over_it(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    file, levels = tmp_path / "settings.json", list[str]()
+    file.write_text('{"max_queued": 64, "log_level": "warning"}')  # gateways' file: the first is none of a worker's
+
+    def level_is(level: str) -> Callable[[], Awaitable[bool]]:
+        async def check() -> bool:
+            return levels[-1:] == [level]
+
+        return check
+
+    with RedisServer.start() as redis, capture_logs() as logs:
+        chosen = DecodeSettings(
+            model_path=demo_model, redis_url=redis.url, worker_id="w0", engine="null", num_blocks=16, followed=file
+        )
+        async with running(chosen, DecodeWorker, set_log_level=levels.append) as worker:
+            await eventually(level_is("warning"), "the file's")
+            file.write_text('{"log_level": "error"}')
+            await eventually(level_is("error"), "the file's next")
+            async with grpc.aio.insecure_channel(worker.address) as channel:
+                stub: Any = process_pb2_grpc.SettingsServiceStub(channel)
+                for wrong in ('{"log_level": "loud"}', '{"max_queued": 1}', "[]", "{", "[" * 9000, " " * 70_000):
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await stub.Override(process_pb2.OverrideRequest(settings=wrong, ttl_s=1.0), timeout=30)
+                    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                asked = process_pb2.OverrideRequest(settings='{"log_level": "debug"}', ttl_s=1.0, by="an operator")
+                told = json.loads((await stub.Override(asked, timeout=30)).in_force)
+            assert (told["settings"], list(told["ttl_s"])) == ({"log_level": "debug"}, ["log_level"])
+            await eventually(level_is("error"), "its time is over")
+    assert levels == ["warning", "error", "debug", "error"]
+    changed = [(line["by"], line["changes"]["log_level"]) for line in logs if line["event"] == "settings changed"]
+    by_file, by_hand, over = changed
+    assert (by_file, over) == ((str(file), ["warning", "error"]), ("time is over", ["debug", "error"]))
+    assert (by_hand[0].startswith("an operator, from ipv4:127.0.0.1"), by_hand[1]) == (True, ["error", "debug"])
 
 
 async def test_a_stuck_step_ends_the_worker_with_its_reason(demo_model: Path) -> None:

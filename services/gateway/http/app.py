@@ -31,11 +31,10 @@ from services.gateway.http.targets import scrape_targets
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.llm import LLM
 from services.gateway.model import ServedModel
-from services.gateway.running_settings import RunningSettings
 from services.gateway.settings import GatewaySettings
 from services.gateway.traces import RecentRequests
 from tandem import __version__
-from tandem.process import Look, lasting
+from tandem.process import Look, RunningSettings, lasting
 
 log = structlog.get_logger(__name__)
 MESSAGES = "/v1/messages"
@@ -47,8 +46,8 @@ GENERATING = (
 
 
 def build_app(
-    llm: LLM, wall: Callable[[], float], integrity: Look, traces: RecentRequests, running: RunningSettings,
-    console: Console,
+    llm: LLM, wall: Callable[[], float], integrity: Look, traces: RecentRequests,
+    running: RunningSettings[GatewaySettings], console: Console,
 ) -> FastAPI:  # fmt: skip
     """
     Args:
@@ -189,7 +188,7 @@ def _add_integrity(app: FastAPI, integrity: Look) -> None:
         return (await lasting(integrity)).json()
 
 
-def _add_admin(app: FastAPI, llm: LLM, running: RunningSettings) -> None:
+def _add_admin(app: FastAPI, llm: LLM, running: RunningSettings[GatewaySettings]) -> None:
     for path, manage in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
         app.router.routes.append(Route(path, AdminEndpoint(llm, manage), methods=["POST"]))
     app.router.routes.append(Route("/debug/settings", SettingsEndpoint(llm, running), methods=["GET", "POST"]))

@@ -9,11 +9,12 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.http.endpoint import ADMIN_BYTES, Endpoint
 from services.gateway.http.exchange import Exchange
 from services.gateway.llm import LLM
-from services.gateway.running_settings import RunningSettings
+from services.gateway.settings import GatewaySettings
+from tandem.process import RunningSettings
 
 
 class SettingsEndpoint(Endpoint):
-    def __init__(self, llm: LLM, running: RunningSettings) -> None:
+    def __init__(self, llm: LLM, running: RunningSettings[GatewaySettings]) -> None:
         super().__init__(llm)
         self._running = running
 

@@ -114,14 +114,14 @@ class _WorkerLife:
         self._build = getattr(import_module(f"{service.module}.server"), f"{role}Worker")
         self._settings = settings_type(**{"host": node_address(), **service.settings})
         traces = telemetry.Traces.FOLLOWED
-        self._recent = telemetry.set_up(f"tandem-{role.lower()}", service.name, self._settings.log_level, traces).recent
+        self._own = telemetry.set_up(f"tandem-{role.lower()}", service.name, self._settings.log_level, traces)
         page = open_crash_page(self._settings, service.name)
         self._engine = Engine(self._settings.engine_config(), crash_page=page)
 
     async def run(self) -> None:
-        from tandem.worker import Worker, process_ports, run_measured
+        from tandem.worker import Worker, process_ports, run_measured, tuned_by
 
-        ports = process_ports(self._settings, self._engine, self._recent)
+        ports = process_ports(self._settings, self._engine, self._own.recent, tuned_by(self._own))
         self._worker = Worker(self._settings, self._name, self._build, ports)
         self.incarnation = self._worker.context.incarnation
         announcing = asyncio.create_task(self._announce())

@@ -1,4 +1,4 @@
-"""Settings that a running gateway takes over: a file that it follows, and what operators set for a while.
+"""Settings that a running process takes over: a file that it follows, and what operators set for a while.
 
     its start's settings  <  the file `followed`, JSON: {"max_queued": 64, …}  <  `tandem set`, until its time is over
 
@@ -11,36 +11,39 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import structlog
 from pydantic import ValidationError
 
-from services.gateway.settings import GatewaySettings
-from tandem.process import WorkThreads
+from tandem.process.work_threads import WorkThreads
+from tandem.settings import Settings
 
 log = structlog.get_logger(__name__)
 FOLLOW_S = 0.5
 MAX_TTL_S = 24 * 3600.0
-FOLLOWED = frozenset(
-    {
-        "classes", "tenant_weights", "max_queued", "max_admitted_tokens", "prefill_queue_tokens", "max_choices",
-        "timeout_s", "log_level", "trace_sampling",
-    }
-)  # fmt: skip
+S = TypeVar("S", bound=Settings)
 
 
-class RunningSettings:
+class RunningSettings(Generic[S]):
     """Run `run` as a task. `apply` is called with the settings in force, at each change."""
 
-    def __init__(self, base: GatewaySettings, apply: Callable[[GatewaySettings], None]) -> None:
+    def __init__(
+        self, base: S, file: Path | None, may_change: frozenset[str], apply: Callable[[S], None],
+        *, is_shared: bool = False,
+    ) -> None:  # fmt: skip
         """
+        Args:
+            is_shared: the file also has settings of other services, which are not looked at.
+
         Raises:
             OSError, ValueError: the file is not there, or malformed.
         """
-        self._base, self._apply = base, apply
-        self._content = base.followed.read_bytes() if base.followed else b"{}"
-        self._of_file = _parsed(self._content)
+        self._base, self._file, self._may_change, self._apply = base, file, may_change, apply
+        self._is_shared = is_shared
+        self._content = file.read_bytes() if file else b"{}"
+        self._of_file = self._parsed(self._content)
         self._overrides: dict[str, tuple[Any, float]] = {}  # until when, on the event loop's clock
         self._problem = ""
         self._thread = WorkThreads("settings", 1)
@@ -66,7 +69,7 @@ class RunningSettings:
         """Give the settings in force, and for how long those that were set still are."""
         now, values = asyncio.get_running_loop().time(), self.in_force.model_dump(mode="json")
         left = {name: round(until - now, 1) for name, (_, until) in self._overrides.items()}
-        return {"settings": {name: values[name] for name in sorted(FOLLOWED)}, "ttl_s": left}
+        return {"settings": {name: values[name] for name in sorted(self._may_change)}, "ttl_s": left}
 
     async def run(self) -> None:
         """Follow the file, and the end of what was set, until cancelled."""
@@ -78,38 +81,47 @@ class RunningSettings:
                 for name in over:
                     del self._overrides[name]
                 self._take_over(self._merged(self._of_file, _values(self._overrides)), "time is over")
-            if self._base.followed:
-                await self._follow()
+            if self._file:
+                await self._follow(self._file)
 
-    async def _follow(self) -> None:
-        assert self._base.followed is not None
+    async def _follow(self, file: Path) -> None:
         try:
-            content = await self._thread.run(self._base.followed.read_bytes)
+            content = await self._thread.run(file.read_bytes)
             if content != self._content:
-                of_file = _parsed(content)
+                of_file = self._parsed(content)
                 merged = self._merged(of_file, _values(self._overrides))
                 self._content, self._of_file = content, of_file
-                self._take_over(merged, str(self._base.followed))
+                self._take_over(merged, str(file))
             self._problem = ""
         except (OSError, ValueError) as error:
             if str(error) != self._problem:
                 self._problem = str(error)
                 log.error("settings cannot be read: those before stay in force", error=self._problem)
 
-    def _merged(self, of_file: Mapping[str, Any], overrides: Mapping[str, Any]) -> GatewaySettings:
+    def _parsed(self, content: bytes) -> dict[str, Any]:
+        """
+        Raises:
+            ValueError
+        """
+        found = json.loads(content)
+        if not isinstance(found, dict):
+            raise ValueError("a file of settings is a JSON object")
+        return {name: found[name] for name in found if name in self._may_change or not self._is_shared}
+
+    def _merged(self, of_file: Mapping[str, Any], overrides: Mapping[str, Any]) -> S:
         given = {name: value for name, value in overrides.items() if value is not None}
-        if unknown := sorted((of_file.keys() | overrides.keys()) - FOLLOWED):
-            raise ValueError(f"{unknown[0]!r} cannot be set at run time; {', '.join(sorted(FOLLOWED))} can")
+        if unknown := sorted((of_file.keys() | overrides.keys()) - self._may_change):
+            raise ValueError(f"{unknown[0]!r} cannot be set at run time; {', '.join(sorted(self._may_change))} can")
         try:
             return type(self._base).model_validate({**self._base.model_dump(), **of_file, **given})
         except ValidationError as error:
             wrong = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
 
-    def _take_over(self, new: GatewaySettings, by: str, ttl_s: float | None = None) -> None:
+    def _take_over(self, new: S, by: str, ttl_s: float | None = None) -> None:
         before, self.in_force = self.in_force, new
         old, now = before.model_dump(mode="json"), new.model_dump(mode="json")
-        changes = {name: [old[name], now[name]] for name in sorted(FOLLOWED) if old[name] != now[name]}
+        changes = {name: [old[name], now[name]] for name in sorted(self._may_change) if old[name] != now[name]}
         if changes:
             self._apply(new)
             log.warning("settings changed", by=by, changes=changes, **({"ttl_s": ttl_s} if ttl_s else {}))
@@ -117,14 +129,3 @@ class RunningSettings:
 
 def _values(overrides: Mapping[str, tuple[Any, float]]) -> dict[str, Any]:
     return {name: value for name, (value, _) in overrides.items()}
-
-
-def _parsed(content: bytes) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError
-    """
-    found = json.loads(content)
-    if not isinstance(found, dict):
-        raise ValueError("a file of settings is a JSON object")
-    return found
