@@ -140,7 +140,7 @@ class Costs:
         room_s = 0.9 * target_s - 2 * step_s
         if room_s > 0 and (paused > 1 or self.behind):
             slower = (step_s + room_s) / room_s
-            waiting *= slower if paused > 1 else 1
+            waiting *= slower
             late = self.late(waiting + uncached * token_s * slower)
             return waiting + uncached * (of_one(token_s, usual) * slower + 15 * usual) + late + self.writing(d)
         pause = waiting + uncached * token_s

@@ -190,8 +190,8 @@ end
 -- in `usual` seconds a token. Prefill pauses each sequence that runs there, and this one when it does: a pause counts by
 -- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
 -- With a target between tokens, and room below it for two steps, the engine prefills in that room: nobody sees a pause, and
--- prefill takes longer by its share of a step. Where nothing runs, what waits there is prefilled faster, but until this
--- prompt's turn comes something will run; and there it is prefilled only where prefill workers are `behind`.
+-- prefill takes longer by its share of a step. What waits there does, too, where nothing runs yet: behind the first of
+-- them its answer runs. Where nothing runs it is prefilled only where prefill workers are `behind`.
 local function prefill_alone(rows, d, request, usual, behind)
   local at, values = (d - 1) * WIDTH, rows.values
   local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or usual
@@ -200,7 +200,7 @@ local function prefill_alone(rows, d, request, usual, behind)
   local room_s = PLANNED * request.itl_s - 2 * step_s
   if room_s > 0 and (values[at + SEQUENCES] > 0 or behind) then
     local slower = (step_s + room_s) / room_s
-    local waiting = queue * token_s * (values[at + SEQUENCES] > 0 and slower or 1)
+    local waiting = queue * token_s * slower
     return waiting + tokens * (of_one(token_s, usual) * slower + (OWN_WORK - 1) * usual)
       + lateness(request, waiting + tokens * token_s * slower)
   end
