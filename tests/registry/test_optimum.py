@@ -120,7 +120,8 @@ class Costs:
 
     def late(self, first_s: float) -> float:
         target_s = self.wanted.ttft_target_s
-        return 16 * max(first_s - 0.9 * target_s, 0) if target_s else 0
+        late_s = first_s - 0.9 * target_s if target_s else 0.0
+        return 16 * (late_s + self.wanted.prompt_tokens * self.usual) if late_s > 0 else 0.0
 
     def pair(self, p: LiveWorker, d: LiveWorker) -> float:
         tokens = max(self.uncached(p), 1)

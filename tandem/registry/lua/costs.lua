@@ -49,9 +49,11 @@ local function adapting(rows, request, i)
   return request.adapted and not request.adapted[rows.values[(i - 1) * WIDTH + GENERATION]] and ADAPTER_S or 0
 end
 
--- What it costs that the first token comes after so many seconds.
-local function lateness(request, seconds)
-  return LATE * max(seconds - PLANNED * request.ttft_s, 0)
+-- What it costs that the first token comes after so many seconds. Late by a little is late: as much work as its prompt
+-- is, of `usual` seconds a token, is worth doing elsewhere so that it is not.
+local function lateness(request, seconds, usual)
+  local late_s = seconds - PLANNED * request.ttft_s
+  return late_s > 0 and LATE * late_s + OWN_WORK * request.prompt_tokens * usual or 0
 end
 
 local function size_on(role, request)
@@ -151,7 +153,7 @@ local function weigh_prefills(rows, request)
       local tokens = max(prompt - (hits[p] or 0) * block_size, 1)
       local queue, token_s = max(values[at + TOKENS], values[at + QUEUED]), values[at + TOKEN_S]
       local waiting = queue * token_s + adapting(rows, request, p)
-      cost = waiting + tokens * (of_one(token_s, rows.usual) + others_s) + lateness(request, waiting + tokens * token_s)
+      cost = waiting + tokens * (of_one(token_s, rows.usual) + others_s) + lateness(request, waiting + tokens * token_s, rows.usual)
         + values[at + STUCK] * STUCK_S
       able = true
     end
@@ -202,9 +204,9 @@ local function prefill_alone(rows, d, request, usual, behind)
     local slower = (step_s + room_s) / room_s
     local waiting = queue * token_s * slower
     return waiting + tokens * (of_one(token_s, usual) * slower + (OWN_WORK - 1) * usual)
-      + lateness(request, waiting + tokens * token_s * slower)
+      + lateness(request, waiting + tokens * token_s * slower, usual)
   end
   local pause = (queue + tokens) * token_s
   return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * pause * pause / step_s
-    + lateness(request, pause)
+    + lateness(request, pause, usual)
 end
