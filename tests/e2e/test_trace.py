@@ -85,7 +85,8 @@ def check_metrics(collector: Collector) -> None:
             told = {a.key: a.value.string_value for a in point.attributes}
             assert (told["gen_ai.provider.name"], told["gen_ai.request.model"]) == ("tandem", "tandem-demo")
             assert point.count
-            assert point.sum > 0
+            # Tokens that come as one message have no time between them.
+            assert point.sum > 0 or name == "gen_ai.server.time_per_output_token"
 
 
 def test_one_request_is_one_tree(cluster: RunningCluster, collector: tuple[Collector, str]) -> None:
