@@ -13,7 +13,10 @@ process that has imported everything. Callers take turns; nobody's many calls co
     it raised                                 that exception
     a signal ended it: SEGV, ABRT, BUS, …     CallDied
     it used up its CPU time or memory         CallExhausted
-    no lane was free, or the helper went      SandboxBusy       says nothing of the call: it may be tried again
+    no lane was free, or helpers went twice   SandboxBusy       says nothing of the call: it may be tried again
+
+A helper that is lost takes no call with it: another is started, and runs what the lost one had not answered. Only a
+call that was under way in two lost ones is refused.
 """
 
 from __future__ import annotations
@@ -79,12 +82,14 @@ class SandboxBusy(CallFailed):
     """Not run, or not to its end, for a reason that lies with the machine."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting:
+    caller: str
     payload: bytes
     bounds: Bounds
     result: asyncio.Future[Any]
     giving_up: asyncio.TimerHandle
+    lost_once: bool = False
 
 
 class Sandbox:
@@ -111,7 +116,8 @@ class Sandbox:
             raise SandboxBusy("too many calls wait for the helper process")
         loop = asyncio.get_running_loop()
         payload, future = pickle.dumps((function, args), protocol=5), loop.create_future()
-        waiting = _Waiting(payload, bounds or self._bounds, future, loop.call_later(WAIT_S, _give_up, future))
+        giving_up = loop.call_later(WAIT_S, _give_up, future)
+        waiting = _Waiting(caller, payload, bounds or self._bounds, future, giving_up)
         self._queues.setdefault(caller, deque()).append(waiting)
         self._arrived.set()
         try:
@@ -127,7 +133,8 @@ class Sandbox:
                 await self._arrived.wait()
         while True:
             try:
-                async with self._helper() as lanes, asyncio.TaskGroup() as group:
+                async with self._helper() as (process, lanes), asyncio.TaskGroup() as group:
+                    group.create_task(_notice_death(process))
                     for reader, writer in lanes:
                         group.create_task(self._serve(reader, writer))
             except* (OSError, EOFError, pickle.UnpicklingError) as errors:
@@ -135,7 +142,7 @@ class Sandbox:
             await asyncio.sleep(RESTART_S)
 
     @asynccontextmanager
-    async def _helper(self) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+    async def _helper(self) -> AsyncIterator[tuple[Process, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]]:
         async with AsyncExitStack() as stack:
             ends = [self._pair(stack) for _ in range(self._lanes)]
             theirs = [their.fileno() for _, their in ends]
@@ -151,7 +158,7 @@ class Sandbox:
             lanes = [await asyncio.open_connection(sock=own.dup(), limit=BUFFER_BYTES) for own, _ in ends]
             for _, writer in lanes:
                 stack.callback(writer.close)
-            yield lanes
+            yield process, lanes
 
     def _pair(self, stack: AsyncExitStack) -> tuple[socket.socket, socket.socket]:
         own, their = socket.socketpair()
@@ -167,9 +174,19 @@ class Sandbox:
                 async with asyncio.timeout(waiting.bounds.wall_s + GRACE_S):
                     reply = await _exchange(reader, writer, waiting.payload, waiting.bounds)
             except BaseException:
-                _settle(waiting.result, SandboxBusy("the helper process was lost"))
+                self._lost_with(waiting)
                 raise
             _settle(waiting.result, reply)
+
+    def _lost_with(self, waiting: _Waiting) -> None:
+        """The helper went while it had this call, which the next one runs before others of its caller."""
+        if waiting.lost_once:
+            _settle(waiting.result, SandboxBusy("the helper process was lost"))
+        elif not waiting.result.done():
+            waiting.lost_once = True
+            waiting.giving_up = asyncio.get_running_loop().call_later(WAIT_S, _give_up, waiting.result)
+            self._queues.setdefault(waiting.caller, deque()).appendleft(waiting)
+            self._arrived.set()
 
     async def _next(self) -> _Waiting:
         """The next caller's next call."""
@@ -193,7 +210,9 @@ async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         writer.write(payload[begin : begin + PIECE])
         await writer.drain()
     (size,) = REPLY.unpack(await reader.readexactly(REPLY.size))
-    kind, value = pickle.loads(await _read(reader, size))
+    if size > bounds.memory_bytes:
+        raise EOFError(f"a reply of {size} bytes, more than its call may use")
+    kind, value = _unpickled(await _read(reader, size))
     if kind == DIED:
         return _death(value)
     if kind == RAISED:
@@ -210,6 +229,15 @@ async def _read(reader: asyncio.StreamReader, size: int) -> bytearray:
     return data
 
 
+def _unpickled(reply: bytearray) -> tuple[str, Any]:
+    """Unpickle it; raises UnpicklingError where it is no reply, from a fork whose memory was overwritten."""
+    try:
+        kind, value = pickle.loads(reply)
+    except Exception as error:
+        raise pickle.UnpicklingError(repr(error)) from error
+    return kind, value
+
+
 @dataclass(frozen=True, slots=True)
 class _Returned:
     value: Any
@@ -220,7 +248,20 @@ def _death(code: int) -> CallFailed:
         return CallExhausted("CPU time")
     if code == -signal.SIGALRM:
         return SandboxBusy("the machine was too busy to run it in time")
-    return CallDied(signal.Signals(-code).name if code < 0 else f"exit status {code}")
+    return CallDied(_name(code))
+
+
+async def _notice_death(process: Process) -> None:
+    """An idle helper's, too: the next call finds another.
+
+    Raises:
+        EOFError
+    """
+    raise EOFError(f"it ended: {_name(await process.wait())}")
+
+
+def _name(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
 async def _end(process: Process) -> None:

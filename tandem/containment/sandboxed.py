@@ -4,6 +4,9 @@
                                          ├─ lane 0: a fork that waits for a call, runs it, replies and exits
                                          └─ lane 1: likewise; the helper says what a fork died of, and forks again
 
+The owner has one call at a time on a lane. If a fork dies while it reads one, or replies, nobody knows where on its
+lane the next call or reply begins: the helper ends with it, and its owner starts another.
+
 A fork bounds itself before it runs its call: CPU and wall-clock time by timers whose signals end it, memory by an
 rlimit, stack by the size of the thread that the call runs on. This file imports no more than that needs.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import mmap
 import os
 import pickle
 import resource
@@ -55,27 +59,31 @@ def main() -> None:
     os.nice(_NICE)
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    called = mmap.mmap(-1, len(lanes))  # shared with the forks: which of them run one
     gc.freeze()
-    running = {_forked(lane): lane for lane in lanes}
+    running = {_forked(lanes, index, called): index for index in range(len(lanes))}
     while True:
         pid, status = os.wait()
-        lane, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+        index, code = running.pop(pid), os.waitstatus_to_exitcode(status)
         if code == _OWNER_IS_GONE:
             return
+        if code and not called[index]:
+            sys.exit(f"a fork of the helper process ended outside its call: {code}")
         if code:
-            _reply(lane, pickle.dumps((DIED, code)))
-        running[_forked(lane)] = lane
+            _reply(lanes[index], pickle.dumps((DIED, code)))
+        running[_forked(lanes, index, called)] = index
 
 
-def _forked(lane: socket.socket) -> int:
+def _forked(lanes: list[socket.socket], index: int, called: mmap.mmap) -> int:
     """A fork that serves one call, and what it is called."""
+    called[index] = 0
     parent = os.getpid()
     if pid := os.fork():
         return pid
     code = 1
     try:
         _die_with(parent)
-        code = _serve(lane)
+        code = _serve(lanes[index], index, called)
     finally:
         os._exit(code)
 
@@ -89,7 +97,7 @@ def _die_with(parent: int) -> None:
         os._exit(_OWNER_IS_GONE)
 
 
-def _serve(lane: socket.socket) -> int:
+def _serve(lane: socket.socket, index: int, called: mmap.mmap) -> int:
     head = _received(lane, _CALL.size)
     if head is None:
         return _OWNER_IS_GONE
@@ -97,6 +105,7 @@ def _serve(lane: socket.socket) -> int:
     payload = _received(lane, size)
     if payload is None:
         return _OWNER_IS_GONE
+    called[index] = 1
     replies: list[bytes] = []
     threading.stack_size(stack)
     _limit_memory(memory + stack)
@@ -107,6 +116,7 @@ def _serve(lane: socket.socket) -> int:
     thread.join()
     signal.setitimer(signal.ITIMER_PROF, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)
+    called[index] = 0
     _reply(lane, replies[0])
     return 0
 

@@ -78,6 +78,27 @@ def echo(data: bytes) -> bytes:
     return data
 
 
+def end_the_helper() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(10)
+
+
+def claim_a_huge_reply() -> None:
+    _write_to_owner(b"\xff" * 8)
+
+
+def reply_nonsense() -> None:
+    _write_to_owner((9).to_bytes(8) + b"no pickle")
+
+
+def _write_to_owner(data: bytes) -> None:
+    """As memory that was overwritten might: on whichever sockets the fork has."""
+    for number in range(3, 64):
+        with suppress(OSError):
+            os.write(number, data)
+    time.sleep(10)
+
+
 def environment() -> list[str]:
     return sorted(os.environ)
 
@@ -152,15 +173,54 @@ async def test_callers_take_turns(sandbox: Sandbox) -> None:
     await asyncio.gather(*many)
 
 
-async def test_a_lost_helper_is_replaced(sandbox: Sandbox) -> None:
-    await sandbox.call(double, 1)
-    assert sandbox.pid is not None
-    lost = asyncio.create_task(sandbox.call(sleep, 30))
+async def helper(sandbox: Sandbox) -> psutil.Process:
+    return psutil.Process(await sandbox.call(sleep, 0))
+
+
+async def test_a_lost_helpers_calls_are_run_by_the_next(sandbox: Sandbox) -> None:
+    lost = await helper(sandbox)
+    calls = [asyncio.create_task(sandbox.call(sleep, 1, caller=str(number))) for number in range(4)]
     await asyncio.sleep(0.2)
-    os.kill(sandbox.pid, signal.SIGKILL)
-    with pytest.raises(SandboxBusy):
-        await lost
+    lost.kill()
+    async with asyncio.timeout(60):
+        served_by = set(await asyncio.gather(*calls))
+    assert len(served_by) == 1
+    assert lost.pid not in served_by
+
+
+async def test_a_call_under_way_in_two_lost_helpers_is_refused(sandbox: Sandbox) -> None:
+    call = asyncio.create_task(sandbox.call(end_the_helper))
+    with pytest.raises(SandboxBusy, match="lost"):
+        await call
     assert await sandbox.call(double, 2) == 4
+
+
+async def test_an_idle_helpers_death_costs_no_call(sandbox: Sandbox) -> None:
+    lost = await helper(sandbox)
+    lost.kill()
+    async with asyncio.timeout(60):
+        while sandbox.pid == lost.pid:
+            await asyncio.sleep(0.05)
+    assert (await helper(sandbox)).pid == sandbox.pid
+
+
+async def test_forks_that_die_while_they_wait_answer_nobody(sandbox: Sandbox) -> None:
+    """As where memory is short: the kernel takes them first. No later call gets an earlier one's answer."""
+    for round_ in range(3):
+        for fork in (await helper(sandbox)).children():
+            with suppress(psutil.NoSuchProcess):
+                fork.kill()
+        async with asyncio.timeout(60):
+            assert await asyncio.gather(*(sandbox.call(double, round_ + n) for n in range(8))) == [
+                2 * (round_ + n) for n in range(8)
+            ]
+
+
+async def test_what_is_no_reply_ends_the_helper_alone(sandbox: Sandbox) -> None:
+    for write in (claim_a_huge_reply, reply_nonsense):
+        with pytest.raises(SandboxBusy, match="lost"):
+            await sandbox.call(write)
+        assert await sandbox.call(double, 3) == 6
 
 
 async def test_who_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
