@@ -9,9 +9,11 @@ from tandem.containment.crash_page import (
     Death,
     cause_of,
     death_of,
+    oom_kills_in,
     page_path,
 )
 from tandem.containment.deep_stack import on_deep_stack
+from tandem.containment.oom_kills import OomKills, oom_kills_here
 from tandem.containment.sandbox import CallDied, CallExhausted, CallFailed, Sandbox, SandboxBusy
 from tandem.containment.sandboxed import Bounds
 
@@ -26,10 +28,13 @@ __all__ = [
     "CallFailed",
     "CrashPage",
     "Death",
+    "OomKills",
     "Sandbox",
     "SandboxBusy",
     "cause_of",
     "death_of",
     "on_deep_stack",
+    "oom_kills_here",
+    "oom_kills_in",
     "page_path",
 ]

@@ -1,6 +1,7 @@
 """An engine's work in progress, in memory that outlives it: a file, which the launcher or next start reads.
 
-    header   the worker's incarnation; a count of steps; whether a step is under way, and who is alone in it
+    header   the worker's incarnation; a count of steps; whether a step is under way, and who is alone in it; how many
+             processes the kernel had killed for want of memory when the worker last looked
     slots    who computes: from the first step that a sequence is in until it leaves; whose grammar is being compiled
 
 Only what changes is written, so that a step costs the same however many sequences are in it. A slot says how many
@@ -26,6 +27,8 @@ INCARNATION = struct.Struct("64s")
 INCARNATION_AT = 16
 STEP = struct.Struct("<qii")  # how many there have been, its phase, the slot that is alone in it
 STEP_AT = 80
+OOM_KILLS = struct.Struct("<q")
+OOM_KILLS_AT = 96
 # Its kind, tokens of its answer at the beginning of a step, the number of that step, whose it is.
 SLOT = struct.Struct("<iiq112s")
 NUM_SLOTS = 1024
@@ -81,6 +84,10 @@ class CrashPage:
         """It is this worker's from now on."""
         self._page[: len(MAGIC)] = MAGIC
         INCARNATION.pack_into(self._page, INCARNATION_AT, incarnation.encode())
+
+    def note_oom_kills(self, count: int) -> None:
+        """So many there have been by now. If there are more at the next start, this one's end was among them."""
+        OOM_KILLS.pack_into(self._page, OOM_KILLS_AT, count)
 
     def read(self) -> bytes:
         """As it would be found."""
@@ -162,6 +169,11 @@ def death_of(page: bytes, cause: str) -> Death | None:
         return None
     incarnation = _text(*INCARNATION.unpack_from(page, INCARNATION_AT))
     return Death(incarnation, cause, _named(page, cause) if cause in CRASHES else {})
+
+
+def oom_kills_in(page: bytes) -> int | None:
+    """The last count that was noted; None where it is no page."""
+    return int(OOM_KILLS.unpack_from(page, OOM_KILLS_AT)[0]) if len(page) == SIZE and page.startswith(MAGIC) else None
 
 
 def cause_of(status: int) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tandem.local.oom import OomKills, how_it_died
+from tandem.containment import OomKills
 from tandem.process import LogOutput, dying_with_parent
 
 STOP_WAIT_S = 10.0
@@ -103,7 +103,7 @@ class LocalLauncher:
         self._logs = logs
         self._report = report
         self._on_death = on_death
-        self._oom_kills = OomKills.here()
+        self._oom_kills = OomKills()
         self._stages: list[list[_Process]] = []
         self._ended: asyncio.Queue[_Process] = asyncio.Queue()
 
@@ -120,7 +120,7 @@ class LocalLauncher:
             process = await self._next_ended()
             status = await process.ending()
             if self._on_death:
-                await self._on_death(process.service.settings, how_it_died(status, self._oom_kills))
+                await self._on_death(process.service.settings, self._oom_kills.how_it_died(status))
             ended = f"{process.service.name} ended with status {status}"
             if not restart:
                 raise ServiceFailed(f"{ended}; its last words:\n" + "\n".join(process.last_lines))

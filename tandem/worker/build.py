@@ -70,6 +70,7 @@ class WorkerPorts:
     process: str = ""  # as others of this host know it
     is_gone: Callable[[str], bool] = lambda process: False  # what this host's kernel says of such a process
     pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
+    oom_kills: Callable[[], int] = lambda: 0  # of this machine's kernel, so far
     recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
     set_log_level: Callable[[str], None] = lambda level: None
 
@@ -290,6 +291,7 @@ class Worker:
         while engine.busy_s <= longest:
             if self._is_stuck() is not self._told_stuck:
                 self._lease.renew_now()
+            engine.engine.crash_page.note_oom_kills(self._ports.oom_kills())
             await asyncio.sleep(min(ENGINE_CHECK_S, longest / 2))
             if engine.ended:
                 raise EngineDied("the engine has ended")

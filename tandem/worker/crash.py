@@ -1,8 +1,8 @@
 """A worker's crash page from start to start: what the last one has left is told, then a new one begins.
 
 Where a launcher has seen the last one end, it has told already. Elsewhere, as in a pod, the signal is known from what
-the interpreter's fault handler has written beside the page. A process that was killed has written nothing: then nobody
-is named.
+the interpreter's fault handler has written beside the page. A process that was killed has written nothing: if the
+kernel has killed one for want of memory since it last looked, it was this one; else nobody is named.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from tandem.containment import CrashPage, page_path
+from tandem.containment import CrashPage, oom_kills_here, oom_kills_in, page_path
 from tandem.local import report_page
 from tandem.worker.settings import WorkerSettings
 
@@ -34,8 +34,14 @@ def open_crash_page(settings: WorkerSettings, worker_id: str) -> CrashPage:
     if said:
         log.error("the last start has crashed", said=said[-LAST_CHARACTERS:])
     of = {"crash_dir": settings.crash_dir, "worker_id": worker_id}
-    asyncio.run(report_page({**of, "redis_url": settings.redis_url, "namespace": settings.namespace}, cause_in(said)))
+    cause = cause_in(said) or _killed_for_memory(path)
+    asyncio.run(report_page({**of, "redis_url": settings.redis_url, "namespace": settings.namespace}, cause))
     return _new_page(path, faults)
+
+
+def _killed_for_memory(path: Path) -> str:
+    noted = oom_kills_in(path.read_bytes()) if path.exists() else None
+    return "OOM" if noted is not None and oom_kills_here() > noted else ""
 
 
 def cause_in(said: str) -> str:
@@ -47,6 +53,7 @@ def cause_in(said: str) -> str:
 def _new_page(path: Path, faults: Path) -> CrashPage:
     try:
         page = CrashPage.at(path)
+        page.note_oom_kills(oom_kills_here())
         faulthandler.enable(faults.open("w"))
     except OSError as error:
         log.warning("no crash page: a request that ends this worker will not be known", path=str(path), why=str(error))

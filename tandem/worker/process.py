@@ -17,6 +17,7 @@ import uvloop
 from tqdm import tqdm
 
 from tandem import rpc
+from tandem.containment import oom_kills_here
 from tandem.engine import Engine
 from tandem.garbage import settled
 from tandem.liveness import CpuPressure, gone_here, this_process
@@ -76,6 +77,7 @@ def process_ports(
         process=this_process(),
         is_gone=gone_here,
         pressure=CpuPressure(),
+        oom_kills=oom_kills_here,
         recent=recent,
         set_log_level=set_log_level,
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tandem.containment import OomKills
 from tandem.containment.crash_page import Death
 from tandem.liveness.same_host import this_process
 from tandem.local import LocalLauncher, RedisServer, Service
 from tandem.local.deaths import report_death
-from tandem.local.oom import OomKills, how_it_died
 from tandem.registry import Registry, Role
 from tests.registry.cluster import worker_info, worker_load
 
@@ -88,16 +88,13 @@ async def test_what_has_no_page_is_no_error(tmp_path: Path) -> None:
     assert await report_death(settings, "SIGSEGV") is None
 
 
-def test_a_kill_for_want_of_memory_is_told_from_an_operators(tmp_path: Path) -> None:
-    events = tmp_path / "memory.events"
-    events.write_text("low 0\noom 3\noom_kill 3\n")
-    kills = OomKills(events)
-    assert how_it_died(-9, kills) == "SIGKILL"
-    events.write_text("low 0\noom 4\noom_kill 4\n")
-    assert [how_it_died(-11, kills), how_it_died(-9, kills), how_it_died(-9, kills)] == ["SIGSEGV", "OOM", "SIGKILL"]
-    events.write_text("oom_kill 5\n")
+def test_a_kill_for_want_of_memory_is_told_from_an_operators() -> None:
+    count = 3
+    kills = OomKills(lambda: count)
+    assert kills.how_it_died(-9) == "SIGKILL"
+    count = 4
+    assert [kills.how_it_died(status) for status in (-11, -9, -9)] == ["SIGSEGV", "OOM", "SIGKILL"]
+    count = 5
     kills.look()
     kills.look()
-    assert how_it_died(-9, kills) == "SIGKILL", "that one has ended long ago"
-    events.unlink()
-    assert how_it_died(-9, kills) == "SIGKILL"
+    assert kills.how_it_died(-9) == "SIGKILL", "that one has ended long ago"

@@ -20,11 +20,14 @@ START = """
 import ctypes, os, signal, sys
 from pathlib import Path
 from services.decode.settings import DecodeSettings
+from tandem.containment import oom_kills_here
 from tandem.worker.crash import open_crash_page
-folder, url, number = sys.argv[1:]
+folder, url, number, killed = sys.argv[1:]
 settings = DecodeSettings(model_path=Path("."), crash_dir=Path(folder), redis_url=url)
 page = open_crash_page(settings, "d0")
 page.begin(f"before {number}")
+if number == "9":
+    page.note_oom_kills(oom_kills_here() - int(killed))
 page.enter("a", 4)
 page.stepping()
 if number == "11":
@@ -33,8 +36,9 @@ os.kill(os.getpid(), int(number))
 """
 
 
-def start(folder: Path, url: str, number: int) -> None:
-    arguments = [sys.executable, "-c", START, str(folder), url, str(number)]
+def start(folder: Path, url: str, number: int, oom_kills: int = 0) -> None:
+    """`oom_kills`: as many are counted between its last look and its end."""
+    arguments = [sys.executable, "-c", START, str(folder), url, str(number), str(oom_kills)]
     assert subprocess.run(arguments, check=False, timeout=120).returncode == -number
 
 
@@ -47,6 +51,15 @@ async def test_the_next_start_tells_of_a_crash(tmp_path: Path) -> None:
         assert await registry.death("before 6") == Death("before 6", "SIGABRT", {"a": 4})
         assert await registry.death("before 9") == Death("before 9", "", {})
         assert await registry.death("before 15") is None
+        await registry.close()
+
+
+async def test_the_next_start_tells_of_a_kill_for_want_of_memory(tmp_path: Path) -> None:
+    with RedisServer.start() as redis:
+        for number, oom_kills in ((9, 1), (15, 0)):
+            await asyncio.to_thread(start, tmp_path, redis.url, number, oom_kills)
+        registry = Registry.connect(redis.url, timeout=30.0)
+        assert await registry.death("before 9") == Death("before 9", "OOM", {"a": 4})
         await registry.close()
 
 
