@@ -99,13 +99,10 @@ def model_folder() -> Path:
     return folder
 
 
-def _shared(redis: int) -> dict[str, object]:
-    return {"model_path": model_folder(), "model_name": MODEL, "redis_url": f"redis://127.0.0.1:{redis}"}
-
-
 def _workers(fleet: NullFleet, redis: int) -> list[Service]:
     null = {"engine": "null", "null_step": asdict(fleet.step_time)}
-    same = _shared(redis) | null | {"threads": 1, "log_level": "info"}
+    model = {"model_path": model_folder(), "model_name": MODEL, "redis_url": f"redis://127.0.0.1:{redis}"}
+    same = model | null | {"threads": 1, "log_level": "info"}
     seqs: dict[str, object] = {"max_num_seqs": fleet.decode_seqs} if fleet.decode_seqs else {}
     pools: dict[str, tuple[int, dict[str, object]]] = {
         "prefill": (fleet.prefill, {"num_blocks": fleet.prefill_blocks}),
@@ -122,7 +119,7 @@ def _gateways(fleet: NullFleet, http: list[int], grpc: list[int], redis: int) ->
     def settings(i: int, policy: str, disaggregation: str) -> dict[str, object]:
         ports = {"host": "127.0.0.1", "http_port": http[i], "grpc_port": grpc[i]}
         return (
-            _shared(redis)
+            {"redis_url": f"redis://127.0.0.1:{redis}"}
             | ports
             | PATIENT
             | dict(fleet.gateway_settings)

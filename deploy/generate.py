@@ -45,7 +45,7 @@ SECTIONS: dict[str, tuple[str, type[Settings], type[Settings]]] = {
 # What the chart itself sets, from other values or from the pod; and own_http_port, for a pod is one process.
 SET_BY_CHART = {
     "redis_url", "redis_port", "redis_memory_mb", "namespace", "host", "http_port", "grpc_port", "transfer_port",
-    "health_port", "metrics_port", "model_path", "model_name", "advertise_host", "worker_id", "ready_when",
+    "health_port", "metrics_port", "model_path", "model_name", "models", "advertise_host", "worker_id", "ready_when",
     "shared_cores", "api_keys", "insecure", "cluster_secret", "tls_cert", "tls_key", "tls_ca",
     "redis_host", "redis_password", "own_http_port", "store_url", "store_port", "store_memory_mb",
 }  # fmt: skip

@@ -16,3 +16,4 @@ class AdapterRef:
     name: str
     path: str
     revision: str
+    model: str = ""  # that it adapts, by name; empty where that was not said

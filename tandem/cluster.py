@@ -192,25 +192,22 @@ class Cluster(_Part):
             if "cpu" in resources:
                 cores = {"threads": max(1, int(resources["cpu"]))}
             own = {"crash_dir": folder / "crashes", "metrics_port": 0} | cores | pool.settings | {"worker_id": name}
-            settings = self._shared(pool.model, redis_url) | own
+            settings = self._of_model(pool.model) | self._shared(redis_url) | own
             return Service(name, f"services.{pool.role}", settings, int(str(settings["threads"])), resources)
 
         return [worker(pool, f"{pool.name}-{number}") for pool in self.pools for number in range(pool.replicas)]
 
     def gateway_services(self, redis_url: str) -> list[Service]:
-        """Services of each model's gateways, with ports that count up from those of the settings: of each process,
-        or, where the settings have an own_http_port, that of each process and the others of each model."""
-        replicas = [
-            (model.id, number) for number, model in enumerate(self.models) for _ in range(self.gateway.replicas)
-        ]
+        """Gateways, each of all models, with ports that count up from those of the settings; where those have an
+        own_http_port that alone does, and the others are shared."""
         return [
             Service(
-                "gateway" if len(replicas) == 1 else f"gateway-{number}",
+                "gateway" if self.gateway.replicas == 1 else f"gateway-{number}",
                 "services.gateway",
-                self._shared(model, redis_url) | self.gateway.settings | self._gateway_ports(number, of_model),
+                self._shared(redis_url) | self.gateway.settings | self._gateway_ports(number),
                 resources=self.gateway.resources.amounts(),
             )
-            for number, (model, of_model) in enumerate(replicas)
+            for number in range(self.gateway.replicas)
         ]
 
     def kvstore_service(self, **own_redis: object) -> Service:
@@ -220,7 +217,7 @@ class Cluster(_Part):
         return Service("kvstore", "services.kvstore", settings)
 
     def expected(self, model: str) -> dict[str, int]:
-        """The worker counts that each model's gateway reports when all is ready, by the model's name."""
+        """The worker counts of a model, by its name, that gateways report when all is ready."""
         ids = [known.id for known in self.models if known.name == model]
         of_role = {
             role: sum(pool.replicas for pool in self.pools if pool.role == role and pool.model in ids)
@@ -254,17 +251,18 @@ class Cluster(_Part):
         if weights.path.is_absolute() or ".." in weights.path.parts:
             raise ValueError(f"{place}.path: {weights.path} is not within ray.runtime_env.working_dir")
 
-    def _gateway_ports(self, number: int, of_model: int) -> dict[str, object]:
+    def _gateway_ports(self, number: int) -> dict[str, object]:
         first = self.gateway.settings.get("own_http_port")
         if first is None:
             return {"http_port": self.http_port + number, "grpc_port": self.grpc_port + number}
-        shared = {"http_port": self.http_port + of_model, "grpc_port": self.grpc_port + of_model}
-        return {**shared, "own_http_port": int(first) + number}
+        return {"http_port": self.http_port, "grpc_port": self.grpc_port, "own_http_port": int(first) + number}
 
-    def _shared(self, model_id: str, redis_url: str) -> dict[str, object]:
+    def _of_model(self, model_id: str) -> dict[str, object]:
         model = next(model for model in self.models if model.id == model_id)
-        of_model = {"model_path": model.weights.settled, "model_name": model.name}
-        return {**of_model, "redis_url": redis_url, **self._own_namespace(), **self.security}
+        return {"model_path": model.weights.settled, "model_name": model.name}
+
+    def _shared(self, redis_url: str) -> dict[str, object]:
+        return {"redis_url": redis_url, **self._own_namespace(), **self.security}
 
     def _own_namespace(self) -> dict[str, object]:
         return {} if self.namespace == DEFAULT_NAMESPACE else {"namespace": self.namespace}
@@ -302,7 +300,7 @@ def check_settings(given: Sequence[tuple[str, Mapping[str, Any]]], settings: typ
 
 
 def _add_address(found: dict[str, tuple[str, int]], option: str, key: str, place: tuple[str, int]) -> None:
-    """Processes of one model may listen on the same port, by the same option."""
+    """Gateways may listen on the same port, by the same option."""
     other = next((name for name, taken in found.items() if taken[1] == place[1]), "")
     if other and other.partition(" of ")[0] != option:
         raise ValueError(f"{key}: {place[1]} is {other}, too")

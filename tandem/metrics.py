@@ -166,6 +166,8 @@ def _gateway() -> Iterator[Series]:
     yield Series("vllm:kv_cache_usage_perc", gauge, text, MODEL)
     text = "Requests that ended, by path (remote, local, none) and HTTP status; 499 is a client that left."
     yield Series("tandem_requests", counter, text, ("path", "status"))
+    text = "Requests by the model's fingerprint; there are two while other files of a model are rolled out."
+    yield Series("tandem_model_requests", counter, text, (*MODEL, "fingerprint"))
     text = "Requests that ended with an error, by HTTP status and the error's code (docs/api.md)."
     yield Series("tandem_errors", counter, text, ("status", "reason"))
     text = "Choosing a pair of workers and reserving there, each time."

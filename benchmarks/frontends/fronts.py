@@ -83,9 +83,9 @@ async def _tandem(
     stack: AsyncExitStack, model: Path, pace: BackendPace, port: int
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
     redis = stack.enter_context(RedisServer.start())
-    await stack.enter_async_context(null_worker(redis.url, model.name, _letters(model), pace))
+    await stack.enter_async_context(null_worker(redis.url, model, _letters(model), pace))
     command = [
-        sys.executable, "-m", "services.gateway", f"--model-path={model}", f"--redis-url={redis.url}",
+        sys.executable, "-m", "services.gateway", f"--redis-url={redis.url}",
         f"--http-port={port}", "--grpc-port=0", "--max-queued=4096",
     ]  # fmt: skip
     yield stack.enter_context(started(command, _log("tandem"), {}))

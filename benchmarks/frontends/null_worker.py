@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from uuid import uuid4
 
 from benchmarks.frontends.pace import BackendPace
@@ -12,6 +13,7 @@ from tandem import rpc
 from tandem.engine import FinishReason, SampledToken, SequenceOutput
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2
+from tandem.worker.model_files import ModelFilesService
 from tandem.worker.streams import Streams
 from tandem.worker.suspects import SuspectTurns
 from tandem.worker.work import Entry, WorkService
@@ -53,17 +55,19 @@ class _Sequences:
 
 
 @asynccontextmanager
-async def null_worker(redis_url: str, model: str, letters: list[int], pace: BackendPace) -> AsyncIterator[None]:
+async def null_worker(redis_url: str, model: Path, letters: list[int], pace: BackendPace) -> AsyncIterator[None]:
     """Registered and serving. `letters`: the token ids it writes, in turn."""
     incarnation = uuid4().hex
     sequences = _Sequences(incarnation, letters, pace)
     suspects = SuspectTurns(lambda: 0)
     service = WorkService(sequences.streams, lambda: uuid4().hex, sequences.begin, sequences.abort, suspects)
-    server = await rpc.serve([service.servicer], "127.0.0.1", 0)
+    files = ModelFilesService(model)
+    server = await rpc.serve([service.servicer, files.servicer], "127.0.0.1", 0)
     info = WorkerInfo(
         worker_id="null", role=Role.DECODE, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
-        transfer_address="127.0.0.1:1", model=model, revision="null", layout_hash="null", block_size=16,
+        transfer_address="127.0.0.1:1", model=model.name, revision="null", layout_hash="null", block_size=16,
         num_blocks=65536, max_num_seqs=4096, max_model_len=4096, transports=("tcp",), host="here",
+        fingerprint=files.fingerprint,
     )  # fmt: skip
     load = WorkerLoad(free_blocks=info.num_blocks, num_waiting=0, num_running=0, queued_tokens=0)
     registry = Registry.connect(redis_url)

@@ -11,6 +11,7 @@ import random
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from functools import partial
 from secrets import token_hex
 
@@ -19,15 +20,16 @@ import uvloop
 from services.gateway import bodies
 from services.gateway.access import Access
 from services.gateway.http import HttpServer, Room, raise_limit
-from services.gateway.model import ServedModel
+from services.gateway.model import ModelFolders, ServedModel
 from services.gateway.routing import Router
 from services.gateway.server import Gateway, GatewayPorts, Tune, no_tuning
 from services.gateway.settings import GatewaySettings
 from tandem import rpc
+from tandem.checkpoints import TextFiles
 from tandem.containment import Sandbox
 from tandem.liveness import CpuPressure, dead_here
-from tandem.process import ends_where_it_stands_still, telemetry
-from tandem.registry import Registry
+from tandem.process import WorkThreads, ends_where_it_stands_still, telemetry
+from tandem.registry import ModelKey, Registry
 from tandem.settings import load
 from tandem.store import Store
 
@@ -83,18 +85,17 @@ def make_gateway(
     """One that lives in this process: real time, sockets, and names and seeds that nobody can guess.
 
     Raises:
-        OSError | ValueError: the model's files are not there, or they or the Redis URL are malformed.
+        OSError | ValueError: the Redis URL or the file of API keys is malformed.
     """
-    model = ServedModel.load(
-        settings.model_path, settings.model_name, int(time.time()), settings.tool_parser, settings.reasoning_parser
-    )
     room = Room.of(raise_limit())
     http = partial(
         HttpServer, header_timeout_s=settings.header_timeout_s, most=room.http // (1 + settings.shares_ports)
     )
+    connect = partial(rpc.channel, security=settings.security)
     ports = GatewayPorts(
         registry=_registry(settings),
-        connect=partial(rpc.channel, security=settings.security),
+        connect=connect,
+        read_model=partial(_read_model, settings, ModelFolders(connect, TextFiles()), WorkThreads("model", 1)),
         serve=partial(
             rpc.serve,
             max_receive_bytes=settings.max_body_bytes,
@@ -114,7 +115,20 @@ def make_gateway(
         recent=recent or telemetry.RecentSpans(),
         tune=tune,
     )
-    return Gateway(settings, model, ports, make_router)
+    return Gateway(settings, ports, make_router)
+
+
+async def _read_model(
+    settings: GatewaySettings, folders: ModelFolders, thread: WorkThreads, key: ModelKey, addresses: Sequence[str]
+) -> ServedModel:
+    """
+    Raises:
+        Unavailable: no worker gives its files.
+        OSError | ValueError: they are malformed.
+    """
+    folder = await folders.folder(key.fingerprint, addresses)
+    parsers = settings.tool_parser, settings.reasoning_parser
+    return await thread.run(ServedModel.load, folder, key.name, int(time.time()), *parsers)
 
 
 def _registry(settings: GatewaySettings) -> Registry:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from services.gateway.workers import WorkerPool
 from tandem.metrics import GATEWAY
-from tandem.registry import ClusterView, LiveWorker, Role
+from tandem.registry import LiveWorker, Role
 
 
 class ClusterCollector(Collector):
-    def __init__(self, view: ClusterView, pool: WorkerPool, model: str, prices: Mapping[Role, float]) -> None:
-        """`prices`: of an hour of one worker."""
-        self._view, self._pool, self._model, self._prices = view, pool, model, prices
+    def __init__(self, workers: Callable[[], list[LiveWorker]], model: str, prices: Mapping[Role, float]) -> None:
+        """`workers`: those of the model, as last seen. `prices`: of an hour of one worker."""
+        self._workers, self._model, self._prices = workers, model, prices
         self._seen: set[str] | None = None
         self._starts: Counter[Role] = Counter(dict.fromkeys(Role, 0))
 
     def collect(self) -> Iterator[Metric]:
-        workers = self._pool.workers
+        workers = self._workers()
         live = Counter(worker.info.role for worker in workers)
         self._note(workers)
         by_role: dict[str, Mapping[Role, float]] = {
@@ -34,9 +33,6 @@ class ClusterCollector(Collector):
             for role, value in values.items():
                 family.add_metric((self._model, role), value)
             yield family
-        reached = GATEWAY["tandem_registry_reached"].family()
-        reached.add_metric((), not self._view.stale)
-        yield reached
 
     def _note(self, workers: list[LiveWorker]) -> None:
         """Count those that were not there when it was last asked."""

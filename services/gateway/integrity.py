@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import asyncio
 
-from services.gateway.admission import Admission
+from services.gateway.front import FrontDesk
 from services.gateway.generation import BackgroundTasks
-from services.gateway.llm import LLM
 from tandem.process import IntegrityReport
 
 
-def check_gateway(llm: LLM, admission: Admission, background: BackgroundTasks) -> IntegrityReport:
+def check_gateway(front: FrontDesk, background: BackgroundTasks) -> IntegrityReport:
+    admissions, connections = [llm.admission for llm in front.llms.values()], front.connections
     held = {
-        "answers": len(llm.running),
-        "admitted": len(admission.admitted),
-        "waiting": len(admission),
+        "answers": len(front.running),
+        "admitted": sum(len(one.admitted) for one in admissions),
+        "waiting": sum(map(len, admissions)),
         "releasing": len(background),
-        "attempts": sum(connection.running for connection in llm.pool.connections),
-        "mailboxes": sum(len(connection.stream) for connection in llm.pool.connections),
-        "connections": len(llm.pool.connections),
+        "attempts": sum(connection.running for connection in connections),
+        "mailboxes": sum(len(connection.stream) for connection in connections),
+        "connections": len(connections),
         "tasks": len(asyncio.all_tasks()),
     }
-    wrong = admission.check_integrity()
+    wrong = [problem for admission in admissions for problem in admission.check_integrity()]
     if not held["answers"] and not held["releasing"]:
         needed = "admitted", "waiting", "attempts", "mailboxes"
         wrong += [f"{held[what]} {what}, and no answer runs" for what in needed if held[what]]
-    for connection in llm.pool.connections:
+    for connection in connections:
         if len(connection.stream) > connection.running:
             attempts = f"{len(connection.stream)} mailboxes of {connection.running} attempts"
             wrong.append(f"connection to {connection.info.worker_id}: {attempts}")

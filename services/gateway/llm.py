@@ -1,72 +1,72 @@
-"""The model behind both doors: what HTTP and gRPC share once a request has been read."""
+"""One model behind both doors: what HTTP and gRPC share once it is known which one a request is for."""
 
 from __future__ import annotations
 
-import asyncio
-import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from opentelemetry.trace import Tracer
-
-from services.gateway.access import ANYONE, Access, Allowances, Caller, check_tier
-from services.gateway.admission import Intake, TextTurns
-from services.gateway.bodies import Incoming, LargeBodies, PromptBounds, Reduce, is_large, rendered
+from services.gateway.access import ANYONE, Access, Caller, check_tier
+from services.gateway.admission import Admission
+from services.gateway.bodies import Incoming, PromptBounds, Reduce, is_large, rendered
 from services.gateway.deadlines import Deadlines
-from services.gateway.errors import GatewayError, InvalidRequest, ModelNotFound, Unavailable
+from services.gateway.errors import InvalidRequest, Unavailable
+from services.gateway.front import FrontDesk
 from services.gateway.generation import (
-    TOO_MANY,
     Answer,
     BackgroundTasks,
-    CheckedGrammars,
     Generation,
     Pipeline,
     Structure,
     check_length,
     check_prompt,
     read_sampling,
-    record_refused,
-    tracing,
 )
 from services.gateway.metrics import Metrics
-from services.gateway.model import ServedAdapters, ServedModel
+from services.gateway.model import ServedModel
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.text import CheckedIds, TemplateOptions, TooManyTokens
 from services.gateway.workers import WorkerPool
-from tandem.registry import ClusterView, LiveWorker, Role
+from tandem.registry import LiveWorker, ModelKey, Role
 from tandem.sampling import SamplingParams
 from tandem.store import Store
-
-MAX_TIMEOUT_S = 24 * 3600.0
 
 
 @dataclass(slots=True)
 class LLM:
-    settings: GatewaySettings
+    key: ModelKey
     model: ServedModel
-    view: ClusterView
     pool: WorkerPool
     pipeline: Pipeline
+    admission: Admission
     metrics: Metrics
-    access: Access
-    adapters: ServedAdapters
-    allowances: Allowances
-    new_id: Callable[[], str]
-    spans: Tracer
-    seeds: random.Random
-    deadlines: Deadlines
-    intake: Intake
-    bodies: LargeBodies
-    text_turns: TextTurns
-    grammars: CheckedGrammars
-    store: Store | None = None
-    detached: BackgroundTasks = field(default_factory=BackgroundTasks)  # answers that nobody waits for
-    running: set[Answer] = field(default_factory=set)
-    accepted: int = 0
-    leaving: bool = False  # balancers should send nothing more; what comes is served
-    stopping: bool = False
+    front: FrontDesk
     _longest: tuple[Sequence[LiveWorker] | None, int] = (None, 0)
+
+    @property
+    def settings(self) -> GatewaySettings:
+        return self.front.settings
+
+    @property
+    def access(self) -> Access:
+        return self.front.access
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return self.front.deadlines
+
+    @property
+    def new_id(self) -> Callable[[], str]:
+        return self.front.new_id
+
+    @property
+    def store(self) -> Store | None:
+        return self.front.store
+
+    @property
+    def detached(self) -> BackgroundTasks:
+        return self.front.detached
 
     @property
     def max_model_len(self) -> int:
@@ -74,8 +74,9 @@ class LLM:
 
         Counted once for each time that the view is read.
         """
-        if self._longest[0] is not self.view.workers:
-            self._longest = self.view.workers, self._max_model_len()
+        workers = self.front.view.workers
+        if self._longest[0] is not workers:
+            self._longest = workers, self._max_model_len()
         return self._longest[1]
 
     def _max_model_len(self) -> int:
@@ -84,44 +85,24 @@ class LLM:
         longest = min([self.model.max_model_len, *(info.max_model_len for info in infos)])
         return min(longest, max(pools, default=longest))
 
+    @property
+    def seats(self) -> int:
+        """How many answers its workers write at once."""
+        decodes = [worker for worker in self.pool.workers if worker.info.role is Role.DECODE]
+        return sum(worker.info.max_num_seqs for worker in decodes if not worker.load.draining)
+
     def served(self, name: str, client: Caller = ANYONE) -> ServedModel:
         """The model, by whichever of its names, or one of its adapters.
 
         Raises:
             ModelNotFound: also where the client's key does not allow it.
         """
-        if not self._allows(client, name) or (found := self._find(name)) is None:
-            raise ModelNotFound(
-                f"model {name!r} is not served here; model {self.model.name!r} is", "model", "model_not_found"
-            )
-        return found
-
-    def _find(self, name: str) -> ServedModel | None:
-        if name == self.model.name:
-            return self.model
-        if name in self.settings.served_names:
-            return replace(self.model, name=name)
-        adapter = self.adapters.find(name)
-        return None if adapter is None else self.model.adapted(adapter)
-
-    def _allows(self, client: Caller, name: str) -> bool:
-        """A key for the model is one for all of its names."""
-        return client.may_use(name) or (name in self.settings.served_names and client.may_use(self.model.name))
-
-    def models(self, client: Caller) -> list[ServedModel]:
-        """Those that the client may use."""
-        names = dict.fromkeys((self.model.name, *self.settings.served_names, *self.adapters.names))
-        return [self.served(name, client) for name in names if self._allows(client, name)]
-
-    def deadline(self, seconds: float | None, param: str | None = None) -> float:
-        """When a request ends that may take so long, or the default. On the event loop's clock.
-
-        Raises:
-            InvalidRequest: naming `param`.
-        """
-        if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
-            raise InvalidRequest(f"{param} must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds", param)
-        return asyncio.get_running_loop().time() + (self.settings.timeout_s if seconds is None else seconds)
+        if not self.front.allows(client, name) or self.front.base_of(name) != self.key.name:
+            raise self.front.unknown(name, client)
+        adapter = None if name == self.key.name else self.front.adapters.find(name)
+        if adapter is not None and name not in self.settings.served_names:
+            return self.model.adapted(adapter)
+        return self.model if name == self.model.name else replace(self.model, name=name)
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> CheckedIds:
         """
@@ -170,7 +151,7 @@ class LLM:
             InvalidRequest | Unavailable
         """
         found = await read_sampling(given, self.model, names)
-        grammar = await self.grammars.grammar_for(structure, caller)
+        grammar = await self.front.grammars.grammar_for(structure, caller)
         return replace(found, grammar=grammar) if grammar else found
 
     async def incoming(self, reduce: Reduce, body: bytes, caller: str) -> Incoming:
@@ -190,7 +171,7 @@ class LLM:
         Raises:
             GatewayError
         """
-        return await self.bodies.read(reduce, body, self.bounds, self.model.chat_template, caller=caller)
+        return await self.front.bodies.read(reduce, body, self.bounds, self.model.chat_template, caller=caller)
 
     def answer(self, request: Generation, param: str) -> Answer:
         """Nothing is sent to a worker before the answer's deltas are asked for.
@@ -202,9 +183,11 @@ class LLM:
             InvalidRequest: a prompt is empty, too long or not in the vocabulary.
             Unavailable: the gateway is stopping.
         """
-        if self.stopping:
+        front = self.front
+        if front.stopping:
             raise Unavailable("the gateway is stopping", code="stopping")
-        self.accepted += 1
+        front.accepted += 1
+        self.metrics.of_fingerprint(self.key.fingerprint).inc()
         longest = self.max_model_len
         for prompt in request.prompts:
             check_length(prompt, request.given.get("max_tokens"), longest, param)
@@ -213,27 +196,12 @@ class LLM:
                 check_prompt(prompt, self.model.tokenizer.vocab_size, param)
         seed = request.given.get("seed")
         return Answer(
-            request, self.pipeline, self.allowances, self.running,
-            max_model_len=longest, seed=self.seeds.getrandbits(63) if seed is None else seed,
+            request, self.pipeline, front.allowances, front.running,
+            max_model_len=longest, seed=front.seeds.getrandbits(63) if seed is None else seed,
         )  # fmt: skip
 
-    def refuse(self, headers: Mapping[str, str], request_id: str, error: GatewayError, arrived: float) -> None:
-        """Count, trace and record a request that failed before anything was asked of the cluster.
-
-        Args:
-            headers: of HTTP, or gRPC metadata.
-            arrived: on the event loop's clock.
-        """
-        after_s = asyncio.get_running_loop().time() - arrived
-        self.metrics.request("none", error.status)
-        self.metrics.error(error)
-        if error.status == TOO_MANY:
-            self.metrics.refused(after_s)
-        tracing.refused(self.spans, headers, request_id, error, after_s)
-        record_refused(self.pipeline.records, request_id, error, after_s)
-
-    def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """Says if a request would be served now, and which workers there are."""
+    def readiness(self) -> tuple[Counter[str], list[str]]:
+        """Count the workers there are, and say what a request lacks to be served now."""
         workers = [worker for worker in self.pool.workers if not worker.load.draining]
         prefills = [w for w in workers if w.info.role is Role.PREFILL and self.pool.connected(w.info)]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
@@ -244,21 +212,13 @@ class LLM:
             for info in connected
         )
         missing = []
-        if self.leaving or self.stopping:
-            missing.append("the gateway is stopping")
         if not connected:
-            refused = self.pool.refused.values()
-            missing.append("; ".join(["decode: no worker with an open stream", *sorted(refused)]))
+            missing.append("decode: no worker with an open stream")
         if not pairs and self.settings.disaggregation is Disaggregation.REQUIRE:
             missing.append("prefill: no worker with a proven link to a connected decode worker")
-        return not missing, {
-            "ready": not missing,
-            "missing": missing,
-            "prefill_workers": len(prefills),
-            "decode_workers": len(decodes),
-            "linked_pairs": pairs,
-            "refused_workers": sorted(self.pool.refused.values()),
-            "sequences": sum(worker.info.max_num_seqs for worker in decodes),
+        counts = {
+            "ready": not missing, "prefill_workers": len(prefills), "decode_workers": len(decodes),
+            "linked_pairs": pairs, "sequences": sum(worker.info.max_num_seqs for worker in decodes),
             "kv_tokens": sum(worker.info.num_blocks * worker.info.block_size for worker in decodes),
-            "registry_reached": not self.view.stale,
-        }
+        }  # fmt: skip
+        return Counter(counts), missing

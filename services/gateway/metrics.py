@@ -7,20 +7,22 @@ fallback  a choice that did not take the path it should: no pair could take it, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission, PriorityClass
+from services.gateway.cluster_metrics import ClusterCollector
 from services.gateway.errors import GatewayError
 from services.gateway.genai_metrics import GenAIMetrics
 from services.gateway.settings import CLASSES, ClassName, ClassSettings
 from services.gateway.tenant_metrics import TenantMetrics
+from services.gateway.workers import WorkerPool
 from tandem.metrics import GATEWAY, ITL, BucketCounts
 from tandem.process import metrics_server
-from tandem.registry import BlockReplica, LiveWorker, Role
+from tandem.registry import BlockReplica, ClusterView, LiveWorker, Role
 from tandem.v1 import llm_pb2
 
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
@@ -32,13 +34,108 @@ LOOKED_AT = (
 NUM_GAPS = len(ITL) + 1  # with those beyond the last bound
 
 
-class Metrics:
+class FrontMetrics:
+    """The gateway's own, whatever the model; and those of all models as Prometheus reads them."""
+
     def __init__(
-        self, registry: CollectorRegistry, model: str, classes: Mapping[ClassName, ClassSettings] = CLASSES,
-        max_tenants: int = 100,
+        self, classes: Mapping[ClassName, ClassSettings] = CLASSES, max_tenants: int = 100,
+        prices: Mapping[Role, float] | None = None,
     ) -> None:  # fmt: skip
-        self._registry, self._model = registry, model
-        self.tenants, self.genai = TenantMetrics(registry, model, classes, max_tenants), GenAIMetrics()
+        """`prices`: of an hour of one worker."""
+        self.registry, self._exposed = CollectorRegistry(), CollectorRegistry()
+        self._exposed.register(_Together(self))
+        self._classes, self._max_tenants, self._prices = classes, max_tenants, prices or {}
+        self.of_models: dict[str, Metrics] = {}
+        self.genai = GenAIMetrics()
+        requests = GATEWAY["tandem_requests"].counter(self.registry)
+        self._errors = GATEWAY["tandem_errors"].counter(self.registry)
+        transfer_bytes = GATEWAY["tandem_kv_transfer_bytes"].counter(self.registry)
+        self._fallbacks = GATEWAY["tandem_fallbacks"].counter(self.registry)
+        self._refused = GATEWAY["tandem_refused_after_seconds"].histogram(self.registry)
+        # Looked up once for each value of a label, not for each request.
+        self._requests = cache(lambda path, status: requests.labels(path, str(status)))
+        self._transfer_bytes = cache(transfer_bytes.labels)
+
+    def of(self, model: str) -> Metrics:
+        """Made when the model is first served."""
+        if model not in self.of_models:
+            self.of_models[model] = Metrics(model, self, self._classes, self._max_tenants, self._prices)
+        return self.of_models[model]
+
+    def request(self, path: str, status: int) -> None:
+        """One request has ended; 499 is a client that left."""
+        self._requests(path, status).inc()
+
+    def error(self, error: GatewayError) -> None:
+        """A request has ended with it."""
+        self._errors.labels(str(error.status), error.code or error.type).inc()
+
+    def refused(self, seconds: float, model: str = "") -> None:
+        """One request got a 429, so long after it had arrived."""
+        self._refused.labels(model).observe(seconds)
+
+    def path(self, path: llm_pb2.Path, fallback: str) -> None:
+        """The path one choice took, and why it is not the one it should be; empty where it is."""
+        if path.transport:
+            self._transfer_bytes(path.transport).inc(path.transfer_bytes)
+        if fallback:
+            self._fallbacks.labels(PATHS[path.kind], fallback).inc()
+
+    def watch_replica(self, replica: BlockReplica) -> None:
+        """Report what is known of prefix caches, as of when Prometheus asks."""
+        self.registry.register(_ReplicaCollector(replica))
+
+    def watch_view(self, view: ClusterView) -> None:
+        reached = GATEWAY["tandem_registry_reached"].gauge(self.registry)
+        reached.set_function(lambda: float(not view.stale))
+
+    def totals(self) -> Totals:
+        """As of now, of all models and tenants; cheap, as few series are looked at."""
+        found: dict[str, float] = {}
+        of_models = list(self.of_models.values())
+        registries = self.registry, *(model.registry for model in of_models)
+        looked = (registry.restricted_registry(LOOKED_AT) for registry in registries)
+        for part in (*looked, *(model.written for model in of_models)):
+            for family in part.collect():
+                for sample in family.samples:
+                    outcome = sample.labels.get("outcome", "")
+                    key = sample.labels.get("le") or ("met" if outcome == "met" else "")
+                    name = f"{sample.name} {key}"
+                    found[name] = found.get(name, 0.0) + sample.value
+        return Totals(found)
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """As the header `accept` asks for it, and its content type."""
+        return metrics_server.exposition(self._exposed, accept)
+
+
+class _Together(Collector):
+    """The series of all models, those of one name in one family."""
+
+    def __init__(self, front: FrontMetrics) -> None:
+        self._front = front
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for registry in (self._front.registry, *(one.registry for one in self._front.of_models.values())):
+            for family in registry.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        return families.values()
+
+
+class Metrics:
+    """Those of one model, in whichever fingerprints it is served."""
+
+    def __init__(
+        self, model: str, front: FrontMetrics, classes: Mapping[ClassName, ClassSettings], max_tenants: int,
+        prices: Mapping[Role, float],
+    ) -> None:  # fmt: skip
+        self.registry = registry = CollectorRegistry()
+        self._model, self._front = model, front
+        self.tenants, self.genai = TenantMetrics(registry, model, classes, max_tenants), front.genai
+        self.request, self.error, self.path = front.request, front.error, front.path
 
         def counter(name: str) -> Counter:
             return GATEWAY[name].counter(registry).labels(model)
@@ -59,18 +156,17 @@ class Metrics:
         self.proposed_tokens = counter("vllm:spec_decode_num_draft_tokens")
         self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens")
         success = GATEWAY["vllm:request_success"].counter(registry)
-        requests = GATEWAY["tandem_requests"].counter(registry)
-        self._errors = GATEWAY["tandem_errors"].counter(registry)
-        transfer_bytes = GATEWAY["tandem_kv_transfer_bytes"].counter(registry)
-        self._fallbacks = GATEWAY["tandem_fallbacks"].counter(registry)
         self.migrations = counter("tandem_migrations")
         queued = GATEWAY["vllm:request_queue_time_seconds"].histogram(registry)
-        self._refused = histogram("tandem_refused_after_seconds")
+        by_fingerprint = GATEWAY["tandem_model_requests"].counter(registry)
         # Looked up once for each value of a label, not for each request.
         self._success = cache(lambda reason: success.labels(model, reason))
-        self._requests = cache(lambda path, status: requests.labels(path, str(status)))
-        self._transfer_bytes = cache(transfer_bytes.labels)
         self._queued = cache(lambda kind: queued.labels(model, kind.label))
+        self.of_fingerprint = cache(lambda fingerprint: by_fingerprint.labels(model, fingerprint))
+        self._admissions: list[Admission] = []
+        self._pools: list[WorkerPool] = []
+        self._watch()
+        registry.register(ClusterCollector(self._workers, model, prices))
 
     def choice(self, now: Callable[[], float], trace_id: str = "") -> Meter:
         """Counts one choice that is accepted now. `trace_id`: of a trace that is kept, to be found from its numbers."""
@@ -79,71 +175,52 @@ class Metrics:
     def success(self, reason: str) -> None:
         self._success(reason).inc()
 
-    def request(self, path: str, status: int) -> None:
-        """One request has ended; 499 is a client that left."""
-        self._requests(path, status).inc()
-
-    def error(self, error: GatewayError) -> None:
-        """A request has ended with it."""
-        self._errors.labels(str(error.status), error.code or error.type).inc()
-
     def refused(self, seconds: float) -> None:
         """One request got a 429, so long after it had arrived."""
-        self._refused.observe(seconds)
+        self._front.refused(seconds, self._model)
 
     def queued(self, kind: PriorityClass, seconds: float) -> None:
         self._queued(kind).observe(seconds)
 
-    def path(self, path: llm_pb2.Path, fallback: str) -> None:
-        """The path one choice took, and why it is not the one it should be; empty where it is."""
-        if path.transport:
-            self._transfer_bytes(path.transport).inc(path.transfer_bytes)
-        if fallback:
-            self._fallbacks.labels(PATHS[path.kind], fallback).inc()
+    def begin(self, admission: Admission, pool: WorkerPool) -> None:
+        """From now on they serve the model."""
+        self._admissions.append(admission)
+        self._pools.append(pool)
 
-    def watch(self, admission: Admission) -> None:
-        """Report who waits and who is inside, as of when Prometheus asks."""
-        queued = GATEWAY["tandem_num_requests_queued"].gauge(self._registry)
+    def end(self, admission: Admission, pool: WorkerPool) -> None:
+        """They serve it no longer; where nobody does, its series are gone, too."""
+        self._admissions.remove(admission)
+        self._pools.remove(pool)
+        if not self._pools:
+            self._front.of_models.pop(self._model, None)
+
+    def _watch(self) -> None:
+        """Report who waits, who is inside and how full KV caches are, as of when Prometheus asks."""
+
+        def of_all(count: Callable[[Admission], int]) -> Callable[[], float]:
+            return lambda: sum(map(count, self._admissions))
+
+        queued = GATEWAY["tandem_num_requests_queued"].gauge(self.registry)
         for kind in PriorityClass:
-            queued.labels(self._model, kind.label).set_function(partial(admission.num_waiting, kind))
+            queued.labels(self._model, kind.label).set_function(of_all(partial(_num_waiting, kind)))
         for name, count in (
-            ("tandem_admitted_requests", lambda: len(admission.admitted)),
-            ("tandem_admitted_tokens", lambda: admission.admitted.tokens),
+            ("tandem_admitted_requests", of_all(lambda admission: len(admission.admitted))),
+            ("tandem_admitted_tokens", of_all(lambda admission: admission.admitted.tokens)),
+            ("vllm:kv_cache_usage_perc", self._kv_usage),
         ):
-            GATEWAY[name].gauge(self._registry).labels(self._model).set_function(count)
+            GATEWAY[name].gauge(self.registry).labels(self._model).set_function(count)
 
-    def watch_workers(self, workers: Callable[[], Sequence[LiveWorker]]) -> None:
-        """Report how full the decode workers' KV caches are, as last seen."""
+    def _workers(self) -> list[LiveWorker]:
+        return [worker for pool in self._pools for worker in pool.workers]
 
-        def used() -> float:
-            decodes = [worker for worker in workers() if worker.info.role is Role.DECODE]
-            blocks = sum(worker.info.num_blocks for worker in decodes)
-            return 1 - sum(worker.load.free_blocks for worker in decodes) / blocks if blocks else 0.0
+    def _kv_usage(self) -> float:
+        decodes = [worker for worker in self._workers() if worker.info.role is Role.DECODE]
+        blocks = sum(worker.info.num_blocks for worker in decodes)
+        return 1 - sum(worker.load.free_blocks for worker in decodes) / blocks if blocks else 0.0
 
-        GATEWAY["vllm:kv_cache_usage_perc"].gauge(self._registry).labels(self._model).set_function(used)
 
-    def watch_cluster(self, cluster: Collector) -> None:
-        self._registry.register(cluster)
-
-    def watch_replica(self, replica: BlockReplica) -> None:
-        """Report what is known of prefix caches, as of when Prometheus asks."""
-        self._registry.register(_ReplicaCollector(replica))
-
-    def totals(self) -> Totals:
-        """As of now, of all models and tenants; cheap, as few series are looked at."""
-        found: dict[str, float] = {}
-        looked = self._registry.restricted_registry(LOOKED_AT)
-        for family in (*looked.collect(), *self.written.collect()):
-            for sample in family.samples:
-                outcome = sample.labels.get("outcome", "")
-                key = sample.labels.get("le") or ("met" if outcome == "met" else "")
-                name = f"{sample.name} {key}"
-                found[name] = found.get(name, 0.0) + sample.value
-        return Totals(found)
-
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """As the header `accept` asks for it, and its content type."""
-        return metrics_server.exposition(self._registry, accept)
+def _num_waiting(kind: PriorityClass, admission: Admission) -> int:
+    return admission.num_waiting(kind)
 
 
 class Totals:

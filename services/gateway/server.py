@@ -1,7 +1,7 @@
 """The gateway, inside any process: nothing that a simulation could not replace.
 
 1 see       the registry, once; from then on in the background. Redis need not be up yet
-2 serve     HTTP and gRPC on one event loop; ready when a path through the cluster exists
+2 serve     HTTP and gRPC on one event loop; the models that register (roster.py); ready when one has a path
 3 leave     asked to drain: not ready, but serving all that still comes, until nothing has come for a while
 4 end       not ready; connections close: gRPC's by GOAWAY, HTTP's by `connection: close` on what comes within
             CLOSING_S; then none is taken any more, and running requests get `drain_s`, then a typed error; what they
@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 import structlog
 from grpc import aio
-from prometheus_client import CollectorRegistry
 
 from services.gateway.access import Access, Allowances
 from services.gateway.admission import (
@@ -35,10 +34,10 @@ from services.gateway.admission import (
     capacity_of,
 )
 from services.gateway.bodies import LargeBodies
-from services.gateway.cluster_metrics import ClusterCollector
 from services.gateway.console import Console
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import Unavailable
+from services.gateway.front import FrontDesk
 from services.gateway.generation import (
     BackgroundTasks,
     CheckedGrammars,
@@ -52,8 +51,9 @@ from services.gateway.grpc import LLMService
 from services.gateway.http import build_app
 from services.gateway.integrity import check_gateway
 from services.gateway.llm import LLM
-from services.gateway.metrics import Metrics
+from services.gateway.metrics import FrontMetrics
 from services.gateway.model import ServedAdapters, ServedModel
+from services.gateway.roster import ReadModel, Roster
 from services.gateway.routing import Router
 from services.gateway.settings import FOLLOWED, Disaggregation, GatewaySettings
 from services.gateway.traces import RecentRequests
@@ -62,7 +62,15 @@ from tandem import rpc
 from tandem.containment import Sandbox
 from tandem.liveness import Starvation, no_pressure
 from tandem.process import IntegrityReport, RunningSettings, certificate, telemetry
-from tandem.registry import BlockReplica, ClusterView, GatewayAddress, Registry, RegistryUnavailable
+from tandem.registry import (
+    BlockReplica,
+    ClusterView,
+    Demands,
+    GatewayAddress,
+    ModelKey,
+    Registry,
+    RegistryUnavailable,
+)
 from tandem.rpc import DrainService
 from tandem.store import Store
 
@@ -109,6 +117,7 @@ class GatewayPorts:
     serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[rpc.Server]]
     # An ASGI app, host, port, and whether others may listen there; None: no HTTP.
     serve_http: Callable[[Any, str, int, bool], Door] | None
+    read_model: ReadModel
     new_id: Callable[[], str]  # a name that nothing else has
     seeds: random.Random  # for requests that bring none
     wall: Callable[[], float]  # Unix seconds
@@ -129,16 +138,14 @@ class Gateway:
         make_router: another kind of Router, to be measured against this one.
     """
 
-    def __init__(
-        self, settings: GatewaySettings, model: ServedModel, ports: GatewayPorts, make_router: type[Router] = Router
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, ports: GatewayPorts, make_router: type[Router] = Router) -> None:
         self.settings = settings
-        self._model = model
         self._ports = ports
         self._make_router = make_router
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._background = BackgroundTasks()
+        self._turns = SequenceTurns()
 
     async def __aenter__(self) -> Gateway:
         """
@@ -165,18 +172,18 @@ class Gateway:
         raise RuntimeError("a background task of the gateway ended by itself")
 
     async def check_integrity(self) -> IntegrityReport:
-        return check_gateway(self.llm, self.admission, self._background)
+        return check_gateway(self.front, self._background)
 
     async def drain(self) -> bool:
         """Turn unready and serve on until no request has come or run for QUIET_S; False if `drain_s` was over first."""
-        self.llm.leaving = True
+        self.front.leaving = True
         loop = asyncio.get_running_loop()
         accepted, quiet_since = -1, loop.time()
         try:
             async with asyncio.timeout(self.settings.drain_s):
                 while loop.time() < quiet_since + QUIET_S:
-                    if self.llm.running or self.llm.accepted != accepted:
-                        accepted, quiet_since = self.llm.accepted, loop.time()
+                    if self.front.running or self.front.accepted != accepted:
+                        accepted, quiet_since = self.front.accepted, loop.time()
                     await asyncio.sleep(IDLE_CHECK_S)
         except TimeoutError:
             return False
@@ -185,7 +192,7 @@ class Gateway:
     # --- start ---
 
     async def _start(self) -> None:
-        settings, model, registry = self.settings, self._model, self._ports.registry
+        settings, registry = self.settings, self._ports.registry
         self._stack.push_async_callback(registry.close)
         if self._ports.store:
             self._stack.callback(self._ports.store.close)
@@ -197,33 +204,28 @@ class Gateway:
         if self._ports.sandbox:
             self._run(self._ports.sandbox.run())
         decodes_prefill = settings.disaggregation is not Disaggregation.REQUIRE
-        judging = Judging(starvation.now, self._ports.dead_here, decodes_prefill)
-        pool = WorkerPool(view, model.name, self._ports.connect, judging, model.text_digests)
-        self._stack.push_async_callback(pool.close)
-        self._run(pool.run())
-        metrics = self._make_metrics(view, pool)
-        replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
-        metrics.watch_replica(replica)
-        self._run(replica.run())
-        router = self._make_router(registry, view, replica, model.name, settings.disaggregation)
-        adapters = ServedAdapters(registry, pool, model.name, settings.served_names)
+        self._judging = Judging(starvation.now, self._ports.dead_here, decodes_prefill)
+        self._replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
+        self._run(self._replica.run())
+        self.front = self._make_front(view)
         with suppress(RegistryUnavailable):
-            await adapters.refresh()
-        self._run(adapters.run())
-        self._admit(view, pool, metrics)
-        self.llm = self._make_llm(view, pool, metrics, router, adapters)
+            await self.front.adapters.refresh()
+        self._run(self.front.adapters.run())
+        roster = Roster(self.front, self._ports.read_model, self._make_llm, self._tasks_of)
+        self._stack.push_async_callback(roster.close)
+        self._run(roster.run())
         self._running = RunningSettings(settings, settings.followed, FOLLOWED, self._take_over)
         self._run(self._running.run())
-        self._console = Console(self.llm, self.admission)
+        self._console = Console(self.front)
         self._run(self._console.run())
         await self._serve()
 
-    def _make_metrics(self, view: ClusterView, pool: WorkerPool) -> Metrics:
-        settings, registry = self.settings, CollectorRegistry()
-        metrics = Metrics(registry, self._model.name, settings.classes, settings.metrics_max_tenants)
-        metrics.watch_workers(lambda: pool.workers)
-        metrics.watch_cluster(ClusterCollector(view, pool, self._model.name, settings.worker_hour_prices))
-        certificate.watch(registry, settings.security.tls)
+    def _make_metrics(self, view: ClusterView) -> FrontMetrics:
+        settings = self.settings
+        metrics = FrontMetrics(settings.classes, settings.metrics_max_tenants, settings.worker_hour_prices)
+        metrics.watch_view(view)
+        metrics.watch_replica(self._replica)
+        certificate.watch(metrics.registry, settings.security.tls)
         return metrics
 
     async def _first_view(self) -> ClusterView:
@@ -235,65 +237,60 @@ class Gateway:
         self._run(view.run())
         return view
 
-    def _make_llm(
-        self, view: ClusterView, pool: WorkerPool, metrics: Metrics, router: Router, adapters: ServedAdapters
-    ) -> LLM:
-        settings, registry = self.settings, self._ports.registry
-        spans, deadlines = tracing.tracer(), Deadlines()
-        cluster = ClusterAccess(
-            router, pool, spans, self._background, deadlines, SequenceTurns(), Deaths(registry.death)
-        )
-        return LLM(
+    def _make_front(self, view: ClusterView) -> FrontDesk:
+        settings, ports = self.settings, self._ports
+        return FrontDesk(
             settings=settings,
-            model=self._model,
             view=view,
-            pool=pool,
-            pipeline=Pipeline(
-                cluster,
-                self.admission,
-                metrics,
-                lambda: self._ports.new_id()[-8:],
-                MigrationLimits(settings.migration_limit, settings.migration_wait_s),
-            ),
-            metrics=metrics,
-            access=self._ports.access,
-            adapters=adapters,
-            allowances=Allowances(registry, self._background),
-            spans=spans,
-            new_id=self._ports.new_id,
-            seeds=self._ports.seeds,
-            deadlines=deadlines,
+            metrics=self._make_metrics(view),
+            access=ports.access,
+            adapters=ServedAdapters(ports.registry),
+            allowances=Allowances(ports.registry, self._background),
+            spans=tracing.tracer(),
+            new_id=ports.new_id,
+            seeds=ports.seeds,
+            deadlines=Deadlines(),
             intake=Intake(),
-            bodies=LargeBodies(self._ports.sandbox),
-            text_turns=self.text_turns,
-            grammars=CheckedGrammars(self._ports.sandbox),
-            store=self._ports.store,
+            bodies=LargeBodies(ports.sandbox),
+            text_turns=TextTurns(_weights(settings), settings.max_queued),
+            grammars=CheckedGrammars(ports.sandbox),
+            store=ports.store,
         )
 
-    def _admit(self, view: ClusterView, pool: WorkerPool, metrics: Metrics) -> None:
-        settings = self.settings
-        weights = _weights(settings)
-        self.admission = Admission(FairQueue(weights), settings.max_queued)
-        self.text_turns = TextTurns(weights, settings.max_queued)
-        metrics.watch(self.admission)
-        decodes_prefill = settings.disaggregation is Disaggregation.AUTO
+    def _make_llm(self, key: ModelKey, model: ServedModel) -> LLM:
+        """With what is of one model alone: nobody else waits for what it has waiting."""
+        front, registry, now = self.front, self._ports.registry, self.front.settings
+        pool = WorkerPool(front.view, key, self._ports.connect, self._judging)
+        cluster = ClusterAccess(
+            self._make_router(registry, front.view, self._replica, key, now.disaggregation), pool, front.spans,
+            self._background, front.deadlines, self._turns, Deaths(registry.death),
+        )  # fmt: skip
+        admission = Admission(FairQueue(_weights(now)), now.max_queued)
+        metrics = front.metrics.of(key.name)
+        limits = MigrationLimits(now.migration_limit, now.migration_wait_s)
+        pipeline = Pipeline(cluster, admission, metrics, lambda: self._ports.new_id()[-8:], limits, front.records)
+        return LLM(key, model, pool, pipeline, admission, metrics, front)
+
+    def _tasks_of(self, llm: LLM) -> list[Awaitable[None]]:
+        decodes_prefill = self.settings.disaggregation is Disaggregation.AUTO
 
         def capacity() -> Capacity | None:
-            now = self.llm.settings
-            return capacity_of(pool.workers, now.prefill_queue_tokens, now.max_admitted_tokens, decodes_prefill)
+            now = self.front.settings
+            return capacity_of(llm.pool.workers, now.prefill_queue_tokens, now.max_admitted_tokens, decodes_prefill)
 
-        self._run(self.admission.run(view, capacity, self._ports.registry.other_demands))
+        others = partial(self._ports.registry.other_demands, llm.key)
+        return [llm.pool.run(), llm.admission.run(self.front.view, capacity, others)]
 
     def _take_over(self, settings: GatewaySettings) -> None:
         """Settings that may change while it runs: requests that come from now on see them."""
-        self.llm.settings, weights = settings, _weights(settings)
-        self.admission.take_over(weights, settings.max_queued)
-        self.text_turns.admission.take_over(weights, settings.max_queued)
+        self.front.settings, weights = settings, _weights(settings)
+        for admission in (self.front.text_turns.admission, *(llm.admission for llm in self.front.llms.values())):
+            admission.take_over(weights, settings.max_queued)
         self._ports.tune(settings.log_level, settings.trace_sampling)
 
     async def _serve(self) -> None:
         settings = self.settings
-        self._grpc = await self._ports.serve([LLMService(self.llm).servicer], settings.host, settings.grpc_port)
+        self._grpc = await self._ports.serve([LLMService(self.front).servicer], settings.host, settings.grpc_port)
         self._stack.push_async_callback(self._grpc.stop, GRPC_GRACE_S)
         if settings.health_port is not None:
             await self._grpc.add_probes(settings.host, settings.health_port, DrainService(self.drain).servicer)
@@ -306,14 +303,17 @@ class Gateway:
         host = settings.reachable_host(self._ports.hostname)
         own = settings.own_http_port or settings.http_port
         addresses = (rpc.address(host, port) for port in (settings.http_port, self._grpc.port, own))
-        address = GatewayAddress(self._model.name, *addresses)
-        self._ports.registry.announce(address, lambda: self.admission.demand)
-        log.info("serving", model=self.llm.model.name, http=settings.http_port, grpc=self._grpc.port)
+        self._ports.registry.announce(partial(self._announced, list(addresses)))
+        log.info("serving", http=settings.http_port, grpc=self._grpc.port)
+
+    def _announced(self, addresses: list[str]) -> tuple[GatewayAddress, Demands]:
+        demands = {key.text: llm.admission.demand for key, llm in self.front.llms.items()}
+        return GatewayAddress(", ".join(self.front.names), *addresses), demands
 
     def _make_doors(self, serve: Callable[[Any, str, int, bool], Door]) -> list[Door]:
         settings = self.settings
-        traces = RecentRequests(self._ports.recent, self.llm.pool)
-        app = build_app(self.llm, self._ports.wall, self.check_integrity, traces, self._running, self._console)
+        traces = RecentRequests(self._ports.recent, lambda: self.front.connections)
+        app = build_app(self.front, self._ports.wall, self.check_integrity, traces, self._running, self._console)
         doors = [serve(app, settings.host, settings.http_port, settings.shares_ports)]
         if settings.own_http_port is not None:
             doors.append(serve(app, settings.host, settings.own_http_port, False))
@@ -332,7 +332,7 @@ class Gateway:
         """gRPC health says what /health/ready says."""
         known: bool | None = None
         while True:
-            ready, found = self.llm.readiness()
+            ready, found = self.front.readiness()
             if ready is not known:
                 await self._grpc.set_serving(ready)
                 log.info("ready" if ready else "not ready", **found)
@@ -343,21 +343,22 @@ class Gateway:
 
     async def _drain(self) -> None:
         drain_s = self.settings.drain_s
-        self.llm.leaving = True
+        self.front.leaving = True
         await self._grpc.set_serving(False)
         grpc = asyncio.create_task(self._grpc.stop(drain_s))
         going = asyncio.create_task(self._turn_away())
         await asyncio.wait({going}, timeout=drain_s)
         going.cancel()
-        self.llm.stopping = True
+        self.front.stopping = True
         stopping = partial(Unavailable, "the gateway is stopping", code="stopping")
-        self.admission.stop(stopping)
-        self.llm.pool.stop(stopping)
+        for llm in self.front.llms.values():
+            llm.admission.stop(stopping)
+            llm.pool.stop(stopping)
         stops = (door.stop() for door in self._doors)
         await asyncio.gather(grpc, self._grpc.stop(GRPC_GRACE_S), *stops, return_exceptions=True)
         try:
             async with asyncio.timeout(FREE_WAIT_S):
-                await self.llm.detached.drain()
+                await self.front.detached.drain()
                 await self._background.drain()
         except TimeoutError:
             log.warning(
@@ -369,7 +370,7 @@ class Gateway:
         await asyncio.sleep(min(CLOSING_S, self.settings.drain_s / 10))
         for door in self._doors:
             door.close()
-        while self.llm.running:
+        while self.front.running:
             await asyncio.sleep(IDLE_CHECK_S)
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
 
 from tandem.api_keys import check_exposed
-from tandem.checkpoints import TextPath
 from tandem.registry import Role
 from tandem.security import ClusterSettings
 
@@ -71,12 +70,10 @@ CLASSES: dict[ClassName, ClassSettings] = {
 
 
 class GatewaySettings(ClusterSettings):
-    model_path: TextPath = Field(
-        description="Hugging Face folder: tokenizer.json, chat template, config.json; a GGUF file; or hf://organisation/model"
-    )
-    model_name: str = Field("", description="name that clients and workers use; the folder's name when empty")
+    models: tuple[str, ...] = Field((), description="names of the models to serve; if not set, all that have workers")
     served_names: tuple[str, ...] = Field(
-        (), description="other names that clients may use for the model; answers have the one that was asked for"
+        (),
+        description="other names of the model, where one is served; answers have the one that was asked for",
     )
     tool_parser: ToolParser = Field(
         ToolParser.AUTO, description="how the model writes calls of tools; auto: as its chat template shows"

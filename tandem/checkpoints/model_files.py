@@ -26,6 +26,12 @@ class _Ends(ModelFile):
     eos_token_id: TokenId | list[TokenId] | None = None
 
 
+class ContextFile(_Ends):
+    """The part of config.json that those need who have no weights."""
+
+    max_position_embeddings: int = Field(ge=1, lt=2**31)
+
+
 _defaults: dict[str, Any] = {name: (TYPES[name] | None, None) for name in OF_MODEL}
 _defaults["max_new_tokens"] = (Annotated[int, Field(ge=1, lt=2**31)] | None, None)
 # With the sampling parameters that a request which says nothing gets.

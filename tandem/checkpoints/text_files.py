@@ -1,6 +1,6 @@
 """The files by which a model's text becomes tokens and tokens text: all that a gateway needs of it, and no weights.
 
-    worker   text_digests(folder) ──> fingerprint_of(digests), in its registration
+    worker   text_fingerprint(folder), in its registration
     gateway  TextFiles.find(fingerprint) ──> the folder that it has already
              TextFiles.keep(files, fingerprint) ──> verified, and found from then on
 
@@ -12,40 +12,40 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-from tandem.checkpoints.model_files import GENERATION_FILE, read_bytes
+from tandem.checkpoints.model_files import GENERATION_FILE, ContextFile, read_bytes, read_file
 
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_FILE, "config.json")
+CONFIG = "config.json"
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_FILE, CONFIG)
 # Without these a gateway cannot serve a model.
-NEEDED = ("tokenizer.json", "config.json")
+NEEDED = ("tokenizer.json", CONFIG)
 MAX_TEXT_BYTES = 128 * 2**20  # of all of them
 
 
-def text_digests(folder: Path) -> tuple[str, ...]:
-    """Name and digest, name:digest, of each of TEXT_FILES that is there; none where a needed one is not.
+def text_file(folder: Path, name: str) -> bytes | None:
+    """One of TEXT_FILES; None where it is not there. Of config.json what concerns text: other weights may say more.
 
     Raises:
-        OSError, ValueError: a file cannot be read.
+        OSError, ValueError: it cannot be read.
     """
-    found = [file for name in TEXT_FILES if (file := folder / name).is_file()]
-    if not {file.name for file in found}.issuperset(NEEDED):
-        return ()
-    return tuple(_digest(file.name, read_bytes(file)) for file in found)
+    if not (file := folder / name).is_file():
+        return None
+    return read_file(ContextFile, file).model_dump_json().encode() if name == CONFIG else read_bytes(file)
 
 
-def fingerprint_of(digests: Sequence[str]) -> str:
-    """The name of those files together; empty where there are none."""
-    return sha256("\n".join(sorted(digests)).encode()).hexdigest()[:32] if digests else ""
+def text_fingerprint(folder: Path) -> str:
+    """The name of those files together; empty where a needed one is not there.
 
-
-def differing(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Names of what differs between two folders' `text_digests`; of a folder that has none, nothing is known."""
-    known = set(ours) ^ set(theirs) if ours and theirs else set()
-    return sorted({digest.partition(":")[0] for digest in known})
+    Raises:
+        OSError, ValueError: one cannot be read.
+    """
+    if not all((folder / name).is_file() for name in NEEDED):
+        return ""
+    return _fingerprint({name: data for name in TEXT_FILES if (data := text_file(folder, name)) is not None})
 
 
 class TextFiles:
@@ -57,7 +57,7 @@ class TextFiles:
     def find(self, fingerprint: str) -> Path | None:
         folder = self._cache / fingerprint
         with suppress(OSError, ValueError):
-            if fingerprint and fingerprint_of(text_digests(folder)) == fingerprint:
+            if fingerprint and text_fingerprint(folder) == fingerprint:
                 return folder
         shutil.rmtree(folder, ignore_errors=True)
         return None
@@ -68,8 +68,7 @@ class TextFiles:
             ValueError: they are not the files of that fingerprint.
             OSError: there is no room for them.
         """
-        digests = [_digest(name, data) for name, data in files.items()]
-        if not files.keys() <= set(TEXT_FILES) or fingerprint_of(digests) != fingerprint:
+        if not files.keys() <= set(TEXT_FILES) or _fingerprint(files) != fingerprint:
             raise ValueError(f"the files are not those of fingerprint {fingerprint}")
         try:
             self._cache.mkdir(parents=True, exist_ok=True)
@@ -87,8 +86,9 @@ class TextFiles:
         return self._cache / fingerprint
 
 
-def _digest(name: str, data: bytes) -> str:
-    return f"{name}:{sha256(data).hexdigest()}"
+def _fingerprint(files: Mapping[str, bytes]) -> str:
+    digests = "\n".join(f"{name}:{sha256(data).hexdigest()}" for name, data in sorted(files.items()))
+    return sha256(digests.encode()).hexdigest()[:32]
 
 
 def _user_cache() -> Path:

@@ -102,7 +102,7 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
         registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
         try:
             workers = [w for w in await registry.workers() if settings.model in ("", w.info.model)]
-            gateways = [g for g in await registry.gateways() if settings.model in ("", g.model)]
+            gateways = [g for g in await registry.gateways() if settings.model in ("", *g.model.split(", "))]
             held = await registry.check_integrity()
         finally:
             await registry.close()

@@ -1,7 +1,7 @@
 """Who is in the cluster, how loaded they are, and who goes where: on Redis."""
 
 from tandem.registry.address import RedisAddress
-from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept
+from tandem.registry.answers import Adapters, Demand, Demands, GatewayAddress, Snapshot, Swept
 from tandem.registry.errors import (
     IncompatibleLayout,
     NoProvenLink,
@@ -19,7 +19,7 @@ from tandem.registry.registry import PrefillPolicy, Registry
 from tandem.registry.replica import BlockReplica
 from tandem.registry.resp import Argument, ReplyError, Wire
 from tandem.registry.view import ClusterView
-from tandem.registry.worker import Fallback, LiveWorker, Place, Role, Route, WorkerInfo, WorkerLoad
+from tandem.registry.worker import Fallback, LiveWorker, ModelKey, Place, Role, Route, WorkerInfo, WorkerLoad
 
 __all__ = [
     "Adapters",
@@ -27,12 +27,14 @@ __all__ = [
     "BlockReplica",
     "ClusterView",
     "Demand",
+    "Demands",
     "Fallback",
     "GatewayAddress",
     "IncompatibleLayout",
     "Limits",
     "LiveWorker",
     "Master",
+    "ModelKey",
     "NoProvenLink",
     "NoWorkers",
     "Place",

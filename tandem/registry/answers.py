@@ -29,7 +29,7 @@ class Swept:
 
 @dataclass(frozen=True, order=True, slots=True)
 class GatewayAddress:
-    """Addresses at which clients reach a gateway that serves `model`: host:port each."""
+    """Addresses at which clients reach a gateway, host:port each. `model`: all that it serves, ", " between."""
 
     model: str
     http: str
@@ -39,6 +39,8 @@ class GatewayAddress:
 
 # What a gateway has to do: of each class and tenant, the part of the cluster that it would fill.
 Demand: TypeAlias = list[tuple[int, str, float]]
+# Of each of its models, by name@fingerprint.
+Demands: TypeAlias = dict[str, Demand]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +67,4 @@ class Adapters:
 
 def text_of_adapter(ref: AdapterRef) -> str:
     """As Redis keeps it."""
-    return json.dumps([ref.path, ref.revision])
+    return json.dumps([ref.path, ref.revision, ref.model])

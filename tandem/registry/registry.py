@@ -24,7 +24,7 @@ from tandem.adapters import AdapterRef
 from tandem.containment import Death
 from tandem.liveness import stretched
 from tandem.process import IntegrityReport
-from tandem.registry.answers import Adapters, Demand, GatewayAddress, Snapshot, Swept, text_of_adapter
+from tandem.registry.answers import Adapters, Demand, Demands, GatewayAddress, Snapshot, Swept, text_of_adapter
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, RedisConnection, RegistryConnection
@@ -34,7 +34,7 @@ from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.refusals import id_taken, incompatible_layout
 from tandem.registry.resp import Argument
-from tandem.registry.worker import Fallback, LiveWorker, Place, Route, WorkerInfo, WorkerLoad, decode, encode
+from tandem.registry.worker import Fallback, LiveWorker, ModelKey, Place, Route, WorkerInfo, WorkerLoad, decode, encode
 
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
 # Choices and releases in one call: more would keep other gateways waiting.
@@ -59,8 +59,8 @@ class Registry:
         self._starvation: Callable[[], float] = lambda: 0.0
         self.block_feed = BlockFeed(connection)
         self._connection = connection
-        self._announced: tuple[GatewayAddress, Callable[[], Demand]] | None = None
-        self._others: list[Demand] = []
+        self._announced: Callable[[], tuple[GatewayAddress, Demands]] | None = None
+        self._others: list[Demands] = []
         self._numbers = count()
         self._late = LateReleases(connection)
         # Reservations and takings that may be asked for once more, by what was sent and is late.
@@ -96,13 +96,13 @@ class Registry:
     def _client_ttl(self) -> int:
         return 0 if self._client_lease_s is None else _ms(stretched(self._client_lease_s, self._starvation()))
 
-    def announce(self, gateway: GatewayAddress, demand: Callable[[], Demand]) -> None:
+    def announce(self, gateway: Callable[[], tuple[GatewayAddress, Demands]]) -> None:
         """From the next renewal of its lease on, this client is that gateway, until the lease ends."""
-        self._announced = gateway, demand
+        self._announced = gateway
 
-    def other_demands(self) -> Sequence[Demand]:
-        """Demand of other gateways of its model when this one last renewed its lease."""
-        return self._others
+    def other_demands(self, model: ModelKey) -> Sequence[Demand]:
+        """Demand of other gateways of a model when this one last renewed its lease."""
+        return [demands[model.text] for demands in self._others if model.text in demands]
 
     async def gateways(self) -> list[GatewayAddress]:
         """Gateways with a live lease."""
@@ -335,8 +335,8 @@ class Registry:
         if self._announced is None:
             await self._connection.call("renew", client, ttl)
             return
-        address, demand = self._announced
-        said = address.model, json.dumps(asdict(address)), json.dumps(demand())
+        address, demands = self._announced()
+        said = json.dumps(asdict(address)), json.dumps(demands)
         self._others = [json.loads(other) for other in await self._connection.call("renew", client, ttl, *said)]
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:

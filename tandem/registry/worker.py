@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 
 class Role(StrEnum):
@@ -37,6 +37,17 @@ class Fallback(StrEnum):
     REGISTRY_UNAVAILABLE = "registry_unavailable"
 
 
+class ModelKey(NamedTuple):
+    """A model as gateways tell it from others: by its name, and by what makes tokens of its text."""
+
+    name: str
+    fingerprint: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.name}@{self.fingerprint}"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """One incarnation of a worker. Sizes are in tokens or blocks of `block_size` tokens."""
@@ -56,8 +67,12 @@ class WorkerInfo:
     transports: tuple[str, ...]
     host: str
     process: str = ""  # as tandem/liveness/same_host.py names it
-    text_digests: tuple[str, ...] = ()  # as tandem/checkpoints/text_files.py makes them
+    fingerprint: str = ""  # of the files by which its text becomes tokens; empty: no gateway can serve it
     metrics_address: str = ""  # where Prometheus reads it; empty: nowhere
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.model, self.fingerprint)
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "incarnation", "grpc_address", "model", "revision", "layout_hash"):

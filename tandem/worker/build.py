@@ -236,7 +236,7 @@ class Worker:
     def _start(self, server: RunningServer) -> list[asyncio.Task[None]]:
         context, registry = self.context, self._ports.registry
         publisher = BlockPublisher(self._ports.engine, registry, context.worker_id, context.incarnation)
-        info = _info(context, self._service, self._files.digests, server.port, self.metrics_port)
+        info = _info(context, self._service, self._files.fingerprint, server.port, self.metrics_port)
         self.address = info.grpc_address
         self._lease = Lease(
             registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again,
@@ -351,7 +351,7 @@ class Worker:
 
 
 def _info(
-    context: WorkerContext, service: WorkerService, digests: tuple[str, ...], grpc_port: int, metrics_port: int
+    context: WorkerContext, service: WorkerService, fingerprint: str, grpc_port: int, metrics_port: int
 ) -> WorkerInfo:
     settings, engine, hostname = context.settings, context.engine, context.ports.hostname
     host = settings.reachable_host(hostname)
@@ -371,6 +371,6 @@ def _info(
         transports=settings.kv_transports,
         host=hostname,
         process=context.ports.process,
-        text_digests=digests,
+        fingerprint=fingerprint,
         metrics_address=rpc.address(host, metrics_port) if metrics_port else "",
     )

@@ -1,4 +1,4 @@
-"""The files of a worker's model that gateways need, for whoever asks by fingerprint: read a part at a time."""
+"""The files of a worker's model that gateways need, for whoever asks by fingerprint, in parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 from grpc import aio
 
 from tandem import rpc
-from tandem.checkpoints import TEXT_FILES, fingerprint_of, text_digests
+from tandem.checkpoints import TEXT_FILES, text_file, text_fingerprint
 from tandem.process import WorkThreads
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -23,8 +23,7 @@ class ModelFilesService(worker_pb2_grpc.ModelFilesServiceServicer):
         Raises:
             OSError, ValueError: a file cannot be read.
         """
-        self.digests = text_digests(folder)
-        self.fingerprint = fingerprint_of(self.digests)
+        self.fingerprint = text_fingerprint(folder)
         self._folder = folder
         self._thread = WorkThreads("model-files", 1)
         self.servicer = rpc.Servicer(
@@ -37,22 +36,10 @@ class ModelFilesService(worker_pb2_grpc.ModelFilesServiceServicer):
         if not self.fingerprint or request.fingerprint != self.fingerprint:
             raise rpc.Refused(grpc.StatusCode.NOT_FOUND, f"fingerprint: this worker's is {self.fingerprint or 'none'}")
         for name in TEXT_FILES:
-            if (file := self._folder / name).is_file():
-                async for part in self._parts(file):
-                    yield part
-
-    async def _parts(self, file: Path) -> AsyncIterator[worker_pb2.ReadModelFilesResponse]:
-        at, more = 0, True
-        while more:
-            data = await self._thread.run(_part, file, at)
-            yield worker_pb2.ReadModelFilesResponse(name="" if at else file.name, data=data)
-            at, more = at + PART, len(data) == PART
+            if (data := await self._thread.run(text_file, self._folder, name)) is None:
+                continue
+            for at in range(0, max(len(data), 1), PART):
+                yield worker_pb2.ReadModelFilesResponse(name="" if at else name, data=data[at : at + PART])
 
     def close(self) -> None:
         self._thread.close()
-
-
-def _part(file: Path, at: int) -> bytes:
-    with file.open("rb") as opened:
-        opened.seek(at)
-        return opened.read(PART)

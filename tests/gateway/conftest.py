@@ -17,8 +17,8 @@ from services.gateway.text import Tokenizer
 from tandem.local import RedisServer, free_ports
 from tandem.registry import Registry
 from tandem.v1 import worker_pb2
-from tests.gateway.peers import MODEL, Peers, peers_on
-from tests.gateway.tiny_model import byte_level_tokenizer, write_model
+from tests.gateway.peers import CONTEXT, Peers, folder_of, peers_on
+from tests.gateway.tiny_model import byte_level_tokenizer
 
 T = TypeVar("T")
 TEXT = "the quick brown fox 狐狸 jumps over 🦊 the lazy dog"
@@ -35,8 +35,8 @@ async def eventually(check: Callable[[], bool | Awaitable[bool]], within_s: floa
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp(MODEL))
+def model_folder() -> Path:
+    return folder_of(CONTEXT)
 
 
 @pytest.fixture(scope="session")
@@ -62,21 +62,21 @@ def registry_wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.fixture
-def settings(request: pytest.FixtureRequest, model_folder: Path, redis: RedisServer) -> GatewaySettings:
+def settings(request: pytest.FixtureRequest, redis: RedisServer) -> GatewaySettings:
     """A test may ask for others, by `with_settings`."""
-    return make_settings(model_folder, redis, **getattr(request, "param", {}))
+    return make_settings(redis, **getattr(request, "param", {}))
 
 
 def with_settings(**others: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("settings", [others], indirect=True, ids=[""])
 
 
-def make_settings(model_folder: Path, redis: RedisServer, **other: Any) -> GatewaySettings:
+def make_settings(redis: RedisServer, **other: Any) -> GatewaySettings:
     said = {"disaggregation": Disaggregation.PREFER, "migration_wait_s": 0.5}  # short prompts use both workers
     no_target = {"ttft_s": None}  # a busy machine is slow to its first token
     said |= {"classes": {"realtime": no_target, "interactive": no_target}} | other
     return GatewaySettings(
-        model_path=model_folder, model_name=MODEL, redis_url=redis.url, namespace=f"t{uuid4().hex[:8]}",
+        redis_url=redis.url, namespace=f"t{uuid4().hex[:8]}",
         host="127.0.0.1", http_port=free_ports(1)[0], grpc_port=0, drain_s=0.2, **said,
     )  # fmt: skip
 
@@ -96,6 +96,23 @@ async def linked_pair(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncI
         yield peers
 
 
+@asynccontextmanager
+async def lonely_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
+    """It knows the model of a worker that has left, for as long as a module's tests take."""
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.gateway.roster.GONE_S", 1e9)
+        async with make_gateway(settings) as gateway:
+            async with peers_on(registry, lambda spec: []) as peers:
+                peer = await peers.add_decode()
+                await eventually(lambda: bool(gateway.front.llms))
+                peer.heartbeat.cancel()
+                await registry.deregister("d", peer.info.incarnation)
+                await eventually(lambda: not gateway.front.view.workers)
+            await eventually(lambda: not gateway.front.connections)
+            yield gateway
+
+
 @pytest.fixture
 async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Peers]:
     async with linked_pair(settings, tokenizer) as peers:
@@ -106,7 +123,7 @@ async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterato
 async def gateway(settings: GatewaySettings, peers: Peers) -> AsyncIterator[Gateway]:
     """Started and ready."""
     async with make_gateway(settings) as gateway:
-        await eventually(lambda: gateway.llm.readiness()[0])
+        await eventually(lambda: gateway.front.readiness()[0])
         yield gateway
 
 

@@ -8,6 +8,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 from uuid import uuid4
 
@@ -28,11 +31,20 @@ from tandem.v1 import (
     worker_pb2_grpc,
 )
 from tandem.worker import FOLLOWED
+from tandem.worker.model_files import ModelFilesService
+from tests.gateway.tiny_model import write_model
 
 MODEL = "tiny"
+CONTEXT = 512
 REVISION = "revision-1"
 TTL_S, HEARTBEAT_S = 30.0, 0.5
 Reply = Callable[[worker_pb2.SequenceSpec], list[int]]
+
+
+@cache
+def folder_of(context: int) -> Path:
+    """A model's folder, without weights."""
+    return write_model(Path(mkdtemp(prefix="tandem-test-")), context)
 
 
 @dataclass(slots=True)
@@ -293,6 +305,7 @@ class Peer:
     server: rpc.Server
     servicer: Any
     heartbeat: asyncio.Task[None]
+    files: ModelFilesService
 
     async def die(self) -> None:
         """As kill -9 would: connections break, the lease stays until it runs out."""
@@ -315,7 +328,8 @@ class Peers:
     workers: dict[str, Peer] = field(default_factory=dict)
     security: Security = OPEN  # of workers that are added
     max_model_len: int = 256  # likewise
-    text_digests: tuple[str, ...] = ()  # likewise
+    folder: Path = field(default_factory=lambda: folder_of(CONTEXT))  # of their model, likewise
+    model: str = MODEL  # likewise
     linked: bool = True  # KV has moved between them
     _decodes: dict[str, DecodePeer] = field(default_factory=dict)
 
@@ -346,10 +360,15 @@ class Peers:
         """Its connections end; it listens again at once, as the same incarnation."""
         peer = self.workers[worker_id]
         await peer.server.stop(0)
-        work = rpc.Servicer(
-            "tandem.v1.WorkerService", peer.servicer, worker_pb2_grpc.add_WorkerServiceServicer_to_server
-        )
-        peer.server = await rpc.serve([work], "127.0.0.1", peer.server.port, security=self.security)
+        peer.server = await self._serve(peer.servicer, peer.files, [], peer.server.port)
+
+    async def _serve(
+        self, peer: WorkingPeer, files: ModelFilesService, others: list[rpc.Servicer], port: int
+    ) -> rpc.Server:
+        work = rpc.Servicer("tandem.v1.WorkerService", peer, worker_pb2_grpc.add_WorkerServiceServicer_to_server)
+        running = RunningSettings(PeerSettings(), None, FOLLOWED, lambda new: None)
+        services = [work, files.servicer, rpc.SettingsService(running).servicer, *others]
+        return await rpc.serve(services, "127.0.0.1", port, security=self.security)
 
     async def move_to(self, redis: RedisServer, namespace: str) -> None:
         """Register in another registry."""
@@ -379,20 +398,17 @@ class Peers:
         self, worker_id: str, role: Role, incarnation: str, revision: str, peer: WorkingPeer,
         others: list[rpc.Servicer], num_blocks: int = 64, port: int = 0,
     ) -> Peer:  # fmt: skip
-        work = rpc.Servicer("tandem.v1.WorkerService", peer, worker_pb2_grpc.add_WorkerServiceServicer_to_server)
-        running = RunningSettings(PeerSettings(), None, FOLLOWED, lambda new: None)
-        server = await rpc.serve(
-            [work, rpc.SettingsService(running).servicer, *others], "127.0.0.1", port, security=self.security
-        )
+        files = ModelFilesService(self.folder)
+        server = await self._serve(peer, files, others, port)
         info = WorkerInfo(
             worker_id=worker_id, role=role, incarnation=incarnation, grpc_address=f"127.0.0.1:{server.port}",
-            transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=MODEL, revision=revision,
+            transfer_address="127.0.0.1:1" if role is Role.DECODE else "", model=self.model, revision=revision,
             layout_hash=layout_of(revision), block_size=16, num_blocks=num_blocks, max_num_seqs=64,
-            max_model_len=self.max_model_len, transports=("tcp",), host="test", text_digests=self.text_digests,
+            max_model_len=self.max_model_len, transports=("tcp",), host="test", fingerprint=files.fingerprint,
         )  # fmt: skip
         await self.registry.register(info, self._load(), TTL_S)
         heartbeat = asyncio.create_task(self._heartbeat(info))
-        self.workers[worker_id] = made = Peer(info, server, peer, heartbeat)
+        self.workers[worker_id] = made = Peer(info, server, peer, heartbeat, files)
         for other in self.workers.values():
             await self.registry.heartbeat(other.info, self._load(), TTL_S)
         return made
@@ -423,7 +439,7 @@ async def peers_of_long_prompts(settings: GatewaySettings, context: int, reply: 
     """One prefill and one decode worker, for prompts and answers of so many tokens."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
     async with peers_on(registry, reply) as peers:
-        peers.max_model_len = context
+        peers.max_model_len, peers.folder = context, folder_of(context)
         await peers.add_decode(num_blocks=context // 4)
         await peers.add_prefill()
         yield peers

@@ -64,7 +64,7 @@ async def guarded(
     """A gateway that asks for keys; nobody has one yet."""
     ring.file.write_text("{}")
     async with make_gateway(settings.model_copy(update={"api_keys": ring.file})) as gateway:
-        await eventually(lambda: gateway.llm.readiness()[0])
+        await eventually(lambda: gateway.front.readiness()[0])
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http:
             yield gateway, http
 
@@ -163,7 +163,7 @@ async def test_a_file_that_turns_bad_changes_nothing(guarded: tuple[Gateway, htt
         ring.file.write_text(bad)
         with pytest.raises(ValueError, match=r"keys\.json"):
             read_keys(ring.file)
-        await gateway.llm.access._follow(ring.file)
+        await gateway.front.access._follow(ring.file)
         assert await known()
 
 
@@ -231,7 +231,7 @@ def test_the_command_says_what_is_wrong(ring: KeyRing, options: tuple[str, ...],
         keys_command([*options, f"--file={ring.file}"])
 
 
-@pytest.mark.parametrize("command", [["-m", "services.gateway", "--model-path=x"], ["-m", "tandem", "up"]])
+@pytest.mark.parametrize("command", [["-m", "services.gateway"], ["-m", "tandem", "up"]])
 def test_nothing_listens_beyond_loopback_without_keys(command: list[str]) -> None:
     ended = subprocess.run([sys.executable, *command, "--host=0.0.0.0"], capture_output=True, text=True, timeout=60)
     assert ended.returncode in (1, 2)
@@ -253,7 +253,7 @@ async def limited(
     async def make(**limits: float) -> dict[str, str]:
         key = ring.add("acme")
         tiered(ring, **limits)
-        await guarded[0].llm.access._follow(ring.file)
+        await guarded[0].front.access._follow(ring.file)
         return key
 
     return make
@@ -377,7 +377,7 @@ async def test_without_redis_nobody_is_refused(
     gateway, http = guarded
     key = await limited(requests_per_minute=1)
     nowhere = Registry.connect("redis://127.0.0.1:1", timeout=0.2)
-    monkeypatch.setattr(gateway.llm.allowances, "_registry", nowhere)
+    monkeypatch.setattr(gateway.front.allowances, "_registry", nowhere)
     for _ in range(3):
         assert (await complete(http, key)).status_code == 200
     await nowhere.close()
@@ -399,7 +399,7 @@ async def test_a_key_names_the_models_and_adapters_it_may_use(
     for name in ("sql", "law"):
         await registry.put_adapter(AdapterRef(name, name, "r" + name))
     await registry.close()
-    await gateway.llm.adapters.refresh()
+    await gateway.front.adapters.refresh()
 
     async def listed(name: str) -> list[str]:
         found = await http.get("/v1/models", headers=keys[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +14,6 @@ from tandem.local import RedisServer
 from tests.gateway.conftest import make_settings
 from tests.gateway.peers import MODEL, Peers, peers_of_long_prompts
 from tests.gateway.recorded import codex_bodies
-from tests.gateway.tiny_model import write_model
 from tests.gateway.tools.test_calls import prompt_in, says
 from tests.gateway.tools.test_response_calls import call_of
 
@@ -24,9 +22,8 @@ CONTEXT = 8192
 
 
 @pytest.fixture
-def settings(tmp_path: Path, redis: RedisServer) -> GatewaySettings:
-    (folder := tmp_path / MODEL).mkdir()
-    return make_settings(write_model(folder, CONTEXT), redis)
+def settings(redis: RedisServer) -> GatewaySettings:
+    return make_settings(redis)
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ async def test_many_who_look_cost_as_one(
     monkeypatch.setattr(console_module, "AGAIN_S", 60.0)
     monkeypatch.setattr(links, "EVERY_S", 60.0)
     built, asked = [], []
-    readiness, ask = type(gateway.llm).readiness, links.LinkBook._ask
+    readiness, ask = type(gateway.front).readiness, links.LinkBook._ask
 
     def count_built(llm: Any) -> Any:
         built.append(0)
@@ -162,7 +162,7 @@ async def test_many_who_look_cost_as_one(
         asked.append(0)
         return ask(book)
 
-    monkeypatch.setattr(type(gateway.llm), "readiness", count_built)
+    monkeypatch.setattr(type(gateway.front), "readiness", count_built)
     monkeypatch.setattr(links.LinkBook, "_ask", count_asked)
     await feed_of(http)
     before = len(built)
@@ -178,7 +178,7 @@ async def keyed(settings: GatewaySettings, file: Path) -> AsyncIterator[httpx.As
         make_gateway(settings.model_copy(update={"api_keys": file})) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http,
     ):
-        await eventually(lambda: gateway.llm.readiness()[0])
+        await eventually(lambda: gateway.front.readiness()[0])
         yield http
 
 

@@ -40,4 +40,4 @@ async def test_they_read_answers_errors_and_streams(http: httpx.AsyncClient) -> 
 def test_what_is_no_origin_is_named(settings: GatewaySettings) -> None:
     for wrong in ("chat.example", "https://chat.example/page", "https://"):
         with pytest.raises(ValueError, match="is no origin"):
-            GatewaySettings(model_path=settings.model_path, cors_origins=(wrong,))
+            GatewaySettings(cors_origins=(wrong,))

@@ -30,7 +30,7 @@ def settings(settings: GatewaySettings) -> GatewaySettings:
 
 
 async def test_what_would_come_too_late_is_not_read(gateway: Gateway, http: httpx.AsyncClient) -> None:
-    admission = gateway.admission
+    admission = gateway.front.llm_of(None).admission
     for _ in range(3):  # what the forecast is made from
         done = Work(PriorityClass.INTERACTIVE, "t", 1e9, 100, 100)
         await admission.enter(done)

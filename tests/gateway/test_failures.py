@@ -37,10 +37,14 @@ async def everything_free(peers: Peers, gateway: Gateway) -> None:
             getattr(p.servicer, "held", ()) or getattr(p.servicer, "running", ()) for p in peers.workers.values()
         )
         connections = [
-            connection.running + len(connection.stream) for connection in gateway.llm.pool._connections.values()
+            connection.running + len(connection.stream)
+            for connection in gateway.front.llm_of(None).pool._connections.values()
         ]
-        inside = gateway.admission.admitted.tokens or gateway.admission.check_integrity()
-        return not (held or any(connections) or gateway.llm.running or inside) and await peers.reserved() == 0
+        inside = (
+            gateway.front.llm_of(None).admission.admitted.tokens
+            or gateway.front.llm_of(None).admission.check_integrity()
+        )
+        return not (held or any(connections) or gateway.front.running or inside) and await peers.reserved() == 0
 
     await eventually(free)
 
@@ -49,7 +53,7 @@ async def test_integrity_names_what_no_answer_accounts_for(http: httpx.AsyncClie
     whole = (await http.get("/debug/integrity")).json()
     assert whole["whole"]
     assert whole["held"]["attempts"] == whole["held"]["mailboxes"] == 0
-    connection = next(c for c in gateway.llm.pool.connections if c.info.role is Role.DECODE)
+    connection = next(c for c in gateway.front.llm_of(None).pool.connections if c.info.role is Role.DECODE)
     mailbox = connection.stream.attach("lost")
     broken = (await http.get("/debug/integrity")).json()
     assert broken["violations"] == [
@@ -66,7 +70,7 @@ async def post(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) ->
 
 def received(gateway: Gateway) -> int:
     """Tokens that the gateway has of the answer that has most."""
-    streams = [connection.stream for connection in gateway.llm.pool.connections]
+    streams = [connection.stream for connection in gateway.front.llm_of(None).pool.connections]
     return max((mailbox.next_index for stream in streams for mailbox in stream._mailboxes.values()), default=0)
 
 
@@ -101,7 +105,7 @@ async def test_a_stream_that_cannot_be_written_is_opened_anew(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:
     """Else what is asked would never leave, on a stream that looks open."""
-    stream = next(c for c in gateway.llm.pool.connections if c.info.role is Role.DECODE).stream
+    stream = next(c for c in gateway.front.llm_of(None).pool.connections if c.info.role is Role.DECODE).stream
 
     class BrokenMailbox(deque[Any]):
         def popleft(self) -> Any:
@@ -135,7 +139,7 @@ async def test_a_request_is_over_once_both_workers_say_so(
 
 async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers) -> None:
     """So many turns of the event loop after it began, or after its workers were chosen."""
-    chosen = gateway.llm.pipeline.cluster.router._offline._own
+    chosen = gateway.front.llm_of(None).pipeline.cluster.router._offline._own
     for turns, after_choice in ((turns, after) for turns in range(60) for after in (False, True)):
         request = asyncio.create_task(first_tokens(gateway, f"r{turns}"))
         while after_choice and not chosen:
@@ -151,10 +155,10 @@ async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers)
 async def first_tokens(gateway: Gateway, name: str) -> None:
     now = asyncio.get_running_loop().time()
     request = Generation(
-        operation="chat", request_id=name, model=gateway.llm.model, prompts=[[5] * 20], n=1, given={},
+        operation="chat", request_id=name, model=gateway.front.llm_of(None).model, prompts=[[5] * 20], n=1, given={},
         sampling=SamplingParams(max_tokens=8), deadline=now + 20, arrived=now,
     )  # fmt: skip
-    async with aclosing(gateway.llm.answer(request, "prompt").deltas()) as deltas:
+    async with aclosing(gateway.front.llm_of(None).answer(request, "prompt").deltas()) as deltas:
         await anext(deltas)
 
 
@@ -187,8 +191,8 @@ async def test_a_client_that_does_not_read(gateway: Gateway, peers: Peers) -> No
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.http_port, limit=1024)
     writer.write(head % len(body) + body)
     await writer.drain()
-    await eventually(lambda: gateway.llm.accepted > 0)
-    await eventually(lambda: not gateway.llm.running)
+    await eventually(lambda: gateway.front.accepted > 0)
+    await eventually(lambda: not gateway.front.running)
     await everything_free(peers, gateway)
     writer.close()
 
@@ -202,7 +206,7 @@ async def test_decode_dies_mid_stream(http: httpx.AsyncClient, peers: Peers, gat
         rest = [part async for part in parts]
     error = json.loads(rest[-1])["error"]
     assert (error["type"], error["code"]) == ("service_unavailable", "worker_lost")
-    await eventually(lambda: not gateway.llm.running)
+    await eventually(lambda: not gateway.front.running)
 
 
 @with_settings(migration_wait_s=30.0)
@@ -249,7 +253,7 @@ async def test_decode_dies_while_the_prompt_is_prefilled(
     request = asyncio.create_task(post(http, SHORT))
     await eventually(lambda: bool(peers.prefill.running))
     await peers.add_decode("d2")
-    await eventually(lambda: gateway.llm.readiness()[1]["linked_pairs"] == 2)
+    await eventually(lambda: gateway.front.readiness()[1]["linked_pairs"] == 2)
     await peers.workers["d"].die()
     await eventually(lambda: len(peers.prefill.seen) == 2)
     peers.prefill.hold.set()
@@ -377,7 +381,7 @@ async def test_a_restarted_decode_worker_serves_at_once(
         peers.decode.step_s = 0
         *_, last = [event async for event in events]
     assert last == "[DONE]"
-    assert gateway.llm.pool.connected(new.info)
+    assert gateway.front.llm_of(None).pool.connected(new.info)
     after = await post(http, SHORT)
     assert after.status_code == 200, after.text
     assert [spec.num_prior_tokens > 0 for spec in peers.decode.seen] == [True, False]
@@ -390,16 +394,14 @@ async def test_redis_frozen_fails_no_request(
     registry_wait(0.5)
     with RedisServer.start() as own:
         port = free_ports(1)[0]
-        frozen = make_settings(model_folder, own, disaggregation=Disaggregation.PREFER).model_copy(
-            update={"http_port": port}
-        )
+        frozen = make_settings(own, disaggregation=Disaggregation.PREFER).model_copy(update={"http_port": port})
         await peers.move_to(own, frozen.namespace)
         async with make_gateway(frozen) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-            await eventually(lambda: gateway.llm.readiness()[0])
+            await eventually(lambda: gateway.front.readiness()[0])
             own.pause()
             try:
                 answer = await http.post("/v1/completions", json=SHORT, timeout=60)
-                await eventually(lambda: gateway.llm.view.stale)
+                await eventually(lambda: gateway.front.view.stale)
                 ready = await http.get("/health/ready")
             finally:
                 own.resume()
@@ -412,7 +414,7 @@ async def test_redis_frozen_fails_no_request(
 
 
 async def test_require_never_falls_back(model_folder: Path, redis: RedisServer, peers: Peers) -> None:
-    settings = make_settings(model_folder, redis, disaggregation=Disaggregation.REQUIRE)
+    settings = make_settings(redis, disaggregation=Disaggregation.REQUIRE)
     await peers.move_to(redis, settings.namespace)
     await peers.workers["p"].die()
     await peers.registry.deregister("p", peers.workers["p"].info.incarnation)
@@ -420,7 +422,7 @@ async def test_require_never_falls_back(model_folder: Path, redis: RedisServer, 
         make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http,
     ):
-        await eventually(lambda: gateway.llm.pool.connected(peers.workers["d"].info))
+        await eventually(lambda: gateway.front.llm_of(None).pool.connected(peers.workers["d"].info))
         assert (await http.get("/health/ready")).json()["missing"] == [
             "prefill: no worker with a proven link to a connected decode worker"
         ]
@@ -433,14 +435,14 @@ async def test_require_never_falls_back(model_folder: Path, redis: RedisServer, 
 async def test_a_request_waits_a_moment_for_links_that_are_opened_anew(
     model_folder: Path, redis: RedisServer, peers: Peers
 ) -> None:
-    settings = make_settings(model_folder, redis, disaggregation=Disaggregation.REQUIRE)
+    settings = make_settings(redis, disaggregation=Disaggregation.REQUIRE)
     peers.linked = False
     await peers.move_to(redis, settings.namespace)
     async with (
         make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http,
     ):
-        await eventually(lambda: gateway.llm.pool.connected(peers.workers["d"].info))
+        await eventually(lambda: gateway.front.llm_of(None).pool.connected(peers.workers["d"].info))
         refused = await post(http, SHORT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_link")
         waiting = asyncio.create_task(post(http, SHORT))
@@ -460,7 +462,7 @@ async def test_a_request_waits_a_moment_for_a_lease_to_be_renewed(
     await eventually(lambda: bool(peers.decode.held))
     peers.workers["d"].heartbeat.cancel()
     await peers.registry.heartbeat(info, peers._load(), 0.3)  # the last one for longer than that
-    await eventually(lambda: all(worker.info.worker_id != "d" for worker in gateway.llm.view.workers))
+    await eventually(lambda: all(worker.info.worker_id != "d" for worker in gateway.front.view.workers))
     waiting = asyncio.create_task(post(http, SHORT))
     await asyncio.sleep(0.2)
     assert not waiting.done()

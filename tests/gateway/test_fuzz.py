@@ -136,7 +136,7 @@ async def test_bodies_of_http(gateway: Gateway, http: httpx.AsyncClient) -> None
         seen.append((answer.status_code, body))
     assert [body for status, body in seen if status >= 500] == []
     assert {status for status, _ in seen} >= {200, 400}
-    await eventually(lambda: gateway.llm.readiness()[0])
+    await eventually(lambda: gateway.front.readiness()[0])
 
 
 async def test_bodies_of_anthropics_messages(gateway: Gateway, http: httpx.AsyncClient, says: Any) -> None:
@@ -150,10 +150,10 @@ async def test_bodies_of_anthropics_messages(gateway: Gateway, http: httpx.Async
             said = answer.headers["content-type"].startswith("application/json") and answer.json()
             assert answer.status_code == 200 or said["type"] == "error", body
         with contextlib.suppress(InvalidRequest):
-            reduce_messages(body, gateway.llm.bounds, gateway.llm.model.chat_template)
+            reduce_messages(body, gateway.front.llm_of(None).bounds, gateway.front.llm_of(None).model.chat_template)
     assert [body for status, body in seen if status >= 500] == []
     assert {status for status, _ in seen} >= {200, 400}
-    await eventually(lambda: gateway.llm.readiness()[0])
+    await eventually(lambda: gateway.front.readiness()[0])
 
 
 async def test_tools_and_items_of_responses(gateway: Gateway, http: httpx.AsyncClient) -> None:
@@ -163,7 +163,7 @@ async def test_tools_and_items_of_responses(gateway: Gateway, http: httpx.AsyncC
         seen.append((answer.status_code, body))
     assert [body for status, body in seen if status not in (200, 400)] == []
     assert {status for status, _ in seen} == {200, 400}
-    await eventually(lambda: gateway.llm.readiness()[0])
+    await eventually(lambda: gateway.front.readiness()[0])
 
 
 async def test_messages_of_grpc(gateway: Gateway) -> None:

@@ -36,7 +36,7 @@ def kept() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def settings(model_folder: Path, redis: RedisServer, kept: RedisServer) -> GatewaySettings:
-    return make_settings(model_folder, redis, store_url=kept.url, store_max_bytes=20_000)
+    return make_settings(redis, store_url=kept.url, store_max_bytes=20_000)
 
 
 def client_of(base: str, owner: str = "") -> AsyncOpenAI:
@@ -63,7 +63,7 @@ async def test_a_response_goes_on_from_another_at_any_gateway(
     assert first.to_dict()["store"] is True
     other = settings.model_copy(update={"http_port": free_ports(1)[0]})
     async with make_gateway(other) as gateway, client_of(f"http://127.0.0.1:{other.http_port}") as there:
-        await eventually(lambda: gateway.llm.readiness()[0])
+        await eventually(lambda: gateway.front.readiness()[0])
         asked = {**ASKED, "input": "more", "previous_response_id": first.id, "stream": True}
         events = [event async for event in await there.responses.create(**asked)]
         last: Any = events[-1]
@@ -219,14 +219,14 @@ async def test_a_background_stream_is_that_of_its_response(client: AsyncOpenAI) 
 async def test_a_cancelled_response_frees_its_workers(client: AsyncOpenAI, gateway: Gateway, peers: Peers) -> None:
     peers.decode.step_s = 0.02
     queued = await client.responses.create(**LONG)
-    await eventually(lambda: bool(gateway.llm.running))
+    await eventually(lambda: bool(gateway.front.running))
     assert (await client.responses.cancel(queued.id)).status == "cancelled"
-    await eventually(lambda: not gateway.llm.running and not len(gateway.llm.detached))
+    await eventually(lambda: not gateway.front.running and not len(gateway.front.detached))
     assert (await client.responses.retrieve(queued.id)).status == "cancelled"
     queued = await client.responses.create(**LONG)
-    await eventually(lambda: bool(gateway.llm.running))
+    await eventually(lambda: bool(gateway.front.running))
     await client.responses.delete(queued.id)
-    await eventually(lambda: not gateway.llm.running and not len(gateway.llm.detached))
+    await eventually(lambda: not gateway.front.running and not len(gateway.front.detached))
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(queued.id)
     done = await client.responses.create(**ASKED)
@@ -239,13 +239,13 @@ async def test_a_background_response_of_a_worker_or_gateway_that_is_gone_has_fai
 ) -> None:
     peers.decode.step_s = 0.02
     queued = await client.responses.create(**LONG)
-    await eventually(lambda: bool(gateway.llm.running))
+    await eventually(lambda: bool(gateway.front.running))
     await peers.workers["d"].die()
     found = await ended(client, queued.id)
     assert (found.status, found.error.code) == ("failed", "server_error")
     slow: Any = (await peers.add_decode("d2")).servicer
     slow.step_s = 0.02
-    await eventually(lambda: gateway.llm.readiness()[0])
+    await eventually(lambda: gateway.front.readiness()[0])
     monkeypatch.setattr("services.gateway.http.responses.background.ALIVE_S", 1)
     monkeypatch.setattr("services.gateway.http.responses.background.BEAT_S", 60.0)  # as if it were gone
     queued = await client.responses.create(**LONG)

@@ -46,9 +46,10 @@ def test_the_room_imports_without_torch() -> None:
 async def test_readiness_counts_what_is_there(http: httpx.AsyncClient) -> None:
     answer = await http.get("/health/ready")
     assert answer.status_code == 200
+    counts = {"prefill_workers": 1, "decode_workers": 1, "linked_pairs": 1, "sequences": 64, "kv_tokens": 1024}
     assert answer.json() == {
-        "ready": True, "missing": [], "prefill_workers": 1, "decode_workers": 1, "linked_pairs": 1,
-        "refused_workers": [], "sequences": 64, "kv_tokens": 1024, "registry_reached": True,
+        "ready": True, "missing": [], **counts, "refused_workers": [], "registry_reached": True,
+        "models": {MODEL: {"ready": True, **counts}},
     }  # fmt: skip
 
 
@@ -160,7 +161,7 @@ async def test_ending_is_bounded_and_typed(settings: GatewaySettings, peers: Pee
 async def running(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that the test ends itself."""
     gateway = await make_gateway(settings).__aenter__()
-    await eventually(lambda: gateway.llm.readiness()[0])
+    await eventually(lambda: gateway.front.readiness()[0])
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http:
         yield gateway, http
 
@@ -169,7 +170,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, htt
 async def process(settings: GatewaySettings, peers: Peers) -> AsyncIterator[subprocess.Popen[bytes]]:
     """`python -m services.gateway`, ready."""
     options = [
-        f"--model-path={settings.model_path}", f"--model-name={MODEL}", f"--redis-url={settings.redis_url}",
+        f"--redis-url={settings.redis_url}",
         f"--namespace={settings.namespace}", "--host=127.0.0.1", f"--http-port={settings.http_port}", "--grpc-port=0",
     ]  # fmt: skip
     command = [sys.executable, "-m", "services.gateway", *options]
@@ -214,7 +215,7 @@ async def test_what_a_killed_gateway_had_reserved_is_released(
         assert await peers.reserved() > 0
 
         async def announced() -> bool:
-            return bool(await peers.registry.gateways())
+            return [address.model for address in await peers.registry.gateways()] == [MODEL]
 
         await eventually(announced)
         (address,) = await peers.registry.gateways()
@@ -237,27 +238,19 @@ async def test_the_doctor_asks_every_gateway_also_where_they_share_ports(
     shared = settings.model_copy(update={"grpc_port": grpc})
     one, other = (make_gateway(shared.model_copy(update={"own_http_port": port})) for port in own)
     async with one, other:
-        await eventually(lambda: other.llm.readiness()[0])
+        await eventually(lambda: other.front.readiness()[0])
 
         async def announced() -> bool:
             return len(await peers.registry.gateways()) == 2
 
         await eventually(announced)
-        other.llm.pool.connections[0].stream.attach("lost")
+        other.front.llm_of(None).pool.connections[0].stream.attach("lost")
         asked = DoctorSettings(
             redis_url=settings.redis_url, namespace=settings.namespace, integrity=True, timeout_s=30.0
         )
         whole = {finding.what: finding.good for finding in await examine(asked)}
     said = [whole[f"gateway 127.0.0.1:{port}, integrity"] for port in own]
     assert said == [True, False]
-
-
-def test_a_model_that_is_not_there_is_one_line() -> None:
-    command = [sys.executable, "-m", "services.gateway", "--model-path=/nowhere"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
-    assert "/nowhere" in ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 async def test_a_port_that_is_taken(settings: GatewaySettings, peers: Peers, gateway: Gateway) -> None:

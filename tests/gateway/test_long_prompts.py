@@ -10,12 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.gateway.__main__ import make_gateway
 from services.gateway.text import Batches, Tokenizer
 from services.gateway.text.batches import BATCH
 from tandem.local import RedisServer
 from tandem.vocabulary import load_tokenizer
-from tests.gateway.conftest import make_settings
+from tests.gateway.conftest import lonely_gateway, make_settings
 from tests.gateway.peers import MODEL
 from tests.gateway.tiny_model import byte_level_tokenizer
 
@@ -26,7 +25,7 @@ CONTEXT = 512  # of the tiny model
 @pytest.fixture
 async def client(model_folder: Path, redis: RedisServer) -> AsyncIterator[httpx.AsyncClient]:
     """Without any worker: nothing is refused for what a worker says."""
-    async with make_gateway(make_settings(model_folder, redis)) as gateway:
+    async with lonely_gateway(make_settings(redis)) as gateway:
         base = f"http://127.0.0.1:{gateway.settings.http_port}"
         async with httpx.AsyncClient(base_url=base, timeout=60) as client:
             yield client

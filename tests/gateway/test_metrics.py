@@ -11,12 +11,11 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
 from services.gateway.__main__ import make_gateway
 from services.gateway.admission import PriorityClass
 from services.gateway.generation import WORKER_LOST
-from services.gateway.metrics import Metrics
+from services.gateway.metrics import FrontMetrics, Metrics
 from services.gateway.settings import CLASSES, ClassSettings, Disaggregation
 from services.gateway.tenant_metrics import RequestEnd
 from tandem.local import RedisServer
@@ -34,7 +33,7 @@ LONG = {"model": MODEL, "prompt": "0123456789" * 20, "seed": 0, "max_tokens": 8}
 @pytest.mark.parametrize("kind", [REMOTE, LOCAL])
 @pytest.mark.parametrize("label", ["", WORKER_LOST, Fallback.NO_PROVEN_LINK])
 def test_a_way_that_was_not_wanted_counts(kind: llm_pb2.Path.Kind, label: str) -> None:
-    metrics = Metrics(CollectorRegistry(), "m")
+    metrics = FrontMetrics().of("m")
     metrics.path(llm_pb2.Path(kind=kind), label)
     path = "local" if kind == LOCAL else "remote"
     expected = [f'tandem_fallbacks_total{{path="{path}",reason="{label}"}} 1.0'] if label else []
@@ -42,7 +41,7 @@ def test_a_way_that_was_not_wanted_counts(kind: llm_pb2.Path.Kind, label: str) -
 
 
 def test_times_between_tokens_fall_into_the_buckets_that_they_reach() -> None:
-    metrics = Metrics(CollectorRegistry(), "m")
+    metrics = FrontMetrics().of("m")
     times = iter((0.0, 1.0, 1.0, 1.025, 61.025))
     meter = metrics.choice(lambda: next(times))
     for num_tokens in (1, 4, 1, 1):  # the first has none before it; four at once; 25 ms; a minute
@@ -57,7 +56,7 @@ def test_times_between_tokens_fall_into_the_buckets_that_they_reach() -> None:
 
 
 def test_times_and_lengths_of_choices_that_ended_well() -> None:
-    metrics = Metrics(CollectorRegistry(), "m")
+    metrics = FrontMetrics().of("m")
     times = iter((10.0, 13.0, 13.5, 15.0, 15.25))
     good = metrics.choice(lambda: next(times))
     for num_tokens in (1, 2, 3):
@@ -79,7 +78,7 @@ def test_times_and_lengths_of_choices_that_ended_well() -> None:
 
 
 def test_a_first_token_just_before_a_deadline_is_told_from_a_later_one() -> None:
-    metrics = Metrics(CollectorRegistry(), "m")
+    metrics = FrontMetrics().of("m")
     for seconds in (599.0, 601.0):
         metrics.choice(iter((0.0, seconds)).__next__).count(1)
     assert 'vllm:time_to_first_token_seconds_bucket{le="600.0",model_name="m"} 1.0' in said_by(metrics)
@@ -109,11 +108,11 @@ async def test_what_there_is_to_scrape(auto: httpx.AsyncClient, peers: Peers) ->
 @pytest.fixture
 async def auto(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway that chooses by cost."""
-    settings = make_settings(model_folder, redis, disaggregation=Disaggregation.AUTO)
+    settings = make_settings(redis, disaggregation=Disaggregation.AUTO)
     await peers.move_to(redis, settings.namespace)
     base = f"http://127.0.0.1:{settings.http_port}"
     async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=60) as client:
-        await eventually(lambda: gateway.llm.readiness()[1]["linked_pairs"] == 1)
+        await eventually(lambda: gateway.front.readiness()[1]["linked_pairs"] == 1)
         yield client
 
 
@@ -173,7 +172,7 @@ TARGETS = {**CLASSES, **REALTIME}
     ],
 )
 def test_a_request_meets_its_classs_targets_or_not(outcome: str, changes: dict[str, Any]) -> None:
-    metrics = Metrics(CollectorRegistry(), "m", TARGETS)
+    metrics = FrontMetrics(TARGETS).of("m")
     end = RequestEnd("t", PriorityClass.REALTIME, 200, 0.5, 0.05, 100, 40, 8)
     metrics.tenants.ended(end := replace(end, **changes))
     lines = said_by(metrics).splitlines()
@@ -189,7 +188,7 @@ def test_a_request_meets_its_classs_targets_or_not(outcome: str, changes: dict[s
 
 
 def test_tenants_beyond_the_most_share_one_name() -> None:
-    metrics = Metrics(CollectorRegistry(), "m", max_tenants=2)
+    metrics = FrontMetrics(max_tenants=2).of("m")
     for tenant in ("a", "b", "c", "d", "a"):
         metrics.tenants.ended(RequestEnd(tenant, PriorityClass.BATCH, 200))
     found = [line for line in said_by(metrics).splitlines() if line.startswith("tandem_slo_requests_total{")]
@@ -198,10 +197,10 @@ def test_tenants_beyond_the_most_share_one_name() -> None:
 
 
 def test_exemplars_lead_from_slow_buckets_to_traces_in_openmetrics_alone() -> None:
-    metrics = Metrics(CollectorRegistry(), "m")
+    metrics = FrontMetrics().of("m")
     metrics.choice(iter((0.0, 3.0)).__next__, "ab" * 16).count(1)
     metrics.choice(iter((0.0, 30.0)).__next__).count(1)
-    text, content_type = metrics.exposition("application/openmetrics-text; version=1.0.0")
+    text, content_type = metrics._front.exposition("application/openmetrics-text; version=1.0.0")
     marked = [line for line in text.decode().splitlines() if " # {" in line]
     assert content_type.startswith("application/openmetrics-text")
     assert len(marked) == 1
@@ -228,7 +227,7 @@ async def test_workers_that_come_count_as_starts_once(auto: httpx.AsyncClient, p
 
 
 def said_by(metrics: Metrics) -> str:
-    return metrics.exposition()[0].decode()
+    return metrics._front.exposition()[0].decode()
 
 
 def sums(metrics: Metrics) -> dict[str, tuple[float, float]]:

@@ -16,7 +16,6 @@ from tandem.local import RedisServer
 from tests.gateway.conftest import make_settings
 from tests.gateway.peers import MODEL, Peers, peers_of_long_prompts
 from tests.gateway.test_messages_fields import TEMPLATE, template
-from tests.gateway.tiny_model import write_model
 from tests.gateway.tools.test_calls import says
 
 __all__ = ["says"]  # a fixture
@@ -25,8 +24,8 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 @pytest.fixture
-async def settings(tmp_path: Path, redis: RedisServer) -> GatewaySettings:
-    return make_settings(write_model(tmp_path, CONTEXT), redis)
+async def settings(redis: RedisServer) -> GatewaySettings:
+    return make_settings(redis)
 
 
 @pytest.fixture

@@ -38,14 +38,14 @@ async def mixed(peers: Peers) -> Peers:
 
 @asynccontextmanager
 async def serving(folder: Path, redis: RedisServer, peers: Peers, policy: Disaggregation) -> AsyncIterator[Any]:
-    settings = make_settings(folder, redis, disaggregation=policy)
+    settings = make_settings(redis, disaggregation=policy)
     await peers.move_to(redis, settings.namespace)
     async with (
         make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http,
     ):
-        await eventually(lambda: gateway.llm.readiness()[1]["decode_workers"] == 2)
-        await eventually(lambda: all(gateway.llm.pool.connected(p.info) for p in peers.workers.values()))
+        await eventually(lambda: gateway.front.readiness()[1]["decode_workers"] == 2)
+        await eventually(lambda: all(gateway.front.llm_of(None).pool.connected(p.info) for p in peers.workers.values()))
         yield gateway, http
 
 
@@ -65,7 +65,7 @@ async def leave(gateway: Gateway, peers: Peers, *names: str) -> None:
     for name in names:
         await peers.workers[name].die()
         await peers.registry.deregister(name, peers.workers[name].info.incarnation)
-    await eventually(lambda: {w.info.worker_id for w in gateway.llm.pool.workers}.isdisjoint(names))
+    await eventually(lambda: {w.info.worker_id for w in gateway.front.llm_of(None).pool.workers}.isdisjoint(names))
 
 
 async def test_both_revisions_serve_and_no_pair_mixes_them(
@@ -94,7 +94,7 @@ async def test_no_pair_mixes_while_redis_is_silent(
             try:
                 assert set(await many(http, 12)) == PAIRS
                 await mixed.workers["p"].die()
-                await eventually(lambda: bool(gateway.llm.pool.lost()))
+                await eventually(lambda: bool(gateway.front.llm_of(None).pool.lost()))
                 assert set(await many(http, 12)) == {("p-new", "d-new")}
             finally:
                 own.resume()

@@ -15,8 +15,9 @@ from services.gateway.routing import Router, RouteRequest
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
 from tandem.local import RedisServer
-from tandem.registry import BlockReplica, ClusterView, Registry, Role
+from tandem.registry import BlockReplica, ClusterView, ModelKey, Registry, Role
 from tests.gateway.conftest import eventually, make_settings
+from tests.gateway.peers import MODEL as TINY
 from tests.gateway.peers import Peers
 from tests.gateway.test_life import metrics_of
 from tests.registry.cluster import BLOCK_SIZE, MODEL, REVISION, TTL, register_pool, worker_info, worker_load
@@ -39,7 +40,7 @@ class Routing:
         self.registry = registry
         self.view = ClusterView(registry, stale_after=0.5)
         self.replica = BlockReplica(registry.block_feed)
-        self.router = Router(registry, self.view, self.replica, MODEL, policy)
+        self.router = Router(registry, self.view, self.replica, ModelKey(MODEL, ""), policy)
 
     async def see(self) -> None:
         await self.view.refresh()
@@ -139,12 +140,12 @@ async def test_the_replica_is_seen_in_metrics(gateway: Gateway, peers: Peers, ht
 async def test_auto_reads_a_short_prompt_at_decode_and_calls_it_no_fallback(
     model_folder: Path, redis: RedisServer, peers: Peers
 ) -> None:
-    settings = make_settings(model_folder, redis, disaggregation=Disaggregation.AUTO)
+    settings = make_settings(redis, disaggregation=Disaggregation.AUTO)
     await peers.move_to(redis, settings.namespace)
     base = f"http://127.0.0.1:{settings.http_port}"
     async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=60) as client:
-        await eventually(lambda: gateway.llm.readiness()[0])
-        body = {"model": settings.model_name, "prompt": "once", "seed": 0}
+        await eventually(lambda: gateway.front.readiness()[0])
+        body = {"model": TINY, "prompt": "once", "seed": 0}
         answer = await client.post("/v1/completions", json=body)
         assert answer.headers["x-tandem-reason"].startswith("local prefill: cheapest: ")
         assert "tandem_fallbacks_total{" not in (await client.get("/metrics")).text

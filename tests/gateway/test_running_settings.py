@@ -35,7 +35,7 @@ async def following(settings: GatewaySettings, peers: Peers, tmp_path: Path) -> 
     file = tmp_path / "settings.json"
     file.write_text('{"max_queued": 100}')
     async with make_gateway(settings.model_copy(update={"followed": file})) as gateway:
-        await eventually(lambda: gateway.llm.readiness()[0])
+        await eventually(lambda: gateway.front.readiness()[0])
         yield gateway, file
 
 
@@ -51,11 +51,11 @@ async def test_the_file_is_followed_and_a_bad_one_changes_nothing(
     following: tuple[Gateway, Path], logs: list[Any]
 ) -> None:
     gateway, file = following
-    assert gateway.llm.settings.max_queued == 100
+    assert gateway.front.settings.max_queued == 100
     file.write_text(json.dumps({"classes": {"batch": {"weight": 7, "ttft_s": 9}}, "tenant_weights": {"acme": 3}}))
-    await eventually(lambda: gateway.llm.settings.max_queued == 1024)
-    assert gateway.llm.settings.classes["batch"].ttft_s == 9
-    weights = gateway.admission._queue.weights
+    await eventually(lambda: gateway.front.settings.max_queued == 1024)
+    assert gateway.front.settings.classes["batch"].ttft_s == 9
+    weights = gateway.front.llm_of(None).admission._queue.weights
     assert (weights.of_class(PriorityClass.BATCH), weights.of_tenant("acme")) == (7, 3)
     (change,) = changes(logs)
     assert change["by"] == str(file)
@@ -64,7 +64,7 @@ async def test_the_file_is_followed_and_a_bad_one_changes_nothing(
         file.write_text(bad)
         num = len(logs)
         await eventually(lambda num=num: any("cannot be read" in line["event"] for line in logs[num:]))
-    assert gateway.llm.settings.tenant_weights == {"acme": 3}
+    assert gateway.front.settings.tenant_weights == {"acme": 3}
 
 
 async def test_an_override_ends_by_itself(http: httpx.AsyncClient, gateway: Gateway, logs: list[Any]) -> None:
@@ -73,7 +73,7 @@ async def test_an_override_ends_by_itself(http: httpx.AsyncClient, gateway: Gate
     assert told["settings"]["max_choices"] == 1
     assert set(told["ttl_s"]) == {"max_choices", "log_level"}
     assert (await http.post("/v1/completions", json={**BODY, "n": 2})).status_code == 400
-    await eventually(lambda: gateway.llm.settings.max_choices == 128)
+    await eventually(lambda: gateway.front.settings.max_choices == 128)
     assert (await http.post("/v1/completions", json={**BODY, "n": 2})).status_code == 200
     assert [(line["by"], line["changes"]["max_choices"]) for line in changes(logs)] == [
         ("anyone, from 127.0.0.1", [128, 1]),
@@ -83,7 +83,7 @@ async def test_an_override_ends_by_itself(http: httpx.AsyncClient, gateway: Gate
 
 async def test_null_returns_a_setting_to_the_file(http: httpx.AsyncClient, gateway: Gateway) -> None:
     await http.post(URL, json={"settings": {"max_queued": 5}, "ttl_s": 600})
-    assert gateway.llm.settings.max_queued == 5
+    assert gateway.front.settings.max_queued == 5
     told = (await http.post(URL, json={"settings": {"max_queued": None}, "ttl_s": 600})).json()
     assert (told["settings"]["max_queued"], told["ttl_s"]) == (1024, {})
 
@@ -111,11 +111,11 @@ async def test_null_returns_a_setting_to_the_file(http: httpx.AsyncClient, gatew
 async def test_a_wrong_change_is_refused_and_changes_nothing(
     http: httpx.AsyncClient, gateway: Gateway, body: bytes, word: str
 ) -> None:
-    before = gateway.llm.settings
+    before = gateway.front.settings
     answer = await http.post(URL, content=body)
     assert answer.status_code in (400, 413)
     assert word in answer.json()["error"]["message"]
-    assert gateway.llm.settings is before
+    assert gateway.front.settings is before
 
 
 async def test_only_a_key_that_manages_may_and_the_log_names_it(
@@ -129,7 +129,7 @@ async def test_only_a_key_that_manages_may_and_the_log_names_it(
             answer = await http.post(f"{url_of(gateway)}{URL}", json=change, headers=headers)
             assert answer.status_code == status
         assert (await http.get(f"{url_of(gateway)}{URL}", headers=said["acme"])).status_code == 403
-        assert gateway.llm.settings.max_queued == 5
+        assert gateway.front.settings.max_queued == 5
     (line,) = changes(logs)
     assert line["by"] == "key 00000001 of admin, from 127.0.0.1"
 
@@ -150,4 +150,4 @@ async def test_tandem_set_changes_gateways_and_workers_of_the_registry(
     assert b'"max_queued": 7' in said
     in_force = json.dumps({"settings": {"log_level": "error"}, "ttl_s": {"log_level": 600.0}})
     assert {f"d {in_force}", f"p {in_force}"} <= {*said.decode().splitlines()}
-    assert (gateway.llm.settings.max_queued, gateway.llm.settings.log_level) == (7, "error")
+    assert (gateway.front.settings.max_queued, gateway.front.settings.log_level) == (7, "error")

@@ -102,16 +102,19 @@ async def test_gateways_tell_each_other_what_they_have_to_do(settings: GatewaySe
     async with AsyncExitStack() as stack:
         ports = free_ports(2)
         both = [settings.model_copy(update={"http_port": port}) for port in ports]
-        busy, idle = [await stack.enter_async_context(make_gateway(one)) for one in both]
-        whole = busy.admission.admitted.capacity
-        await eventually(lambda: idle.admission.admitted.capacity is not None)
+        gateways = [await stack.enter_async_context(make_gateway(one)) for one in both]
+        await eventually(lambda: all(gateway.front.llms for gateway in gateways))
+        busy, idle = (gateway.front.llm_of(None).admission for gateway in gateways)
+        await eventually(lambda: busy.admitted.capacity is not None)
+        whole = busy.admitted.capacity
+        await eventually(lambda: idle.admitted.capacity is not None)
         assert whole is not None
         enough = Work(BATCH, "flood", 2.0**31, whole.tokens, whole.tokens)
-        await busy.admission.enter(enough)
-        await eventually(lambda: _tokens(idle.admission) == 0)
-        assert _tokens(busy.admission) == whole.tokens
-        busy.admission.leave(enough)
-        await eventually(lambda: _tokens(idle.admission) == _tokens(busy.admission) == whole.tokens // 2)
+        await busy.enter(enough)
+        await eventually(lambda: _tokens(idle) == 0)
+        assert _tokens(busy) == whole.tokens
+        busy.leave(enough)
+        await eventually(lambda: _tokens(idle) == _tokens(busy) == whole.tokens // 2)
 
 
 def _tokens(admission: Admission) -> int:

@@ -28,7 +28,7 @@ STRICT: Any = {"api_key": "none", "max_retries": 0, "_strict_response_validation
 
 @pytest.fixture
 def settings(model_folder: Any, redis: Any, kept: Any) -> GatewaySettings:
-    return make_settings(model_folder, redis, store_url=kept.url)
+    return make_settings(redis, store_url=kept.url)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import gc
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -23,8 +22,7 @@ from services.gateway import Gateway, GatewaySettings
 from tandem.local import RedisServer
 from tandem.registry import Registry
 from tests.gateway.conftest import eventually, make_settings
-from tests.gateway.peers import MODEL, Peers, peers_on
-from tests.gateway.tiny_model import write_model
+from tests.gateway.peers import MODEL, Peers, folder_of, peers_on
 from tests.gateway.worst_bodies import GRPC, PATHS, message, within
 
 CONTEXT = 131_072
@@ -33,15 +31,15 @@ T = TypeVar("T")
 
 
 @pytest.fixture
-async def settings(tmp_path: Path, redis: RedisServer) -> GatewaySettings:
-    return make_settings(write_model(tmp_path, CONTEXT), redis, prefill_queue_tokens=2**24)
+async def settings(redis: RedisServer) -> GatewaySettings:
+    return make_settings(redis, prefill_queue_tokens=2**24)
 
 
 @pytest.fixture
 async def peers(settings: GatewaySettings) -> AsyncIterator[Peers]:
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
     async with peers_on(registry, lambda spec: [5] * 5_000) as peers:
-        peers.max_model_len = CONTEXT
+        peers.max_model_len, peers.folder = CONTEXT, folder_of(CONTEXT)
         await peers.add_decode(num_blocks=2**20)
         await peers.add_prefill()
         yield peers

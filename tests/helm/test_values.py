@@ -249,7 +249,7 @@ def test_the_chart_sets_what_settings_may_not() -> None:
         names = [variable["name"] for variable in container["env"]]
         assert len(names) == len(set(names)), container["name"]
         known = {f"TANDEM_{field}".upper() for field in SERVICES[container["name"]].model_fields}
-        assert {n for n in names if n.startswith("TANDEM_")} <= known | {"TANDEM_MODEL_PATH"}, container["name"]
+        assert {n for n in names if n.startswith("TANDEM_")} <= known, container["name"]
         found |= {name.removeprefix("TANDEM_").lower() for name in names} & SET_BY_CHART
     of_one_machine = {
         "redis_host", "redis_password", "redis_port", "redis_memory_mb", "shared_cores", "own_http_port",

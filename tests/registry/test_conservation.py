@@ -95,7 +95,7 @@ async def test_reservations_of_a_dead_client_end_with_its_lease(
     await register_pool(registry)
     other = await reserve(registry)
     dead = Registry.connect(redis_server.url, namespace=namespace, client_lease_s=6.0, timeout=30.0)
-    dead.announce(GatewayAddress("m", "10.0.0.1:8000", "10.0.0.1:50051"), list)
+    dead.announce(lambda: (GatewayAddress("m", "10.0.0.1:8000", "10.0.0.1:50051"), {}))
     for _ in range(3):
         await reserve(dead)
     holding = asyncio.create_task(dead.hold_client_lease())

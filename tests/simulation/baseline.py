@@ -78,15 +78,15 @@ def _worker(worker: Worker) -> Iterator[str]:
 
 
 def _gateway(gateway: Gateway) -> Iterator[str]:
-    llm, admission = gateway.llm, gateway.admission
-    yield from check_gateway(llm, admission, gateway._background).violations
-    if llm.running:
-        yield f"{len(llm.running)} answers run"
-    if len(admission.admitted):
-        yield f"{len(admission.admitted)} choices are admitted"
+    front = gateway.front
+    yield from check_gateway(front, gateway._background).violations
+    if front.running:
+        yield f"{len(front.running)} answers run"
+    if admitted := sum(len(llm.admission.admitted) for llm in front.llms.values()):
+        yield f"{admitted} choices are admitted"
     if len(gateway._background):
         yield f"{len(gateway._background)} attempts are being released"
-    for connection in llm.pool._connections.values():
+    for connection in front.connections:
         if connection.running or len(connection.stream):
             held = f"{connection.running} attempts, {len(connection.stream)} mailboxes and replies"
             yield f"connection to {connection.info.worker_id}: {held}"

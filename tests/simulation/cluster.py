@@ -29,7 +29,7 @@ from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
 from tandem import rpc
 from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams, StepTime
-from tandem.registry import Registry
+from tandem.registry import ModelKey, Registry
 from tandem.transfer import LinkRuntime
 from tandem.transfer.runtime.loop import LoopDriver
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -162,9 +162,9 @@ class SimulatedCluster:
     def is_ready(self) -> bool:
         """True if every gateway sees every pair of workers linked."""
         num_pairs = self.shape.prefills * self.shape.decodes
-        served = [gateway for gateway in self.gateways.values() if hasattr(gateway, "llm")]
+        served = [gateway for gateway in self.gateways.values() if hasattr(gateway, "front")]
         return len(served) == self.shape.gateways and all(
-            gateway.llm.readiness()[1]["linked_pairs"] == num_pairs for gateway in served
+            gateway.front.readiness()[1]["linked_pairs"] == num_pairs for gateway in served
         )
 
     async def ask(self, gateway: str, prompt: Prompt, read_pause_s: float = 0.0, reply: Reply | None = None) -> Reply:
@@ -251,15 +251,19 @@ class SimulatedCluster:
             connect=partial(Channel, self.network, process),  # type: ignore[arg-type]
             serve=self._serve(process),
             serve_http=None,
+            read_model=self._read_model,
             new_id=self._new_id,
             seeds=Random(self._ids.getrandbits(64)),
             wall=lambda: EPOCH_S + self.world.now,
             pressure=process.pressure,
         )
-        gateway = Gateway(self._settings.gateway(name), self._model, ports, self._settings.make_router)
+        gateway = Gateway(self._settings.gateway(name), ports, self._settings.make_router)
         async with gateway:
             self.gateways[name] = gateway
             await gateway.failed()
+
+    async def _read_model(self, key: ModelKey, addresses: Sequence[str]) -> ServedModel:
+        return self._model
 
     def _ended(self, name: str, process: Process, main: asyncio.Task[None]) -> None:
         """As a process whose main function has returned, or raised."""
@@ -291,10 +295,9 @@ class SimulationSettings:
 
     def _of(self, name: str, kind: Any) -> Any:
         if name not in self._made:
-            own = self._gateway(name) if kind is GatewaySettings else self._worker(name)
-            self._made[name] = kind(
-                model_path=self._model_path, model_name=MODEL, host=name, grpc_port=GRPC_PORT, drain_s=DRAIN_S, **own
-            )
+            model = {"model_path": self._model_path, "model_name": MODEL}
+            own = self._gateway(name) if kind is GatewaySettings else self._worker(name) | model
+            self._made[name] = kind(host=name, grpc_port=GRPC_PORT, drain_s=DRAIN_S, **own)
         return self._made[name]
 
     def _gateway(self, name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
-from tandem.checkpoints import text_digests
+from tandem.checkpoints import text_fingerprint
 from tandem.commands.doctor import DoctorSettings, examine
 from tandem.engine import Engine, Request, SamplingParams, StepTime
 from tandem.local import RedisServer
@@ -82,8 +82,8 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
         )
 
         async def registered() -> bool:
-            known = [(worker.info.worker_id, worker.info.text_digests) for worker in await ours.workers()]
-            return known == [("w0", text_digests(demo_model))]
+            known = [(worker.info.worker_id, worker.info.fingerprint) for worker in await ours.workers()]
+            return known == [("w0", text_fingerprint(demo_model))]
 
         async with running(chosen, build):
             await eventually(registered, "it is in its namespace")

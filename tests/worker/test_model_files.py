@@ -16,7 +16,7 @@ from services.gateway.errors import Unavailable
 from services.gateway.model.fetch import ModelFolders, gathered
 from services.gateway.model.served import ServedModel
 from tandem import rpc
-from tandem.checkpoints import TEXT_FILES, TextFiles
+from tandem.checkpoints import TEXT_FILES, TextFiles, text_file
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tandem.worker.model_files import PART, ModelFilesService
 from tests.fuzzing import fuzzed
@@ -55,7 +55,7 @@ async def test_a_gateway_has_what_its_worker_has(folder: Path, folders: ModelFol
     service = ModelFilesService(folder)
     async with serving(service) as address:
         found = await folders.folder(service.fingerprint, [address])
-        assert {f.name: f.read_bytes() for f in found.iterdir()} == {n: (folder / n).read_bytes() for n in TEXT_FILES}
+        assert {f.name: f.read_bytes() for f in found.iterdir()} == {n: text_file(folder, n) for n in TEXT_FILES}
     assert await folders.folder(service.fingerprint, []) == found  # it needs no worker any more
     ours, theirs = ServedModel.load(found, "tiny", 0), ServedModel.load(folder, "tiny", 0)
     assert await ours.tokenizer.encode("once upon", True) == await theirs.tokenizer.encode("once upon", True)

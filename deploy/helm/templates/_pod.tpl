@@ -84,13 +84,15 @@ capabilities:
 - name: TANDEM_{{ eq .name "kv" | ternary "TRANSFER" (upper .name) }}_PORT
   value: {{ .port | toString | quote }}
 {{- end }}
-{{- if .model }}
+{{- if $worker }}
 - name: TANDEM_MODEL_PATH
   value: {{ include "tandem.modelPath" . }}
 - name: TANDEM_MODEL_NAME
   value: {{ .model.name | quote }}
 {{- end }}
 {{- if eq .component "gateway" }}
+- name: TANDEM_MODELS
+  value: {{ list .model.name | toJson | quote }}
 {{- if .root.Values.store.enabled }}
 - name: TANDEM_STORE_URL
   valueFrom: { secretKeyRef: { name: {{ include "tandem.storeSecret" .root }}, key: url } }
@@ -166,8 +168,8 @@ readinessProbe:
     secretName: {{ include "tandem.keysSecret" .root }}
     items: [{ key: keys.json, path: keys.json }]
 {{- end }}
+{{- if include "tandem.hasWeights" . }}
 {{- with .model }}
-{{- if ne .weights.kind "baked" }}
 - name: models
   {{- if eq .weights.kind "claim" }}
   persistentVolumeClaim: { claimName: {{ .weights.claim }}, readOnly: true }
@@ -190,12 +192,17 @@ readinessProbe:
 {{- if and (eq .component "gateway") .root.Values.apiKeys.required }}
 - { name: api-keys, mountPath: /etc/tandem/api-keys, readOnly: true }
 {{- end }}
-{{- if and .model (ne (default dict (default dict .model).weights).kind "baked") }}
+{{- if include "tandem.hasWeights" . }}
 - { name: models, mountPath: /models, readOnly: true }
 {{- end }}
 {{- end }}
 
-{{/* Puts the model's files into the volume `models` and checks them; gateways take all but the weights. */}}
+{{/* Of workers whose model is not in their image. */}}
+{{- define "tandem.hasWeights" -}}
+{{- if has .component (list "prefill" "decode") }}{{ if ne .model.weights.kind "baked" }}true{{ end }}{{ end -}}
+{{- end }}
+
+{{/* Puts the model's files into the volume `models` and checks them. */}}
 {{- define "tandem.loader" -}}
 {{- $weights := .model.weights -}}
 - name: weights
@@ -208,9 +215,6 @@ readinessProbe:
     - fetch
     - {{ $weights.url | quote }}
     - /models/weights
-    {{- if eq .component "gateway" }}
-    - --without-weights
-    {{- end }}
   env:
     - name: TANDEM_FILES
       value: {{ toJson $weights.files | quote }}

@@ -17,11 +17,11 @@ from typing import Any
 import orjson
 
 from services.gateway.access import Caller
-from services.gateway.admission import Admission, PriorityClass
+from services.gateway.admission import PriorityClass
 from services.gateway.console.history import History, Point
 from services.gateway.console.links import LinkBook
+from services.gateway.front import FrontDesk
 from services.gateway.generation import Answer
-from services.gateway.llm import LLM
 from tandem import __version__
 from tandem.registry import LiveWorker, Role
 
@@ -35,10 +35,10 @@ MAX_LINES = 50
 class Console:
     """Run `run` as a task: it keeps the history of the charts."""
 
-    def __init__(self, llm: LLM, admission: Admission) -> None:
-        self._llm, self._admission, self._id = llm, admission, llm.new_id()
-        self._history = History(llm.metrics, self._gauges)
-        self._links = LinkBook(llm.pool)
+    def __init__(self, front: FrontDesk) -> None:
+        self._front, self._id = front, front.new_id()
+        self._history = History(front.metrics, self._gauges)
+        self._links = LinkBook(lambda: [one for one in front.connections if one.connected])
         self._shared: tuple[float, dict[str, Any]] = (-inf, {})
         self.run = self._history.run
 
@@ -54,13 +54,13 @@ class Console:
         return orjson.dumps({**told, **self._shared[1], "history": history})
 
     def _whole(self) -> dict[str, Any]:
-        llm = self._llm
-        ready, found = llm.readiness()
-        seen = llm.view.workers
+        front = self._front
+        ready, found = front.readiness()
+        seen = front.view.workers
         return {
             "gateway": {
-                "version": __version__, "model": llm.model.name, "ready": ready, "missing": found["missing"],
-                "registry_reached": found["registry_reached"], "disaggregation": llm.settings.disaggregation,
+                "version": __version__, "model": ", ".join(front.names), "ready": ready, "missing": found["missing"],
+                "registry_reached": found["registry_reached"], "disaggregation": front.settings.disaggregation,
             },
             "workers": [self._worker(worker) for worker in seen[:MAX_WORKERS]],
             "num_workers": len(seen),
@@ -74,13 +74,14 @@ class Console:
         return {
             "queue": self._queue(mine),
             "running": self._running(mine),
-            "requests": self._llm.pipeline.records.latest(MAX_REQUESTS, tenant),
+            "requests": self._front.records.latest(MAX_REQUESTS, tenant),
         }
 
     def _worker(self, worker: LiveWorker) -> dict[str, Any]:
         info, load = worker.info, worker.load
         state = "stuck" if load.stuck else "draining" if load.draining else "serving"
-        if not self._llm.pool.connected(info) and info.model == self._llm.model.name:
+        llm = self._front.llms.get(info.key)
+        if llm is not None and not llm.pool.connected(info):
             state = "no answer"
         return {
             "id": info.worker_id, "role": info.role, "state": state, "incarnation": info.incarnation,
@@ -93,32 +94,36 @@ class Console:
 
     def _queue(self, mine: Callable[[str], bool]) -> list[dict[str, Any]]:
         """By class and tenant: what waits for its turn, and what has had it."""
-        waiting = {(line.priority_class, line.tenant): line for line in self._admission.lines() if mine(line.tenant)}
-        inside = Counter((w.priority_class, w.tenant) for w in self._admission.admitted if mine(w.tenant))
+        admissions = [llm.admission for llm in self._front.llms.values()]
+        waiting, tokens = Counter[tuple[PriorityClass, str]](), Counter[tuple[PriorityClass, str]]()
+        for line in (line for one in admissions for line in one.lines() if mine(line.tenant)):
+            waiting[line.priority_class, line.tenant] += line.num_waiting
+            tokens[line.priority_class, line.tenant] += line.tokens
+        inside = Counter((w.priority_class, w.tenant) for one in admissions for w in one.admitted if mine(w.tenant))
         lines = []
         for kind, tenant in {**waiting, **inside}:
-            line = waiting.get((kind, tenant))
-            num_waiting, tokens = (line.num_waiting, line.tokens) if line else (0, 0)
-            told = {"class": kind.label, "tenant": tenant, "waiting": num_waiting, "tokens": tokens}
+            num_waiting = waiting[kind, tenant]
+            told = {"class": kind.label, "tenant": tenant, "waiting": num_waiting, "tokens": tokens[kind, tenant]}
             lines.append((num_waiting, inside[kind, tenant], told))
         lines.sort(key=lambda line: line[:2], reverse=True)
         return [{**told, "inside": num_inside} for _, num_inside, told in lines[:MAX_LINES]]
 
     def _running(self, mine: Callable[[str], bool]) -> list[dict[str, Any]]:
         """Requests that have not ended, the oldest first."""
-        mine_ = (answer for answer in self._llm.running if mine(answer.request.tenant))
+        mine_ = (answer for answer in self._front.running if mine(answer.request.tenant))
         oldest = sorted(mine_, key=lambda answer: answer.request.arrived)[:MAX_REQUESTS]
         return list(_running_rows(oldest, asyncio.get_running_loop().time()))
 
     def _gauges(self) -> Point:
-        workers = self._llm.pool.workers
+        llms = list(self._front.llms.values())
+        workers = [worker for llm in llms for worker in llm.pool.workers]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
         blocks = sum(worker.info.num_blocks for worker in decodes)
         free = sum(worker.load.free_blocks for worker in decodes)
         return {
             "kv": round(1 - free / blocks, 4) if blocks else 0.0,
-            "queued": {kind.label: self._admission.num_waiting(kind) for kind in PriorityClass},
-            "running": len(self._llm.running), "workers": len(workers),
+            "queued": {kind.label: sum(llm.admission.num_waiting(kind) for llm in llms) for kind in PriorityClass},
+            "running": len(self._front.running), "workers": len(workers),
         }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from services.gateway.metrics import Metrics, Totals
+from services.gateway.metrics import FrontMetrics, Totals
 from tandem.metrics import GATEWAY
 
 EVERY_S = 2.0
@@ -21,7 +21,7 @@ Point = dict[str, Any]
 class History:
     """Run `run` as a task. `gauges`: what is as it is, added to each point."""
 
-    def __init__(self, metrics: Metrics, gauges: Callable[[], Point]) -> None:
+    def __init__(self, metrics: FrontMetrics, gauges: Callable[[], Point]) -> None:
         self._metrics, self._gauges = metrics, gauges
         self._points: deque[Point] = deque(maxlen=MAX_POINTS)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
 from services.gateway.errors import GatewayError
 from services.gateway.generation import BackgroundTasks
-from services.gateway.workers import WorkerConnection, WorkerPool
+from services.gateway.workers import WorkerConnection
 from tandem.registry import Role
 from tandem.v1 import prefill_pb2
 
@@ -19,8 +20,8 @@ MAX_LINKS = 10_000
 
 
 class LinkBook:
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
+    def __init__(self, connected: Callable[[], list[WorkerConnection]]) -> None:
+        self._connected = connected
         self._background = BackgroundTasks()
         self._asked_at = -inf
         self._links: dict[str, list[dict[str, Any]]] = {}  # of each prefill worker, as it said last
@@ -34,7 +35,7 @@ class LinkBook:
         return [link for links in self._links.values() for link in links][:MAX_LINKS]
 
     async def _ask(self) -> None:
-        prefills = [one for one in self._pool.all_connected() if one.info.role is Role.PREFILL][:MAX_WORKERS]
+        prefills = [one for one in self._connected() if one.info.role is Role.PREFILL][:MAX_WORKERS]
         answers = await asyncio.gather(*map(self._ask_one, prefills))
         self._links = dict(sorted((one.info.worker_id, links) for one, links in zip(prefills, answers, strict=True)))
 

@@ -16,7 +16,7 @@ from services.gateway.generation.choice_text import Delta
 from services.gateway.generation.grammars import CheckedGrammars
 from services.gateway.generation.migration import MigrationLimits
 from services.gateway.generation.pipeline import Pipeline
-from services.gateway.generation.record import record_refused
+from services.gateway.generation.record import RequestRecords, record_refused
 from services.gateway.generation.request import (
     Generation,
     check_length,
@@ -44,6 +44,7 @@ __all__ = [
     "Generation",
     "MigrationLimits",
     "Pipeline",
+    "RequestRecords",
     "Structure",
     "check_length",
     "check_prompt",

@@ -153,7 +153,7 @@ class Attempt:
 
     async def _answering(self, request: RouteRequest, exclude: Collection[str]) -> Route:
         """Among the workers that answer now; a first attempt, if there are none, among those that may be back soon."""
-        lost, exclude = self._cluster.pool.lost(), self._cluster.pool.refused.keys() | set(exclude)
+        lost, exclude = self._cluster.pool.lost(), self._cluster.pool.foreign | set(exclude)
         try:
             return await self._cluster.router.choose(request, lost | exclude)
         except Unavailable:

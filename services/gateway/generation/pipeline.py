@@ -43,8 +43,9 @@ class Pipeline:
         metrics: Metrics,
         nonce: Callable[[], str],
         limits: MigrationLimits,
+        records: RequestRecords,
     ) -> None:
-        self.cluster, self.metrics, self.records = cluster, metrics, RequestRecords()
+        self.cluster, self.metrics, self.records = cluster, metrics, records
         self._admission = admission
         self._nonce = nonce
         self._limits = limits

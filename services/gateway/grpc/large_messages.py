@@ -56,6 +56,22 @@ def unary(data: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> I
     return _reduced(llm_pb2.GenerateUnaryRequest, data, lambda request: request.generate, bounds, template)
 
 
+def name_in_streamed(data: bytes) -> str:
+    """The model's name; empty where that cannot be read."""
+    return _name_in(llm_pb2.GenerateRequest, data, lambda request: request)
+
+
+def name_in_unary(data: bytes) -> str:
+    return _name_in(llm_pb2.GenerateUnaryRequest, data, lambda request: request.generate)
+
+
+def _name_in(kind: Any, data: bytes, inside: Callable[[Any], Any]) -> str:
+    try:
+        return str(inside(kind.FromString(data)).model)
+    except DecodeError:
+        return ""
+
+
 def _reduced(
     kind: Any, data: bytes, inside: Callable[[Any], Any], bounds: PromptBounds, template: ChatTemplate | None
 ) -> Incoming:

@@ -18,6 +18,7 @@ from opentelemetry import context as otel_context
 from services.gateway.admission import PriorityClass, targets_of
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut
+from services.gateway.front import FrontDesk
 from services.gateway.generation import Answer, Generation, check_salt, held_to, truncated
 from services.gateway.grpc import large_messages
 from services.gateway.grpc.large_messages import has_many_parts, unless_large
@@ -49,8 +50,8 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class LLMService(llm_pb2_grpc.LLMServiceServicer):
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, front: FrontDesk) -> None:
+        self._front = front
         self.servicer = rpc.Servicer(NAME, self, _add)
 
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -59,7 +60,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         call = asyncio.current_task()
         assert call is not None
         # While a message cannot be written, nothing here runs that would see the deadline pass.
-        stalled = self._llm.deadlines.add(answer.request.deadline + STALLED_S, call.cancel)
+        stalled = self._front.deadlines.add(answer.request.deadline + STALLED_S, call.cancel)
         try:
             async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
                 async for delta in deltas:
@@ -95,13 +96,14 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
     async def ListModels(self, request: llm_pb2.ListModelsRequest, context: Context) -> llm_pb2.ListModelsResponse:
         try:
-            client = self._llm.access.authenticate(_metadata(context))
+            client = self._front.access.authenticate(_metadata(context))
         except GatewayError as error:
             raise _refused(error, context, {}) from None
-        longest = self._llm.max_model_len
         models = [
-            llm_pb2.Model(id=model.name, max_model_len=longest, parent=model.parent)
-            for model in self._llm.models(client)
+            llm_pb2.Model(
+                id=model.name, max_model_len=llm.max_model_len, parent=model.parent, fingerprint=llm.key.fingerprint
+            )
+            for model, llm in self._front.models(client)
         ]
         return llm_pb2.ListModelsResponse(models=models)
 
@@ -109,8 +111,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         self, request: llm_pb2.LoadLoraAdapterRequest, context: Context
     ) -> llm_pb2.LoadLoraAdapterResponse:
         try:
-            self._llm.access.authenticate(_metadata(context)).check_manages()
-            await self._llm.adapters.load(request.lora_name, request.lora_path)
+            self._front.access.authenticate(_metadata(context)).check_manages()
+            await self._front.load_adapter(request.lora_name, request.lora_path, request.base_model_name or None)
         except GatewayError as error:
             raise _refused(error, context, {}) from None
         return llm_pb2.LoadLoraAdapterResponse()
@@ -119,8 +121,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         self, request: llm_pb2.UnloadLoraAdapterRequest, context: Context
     ) -> llm_pb2.UnloadLoraAdapterResponse:
         try:
-            self._llm.access.authenticate(_metadata(context)).check_manages()
-            await self._llm.adapters.unload(request.lora_name)
+            self._front.access.authenticate(_metadata(context)).check_manages()
+            await self._front.unload_adapter(request.lora_name)
         except GatewayError as error:
             raise _refused(error, context, {}) from None
         return llm_pb2.UnloadLoraAdapterResponse()
@@ -129,55 +131,60 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         """`within`: bytes are of a message that has the request in it."""
         arrived = asyncio.get_running_loop().time()
         try:
-            await self._llm.intake.begin()
-            prompt: str | CheckedIds | None = None
+            await self._front.intake.begin()
             if isinstance(request, bytes):
-                request, prompt = await self._reduced(request, context, within)
-            generation, param = await self._read(request, prompt, context, arrived)
-            return self._llm.answer(generation, param)
+                llm, request, prompt = await self._reduced(request, context, within)
+                generation, param = await self._read(llm, request, prompt, context, arrived)
+            else:
+                self._front.access.authenticate(_metadata(context))
+                llm = self._front.llm_of(request.model)
+                generation, param = await self._read(llm, request, None, context, arrived)
+            return llm.answer(generation, param)
         except GatewayError as error:
             named = "" if isinstance(request, bytes) else request.request_id[:128]
-            self._llm.refuse(_metadata(context), named or self._llm.new_id(), error, arrived)
+            self._front.refuse(_metadata(context), named or self._front.new_id(), error, arrived)
             raise _refused(error, context, {}) from None
 
     async def _reduced(
         self, data: bytes, context: Context, within: bool
-    ) -> tuple[llm_pb2.GenerateRequest, str | CheckedIds]:
+    ) -> tuple[LLM, llm_pb2.GenerateRequest, str | CheckedIds]:
         """
         Raises:
             GatewayError
         """
         metadata = _metadata(context)
-        client = self._llm.access.authenticate(metadata)
-        tenant = self._llm.access.tenant(client, metadata, "", "tenant")  # the message may name another
-        deadline = self._llm.deadline(_left(context), "grpc-timeout")
+        client = self._front.access.authenticate(metadata)
+        tenant = self._front.access.tenant(client, metadata, "", "tenant")  # the message may name another
+        deadline = self._front.deadline(_left(context), "grpc-timeout")
         try:
-            with self._llm.deadlines.until(deadline):
+            with self._front.deadlines.until(deadline):
                 reduce = large_messages.unary if within else large_messages.streamed
-                found = await self._llm.reduced(reduce, data, tenant)
+                name_of = large_messages.name_in_unary if within else large_messages.name_in_streamed
+                llm = await self._front.llm_for(data, tenant, name_of)
+                found = await llm.reduced(reduce, data, tenant)
         except TimeoutError:
             raise TimedOut("the request's deadline passed while it was read") from None
         (prompt,) = found.checked()
-        return llm_pb2.GenerateRequest.FromString(found.fields), prompt
+        return llm, llm_pb2.GenerateRequest.FromString(found.fields), prompt
 
     async def _read(
-        self, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, context: Context, arrived: float
-    ) -> tuple[Generation, str]:
+        self, llm: LLM, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, context: Context,
+        arrived: float,
+    ) -> tuple[Generation, str]:  # fmt: skip
         """`read`: the prompt, where it was taken out of the request."""
-        llm, metadata = self._llm, _metadata(context)
+        metadata = _metadata(context)
         client = llm.access.authenticate(metadata)
         if not request.model:
             raise InvalidRequest("model is required", "model")
         model = llm.served(request.model, client)
         llm.bounds.check_choices(1, request.n or 1)
-        use = tools_of(request)
-        priority = _priority_of(request)
-        deadline = llm.deadline(_left(context), "grpc-timeout")
+        use, priority = tools_of(request), _priority_of(request)
+        deadline = llm.front.deadline(_left(context), "grpc-timeout")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
         given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
         targets = targets_of(metadata, priority, llm.settings)
         llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets.ttft_s)
-        prompt, param, reading = await self._prompt(request, read, use)
+        prompt, param, reading = await _prompt(llm, request, read, use)
         structure = held_to(use, structure_of(request.structured_outputs), reading, model.tokenizer)
         sampling = await llm.sampling(given, {}, structure, tenant)
         generation = Generation(
@@ -201,23 +208,23 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         )
         return generation, param
 
-    async def _prompt(
-        self, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, use: ToolUse | None
-    ) -> tuple[Sequence[int], str, ReadingPlan | None]:
-        llm = self._llm
-        match request.WhichOneof("input"):
-            case "prompt":
-                text = read if isinstance(read, str) else request.prompt
-                return await llm.encode(text, "prompt"), "prompt", None
-            case "token_ids":
-                ids = read if isinstance(read, CheckedIds) else list(request.token_ids.ids)
-                return ids, "token_ids", None
-            case "messages":
-                if not isinstance(read, str):
-                    read = llm.render_chat(messages_of(request.messages), options_of(request.messages, use))
-                reading = plan_reading(llm.model.thoughts, llm.model.calls, use, read)
-                return await llm.encode(read, "messages", add_special_tokens=False), "messages", reading
-        raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
+
+async def _prompt(
+    llm: LLM, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, use: ToolUse | None
+) -> tuple[Sequence[int], str, ReadingPlan | None]:
+    match request.WhichOneof("input"):
+        case "prompt":
+            text = read if isinstance(read, str) else request.prompt
+            return await llm.encode(text, "prompt"), "prompt", None
+        case "token_ids":
+            ids = read if isinstance(read, CheckedIds) else list(request.token_ids.ids)
+            return ids, "token_ids", None
+        case "messages":
+            if not isinstance(read, str):
+                read = llm.render_chat(messages_of(request.messages), options_of(request.messages, use))
+            reading = plan_reading(llm.model.thoughts, llm.model.calls, use, read)
+            return await llm.encode(read, "messages", add_special_tokens=False), "messages", reading
+    raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
 
 
 def _priority_of(request: llm_pb2.GenerateRequest) -> int:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.gateway.front import FrontDesk
 from services.gateway.http import schema
-from services.gateway.llm import LLM
 
 
-async def load_adapter(llm: LLM, body: bytes) -> dict[str, Any]:
+async def load_adapter(front: FrontDesk, body: bytes) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
     found = schema.validated(schema.LoadAdapterBody, body)
-    await llm.adapters.load(found.lora_name, found.lora_path)
+    await front.load_adapter(found.lora_name, found.lora_path, found.base_model_name)
     return {"loaded": found.lora_name}
 
 
-async def unload_adapter(llm: LLM, body: bytes) -> dict[str, Any]:
+async def unload_adapter(front: FrontDesk, body: bytes) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
     found = schema.validated(schema.UnloadAdapterBody, body)
-    await llm.adapters.unload(found.lora_name)
+    await front.unload_adapter(found.lora_name)
     return {"unloaded": found.lora_name}

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from services.gateway.console import Console, add_console
 from services.gateway.errors import GatewayError, Internal, InvalidRequest, NotUpgraded, unexpected
+from services.gateway.front import FrontDesk
 from services.gateway.http import large
 from services.gateway.http.adapters import load_adapter, unload_adapter
 from services.gateway.http.chat import read_chat
@@ -46,7 +47,7 @@ GENERATING = (
 
 
 def build_app(
-    llm: LLM, wall: Callable[[], float], integrity: Look, traces: RecentRequests,
+    front: FrontDesk, wall: Callable[[], float], integrity: Look, traces: RecentRequests,
     running: RunningSettings[GatewaySettings], console: Console,
 ) -> FastAPI:  # fmt: skip
     """
@@ -57,39 +58,39 @@ def build_app(
     # A request's span is ours: FastAPI's own would stand beside it, a second root of the same trace.
     plain = {"tracing": False, "metrics": False}
     app = DescribedApp(title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain)
-    cors = cors_of(llm.settings)
+    cors = cors_of(front.settings)
     for path, read, reduce in GENERATING:
-        endpoint = GenerateEndpoint(llm, read, reduce, wall)
+        endpoint = GenerateEndpoint(front, read, reduce, wall)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
     anthropic = Anthropic(wall)
-    _add_messages(app, llm, wall, cors, anthropic)
+    _add_messages(app, front, wall, cors, anthropic)
     _refuse_upgrade(app)
-    app.router.routes.extend(kept_routes(llm, wall))
+    app.router.routes.extend(kept_routes(front, wall))
     for path, respond, reduce in (
         ("/tokenize", tokenize, large.tokenize),
         ("/detokenize", detokenize, large.detokenize),
     ):
-        app.router.routes.append(Route(path, TextEndpoint(llm, respond, reduce), methods=["POST"]))
-    _add_admin(app, llm, running)
-    _add_errors(app, llm, anthropic)
-    _add_models(app, llm)
-    _add_health(app, llm)
+        app.router.routes.append(Route(path, TextEndpoint(front, respond, reduce), methods=["POST"]))
+    _add_admin(app, front, running)
+    _add_errors(app, front, anthropic)
+    _add_models(app, front)
+    _add_health(app, front)
     if cors:
         app.add_middleware(CORSMiddleware, **cors)
     _add_integrity(app, integrity)
-    _add_traces(app, llm, traces)
+    _add_traces(app, front, traces)
     add_pages(app)
-    add_console(app, llm, console)
+    add_console(app, front, console)
     return app
 
 
 def _add_messages(
-    app: DescribedApp, llm: LLM, wall: Callable[[], float], cors: Mapping[str, Any], anthropic: Anthropic
+    app: DescribedApp, front: FrontDesk, wall: Callable[[], float], cors: Mapping[str, Any], anthropic: Anthropic
 ) -> None:
     """Anthropic's, in its words to the last error."""
-    create = GenerateEndpoint(llm, read_messages_body, reduce_messages, wall).speaking(anthropic)
-    count = TextEndpoint(llm, count_tokens, reduce_messages).speaking(anthropic)
+    create = GenerateEndpoint(front, read_messages_body, reduce_messages, wall).speaking(anthropic)
+    count = TextEndpoint(front, count_tokens, reduce_messages).speaking(anthropic)
     for path, endpoint in ((MESSAGES, create), (f"{MESSAGES}/count_tokens", count)):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
@@ -114,13 +115,15 @@ def cors_of(settings: GatewaySettings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_models(app: FastAPI, llm: LLM) -> None:
-    def card(model: ServedModel) -> dict[str, Any]:
+def _add_models(app: FastAPI, front: FrontDesk) -> None:
+    def card(model: ServedModel, llm: LLM) -> dict[str, Any]:
         created = datetime.fromtimestamp(model.created, UTC).isoformat()
+        ready, _ = llm.readiness()
         return {
             "id": model.name, "object": "model", "created": model.created, "owned_by": "tandem",
-            "root": model.adapter.path if model.adapter else llm.model.name, "parent": model.parent or None,
-            "max_model_len": llm.max_model_len,
+            "root": model.adapter.path if model.adapter else llm.key.name, "parent": model.parent or None,
+            "max_model_len": llm.max_model_len, "state": "ready" if ready["ready"] else "not ready",
+            "fingerprint": llm.key.fingerprint, "fingerprints": front.shares(llm.key.name),
             # As Anthropic's clients want it.
             "type": "model", "display_name": model.name, "created_at": created, "lifecycle": "active",
             "max_input_tokens": llm.max_model_len,
@@ -129,7 +132,7 @@ def _add_models(app: FastAPI, llm: LLM) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """The models served here, LoRA adapters included; for OpenAI's clients and Anthropic's."""
-        cards = [card(model) for model in llm.models(llm.access.authenticate(request.headers))]
+        cards = [card(*one) for one in front.models(front.access.authenticate(request.headers))]
         return {
             "object": "list", "data": cards, "has_more": False,
             "first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None,
@@ -138,10 +141,14 @@ def _add_models(app: FastAPI, llm: LLM) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> dict[str, Any]:
         """One model."""
-        return card(llm.served(name, llm.access.authenticate(request.headers)))
+        client = front.access.authenticate(request.headers)
+        for one, llm in front.models(client):
+            if one.name == name:
+                return card(one, llm)
+        raise front.unknown(name, client)
 
 
-def _add_health(app: FastAPI, llm: LLM) -> None:
+def _add_health(app: FastAPI, front: FrontDesk) -> None:
     @app.get("/health")
     async def health() -> dict[str, bool]:
         """The process is alive."""
@@ -150,7 +157,7 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
     @app.get("/health/ready")
     async def ready() -> JSONResponse:
         """200 where a request would be served; otherwise 503 and what is missing."""
-        is_ready, found = llm.readiness()
+        is_ready, found = front.readiness()
         return JSONResponse(found, 200 if is_ready else 503)
 
     async def ping(request: Request) -> Response:
@@ -161,7 +168,7 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
     @app.get("/load")
     async def load() -> dict[str, int]:
         """How many requests run or wait here."""
-        return {"server_load": len(llm.running)}
+        return {"server_load": len(front.running)}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -171,14 +178,14 @@ def _add_health(app: FastAPI, llm: LLM) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """For Prometheus."""
-        text, content_type = llm.metrics.exposition(request.headers.get("accept", ""))
+        text, content_type = front.metrics.exposition(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
     @app.get("/metrics/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
         """Lists all that there is to scrape, for Prometheus' http_sd_configs."""
-        llm.access.authenticate(request.headers)
-        return await scrape_targets(llm.view)
+        front.access.authenticate(request.headers)
+        return await scrape_targets(front.view)
 
 
 def _add_integrity(app: FastAPI, integrity: Look) -> None:
@@ -188,24 +195,24 @@ def _add_integrity(app: FastAPI, integrity: Look) -> None:
         return (await lasting(integrity)).json()
 
 
-def _add_admin(app: FastAPI, llm: LLM, running: RunningSettings[GatewaySettings]) -> None:
+def _add_admin(app: FastAPI, front: FrontDesk, running: RunningSettings[GatewaySettings]) -> None:
     for path, manage in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
-        app.router.routes.append(Route(path, AdminEndpoint(llm, manage), methods=["POST"]))
-    app.router.routes.append(Route("/debug/settings", SettingsEndpoint(llm, running), methods=["GET", "POST"]))
+        app.router.routes.append(Route(path, AdminEndpoint(front, manage), methods=["POST"]))
+    app.router.routes.append(Route("/debug/settings", SettingsEndpoint(front, running), methods=["GET", "POST"]))
 
 
-def _add_traces(app: FastAPI, llm: LLM, traces: RecentRequests) -> None:
+def _add_traces(app: FastAPI, front: FrontDesk, traces: RecentRequests) -> None:
     @app.get("/debug/traces/{request_id:path}")
     async def trace(request_id: str, request: Request) -> JSONResponse:
         """A recent request's trace, for Perfetto: one's own, or any with a key that manages models."""
-        return JSONResponse(await traces.trace(request_id, llm.access.authenticate(request.headers)))
+        return JSONResponse(await traces.trace(request_id, front.access.authenticate(request.headers)))
 
 
-def _add_errors(app: FastAPI, llm: LLM, anthropic: Anthropic) -> None:
+def _add_errors(app: FastAPI, front: FrontDesk, anthropic: Anthropic) -> None:
     def respond(request: Request, error: GatewayError, status: int, headers: Mapping[str, str]) -> JSONResponse:
         path = request.url.path
         dialect = anthropic if path == MESSAGES or path.startswith(f"{MESSAGES}/") else OPENAI
-        request_id = request_id_of(request.headers, llm.new_id)
+        request_id = request_id_of(request.headers, front.new_id)
         named = {dialect.id_header: request_id, **dialect.headers(headers)}
         return JSONResponse(dialect.body(error, request_id, status), status, headers=named)
 
@@ -220,7 +227,7 @@ def _add_errors(app: FastAPI, llm: LLM, anthropic: Anthropic) -> None:
         return respond(request, refusal, error.status_code, error.headers or {})
 
     async def apologize(request: Request, error: Exception) -> JSONResponse:
-        request_id = request_id_of(request.headers, llm.new_id)
+        request_id = request_id_of(request.headers, front.new_id)
         log.error("request failed", request_id=request_id, exc_info=error)
         return respond(request, unexpected(request_id), Internal.status, {"x-request-id": request_id})
 

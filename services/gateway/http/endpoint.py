@@ -26,6 +26,7 @@ from services.gateway.admission import NO_TARGETS, priority_of, targets_of
 from services.gateway.bodies import Incoming, Reduce, is_large
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, unexpected
+from services.gateway.front import FrontDesk
 from services.gateway.generation import (
     CLIENT_LEFT,
     Answer,
@@ -52,8 +53,8 @@ class Endpoint(ABC):
 
     dialect = OPENAI
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, front: FrontDesk) -> None:
+        self._front = front
 
     def speaking(self, dialect: Dialect) -> Self:
         """Answer in another protocol's words."""
@@ -61,11 +62,11 @@ class Endpoint(ABC):
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._llm.new_id, lambda: self._llm.leaving, self.dialect)
+        exchange = Exchange(scope, receive, send, self._front.new_id, lambda: self._front.leaving, self.dialect)
         try:
             await self._serve(exchange)
         except ClientLeft:  # or it has sent what is no body, and waits
-            self._llm.metrics.request("none", CLIENT_LEFT)
+            self._front.metrics.request("none", CLIENT_LEFT)
             await exchange.fail(InvalidRequest("the body is malformed, or ended too early", code="incomplete_body"), {})
         except GatewayError as error:
             await exchange.fail(error, {})
@@ -87,33 +88,36 @@ class Endpoint(ABC):
 class AdminEndpoint(Endpoint):
     """A short body in, one out, for those who may manage models."""
 
-    def __init__(self, llm: LLM, respond: Callable[[LLM, bytes], Awaitable[Any]]) -> None:
-        super().__init__(llm)
+    def __init__(self, front: FrontDesk, respond: Callable[[FrontDesk, bytes], Awaitable[Any]]) -> None:
+        super().__init__(front)
         self._respond = respond
 
     async def _serve(self, exchange: Exchange) -> None:
-        self._llm.access.authenticate(exchange.headers).check_manages()
-        body = await exchange.body(ADMIN_BYTES, self._llm.settings.body_timeout_s, self._llm.deadlines)
-        await exchange.json(200, await self._respond(self._llm, body), {})
+        self._front.access.authenticate(exchange.headers).check_manages()
+        body = await exchange.body(ADMIN_BYTES, self._front.settings.body_timeout_s, self._front.deadlines)
+        await exchange.json(200, await self._respond(self._front, body), {})
 
 
 class TextEndpoint(Endpoint):
     """One body in, one out, nothing of the cluster asked for: of the gateway itself, in turns."""
 
-    def __init__(self, llm: LLM, respond: Callable[[LLM, Incoming, Caller], Awaitable[Any]], reduce: Reduce) -> None:
-        super().__init__(llm)
+    def __init__(
+        self, front: FrontDesk, respond: Callable[[LLM, Incoming, Caller], Awaitable[Any]], reduce: Reduce
+    ) -> None:
+        super().__init__(front)
         self._respond, self._reduce = respond, reduce
 
     async def _serve(self, exchange: Exchange) -> None:
-        llm = self._llm
-        client, deadline = llm.access.authenticate(exchange.headers), exchange.deadline(llm)
-        tenant = llm.access.tenant(client, exchange.headers, "", "user")
+        front = self._front
+        client, deadline = front.access.authenticate(exchange.headers), exchange.deadline(front)
+        tenant, settings = front.access.tenant(client, exchange.headers, "", "user"), front.settings
         try:
-            with llm.deadlines.until(deadline):
-                body = await exchange.body(llm.settings.max_body_bytes, llm.settings.body_timeout_s, llm.deadlines)
+            with front.deadlines.until(deadline):
+                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, front.deadlines)
                 left = deadline - asyncio.get_running_loop().time()
-                counted = llm.allowances.one(client, tenant, exchange.request_id, left)
-                async with counted as headers, llm.text_turns.turn(tenant, len(body), deadline):
+                counted = front.allowances.one(client, tenant, exchange.request_id, left)
+                async with counted as headers, front.text_turns.turn(tenant, len(body), deadline):
+                    llm = await front.llm_for(body, tenant)
                     answer = await self._respond(llm, await llm.incoming(self._reduce, body, tenant), client)
         except TimeoutError:
             raise TimedOut("the request's deadline passed") from None
@@ -125,23 +129,24 @@ class GenerateEndpoint(Endpoint):
 
     def __init__(
         self,
-        llm: LLM,
+        front: FrontDesk,
         read: Callable[[LLM, Incoming, CheckTurn], Awaitable[ParsedBody]],
         reduce: Reduce,
         wall: Callable[[], float],
     ) -> None:
-        super().__init__(llm)
+        super().__init__(front)
         self._read, self._reduce = read, reduce
         self._wall = wall
 
     async def _serve(self, exchange: Exchange) -> None:
-        llm = self._llm
+        front, settings = self._front, self._front.settings
         try:
-            asked = _Asked(llm, exchange)
-            with llm.deadlines.until(asked.deadline):
-                await llm.intake.begin()
-                body = await exchange.body(llm.settings.max_body_bytes, llm.settings.body_timeout_s, llm.deadlines)
+            asked = _Asked(front, exchange)
+            with front.deadlines.until(asked.deadline):
+                await front.intake.begin()
+                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, front.deadlines)
                 check_left(asked.deadline)  # whose timer may be late itself
+                llm = await asked.choose(body)
                 found = await self._read(llm, await asked.incoming(self._reduce, body), asked.check_turn)
             answer = llm.answer(asked.generation(found), found.param)
         except TimeoutError:
@@ -158,12 +163,12 @@ class GenerateEndpoint(Endpoint):
             await exchange.fail(error, answer.path_headers())
 
     def _note_refused(self, exchange: Exchange, error: GatewayError) -> None:
-        self._llm.refuse(exchange.headers, exchange.request_id, error, exchange.arrived)
+        self._front.refuse(exchange.headers, exchange.request_id, error, exchange.arrived)
 
     async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
         """Write the answer for as long as there is anyone to write it to."""
         left = asyncio.create_task(exchange.wait_left())
-        bound = self._llm.deadlines.until(deadline + STALLED_S)
+        bound = self._front.deadlines.until(deadline + STALLED_S)
 
         def stop(_: asyncio.Task[None]) -> None:
             bound.expire()
@@ -257,22 +262,31 @@ class GenerateEndpoint(Endpoint):
 class _Asked:
     """A request, from its headers on: whose it is, and by when."""
 
-    def __init__(self, llm: LLM, exchange: Exchange) -> None:
+    def __init__(self, front: FrontDesk, exchange: Exchange) -> None:
         """
         Raises:
             GatewayError
         """
-        self._llm, self._exchange = llm, exchange
-        self.client = llm.access.authenticate(exchange.headers)
-        self.deadline = exchange.deadline(llm)
+        self._front, self._exchange = front, exchange
+        self.client = front.access.authenticate(exchange.headers)
+        self.deadline = exchange.deadline(front)
+        self._by_headers = front.access.tenant(self.client, exchange.headers, "", "user")  # the body may name another
         self._tenant, self._priority, self._targets = "", 0, NO_TARGETS
+
+    async def choose(self, body: bytes) -> LLM:
+        """
+        Raises:
+            GatewayError
+        """
+        self._llm = await self._front.llm_for(body, self._by_headers)
+        return self._llm
 
     async def incoming(self, reduce: Reduce, body: bytes) -> Incoming:
         """
         Raises:
             GatewayError
         """
-        tenant = self._llm.access.tenant(self.client, self._exchange.headers, "", "user")  # the body may name another
+        tenant = self._by_headers
         if not is_large(body):  # as nearly all are
             return Incoming(body, owner=tenant)
         return replace(await self._llm.reduced(reduce, body, tenant), owner=tenant)

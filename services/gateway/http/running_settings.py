@@ -6,23 +6,23 @@ import json
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.front import FrontDesk
 from services.gateway.http.endpoint import ADMIN_BYTES, Endpoint
 from services.gateway.http.exchange import Exchange
-from services.gateway.llm import LLM
 from services.gateway.settings import GatewaySettings
 from tandem.process import RunningSettings
 
 
 class SettingsEndpoint(Endpoint):
-    def __init__(self, llm: LLM, running: RunningSettings[GatewaySettings]) -> None:
-        super().__init__(llm)
+    def __init__(self, front: FrontDesk, running: RunningSettings[GatewaySettings]) -> None:
+        super().__init__(front)
         self._running = running
 
     async def _serve(self, exchange: Exchange) -> None:
-        client = self._llm.access.authenticate(exchange.headers)
+        client = self._front.access.authenticate(exchange.headers)
         client.check_manages()
         if exchange.scope["method"] == "POST":
-            body = await exchange.body(ADMIN_BYTES, self._llm.settings.body_timeout_s, self._llm.deadlines)
+            body = await exchange.body(ADMIN_BYTES, self._front.settings.body_timeout_s, self._front.deadlines)
             host = (exchange.scope.get("client") or ("",))[0]
             by = f"key {client.key_id} of {client.tenant}" if client.key_id else "anyone"
             self._set(body, f"{by}, from {host}")

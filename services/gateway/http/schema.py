@@ -142,6 +142,7 @@ class DetokenizeBody(Body):
 class LoadAdapterBody(Body):
     lora_name: str
     lora_path: str
+    base_model_name: str | None = None
 
 
 class UnloadAdapterBody(Body):

@@ -24,6 +24,7 @@ async def tokenize(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
     """
     found = schema.validated(schema.TokenizeBody, body.fields)
     schema.check_tokenize(found)
+    llm.front.check_said(found.model)
     if found.model is not None:
         llm.served(found.model, client)
     if found.messages is None:
@@ -44,6 +45,7 @@ async def detokenize(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]
         GatewayError
     """
     found = schema.validated(schema.DetokenizeBody, body.fields)
+    llm.front.check_said(found.model)
     if found.model is not None:
         llm.served(found.model, client)
     tokens: Sequence[int] = found.tokens

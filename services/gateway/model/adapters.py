@@ -1,6 +1,7 @@
 """The LoRA adapters that this cluster serves, each as a model of its own.
 
-    load     every connected worker reads the folder; all agree on what it holds ──> Redis ──> all gateways, in POLL_S
+    load     every connected worker of the model reads the folder; all agree on what it holds ──> Redis ──> all
+             gateways, in POLL_S
     request  carries name, folder and revision to its workers: any of them can read the adapter, a new one too
     unload   Redis forgets the name; workers let the weights go once no sequence uses them
 
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import replace
 
 import structlog
 
 from services.gateway.errors import GatewayError, InvalidRequest, ModelNotFound, Unavailable, WorkerLost
-from services.gateway.workers import WorkerConnection, WorkerPool
+from services.gateway.workers import WorkerConnection
 from tandem.adapters import AdapterRef
 from tandem.registry import Adapters, Registry, RegistryUnavailable
 from tandem.v1 import worker_pb2
@@ -30,9 +32,8 @@ NAME = re.compile(r"[\w][\w./:@+-]{0,255}")
 class ServedAdapters:
     """`run` follows Redis."""
 
-    def __init__(self, registry: Registry, pool: WorkerPool, model: str, others: Collection[str] = ()) -> None:
-        """`others`: more names of the model's own."""
-        self._registry, self._pool, self._model, self._others = registry, pool, model, others
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self._known = Adapters("", {})
 
     @property
@@ -42,26 +43,35 @@ class ServedAdapters:
     def find(self, name: str) -> AdapterRef | None:
         return self._known.by_name.get(name)
 
-    async def load(self, name: str, path: str) -> None:
+    async def load(
+        self, name: str, path: str, model: str, taken: Collection[str], workers: Sequence[WorkerConnection]
+    ) -> None:
         """
+        Args:
+            taken: names of models.
+            workers: of the model, those that answer.
+
         Raises:
             InvalidRequest: naming the field, and what is wrong with the adapter.
             Unavailable: no worker answers, or Redis does not.
         """
-        if not NAME.fullmatch(name) or name == self._model or name in self._others:
-            raise InvalidRequest(f"lora_name: {name!r} is no name for an adapter of {self._model}", "lora_name")
+        if not NAME.fullmatch(name) or name in taken:
+            raise InvalidRequest(f"lora_name: {name!r} is no name for an adapter of {model}", "lora_name")
         request = worker_pb2.ReadAdapterRequest(name=name, path=path)
-        tries = (self._read(connection, request) for connection in self._pool.all_connected())
+        tries = (self._read(connection, request) for connection in workers)
         found = {ref for ref in await asyncio.gather(*tries) if ref is not None}
         if not found:
             raise Unavailable("no worker could be asked to read the adapter", code="no_workers")
         if len(found) > 1:
             raise InvalidRequest(f"lora_path: workers find different adapters in {path!r}", "lora_path")
-        await self._change(self._registry.put_adapter(found.pop()))
+        await self._change(self._registry.put_adapter(replace(found.pop(), model=model)))
         log.info("adapter loaded", name=name, path=path)
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, workers: Sequence[WorkerConnection]) -> None:
         """
+        Args:
+            workers: those that may have it.
+
         Raises:
             ModelNotFound
             Unavailable: Redis does not answer.
@@ -71,7 +81,7 @@ class ServedAdapters:
             raise ModelNotFound(f"adapter {name!r} is not loaded", "lora_name", "model_not_found")
         await self._change(self._registry.drop_adapter(name))
         if not any(other.revision == ref.revision for other in self._known.by_name.values()):
-            await asyncio.gather(*(self._drop(connection, ref) for connection in self._pool.all_connected()))
+            await asyncio.gather(*(self._drop(connection, ref) for connection in workers))
         log.info("adapter unloaded", name=name)
 
     async def run(self) -> None:

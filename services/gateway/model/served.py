@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import Field
-
 from services.gateway.text import MOST_TOKENS, ChatTemplate, Tokenizer
 from services.gateway.tools import FORMATS, TAGS, CallReader, Tags, detect_format, detect_tags
 from tandem.adapters import AdapterRef
-from tandem.checkpoints import GenerationFile, ModelFile, end_tokens, read_file, text_digests
+from tandem.checkpoints import ContextFile, GenerationFile, end_tokens, read_file
 from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
 
 
@@ -34,7 +32,6 @@ class ServedModel:
     parent: str = ""  # of an adapter: the model's name
     calls: type[CallReader] | None = None  # how its calls of tools are written
     thoughts: Tags | None = None
-    text_digests: tuple[str, ...] = ()
 
     def adapted(self, ref: AdapterRef) -> ServedModel:
         return replace(self, name=ref.name, adapter=ref, parent=self.name)
@@ -56,9 +53,9 @@ class ServedModel:
         source = template.source if template else ""
         calls = detect_format(source) if tool_parser == "auto" else tool_parser
         thoughts = detect_tags(source) if reasoning_parser == "auto" else reasoning_parser
-        max_model_len = read_file(_ContextFile, folder / "config.json").max_position_embeddings
+        max_model_len = read_file(ContextFile, folder / "config.json").max_position_embeddings
         return cls(
-            name=name or folder.resolve().name,
+            name=name,
             tokenizer=Tokenizer.load(folder, max(MOST_TOKENS, max_model_len)),
             chat_template=template,
             eos_token_ids=end_tokens(folder),
@@ -67,12 +64,7 @@ class ServedModel:
             created=created,
             calls=FORMATS.get(calls or ""),
             thoughts=TAGS.get(thoughts or ""),
-            text_digests=text_digests(folder),
         )
-
-
-class _ContextFile(ModelFile):
-    max_position_embeddings: int = Field(ge=1, lt=2**31)
 
 
 def _defaults(file: Path) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from services.gateway.errors import Unavailable
 from services.gateway.routing.route_request import RouteRequest
-from tandem.registry import ClusterView, Fallback, LiveWorker, Place, Role, Route
+from tandem.registry import ClusterView, Fallback, LiveWorker, ModelKey, Place, Role, Route
 
 # As in the registry's costs: prefilling a token delays the next request, too.
 OWN_WORK = 16
@@ -21,7 +21,7 @@ OWN_WORK = 16
 class OfflineRouter:
     """Routes without reservations. `note` every route that begins, `forget` every one that ends."""
 
-    def __init__(self, view: ClusterView, model: str, may_be_local: bool) -> None:
+    def __init__(self, view: ClusterView, model: ModelKey, may_be_local: bool) -> None:
         self._view = view
         self._model = model
         self._may_be_local = may_be_local
@@ -45,10 +45,12 @@ class OfflineRouter:
         Raises:
             Unavailable: nobody in the view can take it.
         """
-        usable = [w for w in self._view.workers if w.info.model == self._model and _usable(w, exclude)]
+        usable = [w for w in self._view.workers if w.info.key == self._model and _usable(w, exclude)]
         decodes = [w for w in usable if w.info.role is Role.DECODE and _fits(w, request)]
         if not decodes:
-            raise Unavailable(f"no decode worker of model {self._model} in the last view; {why}", code="no_workers")
+            raise Unavailable(
+                f"no decode worker of model {self._model.name} in the last view; {why}", code="no_workers"
+            )
         pairs = [(p, d) for p in usable if p.info.role is Role.PREFILL for d in decodes if _linked(p, d)]
         reason = f"chosen from the last view, {why}"
 
@@ -63,7 +65,9 @@ class OfflineRouter:
             prefill, decode = min(pairs, key=lambda pair: (_stuck(*pair), work(pair[0], OWN_WORK) + work(pair[1], 1)))
             return Route.of(place(prefill), place(decode), "", reason, fallback)
         if not self._may_be_local:
-            raise Unavailable(f"no linked prefill worker of model {self._model} in the last view", code="no_workers")
+            raise Unavailable(
+                f"no linked prefill worker of model {self._model.name} in the last view", code="no_workers"
+            )
         decode = min(decodes, key=lambda decode: (_stuck(decode), work(decode, OWN_WORK)))
         return Route.of(None, place(decode), "", f"no linked pair; {reason}", fallback)
 

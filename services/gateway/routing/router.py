@@ -24,6 +24,7 @@ from tandem.registry import (
     ClusterView,
     Fallback,
     LiveWorker,
+    ModelKey,
     NoProvenLink,
     NoWorkers,
     PrefillPolicy,
@@ -47,7 +48,7 @@ class Router:
     """Routes and their reservations. Every route that was chosen is ended with `release`."""
 
     def __init__(
-        self, registry: Registry, view: ClusterView, replica: BlockReplica, model: str, policy: Disaggregation
+        self, registry: Registry, view: ClusterView, replica: BlockReplica, model: ModelKey, policy: Disaggregation
     ) -> None:
         self._registry = registry
         self._view = view
@@ -114,7 +115,7 @@ class Router:
     ) -> Route:
         return await self._registry.select_and_reserve(
             request_id=request.request_id,
-            model=self._model,
+            model=self._model.name,
             prompt_tokens=request.prompt_tokens,
             max_new_tokens=request.max_new_tokens,
             prefill=policy,
@@ -134,7 +135,7 @@ class Router:
         if kind is None:
             return PromptPrefix.of("", 1, ()), {}
         revision, block_size = kind
-        root = root_hash(self._model, revision, request.adapter, request.cache_salt)
+        root = root_hash(self._model.name, revision, request.adapter, request.cache_salt)
         hashes = block_hashes(root, request.token_ids, block_size)
         held = self._replica.holders(hashes)
         tokens = {generation: count * block_size for count, generations in held for generation in generations}
@@ -144,7 +145,7 @@ class Router:
         """Revision and block size of most workers of the model. Counted once for each time that the view is read."""
         workers = self._view.workers
         if workers is not self._kind_of[0]:
-            kinds = Counter((w.info.revision, w.info.block_size) for w in workers if w.info.model == self._model)
+            kinds = Counter((w.info.revision, w.info.block_size) for w in workers if w.info.key == self._model)
             self._kind_of = workers, kinds.most_common(1)[0][0] if kinds else None
         return self._kind_of[1]
 

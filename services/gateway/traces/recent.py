@@ -7,7 +7,7 @@ what hangs below it is its request's; the same ids of another tenant are not fou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from services.gateway.access import Caller
 from services.gateway.errors import GatewayError, NotKept
 from services.gateway.traces.perfetto import OwnedSpan, chrome_trace
-from services.gateway.workers import WorkerConnection, WorkerPool
+from services.gateway.workers import WorkerConnection
 from tandem.process import telemetry
 from tandem.spans import TENANT
 from tandem.v1 import process_pb2
@@ -26,8 +26,8 @@ WORKER_WAIT_S = 2.0
 class RecentRequests:
     """Traces of the requests that ended last."""
 
-    def __init__(self, spans: telemetry.RecentSpans, pool: WorkerPool) -> None:
-        self._spans, self._pool = spans, pool
+    def __init__(self, spans: telemetry.RecentSpans, connections: Callable[[], list[WorkerConnection]]) -> None:
+        self._spans, self._connections = spans, connections
 
     async def trace(self, request_id: str, client: Caller) -> dict[str, Any]:
         """Chrome's trace events, for Perfetto.
@@ -41,7 +41,7 @@ class RecentRequests:
             raise NotKept(f"a trace of request {request_id!r}")
         own = _below(_spans_of(self._spans.encoded(root.trace_id)), root.span_id.to_bytes(8))
         workers = {one.attributes["tandem.worker"] for one in own if "tandem.worker" in one.attributes}
-        hops = [one for one in self._pool.connections if one.info.worker_id in workers]
+        hops = [one for one in self._connections() if one.info.worker_id in workers]
         trace_id = root.trace_id.to_bytes(16)
         answers = await asyncio.gather(*(self._of_worker(connection, trace_id) for connection in hops))
         spans = _below([*own, *(span for answer in answers for span in answer)], root.span_id.to_bytes(8))

@@ -22,8 +22,7 @@ from grpc import aio
 from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.workers.connection import WorkerConnection
 from services.gateway.workers.stream import Judge
-from tandem.checkpoints import differing
-from tandem.registry import ClusterView, LiveWorker, Role, WorkerInfo
+from tandem.registry import ClusterView, LiveWorker, ModelKey, Role, WorkerInfo
 
 log = structlog.get_logger(__name__)
 FOLLOW_S = 1.0
@@ -51,18 +50,15 @@ class WorkerPool:
     def __init__(
         self,
         view: ClusterView,
-        model: str,
+        model: ModelKey,
         connect: Callable[[str], aio.Channel],
         judging: Judging = TRUSTING,
-        text_digests: Sequence[str] = (),
     ) -> None:
-        """`text_digests`: of this gateway's model. Workers whose model has others are refused."""
         self._view = view
         self._model = model
         self._connect = connect
         self._judging = judging
-        self._text_digests = text_digests
-        self._sorted: tuple[Sequence[LiveWorker] | None, list[LiveWorker], dict[str, str]] = (None, [], {})
+        self._sorted: tuple[Sequence[LiveWorker] | None, list[LiveWorker], frozenset[str]] = (None, [], frozenset())
         self._judge = Judge(judging.starvation, self.is_sole, judging.dead_here)
         self._connections: dict[str, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -72,12 +68,12 @@ class WorkerPool:
 
     @property
     def workers(self) -> list[LiveWorker]:
-        """Workers of the model, as last seen, but for those that are refused."""
+        """Workers of the model, as last seen."""
         return self._sort()[0]
 
     @property
-    def refused(self) -> dict[str, str]:
-        """Incarnations of workers of the model that take other tokens for a text, and what of them differs."""
+    def foreign(self) -> frozenset[str]:
+        """Incarnations of workers of a model of the same name that take other tokens for a text."""
         return self._sort()[1]
 
     @property
@@ -88,8 +84,11 @@ class WorkerPool:
         """The connection to this incarnation; made if there is none.
 
         Raises:
-            WorkerLost: a newer incarnation has taken its place, or this gateway's certificate cannot be read.
+            WorkerLost: a newer incarnation has taken its place, its model takes other tokens for a text, which was not
+                seen yet when it was chosen, or this gateway's certificate cannot be read.
         """
+        if info.key != self._model:
+            raise WorkerLost(info.worker_id, "its model takes other tokens for a text")
         known = self._connections.get(info.worker_id)
         if known is not None and known.info.incarnation == info.incarnation:
             return known
@@ -155,20 +154,13 @@ class WorkerPool:
             self._retire(connection, "the gateway is stopping")
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _sort(self) -> tuple[list[LiveWorker], dict[str, str]]:
+    def _sort(self) -> tuple[list[LiveWorker], frozenset[str]]:
         """Sorted once for each time that the view is read."""
-        seen, workers, before = self._sorted
-        if seen is not self._view.workers:
-            named = [worker for worker in self._view.workers if worker.info.model == self._model]
-            differ = {w.info.incarnation: differing(self._text_digests, w.info.text_digests) for w in named}
-            workers = [worker for worker in named if not differ[worker.info.incarnation]]
-            refused = {
-                worker.info.incarnation: f"{worker.info.worker_id}: other {', '.join(names)} than this gateway's"
-                for worker in named if (names := differ[worker.info.incarnation])
-            }  # fmt: skip
-            for incarnation in refused.keys() - before.keys():
-                log.error("worker refused", reason=refused[incarnation])
-            self._sorted = self._view.workers, workers, refused
+        if self._sorted[0] is not self._view.workers:
+            named = [worker for worker in self._view.workers if worker.info.model == self._model.name]
+            workers = [worker for worker in named if worker.info.key == self._model]
+            foreign = frozenset(one.info.incarnation for one in named if one.info.key != self._model)
+            self._sorted = self._view.workers, workers, foreign
         return self._sorted[1:]
 
     def _make(self, info: WorkerInfo, met: bool = False) -> WorkerConnection:

@@ -36,11 +36,10 @@ async def capacities(plan: ClusterPlan) -> dict[str, str]:
     """By model, how much of it decode workers run and hold at once."""
     at_once = {}
     async with httpx.AsyncClient(timeout=2.0) as client:
-        for gateway in plan.gateways:
-            with suppress(httpx.HTTPError):
-                said = (await client.get(f"http://{plan.url(gateway)}/health/ready")).json()
-                text = f"{said['sequences']:,} answers, {said['kv_tokens']:,} tokens of KV; more wait"
-                at_once[str(gateway.settings["model_name"])] = text
+        with suppress(httpx.HTTPError):
+            found = (await client.get(f"http://{plan.url(plan.gateways[0])}/health/ready")).json()
+            for model, said in found["models"].items():
+                at_once[model] = f"{said['sequences']:,} answers, {said['kv_tokens']:,} tokens of KV; more wait"
     return at_once
 
 
@@ -95,7 +94,7 @@ def command(name: str) -> str:
 
 def lines_to_try(settings: UpSettings, plan: ClusterPlan) -> str:
     gateway, closed = plan.gateways[0], plan.cluster.gateway.settings.get("api_keys")
-    http, name = f"http://{plan.url(gateway)}/v1", gateway.settings["model_name"]
+    http, name = f"http://{plan.url(gateway)}/v1", plan.cluster.models[0].name
     key = ("-H 'authorization: Bearer tk-...' ", "tk-...", " --api-key tk-...") if closed else ("", "none", "")
     python, tandem = command("python"), command("tandem")
     down = f"{tandem} down --ray {settings.ray}     # stops everything"

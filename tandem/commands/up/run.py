@@ -127,8 +127,8 @@ async def _wait_until_ready(settings: UpSettings, plan: ClusterPlan, launcher: L
     try:
         async with asyncio.timeout(settings.ready_timeout_s), httpx.AsyncClient(timeout=2.0) as client:
             with Live(console=console, refresh_per_second=8, transient=True) as live:
+                expected = {model.name: plan.cluster.expected(model.name) for model in plan.cluster.models}
                 for gateway in plan.gateways:
-                    expected = plan.cluster.expected(str(gateway.settings["model_name"]))
                     port = "own_http_port" if "own_http_port" in gateway.settings else "http_port"
                     while missing := await _missing(client, plan.url(gateway, port), expected):
                         live.update(progress(launcher))
@@ -139,10 +139,13 @@ async def _wait_until_ready(settings: UpSettings, plan: ClusterPlan, launcher: L
         ) from None
 
 
-async def _missing(client: httpx.AsyncClient, address: str, expected: dict[str, int]) -> str:
+async def _missing(client: httpx.AsyncClient, address: str, expected: dict[str, dict[str, int]]) -> str:
+    """`expected`: by model, and what is counted of it."""
     try:
         answer = await client.get(f"http://{address}/health/ready")
     except httpx.TransportError:
         return f"the gateway at {address} does not answer"
-    ready = answer.status_code == 200 and all(answer.json()[name] >= count for name, count in expected.items())
+    found = answer.json()["models"] if answer.status_code == 200 else {}
+    counted = ((model, what, count) for model, counts in expected.items() for what, count in counts.items())
+    ready = found and all(found.get(model, {}).get(what, -1) >= count for model, what, count in counted)
     return "" if ready else answer.text

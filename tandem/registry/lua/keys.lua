@@ -10,9 +10,9 @@
 --   events                 stream: what that set gained and lost, batch by batch; each worker's batches are numbered
 --   expected:<period>      hash: block -> generations of the (prefill, decode) pair that is about to hold it
 --   clients                sorted set: client -> when its own lease ends, and with it what it has reserved (ms)
---   gateways               hash: client -> of a gateway, its model and addresses (JSON)
+--   gateways               hash: client -> of a gateway, its models and addresses (JSON)
 --   keeper                 host:port at which Prometheus reads the kvstore that swept last
---   demands:<model>        hash: client -> what that gateway has to do (JSON)
+--   demands                hash: client -> what that gateway has to do, by model (JSON)
 --   reservations           sorted set: reservation -> when it expires (ms)
 --   reserved:<client>      set: the client's reservations
 --   reservation:<id>       hash: tokens -> worker id, blocks -> worker id; a part is here if and only if it is held
@@ -22,7 +22,7 @@
 --   bucket: inside: usage:    of a tenant (take.lua)
 --   death:<incarnation>    how a worker's process died, and who was computed then (JSON)
 --   deaths                 list: incarnations of those, the latest last
---   adapters               hash: name of a LoRA adapter -> its folder and revision
+--   adapters               hash: name of a LoRA adapter -> its folder, revision and model
 --   epoch                  when this Redis began to be filled; changes when it lost its memory
 --   generation             the latest one; each lease taken gets one of its own, higher than any before
 --   turn                   counts choices, so that equals take turns

@@ -1,17 +1,17 @@
--- ARGV: client, ttl (ms), then, of a gateway: its model, where clients reach it and what it has to do, both as JSON.
--- Renews a client's own lease; a ttl of 0 ends it. Returns what the other gateways of the model have to do.
+-- ARGV: client, ttl (ms), then, of a gateway: where clients reach it and what it has to do, both as JSON.
+-- Renews a client's own lease; a ttl of 0 ends it. Returns what the other gateways have to do.
 local KEPT_MS = 60000
-local client, model = ARGV[1], ARGV[3]
+local client = ARGV[1]
 redis.call('ZADD', key('clients'), now + ARGV[2], client)
-if not model then return {} end
-redis.call('HSET', key('gateways'), client, ARGV[4])
-redis.call('HSET', key('demands', model), client, ARGV[5])
-redis.call('PEXPIRE', key('demands', model), KEPT_MS)
+if not ARGV[3] then return {} end
+redis.call('HSET', key('gateways'), client, ARGV[3])
+redis.call('HSET', key('demands'), client, ARGV[4])
+redis.call('PEXPIRE', key('demands'), KEPT_MS)
 local others = {}
-local demands = redis.call('HGETALL', key('demands', model))
+local demands = redis.call('HGETALL', key('demands'))
 for i = 1, #demands, 2 do
   if not redis.call('ZSCORE', key('clients'), demands[i]) then
-    redis.call('HDEL', key('demands', model), demands[i])
+    redis.call('HDEL', key('demands'), demands[i])
   elseif demands[i] ~= client then
     others[#others + 1] = demands[i + 1]
   end

@@ -297,7 +297,7 @@ class Run:
                 while not self._is_whole() or len(await registry.workers()) < num_workers:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            found = {name: gateway.llm.readiness()[1] for name, gateway in self.cluster.gateways.items()}
+            found = {name: gateway.front.readiness()[1] for name, gateway in self.cluster.gateways.items()}
             self._violation(f"not whole again {RECOVER_S} s after the last fault: {found}")
         await registry.close()
 

@@ -16,6 +16,7 @@ import structlog
 
 from services.gateway.bodies import Incoming
 from services.gateway.errors import GatewayError, InvalidRequest, NotKept
+from services.gateway.front import FrontDesk
 from services.gateway.http.responses.kept import Kept, joined_lists
 from services.gateway.http.responses.schema import ResponseBody
 from services.gateway.llm import LLM
@@ -50,9 +51,9 @@ class Keeping:
         return self.stores and await self.kept.keep(response, self.items)
 
 
-def kept_of(llm: LLM, owner: str) -> Kept | None:
-    settings = llm.settings
-    return Kept(llm.store, owner, settings.store_max_bytes, settings.store_ttl_s) if llm.store else None
+def kept_of(front: FrontDesk, owner: str) -> Kept | None:
+    settings = front.settings
+    return Kept(front.store, owner, settings.store_max_bytes, settings.store_ttl_s) if front.store else None
 
 
 async def recalled(llm: LLM, found: ResponseBody, body: Incoming) -> tuple[Incoming, Keeping | None]:
@@ -61,7 +62,7 @@ async def recalled(llm: LLM, found: ResponseBody, body: Incoming) -> tuple[Incom
     Raises:
         GatewayError
     """
-    kept = kept_of(llm, body.owner)
+    kept = kept_of(llm.front, body.owner)
     conversation = _conversation(found)
     if kept is None:
         _refuse_what_needs_store(found)

@@ -1,0 +1,130 @@
+"""The models that a gateway serves: those of the workers that register, for as long as there are any.
+
+    a worker registers (name, fingerprint) ──> its files are found or fetched ──> an LLM, and its tasks
+    its last worker has left ──> it is listed no longer; what comes for it is told to try again ── GONE_S ──> forgotten
+
+A worker that is back within that time finds all as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from services.gateway.errors import Unavailable
+from services.gateway.front import FrontDesk
+from services.gateway.llm import LLM
+from services.gateway.model import ServedModel
+from tandem.registry import LiveWorker, ModelKey
+
+log = structlog.get_logger(__name__)
+FOLLOW_S = 0.25
+RETRY_S = 1.0
+# As long as answers wait for a worker that is started again.
+GONE_S = 30.0
+# A model, by the addresses of its workers.
+ReadModel = Callable[[ModelKey, Sequence[str]], Awaitable[ServedModel]]
+
+
+@dataclass(slots=True)
+class _Serving:
+    """One model, and the tasks that it has while it is served."""
+
+    llm: LLM
+    tasks: list[asyncio.Task[None]]
+    seen_at: float  # its last worker
+
+
+@dataclass(slots=True)
+class Roster:
+    """Run `run` as a task: it follows the view. `close` ends what is served."""
+
+    front: FrontDesk
+    read: ReadModel
+    make: Callable[[ModelKey, ServedModel], LLM]
+    tasks_of: Callable[[LLM], Sequence[Awaitable[None]]]
+    _lives: dict[ModelKey, _Serving] = field(default_factory=dict)
+    _loading: dict[ModelKey, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Until cancelled, or a task of a model has died."""
+        while True:
+            await self.follow()
+            await self.front.view.wait_changed(FOLLOW_S)
+
+    async def follow(self) -> None:
+        """Raises what a task of a model has died of."""
+        now, addresses = asyncio.get_running_loop().time(), self._registered()
+        for key, found in addresses.items():
+            if key in self._lives:
+                self._lives[key].seen_at = now
+            elif key not in self._loading:
+                self._loading[key] = asyncio.create_task(self._load(key, found))
+        for key, loading in list(self._loading.items()):
+            if loading.done():
+                del self._loading[key]
+                loading.result()
+        for key, life in list(self._lives.items()):
+            for task in life.tasks:
+                if task.done():
+                    task.result()
+                    raise RuntimeError(f"a task of model {key.name} ended by itself")
+            if now > life.seen_at + GONE_S and not any(one.running for one in life.llm.pool.connections):
+                await self._drop(key)
+
+    async def close(self) -> None:
+        for loading in self._loading.values():
+            loading.cancel()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        for key in list(self._lives):
+            await self._drop(key)
+
+    def _registered(self) -> dict[ModelKey, list[str]]:
+        """Models of the workers that there are, and where those are reached."""
+        only, found, problems = self.front.settings.models, dict[ModelKey, list[str]](), dict[str, str]()
+        for worker in self.front.view.workers:
+            info = worker.info
+            if only and info.model not in only:
+                continue
+            if info.fingerprint:
+                found.setdefault(info.key, []).append(info.grpc_address)
+            else:
+                problems[info.worker_id] = _nothing_to_read(worker)
+        others = {name: why for name, why in self.front.problems.items() if name in {key.text for key in found}}
+        self.front.problems = problems | others
+        return found
+
+    async def _load(self, key: ModelKey, addresses: Sequence[str]) -> None:
+        try:
+            model = await self.read(key, addresses)
+        except (Unavailable, OSError, ValueError) as error:
+            why = f"model {key.name}: {error.message if isinstance(error, Unavailable) else error}"
+            if self.front.problems.get(key.text) != why:
+                log.error("model not served", model=key.name, fingerprint=key.fingerprint, reason=why)
+            self.front.problems[key.text] = why
+            await asyncio.sleep(RETRY_S)
+            return
+        self.front.problems.pop(key.text, None)
+        llm = self.make(key, model)
+        tasks = [asyncio.ensure_future(work) for work in self.tasks_of(llm)]
+        self._lives[key] = _Serving(llm, tasks, asyncio.get_running_loop().time())
+        llm.metrics.begin(llm.admission, llm.pool)
+        self.front.llms[key] = llm
+        log.info("model served", model=key.name, fingerprint=key.fingerprint)
+
+    async def _drop(self, key: ModelKey) -> None:
+        life = self._lives.pop(key)
+        self.front.llms.pop(key, None)
+        life.llm.metrics.end(life.llm.admission, life.llm.pool)
+        for task in life.tasks:
+            task.cancel()
+        await asyncio.gather(*life.tasks, return_exceptions=True)
+        await life.llm.pool.close()
+        log.info("model no longer served", model=key.name, fingerprint=key.fingerprint)
+
+
+def _nothing_to_read(worker: LiveWorker) -> str:
+    return f"{worker.info.worker_id}: its model has no tokenizer.json, or it is of a version that gives none"
