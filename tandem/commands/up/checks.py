@@ -27,7 +27,8 @@ def check(settings: UpSettings, cluster: Cluster) -> None:
 
 
 def _check_model(settings: UpSettings, cluster: Cluster, model: Model) -> None:
-    name, folder = f"models.{model.id}.weights.path" if settings.file else "--model-path", model.weights.path
+    option, folder = "--model" if settings.model else "--model-path", model.weights.path
+    name = f"models.{model.id}.weights.path" if settings.file else option
     if model.weights.kind == "runtime_env":
         if not settings.ray:
             raise ValueError(f"models.{model.id}.weights.kind: runtime_env is Ray's; add --ray")

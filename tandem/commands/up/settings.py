@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ByteSize, Field
-from pydantic_settings import CliPositionalArg
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
+from pydantic_settings import CliPositionalArg, NoDecode
 
 from tandem.checkpoints import MemoryNeed, ModelPath, as_folder, find_model, machine_memory, misfit
 from tandem.cluster import Cluster, read_cluster
@@ -30,18 +31,43 @@ def held_weights(weights: int, dtype: str, quantization: str) -> int:
     return int(weights * {"float32": 2.0}.get(dtype, 1.0) * SHARES.get(quantization, 1.0))
 
 
+def _listed(given: Any) -> Any:
+    """Options that are given several times come with commas between."""
+    return tuple(filter(None, given.split(","))) if isinstance(given, str) else given
+
+
+def _counts(given: Any) -> Any:
+    """2 as {"": 2}; qwen=2,smollm2=1 as {"qwen": 2, "smollm2": 1}."""
+    if isinstance(given, Mapping):
+        return given
+    said = (one.rpartition("=") for one in str(given).split(","))
+    return {model: number for model, _, number in said}
+
+
+def _some(counts: dict[str, int]) -> dict[str, int]:
+    if wrong := [model for model, number in counts.items() if number < 1]:
+        raise ValueError(" ".join(["must be at least 1", *filter(None, wrong)]))
+    return counts
+
+
+Count = Annotated[int, Field(ge=0)]
+Counts = Annotated[dict[str, Count], NoDecode, BeforeValidator(_counts)]
+Listed = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
+
+
 class UpSettings(ClusterSettings):
     """Start a Tandem cluster on this machine: Redis, a gateway, prefill and decode workers, each a process."""
 
-    model: CliPositionalArg[str] = Field(
+    name: CliPositionalArg[str] = Field(
         "",
         description="a Hugging Face folder, a GGUF file, smollm2, or a name on a hub: organisation/model[@revision]"
         "[:one of its GGUF files]; if not given, the demo model",
     )
-    model_path: Path = Field(DEMO_MODEL, description="the same as an option; MODEL goes before it")
+    model: Listed = Field((), description="the same, once for each of several models: [name to serve it under=]NAME")
+    model_path: Path = Field(DEMO_MODEL, description="the same for one model; NAME goes before it")
     model_name: str = Field("", description="name to serve it under; if not given, tandem-demo or the folder's name")
-    prefill: int = Field(1, ge=0, description="number of prefill workers")
-    decode: int = Field(1, ge=1, description="number of decode workers")
+    prefill: Counts = Field({"": 1}, description="number of prefill workers of each model, or of one: smollm2=2")
+    decode: Annotated[Counts, AfterValidator(_some)] = Field({"": 1}, description="number of decode workers, likewise")
     gateways: int = Field(1, ge=1, description="number of gateway processes, which share the ports")
     host: str = Field("127.0.0.1", description="address that the gateway listens on")
     api_keys: Path | None = Field(
@@ -127,18 +153,18 @@ class UpSettings(ClusterSettings):
                 options = ", ".join(f"--{name.replace('_', '-')}" for name in beside)
                 raise ValueError(f"{options}: --file says what runs; set it there")
             return read_cluster(self.file)
-        weights = {"path": self.model_path}
         gateway = {
             "host", "http_port", "grpc_port", "disaggregation", "api_keys", "insecure", "tool_parser",
             "reasoning_parser",
         }  # fmt: skip
         return Cluster.model_validate(
             {
-                "models": [{"id": "model", "name": self.served_name, "weights": weights}],
+                "models": [{"id": id_, "name": name, "weights": {"path": path}} for id_, name, path in self._models()],
                 "workers": {"settings": self._worker_settings()},
                 "pools": [
-                    self._pool("prefill", self.prefill, self.prefill_kv_memory, environment),
-                    self._pool("decode", self.decode, self.decode_kv_memory, environment),
+                    self._pool(role, id_, name, environment)
+                    for id_, name, _ in self._models()
+                    for role in ("prefill", "decode")
                 ],
                 "gateway": {
                     "replicas": self.gateways,
@@ -150,26 +176,72 @@ class UpSettings(ClusterSettings):
         )
 
     def found(self) -> Self:
-        """With the folder and the name of its model, which is fetched where it is on a hub only.
+        """With the folders and the names of its models, which are fetched where they are on a hub only.
 
         Raises:
-            ValueError: there is no such model, or it does not fit.
+            ValueError: there is no such model, or they do not fit.
         """
         if self.file is not None:
             return self
-        found = find_model(self.model or str(self.model_path), self._misfit)
-        name = self.model_name or ("" if found.path == DEMO_MODEL else found.name)
-        return self.model_copy(update={"model_path": as_folder(found.path), "model_name": name})
+        if self.model and (self.name or self.model_name or "model_path" in self.model_fields_set):
+            raise ValueError("--model: names all models; NAME, --model-path and --model-name are for one alone")
+        if not self.model:
+            found = find_model(self.name or str(self.model_path), lambda weights: self._misfit(self.needs(weights)))
+            name = self.model_name or ("" if found.path == DEMO_MODEL else found.name)
+            return self.model_copy(update={"model_path": as_folder(found.path), "model_name": name})
+        before: list[MemoryNeed] = []
+        named = [self._find(given, before) for given in self.model]
+        return self.model_copy(update={"model": tuple(named)})
 
-    def _misfit(self, weights: int) -> str:
-        return misfit(self.needs(weights), machine_memory())
+    def _find(self, given: str, before: list[MemoryNeed]) -> str:
+        """name=folder of one. `before`: needs of the models before it; its own are added."""
+        name, named, model = given.partition("=")
+        if not named or "/" in name:  # of a folder
+            name, model = "", given
+        needs: list[MemoryNeed] = []
 
-    def needs(self, weights: int) -> list[MemoryNeed]:
-        """Memory of the cluster's workers, each with weights of so many bytes in the checkpoint."""
+        def misfitting(weights: int) -> str:
+            needs[:] = self.needs(weights, name or model)
+            return self._misfit([*before, *needs])
+
+        found = find_model(model, misfitting)
+        before += needs
+        return f"{name or found.name}={as_folder(found.path)}"
+
+    def _misfit(self, needs: list[MemoryNeed]) -> str:
+        return misfit(needs, machine_memory())
+
+    def needs(self, weights: int, model: str = "") -> list[MemoryNeed]:
+        """Memory of a model's workers, each with weights of so many bytes in the checkpoint."""
         held = held_weights(weights, self.dtype, self.quantization)
         kv = {"prefill": self.prefill_kv_memory, "decode": self.decode_kv_memory}
         needs = {role: MemoryNeed(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}
-        return [needs["prefill"]] * self.prefill + [needs["decode"]] * self.decode
+        return [need for role, need in needs.items() for _ in range(self._count(role, model))]
+
+    def _count(self, role: str, model: str) -> int:
+        counts: dict[str, int] = getattr(self, role)
+        return counts.get(model, counts.get("", 1))
+
+    def _models(self) -> list[tuple[str, str, Path]]:
+        """Id, name and folder of each.
+
+        Raises:
+            ValueError: two have one name, or workers are counted of a model that is none of them.
+        """
+        if not self.model:
+            return [("model", self.served_name, self.model_path)]
+        named = [given.partition("=") for given in self.model]
+        names = [name for name, _, _ in named]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"--model: {', '.join(sorted(twice))} is there twice")
+        for option, counts in (("--prefill", self.prefill), ("--decode", self.decode)):
+            if unknown := counts.keys() - {"", *names}:
+                raise ValueError(f"{option}: {', '.join(sorted(unknown))} is no model; there is {', '.join(names)}")
+        ids = [re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "model" for name in names]
+        return [
+            (id_ if ids.count(id_) == 1 else f"{id_}-{number}", name, Path(folder))
+            for number, (id_, (name, _, folder)) in enumerate(zip(ids, named, strict=True))
+        ]
 
     def _own_ports(self) -> dict[str, object]:
         if self.own_http_port is None and self.gateways == 1:
@@ -196,13 +268,13 @@ class UpSettings(ClusterSettings):
         lists_and_maps = {"transports": self.transports.split(","), "null_step": {"speedup": self.null_speedup}}
         return self.model_dump(include=fields, exclude_none=True) | lists_and_maps
 
-    def _pool(
-        self, role: str, replicas: int, memory: ByteSize | None, environment: Mapping[str, str]
-    ) -> dict[str, object]:
+    def _pool(self, role: str, model_id: str, model: str, environment: Mapping[str, str]) -> dict[str, object]:
+        memory = self.prefill_kv_memory if role == "prefill" else self.decode_kv_memory
         settings: dict[str, object] = {}
         if memory or "TANDEM_KV_MEMORY" not in environment:
             settings["kv_memory"] = int(memory or KV_MEMORY[self.engine, role])
         if role == "decode":
             speculative = {"speculative_method", "speculative_num_tokens", "speculative_model"}
             settings |= self.model_dump(include=speculative, exclude_none=True)
-        return {"name": role, "role": role, "model": "model", "replicas": replicas, "settings": settings}
+        name, replicas = f"{model_id}-{role}" if self.model else role, self._count(role, model)
+        return {"name": name, "role": role, "model": model_id, "replicas": replicas, "settings": settings}
