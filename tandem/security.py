@@ -1,8 +1,8 @@
 """How the processes of one cluster know each other, and strangers do not get in.
 
     cluster secret   a file that all of them can read. It never crosses a wire: gRPC calls, KV links and landing tickets
-                     carry proofs of what they say. A call says whom it is for and when it was made, so whoever gets to
-                     see one can open nobody else's door with it, and not that one for long
+                     carry proofs of what they say. A call says whom it is for and when it was made, so one that is
+                     overheard opens no other door, and this one not for long
     TLS              gRPC between them: each shows a certificate for NAME, signed by the cluster's own CA
 
 Either, both or none: without both, who reaches a port gets in, so ports belong on loopback or a private network.

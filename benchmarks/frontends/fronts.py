@@ -1,4 +1,4 @@
-"""The fronts: how each is installed, started and told of its backend.
+"""The fronts: how each is installed, started and pointed at its backend.
 
 installed   in an environment of its own, once (sglang-router, Dynamo)
 ready       when it has answered a request

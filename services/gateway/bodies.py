@@ -150,7 +150,7 @@ def rendered(
 
 
 class LargeBodies:
-    """Whoever has made the sandbox runs it; without one, in a simulation, nothing is kept apart."""
+    """The maker of the sandbox runs it; without one, in a simulation, nothing is kept apart."""
 
     def __init__(self, sandbox: Sandbox | None) -> None:
         self._sandbox = sandbox

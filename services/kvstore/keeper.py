@@ -3,7 +3,7 @@
 1 redis     its own redis-server, unless one is given, and one that evicts where it is asked for; started again at the
             same port should it die
 2 serve     gRPC with health and reflection; healthy while Redis answers
-3 sweep     every `sweep_s`: what is past its time is forgotten, and Redis is seen to answer; Prometheus is told of it
+3 sweep     every `sweep_s`: what is past its time is forgotten, and Redis is seen to answer; metrics say so
 4 end       SIGTERM or SIGINT, or the death of a task: calls end, connections close, the own redis-server stops
 """
 

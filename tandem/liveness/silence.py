@@ -18,7 +18,7 @@ from math import isfinite
 INTERVAL_S = 0.3
 LIMIT_S = 1.5
 MOST_S = 20.0
-# Whoever looks less often than this was not run: only so much of the pause counts as silence.
+# A process that looks less often than this was not run: only so much of the pause counts as silence.
 LOOK_S = 0.5
 LEAST_S = 0.001
 

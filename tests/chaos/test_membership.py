@@ -1,4 +1,4 @@
-"""Whoever comes, leaves, dies or waits: no request is lost by it, and each has its own tokens."""
+"""Workers and clients come, leave, die and wait: no request is lost by it, and each has its own tokens."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_restarted_at_the_same_address(theatre: Theatre, victim: str) -> None:
 
 @pytest.mark.usefixtures("even_latency")
 def test_a_burst_after_a_long_pause(theatre: Theatre) -> None:
-    """R30: whoever is first waits no longer than before the pause."""
+    """R30: the first one waits no longer than before the pause."""
 
     async def play(cluster: SimulatedCluster, clients: Clients) -> None:
         await cluster.ready()

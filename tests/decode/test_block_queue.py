@@ -28,7 +28,7 @@ class WaitingLine:
         return len(self.queue)
 
     async def reserve(self, request: Request) -> Added:
-        """Whoever is cancelled wants no blocks any more."""
+        """A sequence that is cancelled wants no blocks any more."""
         name = request.request_id
         answer = self._answers[name] = asyncio.get_running_loop().create_future()
         if added := self.queue.enter(request):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.alone
 
 SPINNERS_A_CORE = 8
 STARVED_S = float(os.environ.get("STARVED_S", "12"))
-HALT_S, RUN_S = 2.5, 1.5
+PAUSE_S, RUN_S = 2.5, 1.5
 STREAMS, PROMPT_TOKENS, NEW_TOKENS = 16, 24, 40
 CLUSTER = """
 models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
@@ -59,8 +59,8 @@ def starved(cluster: RunningCluster) -> Iterator[None]:
 
 
 @contextmanager
-def halting(cluster: RunningCluster) -> Iterator[None]:
-    """As on a machine that seldom runs: the workers, and nobody else, stand still for HALT_S again and again."""
+def pausing(cluster: RunningCluster) -> Iterator[None]:
+    """As on a machine that seldom runs: the workers, and nobody else, are paused for PAUSE_S again and again."""
     pids, over = cluster.pids("prefill") + cluster.pids("decode"), Event()
     processes = [psutil.Process(pid) for pid in pids]
 
@@ -68,7 +68,7 @@ def halting(cluster: RunningCluster) -> Iterator[None]:
         while not over.wait(RUN_S):
             for process in processes:
                 process.suspend()
-            over.wait(HALT_S)
+            over.wait(PAUSE_S)
             for process in processes:
                 process.resume()
 
@@ -128,7 +128,7 @@ def computed(logs: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("hindered", "decodes", "policy"),
-    [(starved, 1, "prefer"), (starved, 2, "require"), (halting, 1, "require")],
+    [(starved, 1, "prefer"), (starved, 2, "require"), (pausing, 1, "require")],
 )
 async def test_nothing_fails_or_is_computed_twice(
     tmp_path: Path, demo_model: Path, decodes: int, policy: str,

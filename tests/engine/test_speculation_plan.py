@@ -115,7 +115,7 @@ def test_what_does_not_pay_is_tried_for_a_hundredth_of_the_time() -> None:
 
 
 @pytest.mark.parametrize("lost", [0.1, 1.0, 6.0])
-def test_whoever_proposes_while_the_account_is_open_loses_no_more_than_is_stated(lost: float) -> None:
+def test_proposing_while_the_account_is_open_loses_no_more_than_is_stated(lost: float) -> None:
     """Plain steps of 2 s, and proposals that gain for a while, and then lose."""
     account, spent, chance = Account(), 0.0, random.Random(1)
     assert not account.is_open

@@ -72,7 +72,7 @@ async def test_the_lease_of_a_service_that_dies_ends_before_it_is_started_again(
         await registry.close()
 
 
-async def test_who_lives_keeps_its_lease_whoever_of_its_name_dies() -> None:
+async def test_who_lives_keeps_its_lease_when_another_of_its_name_dies() -> None:
     with RedisServer.start() as redis:
         registry = Registry.connect(redis.url, timeout=30.0)
         lives = worker_info("d0", Role.DECODE, process=this_process())

@@ -88,7 +88,7 @@ def test_a_pipe_that_nobody_reads_holds_up_nothing() -> None:
         assert noisy(writer) == 0
 
 
-def test_whoever_reads_gets_every_line() -> None:
+def test_a_reader_gets_every_line() -> None:
     result = subprocess.run([sys.executable, "-c", NOISY, "500"], stderr=subprocess.PIPE, timeout=60, check=True)
     lines = [json.loads(line) for line in result.stderr.splitlines()]
     assert [line["number"] for line in lines if line["event"] == "ours"] == list(range(500))

@@ -21,7 +21,7 @@ from tandem.engine.types import BlockRemoved, BlockStored
 
 
 class BlockPool:
-    """Counts references to physical blocks 0 … num_blocks - 1. Whoever takes blocks releases them, once each."""
+    """Counts references to physical blocks 0 … num_blocks - 1. Each reference taken is released once."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
