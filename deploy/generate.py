@@ -1,7 +1,8 @@
 """`python -m deploy.generate`: what is written once and shown twice.
 
 tandem.metrics ──> docs/metrics.md        tandem.spans ──> the tables in docs/tracing.md
-settings classes ──> docs/settings.md; `settings` in values.schema.json        values.yaml ──> the table in docs/helm.md
+settings classes ──> docs/settings.md; `settings` in values.schema.json
+values.yaml ──> the table in docs/helm.md; descriptions in values.schema.json
 picture.py ──> docs/architecture.svg        tandem.__version__ ──> chart, images
 """
 
@@ -67,7 +68,7 @@ def documents() -> dict[Path, str]:
         tracing: _between(tracing.read_text(), "spans", spans_tables()),
         guide: with_version(_between(guide.read_text(), "values", values_table((CHART / "values.yaml").read_text()))),
         DOCKERFILE: with_version(DOCKERFILE.read_text()),
-        schema: with_settings(json.loads(schema.read_text())),
+        schema: with_descriptions(with_settings(json.loads(schema.read_text())), (CHART / "values.yaml").read_text()),
         ROOT / "docs" / "architecture.svg": architecture(),
         CHART / "Chart.yaml": with_version((CHART / "Chart.yaml").read_text()),
     }
@@ -146,14 +147,34 @@ def type_of(schema: Schema) -> str:
     return " ".join([words.get(kind, kind), *(f"{sign} {schema[key]:g}" for key, sign in bounds if key in schema)])
 
 
-def with_settings(schema: Schema) -> str:
+def with_settings(schema: Schema) -> Schema:
     """The chart's schema, in which a workload's settings are those of its service."""
     for service in ("gateway", "worker", "kvstore"):
         settings = SERVICES["prefill" if service == "worker" else service]
         fields = {name: field for name, field in _fields(settings).items() if name not in SET_BY_CHART}
         known = {"type": "object", "additionalProperties": False, "properties": fields}
         schema["$defs"][f"{service}Settings"] = known
+    return schema
+
+
+def with_descriptions(schema: Schema, values: str) -> str:
+    """The chart's schema, in which a value is described as in values.yaml: editors show it."""
+    for path, comment in commented(values):
+        place = _place(schema, path)
+        if place is not None:
+            place.pop("description", None)
+            place |= {"description": comment} if comment else {}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def _place(at: Schema, path: tuple[str, ...]) -> Schema | None:
+    """The schema of a value; None if it is of a part that several values share, or of none."""
+    for part in path:
+        inner = at.get("items") if part == "[]" else at.get("properties", {}).get(part)
+        if inner is None:
+            return None
+        at = inner
+    return at
 
 
 # --- metrics ---

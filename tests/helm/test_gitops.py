@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -78,3 +79,10 @@ def test_artifact_hub_learns_what_it_shows() -> None:
     said = chart["annotations"]
     assert said["artifacthub.io/license"] == "Apache-2.0"
     assert [change["kind"] for change in yaml.safe_load(said["artifacthub.io/changes"])]
+
+
+def test_the_schema_describes_each_part_of_the_values() -> None:
+    parts = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    commented = {line.partition(":")[0] for line in (CHART / "values.yaml").read_text().splitlines() if " # " in line}
+    assert parts.keys() & commented <= {name for name, part in parts.items() if part.get("description")}
+    assert parts["gateway"]["properties"]["replicas"]["description"] == "Pods, where nothing scales them"
