@@ -9,6 +9,7 @@ from tandem.transfer.transports import TRANSPORTS
 from tandem.transfer.transports.base import Transport
 from tandem.transfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.transfer.transports.nccl import NcclTransport
+from tandem.transfer.transports.nccl_communicator import thread_communicators
 from tests.transfer.fake_nccl import FakeDevice, FakeNccl
 from tests.transfer.fake_runtime import FakeRuntime
 from tests.transfer.pair import Meet, Pair, make_pair, open_things, until
@@ -40,11 +41,11 @@ def transports(nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
     def nccl() -> Transport:
         fakes.append(FakeNccl(FakeDevice()))
-        return NcclTransport(fakes[-1], fakes[-1].device)
+        return NcclTransport(thread_communicators(fakes[-1], fakes[-1].device))
 
     def cuda_ipc() -> Transport:
         runtimes.append(FakeRuntime())
-        return CudaIpcTransport(runtimes[-1], FakeDevice(driven=True))
+        return CudaIpcTransport(runtimes[-1], FakeDevice(driven=True, name="GPU-0"))
 
     runtimes: list[FakeRuntime] = []
     monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)

@@ -94,14 +94,14 @@ class FakeQueue:
 
 
 class FakeDevice:
-    """The CPU as a device with queues; every instance is another device."""
+    """The CPU as a device with queues; every instance is another device, but for those of one `name`."""
 
     place = torch.device("cpu")
 
-    def __init__(self, driven: bool = False, delay: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, driven: bool = False, delay: Callable[[], int] = lambda: 0, name: str = "") -> None:
         self.queues: dict[int, FakeQueue] = {}
         self.computing: FakeEvent | None = None
-        self._driven, self._delay = driven, delay
+        self._driven, self._delay, self._name = driven, delay, name
         self._pointers = itertools.count(1)
 
     def queue(self) -> FakeQueue:
@@ -114,7 +114,7 @@ class FakeDevice:
         return self.computing or DONE
 
     def identity(self) -> str:
-        return f"fake-{os.getpid()}-{id(self)}"
+        return self._name or f"fake-{os.getpid()}-{id(self)}"
 
     def view(self, pointer: int, size: int) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_char * size).from_address(pointer), dtype=torch.int64)
@@ -132,7 +132,8 @@ class FakeDevice:
 
 
 class FakeNccl:
-    """One process's. abort_s: how late an abort ends what waits. hang: initialisations never return."""
+    """One process's. abort_s: how late an abort ends what waits. hang: initialisations never return. connect_s: how
+    long a communicator's first exchange connects. num_ids: each has a socket and a thread of the real one."""
 
     NCCL_UINT8 = 1
 
@@ -143,11 +144,14 @@ class FakeNccl:
         self.communicators: list[FakeCommunicator] = []
         self.group: list[Callable[[], None]] | None = None
         self.version = 22809
+        self.connect_s = 0.0
+        self.num_ids = 0
 
     def get_version(self) -> int:
         return self.version
 
     def get_unique_id(self) -> bytes:
+        self.num_ids += 1
         return secrets.token_bytes(128)
 
     def groupStart(self) -> None:
@@ -188,6 +192,8 @@ class FakeCommunicator:
         self._socket: socket.socket | None = None
         self._error = ""
         self._aborted_at: float | None = None
+        self._connects_until: float | None = None
+        self.num_aborts = 0
         self._ends = threading.Lock()  # one thread connects, another may destroy
         if rank == 0:
             self._listener = socket.socket(socket.AF_UNIX)
@@ -261,6 +267,7 @@ class FakeCommunicator:
 
     def abort(self) -> None:
         """Ends what waits, late; the other side finds its peer gone."""
+        self.num_aborts += 1
         self._aborted_at = self._nccl.now()
         while not self._nccl.driven and not self._nccl.closed and not self._is_over():
             time.sleep(POLL_SECONDS)
@@ -291,6 +298,8 @@ class FakeCommunicator:
                 return True
             if self._aborted_at is not None:
                 return False  # no buffer is touched any more, and what waits still waits
+            if self._connects():
+                return False
             try:
                 return self.connected() and self._socket is not None and attempt(self._socket)
             except BlockingIOError:
@@ -304,6 +313,11 @@ class FakeCommunicator:
             queue.put(job)
         else:
             self._nccl.group.append(lambda: queue.put(job))
+
+    def _connects(self) -> bool:
+        if self._connects_until is None:
+            self._connects_until = self._nccl.now() + self._nccl.connect_s
+        return self._nccl.now() < self._connects_until
 
     def _is_over(self) -> bool:
         return self._aborted_at is not None and self._nccl.now() - self._aborted_at >= self._nccl.abort_s

@@ -10,6 +10,7 @@ from tandem.transfer import LocalPeer, Receiver, Sender
 from tandem.transfer.transports import TRANSPORTS
 from tandem.transfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.transfer.transports.nccl import NcclTransport
+from tandem.transfer.transports.nccl_communicator import thread_communicators
 from tests.transfer.fake_nccl import FakeDevice, FakeNccl
 from tests.transfer.fake_runtime import FakeRuntime
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Outcome, kv_cache
@@ -17,13 +18,13 @@ from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Outcome, kv_c
 
 def fake_transport() -> NcclTransport:
     fake = FakeNccl(FakeDevice())
-    return NcclTransport(fake, fake.device)
+    return NcclTransport(thread_communicators(fake, fake.device))
 
 
 def fake_gpus() -> None:
     """In this process, for the transports of GPUs."""
     TRANSPORTS["nccl"] = fake_transport
-    TRANSPORTS["cuda_ipc"] = lambda: CudaIpcTransport(FakeRuntime(), FakeDevice(driven=True))
+    TRANSPORTS["cuda_ipc"] = lambda: CudaIpcTransport(FakeRuntime(), FakeDevice(driven=True, name="GPU-0"))
 
 
 def send_one_layer(pipe: Connection, transport: str, address: str) -> None:

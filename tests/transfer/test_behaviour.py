@@ -433,6 +433,7 @@ def test_expect_names_what_is_wrong(pair: Pair) -> None:
 
 def test_a_deadline_ends_both_sides(pair: Pair) -> None:
     """The sender may not have heard yet when it pushes; when it commits, it has to."""
+    pair.link()  # which may take longer than the deadline
     outcome = pair.expect("t", [1], seconds=0.2)
     push = pair.begin("t", 1, seconds=0.2)
     assert outcome.get(1.0)[:2] == ("abort", "DEADLINE_EXCEEDED")

@@ -16,6 +16,24 @@ from tests.transfer.fake_runtime import FakeRuntime
 NCCL = """
 import json, cupy.cuda.nccl
 from cupy_backends.cuda.libs import nccl
+import os
+from tandem.transfer.transports.nccl import FEW_CHANNELS, NcclTransport
+from tandem.transfer.transports.nccl_communicator import thread_communicators
+from tests.transfer.fake_nccl import FakeDevice
+
+def opened():  # descriptors and threads that twenty offers take, beside twenty that are over
+    transport = NcclTransport(thread_communicators(nccl, FakeDevice(driven=True)))
+    count = lambda: (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+    before, sides = count(), [transport.offer(64) for _ in range(20)]
+    for side in sides:
+        side.close()
+    sides += [transport.offer(64) for _ in range(20)]
+    return [now - then for now, then in zip(count(), before)]
+
+def library():
+    path = next(line.split()[-1] for line in open("/proc/self/maps") if "libnccl.so" in line)
+    return open(path, "rb").read()
+
 line = lambda what: what.__doc__.splitlines()[0]
 made = nccl.NcclCommunicator
 methods = ("send", "recv", "abort", "destroy", "check_async_error", "rank_id", "size")
@@ -23,7 +41,8 @@ functions = ("get_version", "get_unique_id", "groupStart", "groupEnd")
 print(json.dumps({
     "methods": {name: line(getattr(made, name)) for name in methods}, "made": line(made),
     "functions": {name: line(getattr(nccl, name)) for name in functions}, "uint8": nccl.NCCL_UINT8,
-    "id_bytes": len(nccl.get_unique_id()), "error": issubclass(nccl.NcclError, RuntimeError),
+    "id_bytes": len(nccl.get_unique_id()), "error": issubclass(nccl.NcclError, RuntimeError), "opened": opened(),
+    "unknown": [name for name in FEW_CHANNELS if name.encode() not in library()],
 }))
 """
 RUNTIME = """
@@ -60,6 +79,8 @@ def test_nccl() -> None:
     assert found["id_bytes"] == len(fake.get_unique_id())
     assert found["error"]
     assert issubclass(NcclError, RuntimeError)
+    assert found["opened"] == [0, 0], "an offer that nobody has taken has a socket or a thread of NCCL"
+    assert found["unknown"] == []
     fake.close()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tandem.transfer.transports import TRANSPORTS
 from tandem.transfer.transports.nccl import NcclTransport
+from tandem.transfer.transports.nccl_communicator import thread_communicators
 from tests.transfer.fake_nccl import FakeDevice, FakeEvent, FakeNccl
 from tests.transfer.pair import SOON, Meet, Pair, until
 
@@ -40,7 +41,7 @@ def device(transports: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[BusyDe
 
     def transport() -> NcclTransport:
         made.append(FakeNccl(FakeDevice() if made else device))
-        return NcclTransport(made[-1], made[-1].device)
+        return NcclTransport(thread_communicators(made[-1], made[-1].device))
 
     device = BusyDevice()
     monkeypatch.setitem(TRANSPORTS, "nccl", transport)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tandem.liveness.silence import Liveness
 from tandem.transfer import Link, LinkPeer, LinkRuntime, LocalPeer, Receiver, Sender, TransferError
-from tandem.transfer.transports import TRANSPORTS, nccl
+from tandem.transfer.transports import TRANSPORTS, nccl, nccl_communicator
 from tandem.transfer.transports.nccl import NcclTransport
+from tandem.transfer.transports.nccl_communicator import SENDER, Communicators, thread_communicators
 from tests.transfer import fake_nccl
-from tests.transfer.fake_nccl import FakeDevice, FakeNccl
+from tests.transfer.fake_nccl import FakeDevice, FakeNccl, NcclError
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, SOON, Meet, Pair, until
 
 
@@ -23,7 +24,7 @@ def fakes(transports: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fa
 
     def transport() -> NcclTransport:
         made.append(FakeNccl(FakeDevice()))
-        return NcclTransport(made[-1], made[-1].device)
+        return NcclTransport(thread_communicators(made[-1], made[-1].device))
 
     monkeypatch.setitem(TRANSPORTS, "nccl", transport)
     yield made
@@ -96,10 +97,10 @@ def test_an_aborted_communicator_is_replaced(pair: Pair, fakes: list[FakeNccl]) 
 def test_initialisations_that_hang_cost_their_links_and_then_nccl_is_no_longer_offered(
     fakes: list[FakeNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "INIT_SECONDS", 0.3)
+    monkeypatch.setattr(nccl_communicator, "INIT_SECONDS", 0.3)
     pair = Pair.of(("nccl", "tcp"))
     fakes[1].hang = True  # which the sender, whose peer never comes, sees as its own
-    for _ in range(nccl.MAX_HANGING):
+    for _ in range(nccl_communicator.MAX_HANGING):
         with pytest.raises(TransferError, match=r"NCCL: not ready in 0\.3 s|closed by the peer"):
             pair.link()
     link = pair.link()
@@ -107,6 +108,92 @@ def test_initialisations_that_hang_cost_their_links_and_then_nccl_is_no_longer_o
     assert "initialisations hang: restart" in link.refused["nccl"]
     pair.moves("t", [1], [2])
     pair.close()
+
+
+def test_an_id_is_made_only_for_a_link_that_both_sides_want(fakes: list[FakeNccl]) -> None:
+    pair = Pair.of(("tcp", "nccl"))
+    for _ in range(3):
+        assert pair.link().transport == "tcp"
+        pair.sender.close_link(DECODE.worker_id, DECODE.incarnation)
+    assert fakes[0].num_ids == 0
+    pair.close()
+    pair = Pair.of(("nccl", "tcp"))
+    assert pair.link().transport == "nccl"
+    assert [fake.num_ids for fake in fakes[2:]] == [1, 0]
+    pair.close()
+
+
+def test_connecting_is_done_before_a_link_is_ready_and_has_a_bound_of_its_own(
+    pair: Pair, fakes: list[FakeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_communicator, "PAYLOAD_SECONDS", 0.5)
+    for fake in fakes:
+        fake.connect_s = 1.0
+    pair.moves("t", [1, 2], [6, 7])
+    pair.sender.close_link(DECODE.worker_id, DECODE.incarnation)
+    monkeypatch.setattr(nccl_communicator, "WARM_SECONDS", 0.2)
+    with pytest.raises(TransferError, match=r"NCCL: no word came over it in 0\.2 s|closed by the peer"):
+        pair.link()
+
+
+def test_a_worker_has_so_many_communicators_and_no_more(fakes: list[FakeNccl], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_communicator, "MAX_COMMUNICATORS", 1)
+    pair = Pair.of(("nccl", "tcp"))
+    rival = Sender(LocalPeer(LinkPeer("prefill-1", "p-7", "layout-a")), transports=("nccl", "tcp"))
+    assert pair.link().transport == "nccl"
+    second = pair.opened(rival)
+    assert second.transport == "tcp"
+    assert second.refused == {"nccl": "the receiver has 1 NCCL communicators, as many as it makes"}
+    rival.close_link(DECODE.worker_id, DECODE.incarnation)
+    pair.sender.close_link(DECODE.worker_id, DECODE.incarnation)
+    receiver = pair.receiver._transports[0]
+    assert isinstance(receiver, NcclTransport)
+    assert until(lambda: not receiver.all.held)  # once it has been aborted
+    assert pair.opened(rival).transport == "nccl"
+    rival.close()
+    pair.close()
+
+
+def test_where_nccl_makes_no_id_the_next_link_takes_another_transport(fakes: list[FakeNccl]) -> None:
+    pair = Pair.of(("nccl", "tcp"))
+
+    def refuse() -> bytes:
+        raise NcclError("no socket interface found")
+
+    fakes[0].get_unique_id = refuse  # type: ignore[method-assign]
+    with pytest.raises(TransferError, match="NCCL does not start: no socket interface found"):
+        pair.link()
+    assert pair.link().refused == {"nccl": "NCCL does not start: no socket interface found"}
+    pair.close()
+
+
+def test_an_id_of_another_length_ends_the_link(pair: Pair, fakes: list[FakeNccl]) -> None:
+    fakes[0].get_unique_id = lambda: bytes(7)  # type: ignore[method-assign]
+    with pytest.raises(TransferError, match=r"invalid argument|closed by the peer"):
+        pair.link()
+    assert not fakes[1].communicators
+
+
+class LastMomentLane:
+    """Runs its jobs when it is closed."""
+
+    def __init__(self, _name: str) -> None:
+        self._jobs: list[Callable[[], None]] = []
+        self.submit = self._jobs.append
+
+    def close(self) -> None:
+        while self._jobs:
+            self._jobs.pop(0)()
+
+
+def test_a_link_that_closes_as_its_communicator_comes_aborts_it_once() -> None:
+    fake = FakeNccl(FakeDevice(driven=True), driven=True)
+    everyone = Communicators(fake, fake.device, LastMomentLane, lambda: 0.0)
+    communicator = everyone.open(object(), bytes(128), SENDER)
+    communicator.close()
+    assert [one.num_aborts for one in fake.communicators] == [1]
+    assert not everyone.held
+    fake.close()
 
 
 def test_an_error_that_cupy_has_no_name_for_ends_the_link(pair: Pair, fakes: list[FakeNccl]) -> None:
@@ -124,7 +211,7 @@ def test_an_error_that_cupy_has_no_name_for_ends_the_link(pair: Pair, fakes: lis
 def test_a_wrong_id_never_meets_and_ends_within_the_deadline(
     pair: Pair, fakes: list[FakeNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "INIT_SECONDS", 0.3)
+    monkeypatch.setattr(nccl_communicator, "INIT_SECONDS", 0.3)
     made = fakes[1].NcclCommunicator
     monkeypatch.setattr(fakes[1], "NcclCommunicator", lambda ndev, _id, rank: made(ndev, bytes(128), rank))
     with pytest.raises(TransferError, match=r"NCCL|closed by the peer"):  # whichever side's time is up first

@@ -24,6 +24,7 @@ from tandem.transfer.runtime.driver import Task
 from tandem.transfer.transports import TRANSPORTS
 from tandem.transfer.transports.base import Listener, Stream, Transport
 from tandem.transfer.transports.nccl import NcclTransport
+from tandem.transfer.transports.nccl_communicator import Communicators
 from tests.transfer import fake_nccl
 from tests.transfer.fake_nccl import FakeDevice, FakeNccl
 
@@ -267,9 +268,9 @@ class LinkSchedule:
     def _transport(self) -> Transport:
         device = SteppedDevice(self.world)
         fake = FakeNccl(device, driven=True, abort_s=self.random.choice([0.0, 0.1, 3.0]))
-        fake.now = self.world.now
+        fake.now, fake.connect_s = self.world.now, self.random.choice([0.0, 0.0, 0.1])
         self.fakes.append(fake)
-        return NcclTransport(fake, device, lane=self.world.lane, now=self.world.now)
+        return NcclTransport(Communicators(fake, device, self.world.lane, self.world.now))
 
 
 class SteppedDevice(FakeDevice):

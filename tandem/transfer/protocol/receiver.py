@@ -232,6 +232,8 @@ class ReceiverProtocol:
             case Kind.PING:
                 take_pulse(message, self.liveness, now)
                 self._send(Kind.PONG)
+            case Kind.OPEN:
+                self._side.opened(bytes(message.body))
             case Kind.BEGIN:
                 self._begin(message)
             case Kind.COMMIT if landing:

@@ -130,6 +130,10 @@ class SenderProtocol:
         self._send(Kind.BEGIN, outgoing.handle, body)
         return outgoing
 
+    def tell(self, said: bytes) -> None:
+        """Queues what this side's transport says to the other side's."""
+        self._send(Kind.OPEN, 0, said)
+
     def check(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> None:
         """Raises unless these blocks may be pushed now; a wrong push fails the transfer."""
         self._pushing(outgoing)

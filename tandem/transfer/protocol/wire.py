@@ -55,6 +55,7 @@ class Kind(IntEnum):
     NACK = 11  # the transfer failed at the receiver
     PING = 12
     PONG = 13
+    OPEN = 14  # what the sender's transport says to the receiver's, where it says anything: ahead of its payloads
 
 
 PAYLOAD_KINDS = frozenset({Kind.PROBE, Kind.FRAME})

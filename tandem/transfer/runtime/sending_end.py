@@ -272,7 +272,8 @@ class SendingEnd:
         for other in self._sides.values():
             other.close()
         self._sides = {welcome.transport: side}
-        side.open()
+        if said := side.open():
+            self._protocol.tell(said)
         self._open_by += side.open_s
         slots = Slots(side, welcome.block_bytes, min(self._frame_bytes, welcome.max_frame_bytes))
         if not slots.holds_a_block:

@@ -72,8 +72,9 @@ class SendSide(ABC):
     def write(self, data: bytes, slot: Slot) -> Checksum:
         """Copies `data` to the slot and returns its checksum."""
 
-    def open(self) -> None:
-        """The receiver took this offer."""
+    def open(self) -> bytes:
+        """The receiver took this offer; returns what its side has to be `opened` with, or nothing."""
+        return b""
 
     def body(self, slot: Slot) -> memoryview | None:
         """The bytes that follow the header on the stream, where payloads are inline."""
@@ -104,6 +105,9 @@ class ReceiveSide(ABC):
     """
 
     name: str
+
+    def opened(self, said: bytes) -> None:
+        """The sender's side has opened and said this, ahead of every payload; not called where it says nothing."""
 
     def announced(self, message: LinkMessage) -> None:
         """This header has come, in order; its payload will be asked for or released."""

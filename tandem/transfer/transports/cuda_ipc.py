@@ -1,4 +1,4 @@
-"""Two processes of one host: payloads lie in slots on the sender's GPU, which the receiver maps and copies from.
+"""Two processes on one GPU: payloads lie in slots on it that the sender owns, and the receiver maps and copies from.
 
     slots     memory of cudaMalloc's own (torch's caching allocator hands out parts, and a handle names the whole)
     handle    goes with HELLO; the ring in which the receiver releases slots is that of `shm`, in host memory
@@ -33,6 +33,7 @@ class Runtime(Protocol):
 
 
 class CudaIpcOffer(ControlBody):
+    device: str
     handle: str
     size: int
     ring: ShmOffer
@@ -49,14 +50,14 @@ class CudaIpcSendSide(DeviceSendSide):
         except BaseException:
             transport.give(self.size, self._pointer)
             raise
-        self.offer = {"handle": handle, "size": self.size, "ring": self._ring.offer}
+        self.offer = {"device": self._device.identity(), "handle": handle, "size": self.size, "ring": self._ring.offer}
 
     def allocate(self) -> torch.Tensor:
         return self._device.view(self._pointer, self.size)
 
-    def open(self) -> None:
-        super().open()
+    def open(self) -> bytes:
         self._ring.open()
+        return super().open()
 
     def released(self) -> list[int]:
         return [offset - HEAD_BYTES for offset in self._ring.released()]
@@ -117,7 +118,11 @@ class CudaIpcTransport(Transport):
             raise Unusable(f"no memory on the device to send from: {error}") from None
 
     def accept(self, offer: dict[str, Any], max_frame_bytes: int) -> ReceiveSide:
-        found = parse(CudaIpcOffer, offer)
+        found, here = parse(CudaIpcOffer, offer), self.device.identity()
+        if found.device != here:
+            raise Unusable(
+                f"the sender's memory is on GPU {found.device}, this is GPU {here}: between two there is nccl"
+            )
         ring = attached(found.ring)
         if ring is None:
             raise Unusable("the sender is on another host or in another container")
@@ -137,7 +142,11 @@ class CudaIpcTransport(Transport):
     def map(self, handle: bytes, size: int) -> torch.Tensor:
         pointer, links = self._mapped.get(handle) or (self.runtime.ipcOpenMemHandle(handle), 0)
         self._mapped[handle] = pointer, links + 1
-        return self.device.view(pointer, size)
+        view = self.device.view(pointer, size)
+        if view.data_ptr() != pointer:
+            self.unmap(handle)
+            raise RuntimeError("torch sees a copy of it, which would stay as it is now")
+        return view
 
     def unmap(self, handle: bytes) -> None:
         pointer, links = self._mapped.pop(handle)

@@ -124,9 +124,10 @@ class DeviceSendSide(SendSide):
     def allocate(self) -> torch.Tensor:
         return torch.zeros(self.size // WORD, dtype=torch.int64, device=self._device.place)
 
-    def open(self) -> None:
+    def open(self) -> bytes:
         with self._queue.use():
             self._memory = self.allocate()
+        return b""
 
     def words(self, slot: Slot) -> torch.Tensor:
         assert self._memory is not None

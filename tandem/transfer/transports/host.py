@@ -61,8 +61,9 @@ class InlineSendSide(HostSendSide):
         super().__init__(size, copier)
         self._released: list[int] = []
 
-    def open(self) -> None:
+    def open(self) -> bytes:
         self.view = memoryview(mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return b""
 
     def body(self, slot: Slot) -> memoryview:
         return self.payload(slot)

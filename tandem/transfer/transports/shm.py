@@ -69,8 +69,9 @@ class ShmSendSide(HostSendSide):
         self._policy.took(past_caches, slot.nbytes, time.monotonic() - start)
         return payload_sum
 
-    def open(self) -> None:
+    def open(self) -> bytes:
         self.close()  # the receiver has mapped the file, and nobody else shall
+        return b""
 
     def released(self) -> list[int]:
         first = self._seen
