@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from subprocess import PIPE
 
-# A call that is under way when its server goes: gRPC's core has something to say then.
-GOES_AWAY = """
+# A call that is under way when its server goes: gRPC's core has something to say then. The server is another process,
+# for its own end may print a traceback of the call that it cuts.
+SERVES = """
 import asyncio
-import services
+import sys
 import grpc
-import structlog
 from grpc import aio
-from tandem.process import telemetry
 
 class Silent(grpc.GenericRpcHandler):
     def service(self, details):
@@ -25,12 +25,27 @@ class Silent(grpc.GenericRpcHandler):
 async def main():
     server = aio.server()
     server.add_generic_rpc_handlers([Silent()])
-    port = server.add_insecure_port("127.0.0.1:0")
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     await server.start()
-    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    await asyncio.to_thread(sys.stdin.readline)
+    await server.stop(0)
+    await asyncio.sleep(1)  # what it says is sent before it ends
+
+asyncio.run(main())
+"""
+ASKS = """
+import asyncio
+import sys
+import services
+import structlog
+from grpc import aio
+from tandem.process import telemetry
+
+async def main():
+    async with aio.insecure_channel(f"127.0.0.1:{sys.argv[1]}") as channel:
         call = channel.unary_unary("/any/Call")(b"", wait_for_ready=True)
         await asyncio.sleep(0.5)
-        await server.stop(0)
+        print(flush=True)
         try:
             await call
         except aio.AioRpcError:
@@ -46,6 +61,9 @@ def test_no_plain_line_of_grpc_stands_between_events() -> None:
     said = {
         name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"
     }  # by Ray, where it is imported
-    command = [sys.executable, "-c", GOES_AWAY]
-    done = subprocess.run(command, env=said, capture_output=True, text=True, timeout=60, check=True)
+    serves = [sys.executable, "-c", SERVES]
+    with subprocess.Popen(serves, stdin=PIPE, stdout=PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout is not None
+        asks = [sys.executable, "-c", ASKS, server.stdout.readline().decode().strip()]
+        done = subprocess.run(asks, env=said, stdout=server.stdin, stderr=PIPE, text=True, timeout=60, check=True)
     assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["lost"]
