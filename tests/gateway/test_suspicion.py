@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from services.gateway.errors import Poison
-from services.gateway.generation.suspicion import TOLD_S, UNHEARD_TOKENS, Deaths, Suspicion
+from services.gateway.generation.suspicion import LATE_S, TOLD_S, UNHEARD_TOKENS, Deaths, Suspicion
 from tandem.containment.crash_page import Death
 from tandem.registry import RegistryUnavailable
 
@@ -83,6 +83,17 @@ async def test_two_deaths_at_a_place_are_poison() -> None:
     assert (refused.value.status, refused.value.code) == (422, "poison")
     await other.lost(["second"], 2, later())
     assert other.alone_until == 4
+
+
+async def test_only_the_first_goes_on_before_word_comes_late() -> None:
+    """Two workers killed at once on a busy machine: hundreds of answers must not go on one by one for that."""
+    told = Told()
+    choices = [told.suspicion(str(number)) for number in range(20)]
+    asyncio.get_running_loop().call_later(4 * TOLD_S, told.tell, "killed", "SIGKILL")
+    started = later(0)
+    await asyncio.gather(*(choice.lost(["killed"], 5, later()) for choice in choices))
+    assert [choice.alone_until > 0 for choice in choices] == [True] + [False] * 19
+    assert later(0) - started < LATE_S
 
 
 async def test_of_what_nobody_tells_it_is_a_suspect_for_a_while() -> None:

@@ -5,8 +5,9 @@ its crash page is told       -> those that it does not name, and all where it di
 a suspect goes on            -> computing alone, as its worker's only suspect, until it is past that place: acquitted
 named by two deaths' pages   -> Poison: it goes on nowhere
 
-The launcher tells of a death at once; where the worker's next start has to, a suspect goes on before it is known.
-Behind two deaths of which nothing is known yet it waits: a third worker is not risked.
+The launcher tells of a death at once; where the worker's next start has to, a suspect goes on before it is known. The
+others of that death would only stand in line behind it, so they wait a little longer for word, which acquits all that
+it does not name. Behind two deaths of which nothing is known yet it waits: a third worker is not risked.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from services.gateway.errors import Poison
 from tandem.containment import Death
 from tandem.registry import RegistryUnavailable
 
-# A launcher has reported a death by then.
+# A launcher has reported a death by then; on a busy machine, or where several workers died at once, by LATE_S.
 TOLD_S = 0.25
+LATE_S = 2.0
 ASK_S = 0.02
 # What a worker may have computed of an answer that its gateway had not heard of yet.
 UNHEARD_TOKENS = 16
@@ -39,6 +41,17 @@ class Deaths:
         self._ask = ask
         self._known: dict[str, Death] = {}
         self._asking: dict[str, asyncio.Task[Death | None]] = {}
+        self._asked_at: dict[str, float] = {}
+
+    def patience_s(self, incarnation: str) -> float:
+        """How long to wait for word of this death: the first who asks goes on soon, others behind it."""
+        now = asyncio.get_running_loop().time()
+        if incarnation in self._asked_at:
+            return max(TOLD_S, self._asked_at[incarnation] + LATE_S - now)
+        self._asked_at[incarnation] = now
+        if len(self._asked_at) > MAX_KNOWN:
+            del self._asked_at[next(iter(self._asked_at))]
+        return TOLD_S
 
     async def of(self, incarnation: str, wait_s: float) -> Death | None:
         """None if nothing becomes known within `wait_s`."""
@@ -112,7 +125,8 @@ class Suspicion:
 
     async def _learn(self, wait_s: float) -> None:
         for incarnation in self._unknown():
-            death = await self._deaths.of(incarnation, min(TOLD_S, max(wait_s, 0.0)))
+            patience_s = min(self._deaths.patience_s(incarnation), max(wait_s, 0.0))
+            death = await self._deaths.of(incarnation, patience_s)
             if death is not None and self._choice_id not in death.named:
                 del self._losses[incarnation]
             else:
