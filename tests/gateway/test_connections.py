@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,10 +30,10 @@ async def gateway_process(redis: RedisServer, port: int, grpc_port: int = 0) -> 
         "-m", "services.gateway", "--redis-url", redis.url, "--http-port", str(port),
         "--grpc-port", str(grpc_port), "--namespace", f"files{port}", "--drain-s", "0.2",
     ]  # fmt: skip
+    limited = "sh", "-c", f'ulimit -n {OPEN_FILES} && exec "$0" "$@"'  # a preexec_fn would fork beside gRPC's threads
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, env={**os.environ, "TANDEM_LOG_LEVEL": "warning"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES)),
-    )  # fmt: skip
+        *limited, sys.executable, *arguments, env={**os.environ, "TANDEM_LOG_LEVEL": "warning"}
+    )
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

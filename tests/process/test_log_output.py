@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -46,13 +45,14 @@ sys.exit(0 if late < 5 else 1)
 LINES = 1500
 
 
-def noisy(stderr: int | IO[bytes], lines: int = LINES, before: Callable[[], None] | None = None) -> int:
-    command = [sys.executable, "-c", NOISY, str(lines)]
-    return subprocess.run(command, stderr=stderr, preexec_fn=before, timeout=60, check=False).returncode
+LIMITED = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+CLOSED = "import os\nos.close(2)\n"
 
 
-def limit_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+def noisy(stderr: int | IO[bytes], lines: int = LINES, first: str = "") -> int:
+    """`first`: what the process does before all else."""
+    command = [sys.executable, "-c", first + NOISY, str(lines)]
+    return subprocess.run(command, stderr=stderr, timeout=60, check=False).returncode
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def test_a_full_disk_ends_nothing() -> None:
 
 def test_a_file_at_its_limit_ends_nothing(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
-        assert noisy(log, before=limit_files) == 0
+        assert noisy(log, first=LIMITED) == 0
     assert (tmp_path / "log").stat().st_size == 10_000
 
 
@@ -80,7 +80,7 @@ def test_a_closed_pipe_ends_nothing() -> None:
 
 
 def test_no_stderr_ends_nothing() -> None:
-    assert noisy(subprocess.DEVNULL, before=lambda: os.close(2)) == 0
+    assert noisy(subprocess.DEVNULL, first=CLOSED) == 0
 
 
 def test_a_pipe_that_nobody_reads_holds_up_nothing() -> None:
