@@ -174,6 +174,23 @@ def test_status_shows_every_service_where_clients_go_and_no_password(
     assert on_ray.state("decode-0").incarnation[:8] in rows["decode-0"]
 
 
+def test_prometheus_finds_and_reads_every_process(on_ray: OnRay) -> None:
+    found = httpx.get(f"http://127.0.0.1:{on_ray.http_port}/metrics/targets", timeout=60.0).json()
+    pages = {
+        one["labels"].get("worker", one["labels"]["component"]): httpx.get(
+            f"http://{target}/metrics", timeout=60.0
+        ).text
+        for one in found
+        for target in one["targets"]
+    }
+    assert sorted(pages) == ["decode-0", "decode-1", "gateway", "kvstore", "prefill-0"]
+    assert "tandem_registry_workers 3.0" in pages["kvstore"]
+    assert 'vllm:generation_tokens_total{model_name="tandem-demo"}' in pages["gateway"]
+    for worker in ("prefill-0", "decode-0", "decode-1"):
+        labels = f'{{model_name="tandem-demo",role="{worker[:-2]}",worker="{worker}"}}'
+        assert f"tandem_kv_blocks{labels} 256.0" in pages[worker]
+
+
 def test_what_clients_want_kept_is_kept(on_ray: OnRay) -> None:
     url = f"http://127.0.0.1:{on_ray.http_port}/v1/responses"
     asked = {"model": "tandem-demo", "input": "import os", "max_output_tokens": 4}
