@@ -187,6 +187,17 @@ def test_a_request_meets_its_classs_targets_or_not(outcome: str, changes: dict[s
     assert 'tandem_slo_objective{model_name="m",priority_class="realtime"} 0.9' in lines
 
 
+@pytest.mark.parametrize("ttft_s", [0.3, None], ids=["answered", "no token came"])
+def test_a_tenant_s_first_tokens_are_timed_where_they_came(ttft_s: float | None) -> None:
+    metrics = Metrics(CollectorRegistry(), "m", TARGETS)
+    metrics.tenants.ended(RequestEnd("t", PriorityClass.REALTIME, 200, ttft_s))
+    metrics.tenants.ended(RequestEnd("other", PriorityClass.REALTIME, 200, 9.0))
+    said = '{model_name="m",priority_class="realtime",tenant="t"}'
+    found = [line for line in said_by(metrics).splitlines() if said in line and "_created" not in line]
+    expected = [f"tandem_tenant_ttft_seconds_{part}{said} {value}" for part, value in (("count", 1.0), ("sum", 0.3))]
+    assert [line for line in found if "tandem_tenant_ttft_seconds" in line] == (expected if ttft_s else [])
+
+
 def test_tenants_beyond_the_most_share_one_name() -> None:
     metrics = FrontMetrics(max_tenants=2).of("m")
     for tenant in ("a", "b", "c", "d", "a"):

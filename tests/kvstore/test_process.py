@@ -161,6 +161,12 @@ def test_what_it_measures(tmp_path: Path, own_redis: RedisServer) -> None:
         assert measured(address)["tandem_registry_expired_total"] == [0.0, 0.0, 0.0]  # a live lease moves none
         client.zadd("{tandem}:leases", {"d0": 1})
         eventually(lambda: measured(address)["tandem_registry_expired_total"] == [1.0, 0.0, 0.0], "and its end")
+        before = measured(address)["tandem_sweep_seconds"][0]
+        client.zadd("{tandem}:reservations", {"r0": int(time.time() * 1000) + 10**6})
+        eventually(lambda: measured(address)["tandem_registry_reservations"] == [1.0], "a reservation is counted")
+        client.zrem("{tandem}:reservations", "r0")
+        eventually(lambda: measured(address)["tandem_registry_reservations"] == [0.0], "its end")
+        assert measured(address)["tandem_sweep_seconds"][0] > before  # each sweep that Redis answers
         assert httpx.get(f"http://{address}/debug/integrity").json()["whole"]
         own_redis.kill()
         eventually(lambda: measured(address)["tandem_registry_up"] == [0.0], "Redis is gone")
