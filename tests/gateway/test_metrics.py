@@ -189,7 +189,7 @@ def test_a_request_meets_its_classs_targets_or_not(outcome: str, changes: dict[s
 
 @pytest.mark.parametrize("ttft_s", [0.3, None], ids=["answered", "no token came"])
 def test_a_tenant_s_first_tokens_are_timed_where_they_came(ttft_s: float | None) -> None:
-    metrics = Metrics(CollectorRegistry(), "m", TARGETS)
+    metrics = FrontMetrics(TARGETS).of("m")
     metrics.tenants.ended(RequestEnd("t", PriorityClass.REALTIME, 200, ttft_s))
     metrics.tenants.ended(RequestEnd("other", PriorityClass.REALTIME, 200, 9.0))
     said = '{model_name="m",priority_class="realtime",tenant="t"}'
