@@ -24,7 +24,6 @@ from tandem.engine.device import kv_budget, memory_checked, open_device
 from tandem.engine.forward import (
     DecodeGraphs,
     Forward,
-    Prepare,
     Taps,
     TorchForward,
     cuda_capture,
@@ -79,7 +78,6 @@ class Computing(NamedTuple):
     forward: Forward
     kv_cache: list[Tensor]
     choose: Choose
-    prepare: Prepare | None = None
 
 
 def build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
@@ -140,10 +138,10 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
     if draft and config.speculative_model:
         draft_cache = _kv_cache(draft_layout, config.device, num_blocks)
         proposers["draft"] = DraftProposer(
-            *_load(config, config.speculative_model, draft, draft_layout, draft_cache, cores, on_progress)[:3],
+            *_load(config, config.speculative_model, draft, draft_layout, draft_cache, cores, on_progress),
             min(max_prefill_beside_decode(config, draft), config.max_num_batched_tokens),
         )
-    runner = Runner(*computing, observer)
+    runner = Runner(*computing, observer, overlaps=config.device != "cpu")
     return Parts(model, layout, kv_cache, runner, proposers, _adapters(config, model, layout))
 
 
@@ -236,7 +234,7 @@ def _load(
     plain = TorchForward(model, kv_cache, attention, taps)
     if config.cuda_graphs:
         graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, cuda_capture)
-        return Computing(graphs, kv_cache, choose, graphs.prepare)
+        return Computing(graphs, kv_cache, choose)
     return Computing(plain, kv_cache, choose)
 
 

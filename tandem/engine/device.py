@@ -4,7 +4,7 @@ step's inputs come to it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -65,8 +65,41 @@ def kv_budget(weights: int, cuda: Cuda = torch.cuda) -> int:
     return max(0, int(free * DEVICE_SHARE) - weights)
 
 
+def fetched(tensor: Tensor) -> Callable[[], list[int]]:
+    """Begins to copy whole numbers to the host; the function waits until they are there."""
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    there.copy_(tensor, non_blocking=True)
+    event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read() -> list[int]:
+        event.synchronize()
+        numbers: list[int] = there.tolist()
+        return numbers
+
+    return read
+
+
+class Uploads:
+    """Copies from memory of the host that is written anew for each step, while the device is at the step before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def done(self) -> None:
+        """Waits until the last ones `begun` are: they are the first that their step asks of the device, so that is over
+        soon after the step before it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def begun(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """The same on `device`, which may still be computing: nobody waits for that."""
-    if device.type == "cuda":
+    if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # from where it is copied whenever the device comes to it
     return tensor.to(device, non_blocking=True)

@@ -91,7 +91,7 @@ class Engine:
             max_prefill_beside_decode=max_prefill_beside_decode(config, self.model_config),
             pace=self._pace,
             max_num_seqs=config.max_num_seqs or self._pool.num_blocks,
-            grows_ahead=config.cuda_graphs,
+            overlaps=self._runner.overlaps,
         )
         self.max_num_seqs = self._scheduler.max_num_seqs
         self._speculator = Speculator(
@@ -177,16 +177,18 @@ class Engine:
         """Compute one batch; returns the new tokens of every sequence that got some, or ended. Within `computing`
         nothing but the batch's own sequences and blocks is read or written."""
         self._cores.work()
-        batch = self._scheduler.schedule()
+        under_way = self._runner.under_way() if self._scheduler.overlaps else []
+        batch = self._scheduler.go_on(under_way) if under_way else self._scheduler.schedule()
         self._note(batch)
         self._swap.copy(self._blocks.take_copies())
         counts = [item.num_tokens for item in batch]
         num_written = counts.count(1)
         num_prefilled = sum(counts) - num_written
         batch = self._speculator.propose(batch)
+        following = self._scheduler.following(batch, self.model_config.max_model_len)
         started = self._now()
         with computing:
-            tokens = self._runner.execute(batch)
+            tokens = self._runner.execute(batch, following) if following else self._runner.execute(batch)
         taken = self._now() - started
         self._pace.passed(num_prefilled, num_written, taken)
         self._speculator.passed(batch, taken)

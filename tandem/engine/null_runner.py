@@ -13,6 +13,7 @@ Sampling knows temperature 0 and seeds; stop tokens are never drawn, so that an 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from hashlib import blake2b
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -64,12 +65,17 @@ class NullRunner:
     def __init__(
         self, step_time: StepTime, kv_cache: list[Tensor], vocab_size: int, sleep: Callable[[float], None]
     ) -> None:
+        self.overlaps = False
         self._step_time, self._kv_cache, self._vocab_size, self._sleep = step_time, kv_cache, vocab_size, sleep
         self._block_size = kv_cache[0].shape[3]
         self._cells = [_cells(kv) for kv in kv_cache]
         self._expected: WeakKeyDictionary[Sequence, Digests] = WeakKeyDictionary()
 
-    def execute(self, batch: list[Scheduled]) -> dict[str, list[SampledToken]]:
+    def under_way(self) -> list[Scheduled]:
+        """Nothing is launched ahead: nothing computes beside the host."""
+        return []
+
+    def execute(self, batch: list[Scheduled], following: Items[Sequence] = ()) -> dict[str, list[SampledToken]]:
         """Spend the time that computing `batch` takes; returns and sets errors as the model's runner does."""
         if not batch:
             return {}

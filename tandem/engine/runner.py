@@ -10,15 +10,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as Items
+from dataclasses import replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from tandem.engine.completed_blocks import completed_blocks
-from tandem.engine.forward import Chunk, Forward, Observer, Prepare, StepInput, step_input
-from tandem.engine.sampling import Choose, reported, sample
+from tandem.engine.device import fetched, sent
+from tandem.engine.forward import Chunk, Forward, Observer, StepInput, step_input
+from tandem.engine.launched import Launched, tokens_of
+from tandem.engine.sampling import Choose, chosen, reported, sample
 from tandem.engine.scheduling import Ahead, Row, Scheduled, Sequence
 from tandem.engine.types import SampledToken
 
@@ -28,27 +31,39 @@ LOGITS_ROWS = 64  # of prompts, at once: a vocabulary is wide
 class Runner:
     """Runs `forward` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, row) per layer.
 
-    `choose` makes tokens of logits. `prepare` is called while a device computes a step, with what the next one
-    is likely to be; `observer` sees what each step has computed.
+    `choose` makes tokens of logits; `observer` sees what each step has computed. `overlaps`: a device computes, so it
+    pays to launch a step before the tokens of the one before are known.
     """
 
     def __init__(
-        self, forward: Forward, kv_cache: list[Tensor], choose: Choose, prepare: Prepare | None = None,
-        observer: Observer | None = None,
+        self, forward: Forward, kv_cache: list[Tensor], choose: Choose, observer: Observer | None = None,
+        *, overlaps: bool = False,
     ) -> None:  # fmt: skip
-        self._forward, self._kv_cache, self._choose, self._prepare = forward, kv_cache, choose, prepare
-        self._observer = observer
+        self._forward, self._kv_cache, self._choose, self._observer = forward, kv_cache, choose, observer
+        self.overlaps = overlaps and observer is None
         self._block_size = kv_cache[0].shape[3]
-        self._foreseen: Foreseen | None = None
+        self._launched: Launched | None = None
 
     @torch.inference_mode()
-    def execute(self, batch: list[Scheduled]) -> dict[str, list[SampledToken]]:
+    def execute(self, batch: list[Scheduled], following: Items[Sequence] = ()) -> dict[str, list[SampledToken]]:
         """Compute `batch`; returns the next tokens of every sequence that has nothing left to compute, by request id.
 
-        A sequence that fails alone gets its `error` set.
+        A sequence that fails alone gets its `error` set. Where some are `following`, which write a token in the next
+        step too, that is launched before this one's tokens are waited for.
         """
         if not batch:
             return {}
+        launched, self._launched = self._launched, None
+        if launched is None and not following:
+            return self._execute(batch)
+        if launched is None:
+            chunks = list(map(_chunk, sorted(batch, key=self._order)))
+            launched = self._launch(chunks, None, [chunk.seq for chunk in chunks])
+        if following:
+            self._launched = self._launch_behind(launched, following)
+        return tokens_of(launched, batch)
+
+    def _execute(self, batch: list[Scheduled]) -> dict[str, list[SampledToken]]:
         batch = sorted(batch, key=self._order)
         pushing = (item for item in batch if item.seq.sink is not None)
         completed = [blocks for item in pushing if (blocks := completed_blocks(item, self._block_size))]
@@ -62,23 +77,43 @@ class Runner:
             blocks.done()
         if self._observer is not None:
             self._observer.observe(list(map(_chunk, batch)), hidden)
-        self._look_ahead(batch)
         if any(item.seq.num_prompt_logprobs for item in batch):
             self._report_prompts(batch, hidden)
         return self._sample(batch, hidden)
 
-    def _look_ahead(self, batch: list[Scheduled]) -> None:
-        """Rows of a step in which each sequence writes one token: the next step, but for those that will have all
-        they may write."""
-        if self._prepare is None or any(item.num_tokens > 1 or not item.samples for item in batch):
-            return
-        staying = (item.seq for item in batch if item.seq.num_output_tokens + 1 < item.seq.sampling.max_tokens)
-        chunks = [Chunk(seq, seq.num_computed_tokens + 1, seq.num_computed_tokens + 2) for seq in staying]
-        if chunks and all(len(seq.block_table) * self._block_size >= end for seq, _, end in chunks):
-            chunks.sort(key=lambda chunk: self._decode_order(chunk.seq, chunk.start))
-            step = step_input(chunks, self._block_size)
-            self._foreseen = Foreseen([(seq, start, seq.block_table) for seq, start, _ in chunks], step)
-            self._prepare(step)
+    def under_way(self) -> list[Scheduled]:
+        """Those of the step that was launched behind the last one who go on; where nobody does, waits for that step."""
+        batch = self._launched.going_on() if self._launched is not None else []
+        if self._launched is not None and not batch:
+            self._launched.finish()
+            self._launched = None
+        return batch
+
+    def _launch(self, chunks: list[Chunk], ids: Tensor | None, rows: list[Row]) -> Launched:
+        """A step of one token each, whose tokens nobody waits for. `ids`: the step's input, where only the device has
+        it."""
+        step = step_input(chunks, self._block_size)
+        adapters = [chunk.seq.adapter for chunk in chunks]
+        step = replace(
+            step, input_ids=step.input_ids if ids is None else ids, adapters=adapters if any(adapters) else ()
+        )
+        logits = self._forward.logits(self._forward(step), range(len(chunks)))
+        token_ids = chosen(logits, rows)
+        tables = [chunk.seq.block_table for chunk in chunks]
+        launched = Launched(chunks, tables, token_ids.clamp(min=0), fetched(token_ids))
+        for chunk in chunks:
+            chunk.seq.under_way = launched
+        return launched
+
+    def _launch_behind(self, step: Launched, following: Items[Sequence]) -> Launched:
+        """The step after `step`, for those of it that surely go on."""
+        places = {chunk.seq: place for place, chunk in enumerate(step.chunks)}
+        kept = [places[seq] for seq in following]
+        kept.sort()
+        ahead = (step.chunks[place] for place in kept)
+        chunks = [Chunk(seq, start + 1, end + 1) for seq, start, end in ahead]
+        ids = step.ids if len(kept) == len(step.chunks) else step.ids[sent(torch.tensor(kept), step.ids.device)]
+        return self._launch(chunks, ids, [Ahead(chunk.seq, 1) for chunk in chunks])
 
     def _report_prompts(self, batch: list[Scheduled], hidden: Tensor) -> None:
         row = 0
@@ -117,13 +152,8 @@ class Runner:
         return {seq.request_id: accepted(seq.proposed, list(islice(pairs, 1 + len(seq.proposed)))) for seq in seqs}
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is not None and foreseen.has_come(batch):
-            ids = torch.tensor([item.seq.token_ids[-1] for item in batch])
-            step = replace(foreseen.step, input_ids=ids)
-        else:
-            chunks = ((seq, seq.num_computed_tokens, seq.num_computed_tokens + count) for seq, count, _ in batch)
-            step = step_input(chunks, self._block_size)
+        chunks = ((seq, seq.num_computed_tokens, seq.num_computed_tokens + count) for seq, count, _ in batch)
+        step = step_input(chunks, self._block_size)
         adapters = [item.seq.adapter for item in batch]
         return replace(step, adapters=adapters) if any(adapters) else step
 
@@ -131,25 +161,8 @@ class Runner:
         """Single tokens first, ones with contexts of about equal length side by side, and of them equal adapters."""
         if item.num_tokens > 1:
             return 1, *item.seq.key
-        return self._decode_order(item.seq, item.seq.num_computed_tokens)
-
-    def _decode_order(self, seq: Sequence, position: int) -> tuple[int, int, int]:
-        return 0, (position // self._block_size).bit_length(), id(seq.adapter)
-
-
-@dataclass(frozen=True, slots=True)
-class Foreseen:
-    """A step of one token each, but for its ids, written beside the one before. A block table only grows, until its
-    sequence gets another one."""
-
-    members: list[tuple[Sequence, int, list[int]]]
-    step: StepInput
-
-    def has_come(self, batch: list[Scheduled]) -> bool:
-        return len(batch) == len(self.members) and all(
-            item.seq is seq and item.num_tokens == 1 and seq.num_computed_tokens == start and seq.block_table is table
-            for item, (seq, start, table) in zip(batch, self.members, strict=True)
-        )
+        seq = item.seq
+        return 0, (seq.num_computed_tokens // self._block_size).bit_length(), id(seq.adapter)
 
 
 def _chunk(item: Scheduled) -> Chunk:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,14 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tandem.engine import Engine, Request, SampledToken, SamplingParams
 from tandem.engine.forward.attention import PagedAttention, TorchAttention
 from tandem.engine.forward.decode_graphs import SIZES, DecodeGraphs, padded
 from tandem.engine.forward.flashinfer import FlashInfer
 from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.kv.kv_cache import row_size, write_kv
 from tandem.engine.models import Decoder
-from tandem.engine.runner import Runner
-from tandem.engine.sampling.guided import Masks
-from tandem.engine.sampling.sampler import choose
-from tandem.engine.scheduling.sequence import Row
-from tandem.engine.weights.loader import load_weights
 from tests.engine import fake_flashinfer
 from tests.engine.test_kernels import VOCAB, Sizes, fill
-from tests.engine.tiny import make_engine, prompt_of
 
 SHAPES = [Sizes(4, 2, 32, 4), Sizes(8, 2, 16, 16, biased=True), Sizes(2, 1, 64, 8)]
 BLOCKS = 120
@@ -135,69 +127,3 @@ def test_steps_that_read_or_push_go_to_the_plain_forward(tmp_path: Path) -> None
         graphs(decode_step([4], [[1]], sizes.block_size, random.Random(1)), written.append)
     assert written == list(range(len(model.layers)))
     assert capture.count == 0
-
-
-@dataclass
-class Journal:
-    """A Choose and a Prepare that note when they were called."""
-
-    graphs: DecodeGraphs
-    calls: list[str] = field(default_factory=list)
-
-    def choose(self, logits: Tensor, seqs: Sequence[Row], masks: Masks | None = None) -> list[int]:
-        self.calls.append("wait")
-        return choose(logits, seqs, masks)
-
-    def prepare(self, step: StepInput) -> None:
-        self.calls.append("prepare")
-        self.graphs.prepare(step)
-
-
-def test_the_next_step_is_written_before_this_ones_tokens_are_waited_for(llama: Path) -> None:
-    """Over steps that end, abort, join and grow blocks: the tokens are those of the plain engine."""
-    plain, engine = make_engine(llama), make_engine(llama)
-    model = Decoder(engine.model_config, torch.float32)
-    load_weights(model, llama)
-    forward, cache = TorchForward(model, engine.kv_cache), padded(engine.kv_cache)
-    graphs = DecodeGraphs(forward, model, cache, TorchAttention(cache[0]), lambda run: run)
-    journal = Journal(graphs)
-    engine._runner = Runner(graphs, engine.kv_cache, journal.choose, journal.prepare)
-    engine._scheduler._grows_ahead = True
-    found = [answers(each) for each in (plain, engine)]
-    assert found[0] == found[1]
-    calls = " ".join(journal.calls)
-    assert "prepare prepare" not in calls
-    assert calls.count("prepare wait") == journal.calls.count("prepare") > 10
-    prepared = journal.calls.count("prepare")
-    assert 0.8 * prepared < graphs.num_prepared + len(graphs._graphs) < prepared + 4, "most were right, or captured"
-    assert prepared >= 36, "blocks that are about to be full do not stand in the way"
-
-
-def answers(engine: Engine) -> dict[str, list[int]]:
-    """Answers to requests that come, join, end and are aborted at different steps."""
-    found: dict[str, list[int]] = {}
-    for number, (length, most) in enumerate([(3, 40), (5, 12), (9, 30), (2, 35)]):
-        request = Request(str(number), prompt_of(length, number), sampling_of(number, most))
-        if number % 2:
-            engine.add(request)
-        else:  # its blocks are there from the beginning, as on a decode worker
-            assert engine.reserve(request) is not None
-            engine.join(str(number), SampledToken(number + 5))
-        for _ in range(3):
-            collect(engine, found)
-    engine.abort("3")
-    while engine.has_work():
-        collect(engine, found)
-    engine.check_integrity()
-    return found
-
-
-def sampling_of(number: int, max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens, temperature=0.7 * (number > 1), seed=number, ignore_eos=True)
-
-
-def collect(engine: Engine, found: dict[str, list[int]]) -> None:
-    outputs = engine.step()
-    engine.check_integrity()
-    for output in outputs:
-        found.setdefault(output.request_id, []).extend(token.token_id for token in output.tokens)

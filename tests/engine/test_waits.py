@@ -58,7 +58,7 @@ def engine_by(
     plain = TorchForward(model, cache, attend)
     if graphs:
         graph = DecodeGraphs(plain, model, padded(cache), attend, capture)
-        engine._runner = NoGradRunner(graph, cache, choose, graph.prepare)
+        engine._runner = NoGradRunner(graph, cache, choose)
     else:
         engine._runner = NoGradRunner(plain, cache, choose)
     return engine

@@ -2,14 +2,13 @@
 
 from tandem.engine.forward.decode_graphs import DecodeGraphs, cuda_capture, padded
 from tandem.engine.forward.flashinfer import paged_attention_for
-from tandem.engine.forward.forward import Chunk, Forward, Observer, Prepare, StepInput, Taps, TorchForward, step_input
+from tandem.engine.forward.forward import Chunk, Forward, Observer, StepInput, Taps, TorchForward, step_input
 
 __all__ = [
     "Chunk",
     "DecodeGraphs",
     "Forward",
     "Observer",
-    "Prepare",
     "StepInput",
     "Taps",
     "TorchForward",

@@ -4,8 +4,8 @@
 
 Rows and blocks are padded: a row to the next of SIZES, a table to a power of two. A row of padding is a sequence of one
 token in a block that belongs to nobody, so it writes where nothing is read. A graph is captured when a step first needs
-it; steps that prefill, have adapters or push KV go to the plain forward. While the device computes one step, the
-next one's row is written, as far as it can be foreseen: if it is what comes, its ids are all that is missing.
+it; steps that prefill, have adapters or push KV go to the plain forward. The ids of a step that is launched while the
+one before it runs are on the device already.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ class DecodeGraphs:
         self._attention = attention
         self._padding_block = len(cache[0]) - 1
         self._graphs: dict[tuple[int, int], Graph] = {}
-        self._ahead: tuple[Graph, StepInput] | None = None
-        self.num_prepared = 0  # steps whose inputs had been written while the step before them ran
         self.logits = plain.logits
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
@@ -47,26 +45,8 @@ class DecodeGraphs:
             return self._plain(step, written)
         key = _padded_sizes(step)
         graph = self._graphs.get(key) or self._captured(*key)
-        if self._is_ahead(graph, step):
-            self.num_prepared += 1
-        else:
-            graph.write(step)
-        self._ahead = None
+        graph.write(step)
         return graph.run(step.input_ids)[:count]
-
-    def prepare(self, step: StepInput) -> None:
-        """Write the inputs of a step that may come next, but for its ids, while the device computes another."""
-        graph = self._graphs.get(_padded_sizes(step)) if len(step.counts) <= SIZES[-1] else None
-        if graph is not None:
-            graph.write(step)
-            self._ahead = graph, step
-
-    def _is_ahead(self, graph: Graph, step: StepInput) -> bool:
-        """True if what was written is what has come: sequences may have ended, come, or been given other blocks."""
-        if self._ahead is None or self._ahead[0] is not graph:
-            return False
-        guess = self._ahead[1]
-        return guess.lengths == step.lengths and guess.tables == step.tables
 
     def _captured(self, size: int, width: int) -> Graph:
         inputs = StaticInputs.of(size, width, self._padding_block, self._cache[0])
@@ -117,7 +97,8 @@ class Graph:
     turn: int = 0
 
     def write(self, step: StepInput) -> None:
-        """All but the ids, where no copy reads: that of the step before the last is over, for its tokens were read."""
+        """All but the ids, where no copy reads: that of the step before the last is over, for its tokens were read. The
+        last may still be copied."""
         host, size, count = self._host.copy_(self.inputs.padding), len(self.inputs.ids), len(step.counts)
         rows, (lengths, tables) = host[: 4 * size].view(4, size), self.inputs.contexts(host)
         rows[1, :count], rows[2, :count], lengths[:count] = step.positions, step.slots, torch.tensor(step.lengths)
@@ -125,10 +106,14 @@ class Graph:
 
     def run(self, input_ids: Tensor) -> Tensor:
         """Copies what was written last to the device, in one copy, and replays the graph."""
-        host = self._host
-        host[: len(input_ids)] = input_ids
+        host, ids = self._host, self.inputs.ids
+        known = input_ids.device != ids.device
+        if known:
+            host[: len(input_ids)] = input_ids
         self.turn = 1 - self.turn
         self.inputs.device.copy_(host, non_blocking=True)
+        if not known:
+            ids[: len(input_ids)].copy_(input_ids)
         self.attend.prepare(*self.inputs.contexts(host))
         return self.replay()
 

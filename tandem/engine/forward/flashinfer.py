@@ -3,6 +3,8 @@
     planned   prompts' chunks and decodes in one call; a step of decodes alone by the kernels made for those
     fixed     its decode wrapper for CUDA graphs, which keeps what a replay reads in buffers of its own
 
+Plans go to the device from memory of the host that a wrapper has once, so none is made before the last one has gone.
+
 A cache of ours is one of theirs: pages of block_size tokens, of layout HND. Plans are made of tensors on the host, for
 they are read there, and none waits for the device; but for graphs a plan copies the pages' ids to its own buffer, and
 would wait where they come from the host.
@@ -19,7 +21,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from tandem.engine.device import sent
+from tandem.engine.device import Uploads, sent
 from tandem.engine.forward.attention import FixedAttend, PagedAttention, StepAttend, TorchAttention
 
 log = structlog.get_logger(__name__)
@@ -92,6 +94,7 @@ class FlashInfer:
 
     def __init__(self, library: Library, kv: Tensor, num_heads: int) -> None:
         self._library, self._kv, self._num_heads = library, kv, num_heads
+        self._uploads = Uploads(kv.device)  # of plans, from memory of the host that the next one writes to
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.device)
         # The two take turns, step by step, in the order of the stream.
         self._mixed = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
@@ -106,8 +109,8 @@ class FlashInfer:
             wrapper = self._decode
         else:
             wrapper = self._mixed
-            wrapper.plan(
-                _starts(torch.tensor(list(counts))), pages.starts, pages.ids, pages.last_lengths, *self._shape,
+            self._plan(
+                wrapper, _starts(torch.tensor(list(counts))), pages.starts, pages.ids, pages.last_lengths, *self._shape,
                 causal=True, q_data_type=self._kv.dtype, kv_data_type=self._kv.dtype,
             )  # fmt: skip
 
@@ -128,9 +131,14 @@ class FlashInfer:
 
     def _plan_decode(self, wrapper: Any, pages: Pages) -> None:
         dtype = self._kv.dtype
-        wrapper.plan(
-            pages.starts, pages.ids, pages.last_lengths, *self._shape, q_data_type=dtype, kv_data_type=dtype
+        self._plan(
+            wrapper, pages.starts, pages.ids, pages.last_lengths, *self._shape, q_data_type=dtype, kv_data_type=dtype
         )  # fmt: skip
+
+    def _plan(self, wrapper: Any, *given: Any, **options: Any) -> None:
+        self._uploads.done()
+        wrapper.plan(*given, **options)
+        self._uploads.begun()
 
     @property
     def _shape(self) -> tuple[int, int, int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +28,10 @@ from tandem.engine.scheduling import Sequence as TokenSequence
 class StepInput:
     """All tokens of a step in one row, sequence after sequence.
 
-    `input_ids`, `positions` and `slots` (block * block_size + offset, where the KV goes) are (tokens,) int64. Of
-    sequence i there are `counts[i]` tokens; the last of them is token number `lengths[i]` of its context, whose KV lies
-    in the blocks `tables[i]`. Its tokens are adapted by `adapters[i]`, where there are any.
+    `input_ids`, `positions` and `slots` (block * block_size + offset, where the KV goes) are (tokens,) int64, the ids
+    on the device where the host does not know them yet. Of sequence i there are `counts[i]` tokens; the last of them is
+    token number `lengths[i]` of its context, whose KV lies in the blocks `tables[i]`. Its tokens are adapted by
+    `adapters[i]`, where there are any.
     """
 
     input_ids: Tensor
@@ -40,10 +41,6 @@ class StepInput:
     lengths: array[int]
     tables: Sequence[Sequence[int]]
     adapters: Sequence[Adapter | None] = ()
-
-
-# Of a step to come: all but its token ids, which are not known yet.
-Prepare: TypeAlias = Callable[[StepInput], None]
 
 
 class Chunk(NamedTuple):

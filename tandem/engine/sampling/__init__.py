@@ -1,13 +1,15 @@
 """From logits to tokens: sampling, grammars, the budget of thoughts. For runners, kernels and speculation."""
 
 from tandem.engine.sampling.guided import Masks, NamedGuide
-from tandem.engine.sampling.sampler import Choose, choose, draw, reported, sample
+from tandem.engine.sampling.sampler import NO_TOKEN, Choose, choose, chosen, draw, reported, sample
 
 __all__ = [
+    "NO_TOKEN",
     "Choose",
     "Masks",
     "NamedGuide",
     "choose",
+    "chosen",
     "draw",
     "reported",
     "sample",

@@ -30,6 +30,7 @@ from tandem.sampling import SamplingParams
 _NARROW = 256
 _CHUNK = 64
 _LN_2 = math.log(2)
+NO_TOKEN = "the model's logits are not finite numbers"
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -52,7 +53,7 @@ def sample(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[SampledToken
     if -1 in token_ids:
         for seq, token_id in zip(seqs, token_ids, strict=True):
             if token_id == -1:
-                seq.error = "the model's logits are not finite numbers"
+                seq.error = NO_TOKEN
     return _report(logits, seqs, token_ids)
 
 

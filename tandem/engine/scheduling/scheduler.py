@@ -95,10 +95,10 @@ class Scheduler:
         max_prefill_beside_decode: int,
         pace: Pace,
         max_num_seqs: int,
-        grows_ahead: bool = False,
+        overlaps: bool = False,
     ) -> None:
-        """grows_ahead: sequences that write get the next step's block with this one's, so that it can be foreseen."""
-        self._grows_ahead = grows_ahead
+        """overlaps: sequences that write get the next step's block with this one's, so that it can be launched."""
+        self.overlaps = overlaps
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_beside_decode, self._pace = max_prefill_beside_decode, pace
@@ -156,6 +156,29 @@ class Scheduler:
                 return batch
         return []
 
+    def go_on(self, under_way: list[Scheduled]) -> list[Scheduled]:
+        """The step that was launched already, instead of a new one."""
+        self.blocks.release_lent()
+        self._extend(under_way)
+        return under_way
+
+    def following(self, batch: list[Scheduled], max_model_len: int) -> list[Sequence]:
+        """Those of `batch` that write a token in the step after it, whatever this one's will be; nobody where that step
+        may have to hold others, too, or more of theirs."""
+        if not self.overlaps or self.suspects or len(batch) != len(self.running):
+            return []
+        if not all(item.num_tokens == 1 and item.samples and item.seq.overlaps for item in batch):
+            return []
+        if self.waiting and self._has_room(first := self.waiting.first(), self._need(first)):
+            return []
+        staying = [item.seq for item in batch if item.seq.num_tokens_to_come(max_model_len) > 1]
+        return staying if all(self.blocks.has_place(seq, seq.num_tokens + 1) for seq in staying) else []
+
+    def _extend(self, batch: list[Scheduled]) -> None:
+        for item in batch:
+            if item.num_tokens == 1 and item.samples:
+                self.blocks.extend(item.seq, 1)
+
     def take_moved(self) -> list[Sequence]:
         """Those that have begun to run, or to wait, since the last call; some may have left since."""
         moved, self._moved = self._moved, []
@@ -179,10 +202,8 @@ class Scheduler:
             if batch.scheduled:
                 batch.budget = min(batch.budget, self._beside(batch.scheduled, joined, longer))
             self._schedule_reading(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
-        if self._grows_ahead:
-            for item in batch.scheduled:
-                if item.num_tokens == 1 and item.samples:
-                    self.blocks.extend(item.seq, 1)
+        if self.overlaps:
+            self._extend(batch.scheduled)
         return batch.scheduled
 
     def _beside(self, decodes: list[Scheduled], joined: bool, begun: list[Sequence]) -> int:

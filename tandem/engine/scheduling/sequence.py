@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
 
 
+class BlockUser(Protocol):
+    """Who uses blocks beside their sequence, while `reading`: what copies them, or a step that may still write to
+    them."""
+
+    @property
+    def reading(self) -> bool: ...
+
+
 class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -86,6 +94,7 @@ class Sequence:
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[SampledToken] = field(default_factory=list)
     adapter: Adapter | None = None
+    under_way: BlockUser | None = None  # the last step that was launched with it
     answer_start: int = field(init=False)
     draw: bytes = field(init=False)  # what a draw depends on, as the kernels read it
     adjusts: bool = field(init=False)  # whether logits change before every choice
@@ -135,6 +144,17 @@ class Sequence:
     @property
     def ahead(self) -> array[int]:
         return array("q")
+
+    @property
+    def reader(self) -> BlockUser | None:
+        """Who still uses its blocks, if anybody does."""
+        return next((one for one in (self.sink, self.under_way) if one is not None and one.reading), None)
+
+    @property
+    def overlaps(self) -> bool:
+        """True if its next step needs of this one only its token, which the device has."""
+        logits = self.takes_logits_as_they_are and self.sampling.logprobs is None
+        return logits and not self.is_reading and self.sink is None and self.speculative.method == "none"
 
     @property
     def takes_logits_as_they_are(self) -> bool:

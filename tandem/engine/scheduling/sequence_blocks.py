@@ -4,7 +4,8 @@
                   ^                        swap_out, release ──┐
                   └──────── copied back from host memory ──────┘
 
-A block that a sink still reads when its sequence leaves is lent: it is released when the sink has read it.
+A block that a sink still reads when its sequence leaves, or that a step under way may write to, is lent: it is released
+when that is over.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.engine.scheduling.block_pool import BlockPool
-from tandem.engine.scheduling.sequence import Sequence
-from tandem.engine.types import KVSink
+from tandem.engine.scheduling.sequence import BlockUser, Sequence
 
 if TYPE_CHECKING:
     from tandem.engine.kv import Copies, SwapSpace
@@ -34,7 +34,7 @@ class SequenceBlocks:
 
     def __init__(self, pool: BlockPool, swap: SwapSpace, *, block_size: int, prefix_caching: bool) -> None:
         self._pool, self._swap, self._block_size, self._prefix_caching = pool, swap, block_size, prefix_caching
-        self.lent: list[tuple[KVSink, list[int]]] = []  # blocks of sequences that have left, which their sinks read
+        self.lent: list[tuple[BlockUser, list[int]]] = []  # blocks of sequences that have left, which others still use
         self._copies: Copies = []
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -84,6 +84,9 @@ class SequenceBlocks:
         seq.block_table += new or []
         return new is not None
 
+    def has_place(self, seq: Sequence, num_tokens: int) -> bool:
+        return num_tokens <= len(seq.block_table) * self._block_size
+
     def extend(self, seq: Sequence, num_ahead: int) -> int:
         """Make room for so many proposed tokens where nobody has to leave for it; returns how many fit."""
         room = len(seq.block_table) * self._block_size - seq.num_tokens
@@ -109,8 +112,8 @@ class SequenceBlocks:
         return bool(seq.swapped_blocks)
 
     def release(self, seq: Sequence) -> None:
-        if seq.sink is not None and seq.sink.reading:
-            self.lent.append((seq.sink, seq.block_table))
+        if (reader := seq.reader) is not None:
+            self.lent.append((reader, seq.block_table))
         else:
             self._pool.release(seq.block_table)
         seq.block_table, seq.num_registered_blocks, seq.num_drafted_tokens = [], 0, 0
@@ -122,9 +125,9 @@ class SequenceBlocks:
 
     def release_lent(self) -> None:
         lent, self.lent = self.lent, []
-        for sink, blocks in lent:
-            if sink.reading:
-                self.lent.append((sink, blocks))
+        for reader, blocks in lent:
+            if reader.reading:
+                self.lent.append((reader, blocks))
             else:
                 self._pool.release(blocks)
 
