@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
 
 
 async def _set_everywhere(settings: SetSettings, changes: dict[str, Any]) -> list[str]:
-    """Workers last, and only what they follow: whoever refuses is a gateway, which knows all of it."""
+    """Workers last, and only what they follow: a refusal is a gateway's, which knows all of it."""
     if problems := await _set(settings, changes):
         return problems
     of_workers = {name: value for name, value in changes.items() if name in FOLLOWED}

@@ -1,4 +1,4 @@
-"""The files of a worker's model that gateways need, for whoever asks by fingerprint, in parts."""
+"""The files of a worker's model that gateways need, for anyone who asks by fingerprint, in parts."""
 
 from __future__ import annotations
 

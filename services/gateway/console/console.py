@@ -69,7 +69,7 @@ class Console:
         }  # fmt: skip
 
     def _of(self, tenant: str | None) -> dict[str, Any]:
-        """All that is told of requests: one tenant's, or everybody's."""
+        """All that is reported of requests: one tenant's, or everybody's."""
         mine: Callable[[str], bool] = (lambda name: True) if tenant is None else (lambda name: name == tenant)
         return {
             "queue": self._queue(mine),

@@ -5,7 +5,7 @@
      written   it has
 
    Another process may borrow a thread's core in the middle of a piece. Nobody waits for it: a piece's result is the same
-   whoever computes it, so one that takes longer than pieces do is computed again. The late thread has read what may have
+   on any thread, so one that takes longer than pieces do is computed again. The late thread has read what may have
    changed meanwhile, wins nothing, and passes over the loops that are done. What it reads stays where it is, for a pass
    ends when all threads have ended it. */
 
