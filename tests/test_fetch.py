@@ -93,11 +93,6 @@ def test_a_damaged_file_is_fetched_again(source: Path, tmp_path: Path) -> None:
     assert fetch(settings) == DIGESTS
 
 
-def test_a_gateway_takes_no_weights(source: Path, tmp_path: Path) -> None:
-    fetch(FetchSettings(url=source.as_uri(), folder=tmp_path / "to", files=DIGESTS, without_weights=True))
-    assert files(tmp_path / "to").keys() == {"config.json", "nested/tokenizer.json"}
-
-
 @pytest.mark.parametrize(("url", "words"), [("file:///nowhere", "nowhere"), ("nothing://x", "nothing")])
 def test_what_is_not_there_is_named(url: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=words):

@@ -24,7 +24,7 @@ from tandem.checkpoints.model_files import (
     read_bytes,
     read_file,
 )
-from tandem.checkpoints.model_path import ModelPath, TextPath
+from tandem.checkpoints.model_path import ModelPath
 from tandem.checkpoints.text_files import (
     MAX_TEXT_BYTES,
     TEXT_FILES,
@@ -49,7 +49,6 @@ __all__ = [
     "ModelFile",
     "ModelPath",
     "TextFiles",
-    "TextPath",
     "as_folder",
     "described",
     "end_tokens",

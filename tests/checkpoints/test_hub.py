@@ -181,20 +181,16 @@ def test_fetch_writes_nowhere_else(server: Hub, tmp_path: Path) -> None:
     nowhere = {"HOME": "/proc/home", "XDG_CACHE_HOME": "/proc/cache"}
     done = ask(server, Path("/proc/hf"), "fetch", "org/whole@v1", str(tmp_path / "to"), code=code, **nowhere)
     assert done.returncode == 0, done.stderr
-    words = ask(
-        server, Path("/proc/hf"), "fetch", "org/files:Q8_0", str(tmp_path / "gguf"), "--without-weights", code=code
-    )
-    assert list(json.loads(words.stdout)["files"]) == ["it-Q8_0.gguf"]
+    one = ask(server, Path("/proc/hf"), "fetch", "org/files:Q8_0", str(tmp_path / "gguf"), code=code)
+    assert list(json.loads(one.stdout)["files"]) == ["it-Q8_0.gguf"]
 
 
 def test_services_fetch_what_their_settings_name(server: Hub, tmp_path: Path) -> None:
-    code = "import sys; from pydantic import TypeAdapter; from tandem.checkpoints import ModelPath, TextPath; "
+    code = "import sys; from pydantic import TypeAdapter; from tandem.checkpoints import ModelPath; "
     code += "print(TypeAdapter(eval(sys.argv[1])).validate_python(sys.argv[2]))"
-    words = Path(ask(server, tmp_path, "TextPath", "hf://org/whole@v1", code=code).stdout.strip())
-    assert sorted(path.name for path in words.iterdir()) == ["config.json", "tokenizer.json"]
-    assert server.weights_asked() == []
-    assert Path(ask(server, tmp_path, "ModelPath", "hf://org/whole@v1", code=code).stdout.strip()) == words
-    assert (words / "model.safetensors").read_bytes() == WEIGHTS
+    folder = Path(ask(server, tmp_path, "ModelPath", "hf://org/whole@v1", code=code).stdout.strip())
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert ask(server, tmp_path, "ModelPath", "org/whole", code=code).stdout.strip() == "org/whole"
     assert "is gated" in ask(server, tmp_path, "ModelPath", "hf://org/gated", code=code).stderr
 

@@ -99,7 +99,7 @@ def test_a_service_starts_from_its_image_alone(service: str, replay: Replay, tmp
     with RedisServer.start() as redis:
         environment = {"TANDEM_REDIS_URL": redis.url, "TANDEM_HOST": "127.0.0.1", "TANDEM_GRPC_PORT": str(ports[0])}
         environment |= {"TANDEM_HEALTH_PORT": str(ports[1])}
-        if service != "kvstore":
+        if service in ("prefill", "decode"):
             environment["TANDEM_MODEL_PATH"] = str(stage.root / "app/models/demo/target")
         if service == "gateway":
             environment["TANDEM_HTTP_PORT"] = str(ports[2])
