@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from tandem import rpc
+from tandem.rpc.endpoints import RenewedFiles
 from tandem.rpc.interceptor import PROOF
 from tandem.security import NO_SECRET, OPEN, TLS, ClusterSecret, Security
 from tandem.settings import load
@@ -205,6 +206,16 @@ async def test_renewed_certificates_count_without_a_restart(
     put(theirs)
     assert await answers(address, Security(tls=theirs)) is grpc.StatusCode.OK
     assert await answers(address, Security(tls=ours)) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_peers_that_connect_at_once_do_not_end_a_process(authority: Authority) -> None:
+    """gRPC frees certificates that are replaced under a handshake: it gets none while the files are unchanged."""
+    tls = authority.issue("worker")
+    renewed = RenewedFiles(tls)
+    assert [renewed() for _ in range(3)] == [None, None, None]
+    tls.certificate.write_bytes(authority.issue("another").certificate.read_bytes())
+    assert renewed() is not None
+    assert renewed() is None
 
 
 @pytest.fixture

@@ -230,11 +230,30 @@ def _read(tls: TLS) -> tuple[bytes, bytes, bytes]:
 
 
 def _server_credentials(tls: TLS) -> grpc.ServerCredentials:
-    """For peers with a certificate of the cluster, read anew for each of them."""
+    """For peers with a certificate of the cluster; renewed files count from the next handshake."""
+    renewed: Any = RenewedFiles(tls)  # grpc-stubs do not know of None
+    return grpc.dynamic_ssl_server_credentials(renewed.first, renewed, require_client_authentication=True)
 
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        key, certificate, ca = _read(tls)
+
+class RenewedFiles:
+    """Answers gRPC before each handshake: other certificates, or None while the files are as they were.
+
+    gRPC frees the old ones without asking who else is in a handshake: given anew each time, two peers that connect at
+    once end the process with SIGSEGV (grpc 1.85).
+    """
+
+    def __init__(self, tls: TLS) -> None:
+        self._tls = tls
+        self._files = _read(tls)
+        self.first = self._configuration()
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        files = _read(self._tls)
+        if files == self._files:
+            return None
+        self._files = files
+        return self._configuration()
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        key, certificate, ca = self._files
         return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
-
-    first = configuration()
-    return grpc.dynamic_ssl_server_credentials(first, configuration, require_client_authentication=True)
