@@ -31,6 +31,7 @@ from tandem.registry.connection import Changes, RedisConnection, RegistryConnect
 from tandem.registry.errors import REFUSALS, NoWorkers, RegistryUnavailable, StaleIncarnation
 from tandem.registry.late_releases import LateReleases
 from tandem.registry.limits import Limits, Taken, Usage
+from tandem.registry.memory import RedisMemory
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.refusals import id_taken, incompatible_layout
 from tandem.registry.resp import Argument
@@ -62,6 +63,7 @@ class Registry:
         self._announced: Callable[[], tuple[GatewayAddress, Demands]] | None = None
         self._others: list[Demands] = []
         self._numbers = count()
+        self._memory = RedisMemory(connection)
         self._late = LateReleases(connection)
         # Reservations and takings that may be asked for once more, by what was sent and is late.
         self._doubtful: set[str] = set()
@@ -259,7 +261,7 @@ class Registry:
         request = f"{request_id}/{self._connection.client_id}/{next(self._numbers)}"
         every, lines = limits.arguments(), self._connection.lines
         try:
-            lacks, wait, requests, requests_full, left, left_full, day = await self._connection.call(
+            lacks, wait, requests, requests_full, left, left_full, day = await self._memory.call(
                 "take", tenant, request, _ms(ttl), *every, tokens, repr(cost)
             )
         except BaseException:
@@ -304,8 +306,7 @@ class Registry:
 
     async def locate(self, hashes: Sequence[bytes]) -> list[list[str]]:
         """For each hash, the ids of the live workers that hold the block."""
-        found: list[list[str]] = await self._connection.call("locate", *hashes)
-        return found
+        return list(await self._connection.call("locate", *hashes))
 
     async def sweep(self, keeper: str = "") -> Swept:
         """Forget what is past its time; any number of processes may. `keeper`: where Prometheus reads this one."""
@@ -357,8 +358,7 @@ class Registry:
         released, lines = list(chain.from_iterable(releases)), self._connection.lines
         if choices:
             client = self._connection.client_id, self._client_ttl
-            requests = chain.from_iterable(choices)
-            called = self._connection.call("select", *client, len(released), *released, *requests)
+            called = self._memory.call("select", *client, len(released), *released, *chain.from_iterable(choices))
         else:
             called = self._connection.call("release", *released)
         answers = iter(await called)

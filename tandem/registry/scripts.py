@@ -15,7 +15,10 @@ NAMES = (
 )  # fmt: skip
 # What scripts begin with: all of them; this one.
 COMMON = ("keys", "rows", "ledger")
-PARTS = {"select": ("costs", "expected"), "take": ("buckets",), "settle": ("buckets",), "usage": ("buckets",)}
+PARTS = {
+    "select": ("epoch", "costs", "expected"), "take": ("epoch", "buckets"),
+    "settle": ("buckets",), "usage": ("buckets",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

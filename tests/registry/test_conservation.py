@@ -184,21 +184,22 @@ async def test_a_call_sent_twice_reserves_once_and_one_given_up_never(
     """A broken connection may lose the answer, so the call is sent again, or carry out a call that was given up."""
     await register_pool(registry)
     wire = RedisConnection(redis_server.url, namespace, 2.0)
+    epoch = (await registry.snapshot()).epoch
     wanted = (MODEL, 40, 8, "require", 1000, "[]", "", 1, "", "", "-", 0, 0)
     for _ in range(2):
-        ((status, *_),) = await wire.call("select", "", 0, 0, "twice", *wanted)
+        _, (status, *_) = await wire.call("select", epoch, "", 0, 0, "twice", *wanted)
         assert status == "ok"
     assert await totals(registry) == (40, 3)
     await wire.call("abandon", "twice")
     await wire.call("abandon", "late")
-    ((status, *_),) = await wire.call("select", "", 0, 0, "late", *wanted)
+    _, (status, *_) = await wire.call("select", epoch, "", 0, 0, "late", *wanted)
     assert status == "none"
     assert await totals(registry) == (0, 0)
     await wire.close()
 
 
 class LateConnection(RedisConnection):
-    """Its first `name` seems lost, so it goes out again; `late` is when it arrives after all."""
+    """The first `name` that Redis carries out seems lost, so it goes out again; `late` is when it arrives after all."""
 
     def __init__(self, redis: RedisServer, namespace: str, name: str) -> None:
         super().__init__(redis.url, namespace, 2.0)
@@ -211,10 +212,12 @@ class LateConnection(RedisConnection):
         return super().lines + self._lost
 
     async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
-        if name == self._name and self.late is None:
-            self._lost = 1
-            self.late = partial(super().call, name, *arguments, binary=binary)
-        return await super().call(name, *arguments, binary=binary)
+        call = partial(super().call, name, *arguments, binary=binary)
+        answer = await call()
+        if name == self._name and self.late is None and answer[0] == arguments[0]:
+            self._lost, self.late = 1, call
+            return await call()
+        return answer
 
 
 async def test_a_choice_that_arrives_behind_its_release_reserves_nothing(
@@ -225,7 +228,7 @@ async def test_a_choice_that_arrives_behind_its_release_reserves_nothing(
     gateway = Registry(connection)
     assert await gateway.release(await reserve(gateway))
     assert connection.late is not None
-    ((status, why, *_),) = await connection.late()
+    _, (status, why, *_) = await connection.late()
     assert (status, why) == ("none", "the reservation was given up")
     assert await totals(registry) == (0, 0)
     assert not gateway._doubtful
@@ -240,15 +243,40 @@ async def test_a_taking_that_arrives_behind_its_settlement_takes_nothing(
     taken = await gateway.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
     assert taken.tokens_left == 40
     assert connection.late is not None
-    again = await connection.late()
-    assert again[0] == ""
-    assert again[4] >= 40, "taken once"
+    _, lacks, *again = await connection.late()
+    assert lacks == ""
+    assert again[3] >= 40, "taken once"
     await gateway.settle(taken, 10, 10, 0.0)
     await connection.late()
     after = await registry.take("t", limits, request_id="r2", tokens=60, cost=0.0, ttl=60.0)
     assert not after.lacks
     await registry.settle(after, 0, 0, 0.0)
     await gateway.close()
+
+
+async def test_what_was_asked_before_redis_lost_its_memory_holds_nothing_after(
+    redis: Redis, redis_server: RedisServer, registry: Registry, namespace: str
+) -> None:
+    """That they were released is lost, too."""
+    await register_pool(registry)
+    selects, takes = (LateConnection(redis_server, namespace, name) for name in ("select", "take"))
+    chooser, taker, limits = Registry(selects), Registry(takes), Limits(concurrent_requests=1)
+    await chooser.release(await reserve(chooser))
+    taken = await taker.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
+    await taker.settle(taken, 10, 10, 0.0)
+    await redis.delete(*await redis.keys(f"{{{namespace}}}:*"))
+    await register_pool(registry)
+    assert selects.late is not None
+    assert takes.late is not None
+    epoch = (await registry.snapshot()).epoch
+    assert [await selects.late(), await takes.late()] == [[epoch], [epoch]]
+    assert await totals(registry) == (0, 0)
+    for client in (chooser, taker):  # and are served at once
+        assert await client.release(await reserve(client))
+        again = await client.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
+        assert not again.lacks
+        await client.settle(again, 10, 10, 0.0)
+        await client.close()
 
 
 async def test_the_check_sees_a_wrong_counter(registry: Registry, redis: Redis, namespace: str) -> None:

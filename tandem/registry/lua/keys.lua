@@ -23,7 +23,7 @@
 --   death:<incarnation>    how a worker's process died, and who was computed then (JSON)
 --   deaths                 list: incarnations of those, the latest last
 --   adapters               hash: name of a LoRA adapter -> its folder, revision and model
---   epoch                  when this Redis began to be filled; changes when it lost its memory
+--   epoch                  when this Redis began to be filled; changes when it lost its memory (epoch.lua)
 --   generation             the latest one; each lease taken gets one of its own, higher than any before
 --   turn                   counts choices, so that equals take turns
 --   changed                channel: the id of a worker that came, went, drains or has new links

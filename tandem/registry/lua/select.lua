@@ -16,15 +16,15 @@
 --
 -- Other releases come along and go first, so that choosing sees it.
 --
--- ARGV: client, ttl of its own lease (ms, 0: it has none); how many arguments of releases follow, and these
+-- ARGV: (epoch.lua) client, ttl of its own lease (ms, 0: it has none); how many arguments of releases follow, and these
 --   (release.lua); then for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' |
 --   'never', ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks
 --   (expected.lua), hits: 'blocks:generation,generation,… blocks:generation,…', and where it has an adapter the
 --   generations that hold that: 'generation generation …', else '-'; and its targets, to the first token and between
 --   tokens (ms), 0 if none
--- Returns for each release how many parts were released; then for each request: {'ok', why, Fallback or '', decode
--- worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none', reason},
--- {'too large', reason} or {'no link', reason}.
+-- Returns the epoch; for each release how many parts were released; then for each request: {'ok', why, Fallback or '',
+-- decode worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none',
+-- reason}, {'too large', reason} or {'no link', reason}.
 local ARGUMENTS = 14
 local REFUSALS = {too_large = 'too large', no_proven_link = 'no link'}
 
@@ -262,7 +262,7 @@ end
 
 if ARGV[2] ~= '0' then redis.call('ZADD', key('clients'), now + ARGV[2], ARGV[1]) end
 local released = 3 + tonumber(ARGV[3])
-local answers, requests = drop_each(4, released), {}
+local answers, requests = {epoch, unpack(drop_each(4, released))}, {}
 for start = released + 1, #ARGV, ARGUMENTS do
   local request = parse(start)
   if redis.call('EXISTS', key('reservation', request.reservation)) == 1 then

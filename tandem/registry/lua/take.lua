@@ -4,10 +4,10 @@
 --   inside:<tenant>      sorted set: request -> when it is forgotten (ms); named as reservations are
 --   usage:<tenant>:<day> hash: cost, requests, prompt_tokens, completion_tokens
 --
--- ARGV: tenant, request, ttl (ms), requests per minute, tokens per minute, concurrent requests, daily budget (each '' if
---   there is none), tokens and cost that the request may come to
--- Returns {what is lacking or '', ms until it may be there, requests left, ms until all are, tokens left, ms until all
--- are, day}.
+-- ARGV: (epoch.lua) tenant, request, ttl (ms), requests per minute, tokens per minute, concurrent requests, daily
+--   budget (each '' if there is none), tokens and cost that the request may come to
+-- Returns {epoch, what is lacking or '', ms until it may be there, requests left, ms until all are, tokens left, ms
+-- until all are, day}.
 local tenant, request, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local per_minute = {requests = tonumber(ARGV[4]), tokens = tonumber(ARGV[5])}
 local concurrent, budget = tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -59,7 +59,7 @@ if lack == '' and not taken then
   redis.call('PEXPIRE', usage, USAGE_KEPT_MS)
 end
 
-local answer = {lack, math.ceil(wait)}
+local answer = {epoch, lack, math.ceil(wait)}
 for _, part in ipairs({'requests', 'tokens'}) do
   local limit, left = per_minute[part], level[part]
   answer[#answer + 1] = limit and math.max(0, math.floor(left)) or -1
