@@ -112,6 +112,8 @@ class RunningSettings(Generic[S]):
         given = {name: value for name, value in overrides.items() if value is not None}
         if unknown := sorted((of_file.keys() | overrides.keys()) - self._may_change):
             raise ValueError(f"{unknown[0]!r} cannot be set at run time; {', '.join(sorted(self._may_change))} can")
+        if not of_file and not given:
+            return self._base
         try:
             return type(self._base).model_validate({**self._base.model_dump(), **of_file, **given})
         except ValidationError as error:
