@@ -43,7 +43,7 @@ AT_LENGTH := SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypo
 check: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## what takes long: 2,000 schedules of faults, images, pods, Ray, hostile input
 	@$(PYTEST) -m long $$(grep -rlE 'mark\.long' tests --include='test_*.py') $(ARGS)
 	@$(AT_LENGTH)
-	@$(BIN)/python -m pytest -q -n0 -m alone tests/e2e
+	@$(BIN)/python -m pytest -q -n0 -m alone $$(grep -rlE 'mark\.alone' tests --include='test_*.py')
 
 test-gpu: $(VENV)/dev.stamp ## what needs a CUDA device, which it names where there is none; then what that device gives, as JSON
 	@$(BIN)/python -m pytest -q -rs tests/gpu $(ARGS)

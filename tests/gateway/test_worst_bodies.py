@@ -108,7 +108,7 @@ def posted(port: int, path: str, body: bytes) -> bytes:
     return begin
 
 
-@pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("path", PATHS)
 async def test_of_http(gateway: Gateway, bystander: Bystander, path: str) -> None:
     late = {}
@@ -122,7 +122,7 @@ async def test_of_http(gateway: Gateway, bystander: Bystander, path: str) -> Non
     assert {name: seconds for name, seconds in late.items() if seconds > MOST_S} == {}
 
 
-@pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
 async def test_of_grpc(gateway: Gateway, bystander: Bystander, method: str) -> None:
     late = {}
