@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +14,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from xdist.scheduler import LoadFileScheduling
+from xdist.scheduler.protocol import Scheduling
 
 from tandem.process import telemetry
 
@@ -28,6 +31,20 @@ settings.load_profile("tests")
 telemetry.set_up("tests", "tests", "warning")
 
 ROOT = Path(__file__).parents[1]
+# Their clusters are those of tests/e2e/conftest.py.
+SHARE_CLUSTERS = {f"tests/e2e/test_{name}.py" for name in ("clients", "commands", "exact", "prometheus", "structured")}
+
+
+class OneStart(LoadFileScheduling):
+    """Each file to one process, those that share clusters to the same: so each of these is started once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "the shared clusters" if file in SHARE_CLUSTERS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    return OneStart(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

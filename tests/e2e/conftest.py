@@ -21,7 +21,7 @@ def config_only(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> P
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """float32, KV over shared memory."""
     folder = tmp_path_factory.mktemp("shm")
@@ -29,7 +29,7 @@ def shm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningClu
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def tcp_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """float32, KV over TCP, tokens proposed ahead."""
     folder, draft = tmp_path_factory.mktemp("tcp"), DEMO_MODEL.parent / "draft"

@@ -23,6 +23,7 @@ from tests.checkpoints.hub_server import SHA, Hub, running_hub
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 from tests.engine.peft_folders import make_adapter, merged
 
+pytestmark = pytest.mark.long
 PROMPT = random.Random(5).choices(range(1, 4096), k=100)
 NEW_TOKENS, LONG = 48, 300
 

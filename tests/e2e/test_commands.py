@@ -153,6 +153,7 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     assert cluster.process.returncode == 0
 
 
+@pytest.mark.long
 def test_killing_the_command_leaves_no_process_behind(tmp_path: Path) -> None:
     with running_cluster(tmp_path, "--engine=null") as cluster:
         family = psutil.Process(cluster.process.pid).children(recursive=True)

@@ -104,6 +104,7 @@ def here(text: str, cluster: RunningCluster) -> str:
     return text.replace("127.0.0.1:8000", at).replace("localhost:8000", at).replace("127.0.0.1:50051", cluster.grpc)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", runnable("sh"), ids=lambda block: block.place)
 def test_commands_run(block: CodeBlock, folder: Path, cluster: RunningCluster, environment: dict[str, str]) -> None:
     text = SHELL + here(block.text, cluster).replace("curl ", "curl --fail-with-body --silent --show-error ")
@@ -115,6 +116,7 @@ def test_commands_run(block: CodeBlock, folder: Path, cluster: RunningCluster, e
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", runnable("python"), ids=lambda block: block.place)
 def test_snippets_run(block: CodeBlock, cluster: RunningCluster) -> None:
     code = here(block.text, cluster)

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tandem.local import free_ports
 from tandem.process.child_process import dying_with_parent
 from tests.e2e.cluster import BOUND_S, START_BOUND_S, STOP_BOUND_S, RunningCluster, eventually
 
+pytestmark = pytest.mark.long
 SERVICES = ("gateway", "kvstore", "prefill-0", "decode-0", "decode-1")
 # The launcher reads what services log; here each of them has the full disk itself, too.
 UP = """

@@ -20,6 +20,7 @@ from tandem.local import free_ports
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
+pytestmark = pytest.mark.long
 BOUND_S = 60.0
 PER_MINUTE = 6
 TIERS = {"open": Tier(), "few": Tier(requests_per_minute=PER_MINUTE)}

@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
+pytestmark = pytest.mark.long
 REQUESTS, AT_ONCE = 100, 20
 
 

@@ -16,6 +16,7 @@ from tandem.registry import Registry, Role
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
+pytestmark = pytest.mark.long
 WORKERS, SHARED, BLOCK = 3, 64, 16
 EOS = frozenset({0})  # what the gateway adds, and the null engine never draws
 

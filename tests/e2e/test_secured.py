@@ -18,6 +18,7 @@ from tandem.commands import LOGS, REDIS_URL_FILE
 from tests.authority import Authority
 from tests.e2e.cluster import RunningCluster, running_cluster
 
+pytestmark = pytest.mark.long
 BODY = {"model": "tandem-demo", "prompt": "import os\n" * 30, "max_tokens": 4}
 
 

@@ -23,6 +23,7 @@ from tests.e2e.test_exact import oracle
 from tests.engine.tiny import SIZES
 from tests.gateway.tiny_model import TEMPLATE, byte_level_tokenizer
 
+pytestmark = pytest.mark.long
 DEMO, TINY = "demo", "tiny"
 PROMPT = "the quick brown fox jumps over the lazy dog"
 
