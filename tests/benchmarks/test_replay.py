@@ -66,6 +66,7 @@ def test_backlog_sends_a_request_elsewhere_when_it_weighs_more_than_the_hit() ->
     assert perfect_hit_rate(same, 2, 100, 1.0) == pooled_hit_rate(same, 200) == pytest.approx(1 / 3)
 
 
+@pytest.mark.long
 async def test_a_fleet_answers_a_trace(trace: Path) -> None:
     requests = read_trace(10, trace)
     fleet = NullFleet(prefill=2, decode=1, gateways=(("round-robin", "require"),), prefill_blocks=64, decode_blocks=64)

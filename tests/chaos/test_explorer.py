@@ -66,6 +66,7 @@ def _text(event: tuple[Any, ...]) -> str:
     return re.sub("0x[0-9a-f]+", "an address", repr(event))
 
 
+@pytest.mark.long
 def test_a_failing_schedule_is_shrunk_and_drawn(
     store: RedisStore, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

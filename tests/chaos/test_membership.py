@@ -148,6 +148,7 @@ def test_started_in_any_order(theatre: Theatre, order: tuple[str, ...]) -> None:
     assert first.ttft_s <= MOST_OF_WARM * median(reply.ttft_s for reply in warm)
 
 
+@pytest.mark.long
 def test_an_autoscaler_moves_workers_in_and_out(theatre: Theatre) -> None:
     """R23: each second one joins and one of its role drains; its name is taken again soon."""
 
@@ -192,6 +193,7 @@ def test_restarted_at_the_same_address(theatre: Theatre, victim: str) -> None:
     assert max(took) < median(took) + MOST_LOST_S
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("even_latency")
 def test_a_burst_after_a_long_pause(theatre: Theatre) -> None:
     """R30: the first one waits no longer than before the pause."""

@@ -281,6 +281,7 @@ def prolong_the_deadline_at_each_migration(patch: Patch) -> None:
     patch.setattr(Attempt, "__init__", later)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(explorer: Explorer, monkeypatch: Patch, name: str) -> None:
     bug = PLANTED[name]

@@ -21,6 +21,7 @@ from tests.engine.head_folders import make_heads
 from tests.engine.peft_folders import make_adapter
 from tests.engine.tiny import assert_idle
 
+pytestmark = pytest.mark.long
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 TOKENS, BLOCK = 10, 4
 PROMPT = [i % 13 * 7 + 11 for i in range(50)]

@@ -17,6 +17,7 @@ from tandem.engine.models import Decoder, ModelConfig
 from tests.engine.test_kernels import SHAPES, fill, quantize_model, steps
 from tests.engine.tiny import can_compile
 
+pytestmark = pytest.mark.long
 SIZES = SHAPES[1]
 TABLES = [list(range(32 * i, 32 * i + 32)) for i in range(4)]
 
