@@ -37,13 +37,13 @@ def llama(family: Families) -> Path:
 
 @pytest.fixture(scope="session", params=["any", "no AMX"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels, where this machine can have them."""
+    """The kernels, where this machine can have them; the test processes of a run compile them once."""
     from tandem.engine.kernels import load_library
     from tests.engine.tiny import can_amx, can_compile
 
     if not can_compile():
         pytest.skip("no CPU with AVX512-BF16, or no C compiler")
-    library = load_library(tmp_path_factory.mktemp("kernels"), amx=request.param == "any")
+    library = load_library(tmp_path_factory.getbasetemp().parent / "kernels", amx=request.param == "any")
     assert library is not None
     assert bool(library.tandem_has_amx()) == (request.param == "any" and can_amx())
     return library
