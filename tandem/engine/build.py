@@ -22,11 +22,11 @@ from tandem.checkpoints import WEIGHTS_FILE, MemoryNeed, fetch_adapter, machine_
 from tandem.engine.cores import Cores
 from tandem.engine.device import kv_budget, memory_checked, open_device
 from tandem.engine.forward import (
+    CudaCapture,
     DecodeGraphs,
     Forward,
     Taps,
     TorchForward,
-    cuda_capture,
     padded,
     paged_attention_for,
 )
@@ -233,9 +233,17 @@ def _load(
     attention = paged_attention_for(kv_cache[0], model_config.num_heads)
     plain = TorchForward(model, kv_cache, attention, taps)
     if config.cuda_graphs:
-        graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, cuda_capture)
+        shapes = attention.shapes(*_graph_sizes(config, model_config, len(kv_cache[0])))
+        with torch.inference_mode():
+            graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, CudaCapture(), shapes)
         return Computing(graphs, kv_cache, choose)
     return Computing(plain, kv_cache, choose)
+
+
+def _graph_sizes(config: EngineConfig, model: ModelConfig, num_blocks: int) -> tuple[int, int, int]:
+    """Rows of the largest decode step, the most blocks of one of them, and blocks in all."""
+    rows = min(config.max_num_seqs or num_blocks, config.max_num_batched_tokens)
+    return rows, min(-(-model.max_model_len // config.block_size), num_blocks), num_blocks
 
 
 def _weights_bytes(path: Path, model: ModelConfig, layout: KVLayout) -> int:

@@ -81,11 +81,20 @@ def fetched(tensor: Tensor) -> Callable[[], list[int]]:
     return read
 
 
+class Event(Protocol):
+    """The part of torch.cuda.Event that is used here."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
 class Uploads:
     """Copies from memory of the host that is written anew for each step, while the device is at the step before."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, event: Event | None = None) -> None:
+        self._event: Event | None = event
+        if event is None and device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def done(self) -> None:
         """Waits until the last ones `begun` are: they are the first that their step asks of the device, so that is over
@@ -100,6 +109,9 @@ class Uploads:
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """The same on `device`, which may still be computing: nobody waits for that."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # from where it is copied whenever the device comes to it
-    return tensor.to(device, non_blocking=True)
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same in memory from where `device` copies it whenever it comes to it."""
+    return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor

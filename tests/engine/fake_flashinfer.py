@@ -26,6 +26,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         assert kv_layout == "HND"
         self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
         self._fixed, self._device = use_cuda_graph, float_workspace_buffer.device
+        self._workspace_bytes, self._tensor_cores = len(float_workspace_buffer), use_tensor_cores
         assert all((buffer is not None) == use_cuda_graph for buffer in self._buffers)
         self.num_plans = 0
 
@@ -46,6 +47,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._shape = num_qo_heads, num_kv_heads, head_dim, page_size
         self._dtypes = q_data_type, kv_data_type
         self.num_plans += 1
+        if self._fixed and self._tensor_cores:
+            tiles = graph_workspace(len(last_page_len), num_qo_heads, num_kv_heads, head_dim)
+            assert tiles <= self._workspace_bytes, "Buffer overflow when allocating memory for batch_prefill_tmp_v"
         self._most = int((indptr[1:] - indptr[:-1]).max())
         if not self._fixed:
             self._buffers = uploaded((indptr, indices, last_page_len), self._device)
@@ -53,8 +57,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         for buffer, given in zip(self._buffers, (indptr, indices, last_page_len), strict=True):
             assert buffer is not None
             assert buffer.dtype == torch.int32
-            assert len(given) == len(buffer) or given is indices
+            assert len(given) == len(buffer) or (given is indices and len(given) < len(buffer))
             buffer[: len(given)].copy_(given, non_blocking=given is not indices or given.device == self._device)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        self._workspace_bytes = len(float_workspace_buffer)
+        assert len(int_workspace_buffer) >= 8 << 20, "what plans may take"
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
         starts, ids, last = self._buffers
@@ -112,6 +120,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
             length = (len(table) - 1) * self._shape[3] + last[i : i + 1]
             found.append(exact(asked[None], paged_kv_cache, table[None], length)[0])
         return torch.cat(found)
+
+
+def graph_workspace(rows: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes that the real library's PrefillPlan takes for a graph of decodes, as of an H100."""
+    group = heads // kv_heads
+    tile = 16 if group <= 16 else 64 if group <= 64 or head_dim >= 256 else 128
+    tiles = max(2 * 132 // kv_heads, -(-rows * group // tile) + rows - 1)
+    return heads * tiles * tile * (head_dim + 1) * 4
 
 
 def uploaded(given: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:

@@ -11,12 +11,14 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine.device import Uploads
 from tandem.engine.forward.attention import TorchAttention
 from tandem.engine.forward.flashinfer import FlashInfer, misfit, paged_attention_for, tried
 from tests.engine import fake_flashinfer
@@ -32,6 +34,8 @@ for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCache
         "__init__": list(inspect.signature(made).parameters), "run": list(inspect.signature(made.run).parameters)[1:],
         "plan": [name for plan in plans for name in list(inspect.signature(plan).parameters)[1:]],
     }
+reset = flashinfer.BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer
+found["BatchDecodeWithPagedKVCacheWrapper"]["reset_workspace_buffer"] = list(inspect.signature(reset).parameters)[1:]
 print(json.dumps(found))
 """
 
@@ -69,6 +73,79 @@ def test_planned_steps_equal_ours(alone: bool) -> None:
         theirs = FlashInfer(fake_flashinfer, kv, HEADS).planned(counts, lengths, tables)(q, k, v, kv)
         ours = TorchAttention(kv).planned(counts, lengths, tables)(q, k, v, kv)
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+class LateStream:
+    """Work asked of a device, in its order; nothing happens before somebody waits for it. Also an event of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[], None]] = []
+        self.num_done = self.recorded = 0
+
+    def record(self) -> None:
+        self.recorded = len(self.asked)
+
+    def synchronize(self) -> None:
+        while self.num_done < self.recorded:
+            self.asked[self.num_done]()
+            self.num_done += 1
+
+
+class Strict:
+    """The library, whose wrappers copy a plan from memory that must not be written to before that has happened."""
+
+    def __init__(self, stream: LateStream) -> None:
+        for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+            setattr(self, name, self._strict(getattr(fake_flashinfer, name), stream))
+
+    def _strict(self, made: Any, stream: LateStream) -> Any:
+        class Wrapper(made):  # type: ignore[misc]
+            is_copied = True
+
+            def plan(self, *given: Any, **options: Any) -> None:
+                assert self.is_copied, "a plan was written over one that is still to be copied"
+                super().plan(*given, **options)
+                self.is_copied = False
+                stream.asked.append(self._copy)
+
+            def _copy(self) -> None:
+                self.is_copied = True
+
+        return Wrapper
+
+
+def plan_steps(uploads: Uploads, stream: LateStream) -> None:
+    """Prompts, decodes, and graphs of two sizes, each step's work asked for behind its plan."""
+    kv = torch.zeros(BLOCKS, 2, KV_HEADS, SIZE, HEAD_DIM)
+    attention = FlashInfer(Strict(stream), kv, HEADS, uploads)
+    graphs = [attention.fixed((size, 8), BLOCKS - 1) for size in (4, 2)]
+    dice, steps = random.Random(5), list[Callable[[], None]]()
+    for graph in graphs:
+        steps.append(lambda graph=graph: graph.prepare([5, 9], [[1], [2, 3]]))  # type: ignore[misc]
+    steps += [lambda alone=alone: attention.planned(*step(dice, alone=alone)) for alone in (True, False)]  # type: ignore[misc]
+    for plan in dice.choices(steps, k=40):
+        before = len(stream.asked)
+        plan()
+        assert stream.num_done <= before - 1 or before == 0, "it waits for the copy, not for the step behind it"
+        stream.asked.append(lambda: None)
+
+
+def test_no_plan_is_written_over_one_that_is_still_to_be_copied() -> None:
+    stream = LateStream()
+    plan_steps(Uploads(torch.device("cpu"), stream), stream)
+    assert stream.num_done > 70
+    with pytest.raises(AssertionError, match="still to be copied"):
+        plan_steps(Uploads(torch.device("cpu")), LateStream())
+
+
+def test_graphs_of_all_sizes_have_the_workspace_that_the_library_asks_for() -> None:
+    for heads, kv_heads, head_dim in ((32, 8, 128), (64, 8, 128), (32, 4, 128), (40, 8, 128), (9, 3, 64), (32, 1, 256)):
+        kv = torch.zeros(2, 2, kv_heads, SIZE, head_dim)
+        attention = FlashInfer(fake_flashinfer, kv, heads)
+        shapes = attention.shapes(1000, 4, 2)
+        assert [rows for rows, _ in shapes] == [1, 2, 4, *range(8, 257, 8)]
+        for shape in shapes:
+            attention.fixed(shape, 1).prepare([3], [[0]])
 
 
 def test_it_is_taken_only_for_caches_on_a_gpu_that_it_has_kernels_for() -> None:

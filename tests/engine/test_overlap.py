@@ -67,7 +67,10 @@ def engine_of(
     load_weights(model, llama)
     forward: Forward = TorchForward(model, cache)
     if graphs:
-        forward = DecodeGraphs(forward, model, padded(cache), TorchAttention(cache[0]), lambda run: run)
+        attention = TorchAttention(cache[0])
+        shapes = attention.shapes(8, MAX_LEN // 4, len(cache[0]))
+        with torch.no_grad():
+            forward = DecodeGraphs(forward, model, padded(cache), attention, lambda run: run, shapes)
     notes = [] if notes is None else notes
     engine._runner = NotingRunner(Noted(forward, notes, spoiled), cache, choose, overlaps=overlaps)
     engine._runner.notes = notes

@@ -57,7 +57,8 @@ def engine_by(
     attend = attention(cache[0], config.num_heads)
     plain = TorchForward(model, cache, attend)
     if graphs:
-        graph = DecodeGraphs(plain, model, padded(cache), attend, capture)
+        with torch.no_grad():
+            graph = DecodeGraphs(plain, model, padded(cache), attend, capture, attend.shapes(8, 16, len(cache[0])))
         engine._runner = NoGradRunner(graph, cache, choose)
     else:
         engine._runner = NoGradRunner(plain, cache, choose)

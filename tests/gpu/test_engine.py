@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.engine.forward.attention import TorchAttention
+from tandem.engine.forward.decode_graphs import CudaCapture
 from tandem.engine.forward.flashinfer import FlashInfer
 from tandem.engine.sampling.sampler import chosen
 from tandem.transfer.copy.copier import load_copier
@@ -80,6 +82,27 @@ def test_flashinfers_attention_is_ours() -> None:
     made = FlashInfer(flashinfer, kv, 8), TorchAttention(kv)
     theirs, ours = (attention.planned(counts, lengths, tables)(q, k, v, kv) for attention in made)
     torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2)
+
+
+def test_flashinfer_within_graphs_is_ours() -> None:
+    """Several sizes share what they plan in, and are replayed in turns."""
+    flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer: the extra gpu")
+    kv = torch.randn(41, 2, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
+    attention, capture, dice = FlashInfer(flashinfer, kv, 8), CudaCapture(), random.Random(3)
+    graphs = []
+    for rows in (256, 24, 1):
+        q, attend = torch.zeros(rows, 8, 64, device="cuda", dtype=torch.bfloat16), attention.fixed((rows, 10), 40)
+        attend.prepare((), ())
+        graphs.append((q, attend, capture(lambda attend=attend, q=q: attend(q, kv))))
+    for q, attend, replay in dice.choices(graphs, k=12):
+        lengths = [dice.randrange(2, 160) for _ in range(dice.randrange(1, len(q) + 1))]
+        tables = [dice.sample(range(40), -(-length // 16)) for length in lengths]
+        q.normal_()
+        attend.prepare(lengths, tables)
+        theirs = replay()[: len(lengths)]
+        asked = q[: len(lengths)]
+        ours = TorchAttention(kv).planned([1] * len(lengths), lengths, tables)(asked, asked, asked, kv)
+        torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2)
 
 
 def test_a_draw_does_not_wait_for_the_device() -> None:

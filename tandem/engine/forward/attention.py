@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.device import sent
+from tandem.engine.forward.staged import Staged
 from tandem.engine.kv import opened
 
 # Attention of one step, planned once for all layers. A model's own `Attend` names the layer and knows no cache: Forward
@@ -30,12 +31,17 @@ from tandem.engine.kv import opened
 StepAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+# Rows of a graph, one token of a sequence each, and the most blocks of a row's context.
+Shape: TypeAlias = tuple[int, int]
+MOST_ROWS = 256
+
+
 class FixedAttend(Protocol):
     """Attention of decode steps that are replayed from static memory: no shape and no branch depends on what that
     holds."""
 
-    def prepare(self, lengths: Tensor, tables: Tensor) -> None:
-        """Before each replay, with what it will find: (rows,) and (rows, blocks), on the host."""
+    def prepare(self, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+        """Before each replay, with the contexts it is for; further rows see one token of the padding's block."""
 
     def __call__(self, q: Tensor, kv: Tensor) -> Tensor:
         """q (rows, heads, head_dim), one token each."""
@@ -46,8 +52,12 @@ class PagedAttention(Protocol):
         """For a step: of sequence i there are `counts[i]` tokens, the last being number `lengths[i]` of the context in
         the blocks `tables[i]`. Void when the next step is planned."""
 
-    def fixed(self, lengths: Tensor, tables: Tensor) -> FixedAttend:
-        """For decode steps whose `lengths` and `tables` lie on the device, padded."""
+    def shapes(self, rows: int, blocks: int, num_blocks: int) -> list[Shape]:
+        """For which graphs of decode steps are worth their memory: up to so many rows, of up to so many blocks each, of
+        a cache of `num_blocks`."""
+
+    def fixed(self, shape: Shape, padding_block: int) -> FixedAttend:
+        """For decode steps of that shape."""
 
 
 class TorchAttention:
@@ -66,20 +76,50 @@ class TorchAttention:
 
         return attend
 
-    def fixed(self, lengths: Tensor, tables: Tensor) -> FixedAttend:
-        return TorchFixedAttend(lengths, tables)
+    def shapes(self, rows: int, blocks: int, num_blocks: int) -> list[Shape]:
+        """Each gathers all that its contexts may have: powers of two, as long as the cache holds about as much."""
+        return [
+            (size, width)
+            for size in _powers(min(rows, MOST_ROWS))
+            for width in _powers(blocks)
+            if size * width <= 2 * num_blocks
+        ]
+
+    def fixed(self, shape: Shape, padding_block: int) -> FixedAttend:
+        return TorchFixedAttend(shape, padding_block, self._kv.device)
 
 
-@dataclass(frozen=True, slots=True)
 class TorchFixedAttend:
-    lengths: Tensor
-    tables: Tensor
+    """Reads lengths and tables where they lie on the device."""
 
-    def prepare(self, lengths: Tensor, tables: Tensor) -> None:
-        """The device's are all it reads."""
+    def __init__(self, shape: Shape, padding_block: int, device: torch.device) -> None:
+        self._shape = size, width = shape
+        self._staged = Staged(
+            torch.cat([torch.ones(size, dtype=torch.int64), torch.full((size * width,), padding_block)]), device
+        )
+        self._lengths, self._tables = self._parts(self._staged.device)
+
+    def prepare(self, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+        ends, rows = self._parts(self._staged.blank())
+        if lengths:
+            width = max(map(len, tables))
+            ends[: len(lengths)] = torch.tensor(lengths)
+            rows[: len(tables), :width] = torch.tensor(
+                [[*table, *[table[0]] * (width - len(table))] for table in tables]
+            )
+        self._staged.send()
 
     def __call__(self, q: Tensor, kv: Tensor) -> Tensor:
-        return paged_decode(q, kv, self.tables, self.lengths)
+        return paged_decode(q, kv, self._tables, self._lengths)
+
+    def _parts(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        size, width = self._shape
+        return row[:size], row[size:].view(size, width)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two, the last of them the first that is not below `most`."""
+    return [1 << n for n in range((most - 1).bit_length() + 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,29 @@
 """Decode steps as graphs: one token of each sequence, padded to a size that was captured, replayed from static memory.
 
-    step ──write──> host: [ ids | positions | slots | lengths | tables ] ──run──> device: the same, replay ──> hidden
+    start   for each of the attention's shapes, the largest first ──capture──> graphs, over one pool
+    step    ids | positions | slots ──one copy──> device, attend.prepare, replay ──> hidden
 
-Rows and blocks are padded: a row to the next of SIZES, a table to a power of two. A row of padding is a sequence of one
-token in a block that belongs to nobody, so it writes where nothing is read. A graph is captured when a step first needs
-it; steps that prefill, have adapters or push KV go to the plain forward. The ids of a step that is launched while the
-one before it runs are on the device already.
+All are captured before the first step: a capture beside other threads' work on the device would break it or be broken.
+A row of padding is a sequence of one token in a block that belongs to nobody, so it writes where nothing is read. Steps
+that prefill, have adapters, push KV or fit no graph go to the plain forward. The ids of a step that is launched while
+the one before it runs are on the device already.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.engine.forward.attention import FixedAttend, PagedAttention
+from tandem.engine.forward.attention import FixedAttend, PagedAttention, Shape
 from tandem.engine.forward.forward import Forward, StepInput
+from tandem.engine.forward.staged import Staged
 from tandem.engine.kv import write_kv
 from tandem.engine.models import Decoder
-
-SIZES = (1, 2, 4, *range(8, 257, 8))
 
 # Records a function's work on the GPU; returns a function that runs it again over the same memory.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
@@ -31,95 +33,61 @@ class DecodeGraphs:
     """A Forward of `model`. `cache` has one block more per layer than sequences use: its last is the padding's."""
 
     def __init__(
-        self, plain: Forward, model: Decoder, cache: list[Tensor], attention: PagedAttention, capture: Capture
-    ) -> None:
+        self, plain: Forward, model: Decoder, cache: list[Tensor], attention: PagedAttention, capture: Capture,
+        shapes: Sequence[Shape],
+    ) -> None:  # fmt: skip
         self._plain, self._model, self._cache, self._capture = plain, model, cache, capture
         self._attention = attention
         self._padding_block = len(cache[0]) - 1
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._rows, self._widths = (sorted({shape[i] for shape in shapes}) for i in (0, 1))
+        # The largest first: what the others need of the pool is there then.
+        self._graphs = {shape: self._captured(shape) for shape in sorted(shapes, reverse=True)}
         self.logits = plain.logits
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         count = len(step.counts)
-        if written is not None or count != len(step.input_ids) or count > SIZES[-1] or any(step.adapters):
+        if written is not None or count != len(step.input_ids) or any(step.adapters):
             return self._plain(step, written)
-        key = _padded_sizes(step)
-        graph = self._graphs.get(key) or self._captured(*key)
-        graph.write(step)
-        return graph.run(step.input_ids)[:count]
+        graph = self._graph_for(count, max(map(len, step.tables)))
+        return self._plain(step) if graph is None else graph.run(step)
 
-    def _captured(self, size: int, width: int) -> Graph:
-        inputs = StaticInputs.of(size, width, self._padding_block, self._cache[0])
-        attend = self._attention.fixed(inputs.lengths, inputs.tables)
-        attend.prepare(*inputs.contexts(inputs.hosts[0]))
-        context = StaticContext(self._cache, inputs, attend)
-        replay = self._capture(lambda: self._model(inputs.ids, inputs.positions, context))
-        graph = self._graphs[size, width] = Graph(inputs, attend, replay)
-        return graph
+    def _graph_for(self, count: int, width: int) -> Graph | None:
+        rows, columns = bisect_left(self._rows, count), bisect_left(self._widths, width)
+        if rows == len(self._rows) or columns == len(self._widths):
+            return None
+        return self._graphs.get((self._rows[rows], self._widths[columns]))
+
+    def _captured(self, shape: Shape) -> Graph:
+        size, _ = shape
+        rows = torch.tensor([0, 0, self._padding_block * self._cache[0].shape[3]]).repeat_interleave(size)
+        staged = Staged(rows, self._cache[0].device)
+        ids, positions, slots = staged.device.view(3, size)
+        attend = self._attention.fixed(shape, self._padding_block)
+        attend.prepare((), ())
+        context = StaticContext(self._cache, slots, attend)
+        return Graph(staged, ids, attend, self._capture(lambda: self._model(ids, positions, context)))
 
 
 @dataclass(frozen=True, slots=True)
-class StaticInputs:
-    """Views of one row of int64 on the device, and two of its like on the host, which steps are written to in turn."""
-
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    lengths: Tensor
-    tables: Tensor
-    device: Tensor
-    hosts: tuple[Tensor, Tensor]
-    padding: Tensor
-
-    @classmethod
-    def of(cls, size: int, width: int, padding_block: int, kv: Tensor) -> StaticInputs:
-        slot = padding_block * kv.shape[3]
-        rows = torch.tensor([0, 0, slot, 1]).repeat_interleave(size)
-        padding = torch.cat([rows, torch.full((size * width,), padding_block)])
-        first, second = (padding.pin_memory() if kv.is_cuda else padding.clone() for _ in range(2))
-        device = padding.to(kv.device, copy=True)
-        ids, positions, slots, lengths = device[: 4 * size].view(4, size)
-        return cls(
-            ids, positions, slots, lengths, device[4 * size :].view(size, width), device, (first, second), padding
-        )
-
-    def contexts(self, host: Tensor) -> tuple[Tensor, Tensor]:
-        """Lengths and tables in one of `hosts`."""
-        size, width = self.tables.shape
-        return host[3 * size : 4 * size], host[4 * size :].view(size, width)
-
-
-@dataclass(slots=True)
 class Graph:
-    inputs: StaticInputs
+    staged: Staged
+    ids: Tensor
     attend: FixedAttend
     replay: Callable[[], Tensor]
-    turn: int = 0
 
-    def write(self, step: StepInput) -> None:
-        """All but the ids, where no copy reads: that of the step before the last is over, for its tokens were read. The
-        last may still be copied."""
-        host, size, count = self._host.copy_(self.inputs.padding), len(self.inputs.ids), len(step.counts)
-        rows, (lengths, tables) = host[: 4 * size].view(4, size), self.inputs.contexts(host)
-        rows[1, :count], rows[2, :count], lengths[:count] = step.positions, step.slots, torch.tensor(step.lengths)
-        tables[:count] = _rectangle(step.tables, tables.shape[1])
-
-    def run(self, input_ids: Tensor) -> Tensor:
-        """Copies what was written last to the device, in one copy, and replays the graph."""
-        host, ids = self._host, self.inputs.ids
-        known = input_ids.device != ids.device
-        if known:
-            host[: len(input_ids)] = input_ids
-        self.turn = 1 - self.turn
-        self.inputs.device.copy_(host, non_blocking=True)
-        if not known:
-            ids[: len(input_ids)].copy_(input_ids)
-        self.attend.prepare(*self.inputs.contexts(host))
-        return self.replay()
-
-    @property
-    def _host(self) -> Tensor:
-        return self.inputs.hosts[self.turn]
+    def run(self, step: StepInput) -> Tensor:
+        """Hidden states (tokens, hidden_size)."""
+        count, size = len(step.counts), len(self.ids)
+        ids, positions, slots = self.staged.blank().view(3, size)
+        positions[:count], slots[:count] = step.positions, step.slots
+        if step.input_ids.device != self.ids.device:
+            ids[:count] = step.input_ids
+            self.staged.send()
+        else:
+            self.staged.send()
+            self.ids[:count].copy_(step.input_ids)
+        self.attend.prepare(step.lengths, step.tables)
+        return self.replay()[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +95,12 @@ class StaticContext:
     """The `attend` that a model gets in a graph: no shape and no branch depends on what the inputs hold."""
 
     cache: list[Tensor]
-    inputs: StaticInputs
+    slots: Tensor
     attend: FixedAttend
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self.cache[layer]
-        write_kv(kv, self.inputs.slots, k, v)
+        write_kv(kv, self.slots, k, v)
         return self.attend(q, kv)
 
 
@@ -141,31 +109,28 @@ def padded(cache: list[Tensor]) -> list[Tensor]:
     return [kv.as_strided((len(kv) + 1, *kv.shape[1:]), kv.stride()) for kv in cache]
 
 
-def cuda_capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Into a CUDA graph, after runs on another stream that let libraries allocate what they keep."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+class CudaCapture:
+    """Captures into CUDA graphs that share one pool: no two of them run at once, and what one has left is read before
+    the next one runs. Other threads may meanwhile call what a capture forbids, for their own streams."""
 
-    def replay() -> Tensor:
-        graph.replay()
-        return out
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self._pool = self._cuda.graph_pool_handle()
 
-    return replay
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """After runs on another stream that let libraries allocate what they keep."""
+        stream = self._cuda.Stream()
+        stream.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(stream):
+            for _ in range(2):
+                run()
+        self._cuda.current_stream().wait_stream(stream)
+        graph = self._cuda.CUDAGraph()
+        with self._cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = run()
 
+        def replay() -> Tensor:
+            graph.replay()
+            return out
 
-def _padded_sizes(step: StepInput) -> tuple[int, int]:
-    """Rows, and blocks a row, of the graph for it."""
-    size = next(size for size in SIZES if size >= len(step.counts))
-    return size, 1 << (max(map(len, step.tables)) - 1).bit_length()
-
-
-def _rectangle(tables: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Each padded with its own first block, which is masked."""
-    return torch.tensor([[*table, *[table[0]] * (width - len(table))] for table in tables])
+        return replay
