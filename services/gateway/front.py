@@ -73,6 +73,7 @@ class FrontDesk:
     store: Store | None = None
     llms: dict[ModelKey, LLM] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)  # workers, or models, that are not served, and why
+    other_releases: str = ""  # of Tandem, in this namespace, where there are no workers of this one
     records: RequestRecords = field(default_factory=RequestRecords)
     detached: BackgroundTasks = field(default_factory=BackgroundTasks)  # answers that nobody waits for
     running: set[Answer] = field(default_factory=set)
@@ -108,7 +109,7 @@ class FrontDesk:
         """
         found = self.versions(self.base_of(name)) or list(self.llms.values())
         if not found:
-            missing = "; ".join(["no worker has registered a model", *sorted(self.problems.values())])
+            missing = "; ".join(["no worker has registered a model", *self.refusals()])
             raise Unavailable(missing, code="no_workers")
         if len(found) == 1:
             return found[0]
@@ -218,6 +219,10 @@ class FrontDesk:
         """To the workers of all models."""
         return [connection for llm in self.llms.values() for connection in llm.pool.connections]
 
+    def refusals(self) -> list[str]:
+        """Why workers that there are, or models, are not served."""
+        return [*sorted(self.problems.values()), *([self.other_releases] if self.other_releases else [])]
+
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Says if a request would be served now, and which workers there are."""
         by_name: dict[str, Counter[str]] = {}
@@ -227,7 +232,7 @@ class FrontDesk:
             by_name.setdefault(key.name, Counter()).update(counts)
             missing += lacks
         ready = not (self.leaving or self.stopping) and any(one["ready"] for one in by_name.values())
-        refused = sorted(self.problems.values())
+        refused = self.refusals()
         if not ready:
             missing = missing or ["; ".join(["decode: no worker with an open stream", *refused])]
             missing = ["the gateway is stopping"] * (self.leaving or self.stopping) + missing

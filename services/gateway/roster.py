@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
@@ -18,11 +19,12 @@ from services.gateway.errors import Unavailable
 from services.gateway.front import FrontDesk
 from services.gateway.llm import LLM
 from services.gateway.model import ServedModel
-from tandem.registry import LiveWorker, ModelKey
+from tandem.registry import LiveWorker, ModelKey, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
 FOLLOW_S = 0.25
 RETRY_S = 1.0
+OTHERS_S = 1.0
 # As long as answers wait for a worker that is started again.
 GONE_S = 30.0
 # A model, by the addresses of its workers.
@@ -48,11 +50,13 @@ class Roster:
     tasks_of: Callable[[LLM], Sequence[Awaitable[None]]]
     _lives: dict[ModelKey, _Serving] = field(default_factory=dict)
     _loading: dict[ModelKey, asyncio.Task[None]] = field(default_factory=dict)
+    _looked_at: float = 0.0  # for other releases
 
     async def run(self) -> None:
         """Until cancelled, or a task of a model has died."""
         while True:
             await self.follow()
+            await self._look_for_others()
             await self.front.view.wait_changed(FOLLOW_S)
 
     async def follow(self) -> None:
@@ -96,6 +100,17 @@ class Roster:
         others = {name: why for name, why in self.front.problems.items() if name in {key.text for key in found}}
         self.front.problems = problems | others
         return found
+
+    async def _look_for_others(self) -> None:
+        """Where there are no workers, say if those of another release are here."""
+        now = asyncio.get_running_loop().time()
+        if self.front.view.workers:
+            self.front.other_releases = ""
+        elif now > self._looked_at + OTHERS_S:
+            self._looked_at = now
+            with suppress(RegistryUnavailable):
+                others = await self.front.view.registry.releases.others()
+                self.front.other_releases = "; ".join(map(str, others))
 
     async def _load(self, key: ModelKey, addresses: Sequence[str]) -> None:
         try:

@@ -103,13 +103,14 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
         try:
             workers = [w for w in await registry.workers() if settings.model in ("", w.info.model)]
             gateways = [g for g in await registry.gateways() if settings.model in ("", *g.model.split(", "))]
-            held = await registry.check_integrity()
+            held, releases = await registry.check_integrity(), await registry.releases.others()
         finally:
             await registry.close()
     except RegistryUnavailable as error:
         return [Finding("redis", False, str(error))]
     by_role = {role: [w for w in workers if w.info.role is role] for role in Role}
     findings = [Finding("redis", True, f"{redis}: {len(workers)} workers registered")]
+    findings += [Finding("another release", True, str(release)) for release in releases]
     if settings.integrity:
         findings.append(_whole("redis", held))
     for role, of_role in by_role.items():

@@ -16,12 +16,14 @@ from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.master import Master
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry
+from tandem.registry.releases import THIS_RELEASE, OtherRelease
 from tandem.registry.replica import BlockReplica
 from tandem.registry.resp import Argument, ReplyError, Wire
 from tandem.registry.view import ClusterView
 from tandem.registry.worker import Fallback, LiveWorker, ModelKey, Place, Role, Route, WorkerInfo, WorkerLoad
 
 __all__ = [
+    "THIS_RELEASE",
     "Adapters",
     "Argument",
     "BlockReplica",
@@ -37,6 +39,7 @@ __all__ = [
     "ModelKey",
     "NoProvenLink",
     "NoWorkers",
+    "OtherRelease",
     "Place",
     "PrefillPolicy",
     "PromptPrefix",

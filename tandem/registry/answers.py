@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 from tandem.adapters import AdapterRef
@@ -36,6 +36,12 @@ class GatewayAddress:
     grpc: str
     own_http: str = ""  # of this process alone, where others share `http`
 
+    @classmethod
+    def of(cls, said: str) -> GatewayAddress:
+        """As a gateway wrote it, which may be of a newer version and say more."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: text for name, text in json.loads(said).items() if name in known})
+
 
 # What a gateway has to do: of each class and tenant, the part of the cluster that it would fill.
 Demand: TypeAlias = list[tuple[int, str, float]]
@@ -62,7 +68,7 @@ class Adapters:
     def of(cls, answer: tuple[str, Sequence[str]]) -> Adapters:
         epoch, flat = answer
         texts = zip(flat[::2], flat[1::2], strict=True)
-        return cls(epoch, {name: AdapterRef(name, *json.loads(text)) for name, text in texts})
+        return cls(epoch, {name: AdapterRef(name, *json.loads(text)[:3]) for name, text in texts})
 
 
 def text_of_adapter(ref: AdapterRef) -> str:

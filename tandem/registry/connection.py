@@ -18,7 +18,7 @@ from tandem.registry.address import RedisAddress
 from tandem.registry.errors import RegistryUnavailable
 from tandem.registry.master import Master
 from tandem.registry.resp import Argument, ConnectionLost, ReplyError, RespConnection, Wire
-from tandem.registry.scripts import Script, key_prefix, load_scripts
+from tandem.registry.scripts import FORMAT, Script, key_prefix, load_scripts
 
 # Of a stream: its id and its fields.
 Entry: TypeAlias = tuple[str, dict[bytes, bytes]]
@@ -73,8 +73,8 @@ class RegistryConnection(Protocol):
 class RedisConnection:
     """Wires to one Redis and the scripts run there, each call within `timeout` seconds. `close` ends it."""
 
-    def __init__(self, url: str, namespace: str, timeout: float) -> None:
-        """Connects when first used.
+    def __init__(self, url: str, namespace: str, timeout: float, number: int = FORMAT) -> None:
+        """Connects when first used. `number`: of the keys' format.
 
         Raises:
             ValueError: the URL or the namespace is malformed.
@@ -83,7 +83,7 @@ class RedisConnection:
             raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
         self.client_id = uuid4().hex[:12]
         self._address = RedisAddress.parse(url)
-        self._prefix = key_prefix(namespace)
+        self._prefix = key_prefix(namespace, number)
         self._timeout = timeout
         self._scripts = load_scripts()
         self._master = Master(self._address)

@@ -34,6 +34,7 @@ from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.memory import RedisMemory
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.refusals import id_taken, incompatible_layout
+from tandem.registry.releases import Releases
 from tandem.registry.resp import Argument
 from tandem.registry.worker import Fallback, LiveWorker, ModelKey, Place, Route, WorkerInfo, WorkerLoad, decode, encode
 
@@ -58,7 +59,7 @@ class Registry:
         `hold_client_lease` has last renewed; without, each reservation ends by its own `ttl` alone."""
         self._client_lease_s = client_lease_s
         self._starvation: Callable[[], float] = lambda: 0.0
-        self.block_feed = BlockFeed(connection)
+        self.block_feed, self.releases = BlockFeed(connection), Releases(connection)
         self._connection = connection
         self._announced: Callable[[], tuple[GatewayAddress, Demands]] | None = None
         self._others: list[Demands] = []
@@ -113,7 +114,7 @@ class Registry:
     async def measured(self) -> tuple[list[GatewayAddress], str]:
         """Those, and the address at which Prometheus reads the kvstore, empty if it does not."""
         gateways, keeper = await self._connection.call("gateways")
-        return sorted(GatewayAddress(**json.loads(said)) for said in gateways), keeper
+        return sorted(map(GatewayAddress.of, gateways)), keeper
 
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
         """Take the worker's lease for `ttl` seconds.

@@ -36,6 +36,7 @@ from tandem.worker.lease import Lease
 from tandem.worker.metrics import WorkerCollector
 from tandem.worker.model_files import ModelFilesService
 from tandem.worker.settings import FOLLOWED, WorkerSettings
+from tandem.worker.succession import succeed
 
 log = structlog.get_logger(__name__)
 STOP_GRACE_S = 2.0
@@ -253,10 +254,11 @@ class Worker:
         return tasks
 
     async def _announce(self, server: RunningServer) -> None:
-        """Healthy once registered, or linked; not while draining."""
+        """Healthy once registered, or linked, and gateways of another release are gone; not while draining."""
         await self._lease.held.wait()
         while self.context.settings.ready_when == "linked" and not await self._any_of(self._is_linked):
             await asyncio.sleep(LINK_CHECK_S)
+        await succeed(self._ports.registry)
         await server.set_serving(True)
         self.ready.set()
         await self._leaving.wait()

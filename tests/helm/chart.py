@@ -23,22 +23,24 @@ def values_of(name: str) -> Values:
 
 
 @cache
-def loaded() -> Any:
+def loaded(chart: Path = CHART) -> Any:
     # Imported when needed: its library takes a while to load.
     from helm_python import Chart
 
-    return Chart.load(CHART)
+    return Chart.load(chart)
 
 
-def texts(values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
+def texts(values: Values, release: str = RELEASE, namespace: str = NAMESPACE, chart: Path = CHART) -> dict[str, str]:
     """Each template's text. Raises helm_python.HelmError with what Helm would print."""
-    found: dict[str, str] = loaded().render(values, name=release, namespace=namespace)
+    found: dict[str, str] = loaded(chart).render(values, name=release, namespace=namespace)
     return found
 
 
-def render(values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
+def render(values: Values, release: str = RELEASE, namespace: str = NAMESPACE, chart: Path = CHART) -> list[Object]:
     """Every object, tests included."""
-    manifests = [t for name, t in sorted(texts(values, release, namespace).items()) if not name.endswith("NOTES.txt")]
+    manifests = [
+        t for name, t in sorted(texts(values, release, namespace, chart).items()) if not name.endswith("NOTES.txt")
+    ]
     return [found for text in manifests for found in yaml.load_all(text, yaml.CSafeLoader) if found]
 
 

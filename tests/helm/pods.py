@@ -1,7 +1,7 @@
 """Rendered pods as processes of this machine: command, environment, files, probes and hooks as the manifest has them.
 
 What a node would bring is brought otherwise: a pod's address is one of 127.0.0.0/8, a service's name is the address of
-its one pod, /app (the image's folder) is this repository, and a volume is a temporary folder.
+its one pod, /app (the image's folder) is this repository or another tree of it, and a volume is a temporary folder.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Node:
     folder: Path
     objects: list[Object]
     subnet: int
+    code: Path = ROOT  # of pods that are started from now on
     pods: dict[str, Pod] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
@@ -43,7 +44,7 @@ class Node:
         number = next(self._numbers)
         template = workload if workload["kind"] == "Pod" else workload["spec"]["template"]
         name = name or f"{workload['metadata']['name']}-{number}"
-        pod = Pod(self, name, f"127.{self.subnet}.0.{number + 1}", template)
+        pod = Pod(self, name, f"127.{self.subnet}.0.{number + 1}", template, self.code)
         self.pods[name] = pod
         pod.start()
         return pod
@@ -86,6 +87,7 @@ class Pod:
     name: str
     ip: str
     template: Object
+    code: Path
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -123,7 +125,7 @@ class Pod:
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 self._command(self._words(self.container)),
-                env=self._environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env=self._environment(), cwd=self.code, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
     def wait_ready(self) -> None:
@@ -144,7 +146,7 @@ class Pod:
     ) -> subprocess.CompletedProcess[str]:
         """Beside the container's own process, with its environment."""
         return subprocess.run(
-            self._command(command), env=self._environment(container), cwd=ROOT, timeout=timeout, check=False,
+            self._command(command), env=self._environment(container), cwd=self.code, timeout=timeout, check=False,
             capture_output=True, text=True,
         )  # fmt: skip
 
@@ -213,7 +215,7 @@ class Pod:
 
     def _placed(self, text: str) -> str:
         """Paths of the container as paths here."""
-        places = {"/app": ROOT, **self._mounts()}
+        places = {"/app": self.code, **self._mounts()}
         known = "|".join(sorted(map(re.escape, places), key=len, reverse=True))
         return re.sub(rf"(?<![\w/])({known})(?=/|\s|$)", lambda found: str(places[found[1]]), text)
 

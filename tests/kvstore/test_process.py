@@ -25,6 +25,7 @@ from redis import Redis
 
 from tandem.local import RedisServer
 from tandem.metrics import KVSTORE
+from tandem.registry.scripts import key_prefix
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 BOUND_S = 60.0
@@ -139,9 +140,9 @@ def test_a_given_redis_is_used_swept_and_left_running(tmp_path: Path, redis_serv
         kvstore(tmp_path, "--namespace=swept", REDIS_URL=redis_server.url) as running,
     ):
         assert not psutil.Process(running.process.pid).children()
-        client.hset("{swept}:worker:d0", "incarnation", "old")
-        client.zadd("{swept}:leases", {"d0": 1})
-        eventually(lambda: not client.exists("{swept}:worker:d0"), "swept")
+        client.hset(key_prefix("swept") + "worker:d0", "incarnation", "old")
+        client.zadd(key_prefix("swept") + "leases", {"d0": 1})
+        eventually(lambda: not client.exists(key_prefix("swept") + "worker:d0"), "swept")
         running.process.terminate()
         assert running.process.wait(BOUND_S) == 0
         assert client.ping()
@@ -152,19 +153,19 @@ def test_what_it_measures(tmp_path: Path, own_redis: RedisServer) -> None:
         Redis.from_url(own_redis.url, decode_responses=True) as client,
         kvstore(tmp_path, f"--redis-url={own_redis.url}", "--metrics-port=0"),
     ):
-        eventually(lambda: client.get("{tandem}:keeper"), "the registry knows where it is read")
-        address = client.get("{tandem}:keeper")
+        eventually(lambda: client.get(key_prefix("tandem") + "keeper"), "the registry knows where it is read")
+        address = client.get(key_prefix("tandem") + "keeper")
         assert set(measured(address)) == {one.exposed_as for one in KVSTORE.values()}
         expected = {"tandem_registry_up": [1.0], "tandem_registry_workers": [1.0], "tandem_redis_deaths_total": [0.0]}
-        client.zadd("{tandem}:leases", {"d0": int(time.time() * 1000) + 10**6})
+        client.zadd(key_prefix("tandem") + "leases", {"d0": int(time.time() * 1000) + 10**6})
         eventually(lambda: expected.items() <= measured(address).items(), "a worker is counted")
         assert measured(address)["tandem_registry_expired_total"] == [0.0, 0.0, 0.0]  # a live lease moves none
-        client.zadd("{tandem}:leases", {"d0": 1})
+        client.zadd(key_prefix("tandem") + "leases", {"d0": 1})
         eventually(lambda: measured(address)["tandem_registry_expired_total"] == [1.0, 0.0, 0.0], "and its end")
         before = measured(address)["tandem_sweep_seconds"][0]
-        client.zadd("{tandem}:reservations", {"r0": int(time.time() * 1000) + 10**6})
+        client.zadd(key_prefix("tandem") + "reservations", {"r0": int(time.time() * 1000) + 10**6})
         eventually(lambda: measured(address)["tandem_registry_reservations"] == [1.0], "a reservation is counted")
-        client.zrem("{tandem}:reservations", "r0")
+        client.zrem(key_prefix("tandem") + "reservations", "r0")
         eventually(lambda: measured(address)["tandem_registry_reservations"] == [0.0], "its end")
         assert measured(address)["tandem_sweep_seconds"][0] > before  # each sweep that Redis answers
         assert httpx.get(f"http://{address}/debug/integrity").json()["whole"]

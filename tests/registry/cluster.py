@@ -19,6 +19,7 @@ from tandem.registry import (
     WorkerInfo,
     WorkerLoad,
 )
+from tandem.registry.scripts import key_prefix
 
 MODEL = "demo"
 REVISION = "r1"
@@ -53,7 +54,7 @@ async def register_pool(registry: Registry, prefill: int = 1, decode: int = 1, t
 
 async def end_client_leases(redis: Redis, namespace: str) -> None:
     """As if they had run out."""
-    clients = f"{{{namespace}}}:clients"
+    clients = f"{key_prefix(namespace)}clients"
     await redis.zadd(clients, {str(client): 1 for client in await redis.zrange(clients, 0, -1)})
 
 

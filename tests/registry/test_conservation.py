@@ -20,6 +20,7 @@ from tandem.local import RedisServer
 from tandem.registry import GatewayAddress, Limits, NoWorkers, Registry, Role
 from tandem.registry.connection import RedisConnection
 from tandem.registry.resp import Argument
+from tandem.registry.scripts import key_prefix
 from tests.registry.cluster import (
     BLOCK_SIZE,
     MODEL,
@@ -99,7 +100,7 @@ async def test_reservations_of_a_dead_client_end_with_its_lease(
     for _ in range(3):
         await reserve(dead)
     holding = asyncio.create_task(dead.hold_client_lease())
-    ends = dict(await redis.zrange(clients := f"{{{namespace}}}:clients", 0, -1, withscores=True))
+    ends = dict(await redis.zrange(clients := f"{key_prefix(namespace)}clients", 0, -1, withscores=True))
 
     async def renewed() -> bool:
         now = dict(await redis.zrange(clients, 0, -1, withscores=True))
@@ -132,7 +133,7 @@ async def test_no_call_releases_all_that_a_busy_dead_client_had(
     assert left == [745, 489, 233, 1, 1]
     assert (await registry.check_integrity()).violations == ()
     await registry.release(kept)
-    assert not [key async for key in redis.scan_iter(f"{{{namespace}}}:reserved:*")]
+    assert not [key async for key in redis.scan_iter(f"{key_prefix(namespace)}reserved:*")]
     await dead.close()
 
 
@@ -141,7 +142,7 @@ async def test_sweeping_finds_what_no_call_has_found(registry: Registry, redis: 
     await registry.publish_blocks("d0", "d0-first", [b"a" * 16, b"b" * 16], [])
     for _ in range(600):
         await reserve(registry)
-    keys = f"{{{namespace}}}:"
+    keys = key_prefix(namespace)
     members = [member async for member, _ in redis.zscan_iter(keys + "reservations")]
     await redis.zadd(keys + "reservations", dict.fromkeys(members, 1))
     assert (await registry.sweep()).reservations == 600
@@ -154,7 +155,7 @@ async def test_sweeping_finds_what_no_call_has_found(registry: Registry, redis: 
 
 async def test_many_sweepers_sweep_once(registry: Registry, connect: Connect, redis: Redis, namespace: str) -> None:
     await register_pool(registry, decode=4)
-    await redis.zadd(f"{{{namespace}}}:leases", {"d0": 1, "d1": 1, "d2": 1})
+    await redis.zadd(f"{key_prefix(namespace)}leases", {"d0": 1, "d1": 1, "d2": 1})
     sweepers = [await connect() for _ in range(CLIENTS)]
     swept = await asyncio.gather(*(sweeper.sweep() for sweeper in sweepers))
     assert sum(s.leases for s in swept) == 3
@@ -282,7 +283,7 @@ async def test_what_was_asked_before_redis_lost_its_memory_holds_nothing_after(
 async def test_the_check_sees_a_wrong_counter(registry: Registry, redis: Redis, namespace: str) -> None:
     await register_pool(registry)
     await reserve(registry)
-    counter = f"{{{namespace}}}:rows:decode:{MODEL}"
+    counter = f"{key_prefix(namespace)}rows:decode:{MODEL}"
     await redis.bitfield(counter).incrby("i64", "#1", 1).execute()
     assert (await registry.check_integrity()).violations == ("d0 counts 4 blocks and holds 3",)
     await redis.bitfield(counter).incrby("i64", "#1", -1).execute()
@@ -334,7 +335,7 @@ class Books(RuleBasedStateMachine):
     def __init__(self, url: str) -> None:
         super().__init__()
         namespace = uuid4().hex
-        self.keys = f"{{{namespace}}}:"
+        self.keys = key_prefix(namespace)
         self.loop = asyncio.Runner()
         self.registry = Registry.connect(url, namespace=namespace, timeout=30.0)
         self.redis = BlockingRedis.from_url(url, decode_responses=True)

@@ -6,6 +6,7 @@ from redis.asyncio import Redis
 
 from tandem.containment.crash_page import Death
 from tandem.registry import Registry
+from tandem.registry.scripts import key_prefix
 from tests.registry.conftest import Connect
 
 
@@ -23,5 +24,5 @@ async def test_so_many_deaths_are_remembered(registry: Registry, redis: Redis, n
         await registry.report_death(Death(f"{i}", "SIGABRT", {"a": i}))
     assert await registry.death("15") is None
     assert await registry.death("16") == Death("16", "SIGABRT", {"a": 16})
-    assert len(await redis.keys(f"{{{namespace}}}:death*")) == 65
-    assert 0 < await redis.pttl(f"{{{namespace}}}:death:79") <= 600_000
+    assert len(await redis.keys(f"{key_prefix(namespace)}death*")) == 65
+    assert 0 < await redis.pttl(f"{key_prefix(namespace)}death:79") <= 600_000

@@ -15,6 +15,7 @@ from tandem.registry import (
     StaleIncarnation,
     WorkerIdTaken,
 )
+from tandem.registry.scripts import key_prefix
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -75,9 +76,9 @@ async def test_a_silent_worker_is_gone_after_its_ttl_and_comes_back_clean(regist
 
 async def test_heartbeats_keep_a_lease_beyond_its_ttl(registry: Registry, redis: Redis, namespace: str) -> None:
     await registry.register(OLD, worker_load(), 1.0)
-    first = await redis.zscore(f"{{{namespace}}}:leases", "d0")
+    first = await redis.zscore(f"{key_prefix(namespace)}leases", "d0")
     await registry.heartbeat(OLD, worker_load(), 5.0)
-    second = await redis.zscore(f"{{{namespace}}}:leases", "d0")
+    second = await redis.zscore(f"{key_prefix(namespace)}leases", "d0")
     assert first is not None
     assert second is not None
     assert second - first >= 4000
@@ -168,7 +169,7 @@ async def test_nothing_is_left_when_every_worker_is_gone(registry: Registry, red
     await registry.publish_blocks("p1", "p1-first", [bytes([i]) * 16 for i in range(9)], [])
     for worker in await registry.workers():
         await registry.deregister(worker.info.worker_id, worker.info.incarnation)
-    kinds = {key.split(":", 2)[1] async for key in redis.scan_iter(f"{{{namespace}}}:*")}
+    kinds = {key.split(":", 3)[2] async for key in redis.scan_iter(f"{key_prefix(namespace)}*")}
     assert kinds == {"epoch", "turn", "fenced", "generation", "events"}
 
 

@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from tandem.local import RedisServer
 from tandem.registry import Limits, Registry, Taken
+from tandem.registry.scripts import key_prefix
 from tests.registry.cluster import end_client_leases, eventually
 from tests.registry.conftest import Connect
 
@@ -105,6 +106,6 @@ async def test_a_call_given_up_holds_no_place(registry: Registry, redis: Redis, 
             await registry.settle(outcome, 0, 0, 0.0)
 
     async def empty() -> bool:
-        return bool(await redis.zcard(f"{{{namespace}}}:inside:t") == 0)
+        return bool(await redis.zcard(f"{key_prefix(namespace)}inside:t") == 0)
 
     await eventually(empty, "nobody inside")

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from tandem.local import RedisServer
 from tandem.registry import BlockReplica, Registry, Role
 from tandem.registry.block_feed import BlockEvent
+from tandem.registry.scripts import key_prefix
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -89,8 +90,8 @@ async def test_a_missed_batch_is_noticed_by_the_next_and_mended(
             return replica.num_rereads == 3
 
         await eventually(all_read, "all workers read once")
-        worker = f"{{{namespace}}}:worker:d0"
-        await redis.srem(f"{{{namespace}}}:blocks:d0", HASHES[2])
+        worker = f"{key_prefix(namespace)}worker:d0"
+        await redis.srem(f"{key_prefix(namespace)}blocks:d0", HASHES[2])
         await redis.hincrby(worker, "block_batches", 1)  # a batch that never reached the stream
         await registry.publish_blocks("d0", "d0-first", HASHES[10:11], [])
         await comes_to(registry, replica, HASHES[:4], {"d0": 2})
@@ -106,7 +107,7 @@ async def test_a_missed_last_batch_is_found_by_the_check(
     replica = BlockReplica((await connect()).block_feed)
     await replica.refresh()
     await registry.publish_blocks("d0", "d0-first", HASHES[4:8], HASHES[2:4])
-    await redis.xtrim(f"{{{namespace}}}:events", 0, approximate=False)
+    await redis.xtrim(f"{key_prefix(namespace)}events", 0, approximate=False)
     await replica.refresh()
     assert await held(registry, replica, HASHES[:4]) == {"d0": 2}
     assert replica.num_rereads == 3

@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tandem.registry import Fallback, NoWorkers, PromptPrefix, Registry, RequestTooLarge, Role, Route
+from tandem.registry.scripts import key_prefix
 from tests.registry.cluster import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -163,7 +164,7 @@ async def test_the_next_request_with_a_prefix_follows_the_first_at_once(registry
 async def test_expected_blocks_are_believed_for_a_while(registry: Registry, redis: Redis, namespace: str) -> None:
     await register_pool(registry)
     await select(registry, prefix=PREFIX)
-    (expected,) = [key async for key in redis.scan_iter(f"{{{namespace}}}:expected:*")]
+    (expected,) = [key async for key in redis.scan_iter(f"{key_prefix(namespace)}expected:*")]
     assert 0 < await redis.pttl(expected) <= 20_000
     await redis.delete(expected)
     assert (await select(registry, prefix=PREFIX)).reason.startswith("remote prefill: 0 prompt tokens")
@@ -180,9 +181,9 @@ async def test_what_is_no_longer_expected_is_freed_before_it_expires(
     await register_pool(registry)
     begun = await period()
     for old in (begun - 2, begun - 1):
-        await redis.hset(f"{{{namespace}}}:expected:{old}", "block", "1 2")
+        await redis.hset(f"{key_prefix(namespace)}expected:{old}", "block", "1 2")
     await select(registry, prefix=PREFIX)
-    assert not await redis.exists(f"{{{namespace}}}:expected:{await period() - 2}")
+    assert not await redis.exists(f"{key_prefix(namespace)}expected:{await period() - 2}")
 
 
 async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry) -> None:

@@ -4,12 +4,12 @@ local DAY_MS = 86400000
 local USAGE_KEPT_MS = 40 * DAY_MS
 
 local function bucket_level(tenant, part, limit)
-  local left, at = unpack(redis.call('HMGET', key('bucket', tenant), part, part .. '_at'))
+  local left, at = unpack(redis.call('HMGET', lasting('bucket', tenant), part, part .. '_at'))
   if not left then return limit end
   return math.min(limit, tonumber(left) + (now - tonumber(at)) * limit / MINUTE_MS)
 end
 
 local function set_bucket(tenant, part, level)
-  redis.call('HSET', key('bucket', tenant), part, level, part .. '_at', now)
-  redis.call('PEXPIRE', key('bucket', tenant), 2 * MINUTE_MS)
+  redis.call('HSET', lasting('bucket', tenant), part, level, part .. '_at', now)
+  redis.call('PEXPIRE', lasting('bucket', tenant), 2 * MINUTE_MS)
 end

@@ -1,5 +1,13 @@
 -- What every script of the registry starts with: the names of its keys.
 --
+-- Keys begin with '{namespace}:' and the number of their format (FORMAT in scripts.py): releases that would misread each
+-- other share a namespace, and neither finds the other's workers. What lasts longer than a release has no number:
+--
+--   bucket: usage:         of a tenant (take.lua)
+--   formats                hash: format -> the release that registered with it last
+--
+-- and all others have one:
+--
 --   leases                 sorted set: worker id -> when its lease ends (ms, this server's clock)
 --   worker:<id>            hash: one incarnation's info and load, and its row
 --   rows:<role>:<model>    string: what choosing reads of all workers at once, and what is reserved of each (rows.lua)
@@ -19,7 +27,7 @@
 --   abandoned:<res>        it has been released, or was never made, while what asks for it may still be on its way
 --   fenced:<id> <inc>      an incarnation that may not come back
 --   refused:<role> <layout>  a worker of this role and KV layout was refused: none could have paired with it
---   bucket: inside: usage:    of a tenant (take.lua)
+--   inside:<tenant>        sorted set: requests of a tenant (take.lua)
 --   death:<incarnation>    how a worker's process died, and who was computed then (JSON)
 --   deaths                 list: incarnations of those, the latest last
 --   adapters               hash: name of a LoRA adapter -> its folder, revision and model
@@ -28,7 +36,13 @@
 --   turn                   counts choices, so that equals take turns
 --   changed                channel: the id of a worker that came, went, drains or has new links
 local prefix = KEYS[1]
+local namespace, format = prefix:match('^(%b{}:)(%d+):$')
 
 local function key(kind, id)
   return id and prefix .. kind .. ':' .. id or prefix .. kind
+end
+
+-- Releases of every format have this one.
+local function lasting(kind, id)
+  return id and namespace .. kind .. ':' .. id or namespace .. kind
 end

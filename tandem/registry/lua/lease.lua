@@ -56,6 +56,13 @@ local function write_links(before, after)
   end)
 end
 
+-- The first worker of a release with another format finds the adapters that the release before it served.
+local function inherit_adapters()
+  for number = format - 1, FIRST_FORMAT, -1 do
+    if redis.call('COPY', keys_of(number) .. 'adapters', key('adapters')) == 1 then return end
+  end
+end
+
 local before = redis.call('HMGET', worker, 'draining', 'linked', 'stuck')
 redis.call('HSET', worker, unpack(ARGV, 5))
 redis.call('ZADD', key('leases'), now + ttl, worker_id)
@@ -72,6 +79,7 @@ local text = string.format('%.0f', generation)
 redis.call('SET', key('generation'), text)
 redis.call('HSET', worker, 'generation', text, 'block_batches', 0)
 add_row(worker_id, incarnation, new.role .. ':' .. new.model, pack_numbers(new, generation))
-redis.call('SET', key('epoch'), table.concat(time, '.'), 'NX')
+if redis.call('SET', key('epoch'), table.concat(time, '.'), 'NX') then inherit_adapters() end
+redis.call('HSET', lasting('formats'), format, RELEASE)
 announce(worker_id)
 return {'new'}

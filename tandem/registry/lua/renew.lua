@@ -4,6 +4,7 @@ local KEPT_MS = 60000
 local client = ARGV[1]
 redis.call('ZADD', key('clients'), now + ARGV[2], client)
 if not ARGV[3] then return {} end
+redis.call('HSET', lasting('formats'), format, RELEASE)
 redis.call('HSET', key('gateways'), client, ARGV[3])
 redis.call('HSET', key('demands'), client, ARGV[4])
 redis.call('PEXPIRE', key('demands'), KEPT_MS)

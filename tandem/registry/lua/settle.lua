@@ -8,7 +8,7 @@ local limit = tonumber(ARGV[4])
 if limit then
   set_bucket(ARGV[1], 'tokens', math.min(limit, bucket_level(ARGV[1], 'tokens', limit) + ARGV[5]))
 end
-local usage = key('usage', ARGV[1] .. ':' .. ARGV[3])
+local usage = lasting('usage', ARGV[1] .. ':' .. ARGV[3])
 redis.call('HINCRBYFLOAT', usage, 'cost', -ARGV[6])
 redis.call('HINCRBY', usage, 'requests', 1)
 redis.call('HINCRBY', usage, 'prompt_tokens', ARGV[7])

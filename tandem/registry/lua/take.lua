@@ -13,7 +13,7 @@ local per_minute = {requests = tonumber(ARGV[4]), tokens = tonumber(ARGV[5])}
 local concurrent, budget = tonumber(ARGV[6]), tonumber(ARGV[7])
 local wanted = {requests = 1, tokens = tonumber(ARGV[8])}
 local cost, day = ARGV[9], string.format('%.0f', math.floor(now / DAY_MS))
-local inside, usage = key('inside', tenant), key('usage', tenant .. ':' .. day)
+local inside, usage = key('inside', tenant), lasting('usage', tenant .. ':' .. day)
 
 -- Requests of gateways that died are no longer inside.
 local function num_inside()

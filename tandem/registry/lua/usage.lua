@@ -1,2 +1,2 @@
 -- ARGV: tenant. Returns what it has used today, as field, value, …
-return redis.call('HGETALL', key('usage', ARGV[1] .. ':' .. string.format('%.0f', math.floor(now / DAY_MS))))
+return redis.call('HGETALL', lasting('usage', ARGV[1] .. ':' .. string.format('%.0f', math.floor(now / DAY_MS))))
