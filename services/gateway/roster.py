@@ -102,7 +102,7 @@ class Roster:
         return found
 
     async def _look_for_others(self) -> None:
-        """Where there are no workers, say if those of another release are here."""
+        """Note who is here of other releases, where there are no workers of this one."""
         now = asyncio.get_running_loop().time()
         if self.front.view.workers:
             self.front.other_releases = ""

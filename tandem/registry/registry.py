@@ -55,8 +55,8 @@ class Registry:
     """
 
     def __init__(self, connection: RegistryConnection, client_lease_s: float | None = None) -> None:
-        """With `client_lease_s`, what this client reserves is released so many seconds after it has last called or
-        `hold_client_lease` has last renewed; without, each reservation ends by its own `ttl` alone."""
+        """`client_lease_s`: what this client reserves is released so long after it, or `hold_client_lease`, last called;
+        without, each reservation ends by its own `ttl` alone."""
         self._client_lease_s = client_lease_s
         self._starvation: Callable[[], float] = lambda: 0.0
         self.block_feed, self.releases = BlockFeed(connection), Releases(connection)
@@ -76,10 +76,8 @@ class Registry:
     def connect(
         cls, url: str, *, namespace: str = "tandem", timeout: float = 2.0, client_lease_s: float | None = None
     ) -> Registry:
-        """A client of the Redis at `url`, which need not be up yet: `ping` says.
-
-        Raises:
-            ValueError: the URL or the namespace is malformed.
+        """A client of the Redis at `url`, which need not be up yet. Raises ValueError where it or the namespace is
+        malformed.
         """
         return cls(RedisConnection(url, namespace, timeout), client_lease_s)
 

@@ -13,7 +13,7 @@ THIS_RELEASE = f"Tandem {__version__} (registry format {FORMAT})"
 
 @dataclass(frozen=True, order=True, slots=True)
 class OtherRelease:
-    """What it has of live leases."""
+    """Live leases of one of them."""
 
     format: int
     version: str  # of who registered last

@@ -39,7 +39,7 @@ def load_scripts(prelude: str = "") -> dict[str, Script]:
 
 
 def key_prefix(namespace: str, number: int = FORMAT) -> str:
-    """Of the keys of one format.
+    """The beginning of all keys of one format.
 
     Raises:
         ValueError: the namespace is malformed.

@@ -125,7 +125,7 @@ def test_what_a_newer_release_says_more_is_not_read() -> None:
 async def test_the_last_release_is_left_alone_or_understood(
     registry: Registry, redis: Redis, namespace: str, older: Path
 ) -> None:
-    """Which of both is said by its format; rows that changed have another."""
+    """Its format says which of both; rows that changed have another."""
     version, _ = last_release()
     number = format_of(older)
     if number == FORMAT:
@@ -165,7 +165,7 @@ def format_of(tree: Path) -> int:
 
 
 def layout_of(tree: Path) -> list[str]:
-    """What rows and keys are, as their scripts say it."""
+    """Rows and keys, as their scripts say it."""
     rows, keys = ((tree / f"tandem/registry/lua/{name}.lua").read_text() for name in ("rows", "keys"))
     constants = re.findall(r"^local [A-Z_]+(?:, [A-Z_]+)* = [^{].*$", rows, re.MULTILINE)
     return [*constants, *re.findall(r"^--   (\S+)  +(?:sorted set|hash|string|list|set|stream)", keys, re.MULTILINE)]
