@@ -55,7 +55,7 @@ class Registry:
     """
 
     def __init__(self, connection: RegistryConnection, client_lease_s: float | None = None) -> None:
-        """`client_lease_s`: what this client reserves is released so long after it, or `hold_client_lease`, last called;
+        """`client_lease_s`: what this client reserves is released so long after it or `hold_client_lease` last called;
         without, each reservation ends by its own `ttl` alone."""
         self._client_lease_s = client_lease_s
         self._starvation: Callable[[], float] = lambda: 0.0
