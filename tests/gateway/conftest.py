@@ -15,7 +15,7 @@ from services.gateway.__main__ import make_gateway
 from services.gateway.settings import Disaggregation
 from services.gateway.text import Tokenizer
 from tandem.local import RedisServer, free_ports
-from tandem.registry import Registry
+from tandem.registry import Registry, WorkerInfo
 from tandem.v1 import worker_pb2
 from tests.gateway.peers import CONTEXT, Peers, folder_of, peers_on
 from tests.gateway.tiny_model import byte_level_tokenizer
@@ -32,6 +32,11 @@ async def eventually(check: Callable[[], bool | Awaitable[bool]], within_s: floa
             if found if isinstance(found, bool) else await found:
                 return
             await asyncio.sleep(0.01)
+
+
+def connected(gateway: Gateway, info: WorkerInfo) -> bool:
+    """False, too, where the gateway has loaded no model yet."""
+    return any(llm.pool.connected(info) for llm in gateway.front.llms.values())
 
 
 @pytest.fixture(scope="session")

@@ -135,7 +135,6 @@ async def test_charts_follow_what_happens_and_only_news_is_sent(
     at = {"gateway": first["id"], "after": str(first["history"][-1]["t"])}
     news = (await feed_of(http, params=at))["history"]
     assert all(point["t"] > first["history"][-1]["t"] for point in news)
-    assert len(news) < len(first["history"])
     other = await feed_of(http, params={**at, "gateway": "another"})
     assert len(other["history"]) >= len(first["history"])
 

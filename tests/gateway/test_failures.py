@@ -22,7 +22,7 @@ from tandem.local import RedisServer, free_ports
 from tandem.registry import Role
 from tandem.sampling import SamplingParams
 from tandem.v1 import worker_pb2
-from tests.gateway.conftest import TEXT, eventually, make_settings, with_settings
+from tests.gateway.conftest import TEXT, connected, eventually, make_settings, with_settings
 from tests.gateway.peers import MODEL, Peers
 
 LONG = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 200, "ignore_eos": True}
@@ -422,7 +422,7 @@ async def test_require_never_falls_back(model_folder: Path, redis: RedisServer, 
         make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http,
     ):
-        await eventually(lambda: gateway.front.llm_of(None).pool.connected(peers.workers["d"].info))
+        await eventually(lambda: connected(gateway, peers.workers["d"].info))
         assert (await http.get("/health/ready")).json()["missing"] == [
             "prefill: no worker with a proven link to a connected decode worker"
         ]
@@ -442,7 +442,7 @@ async def test_a_request_waits_a_moment_for_links_that_are_opened_anew(
         make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http,
     ):
-        await eventually(lambda: gateway.front.llm_of(None).pool.connected(peers.workers["d"].info))
+        await eventually(lambda: connected(gateway, peers.workers["d"].info))
         refused = await post(http, SHORT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_link")
         waiting = asyncio.create_task(post(http, SHORT))

@@ -20,7 +20,7 @@ from services.gateway import Gateway
 from services.gateway.__main__ import make_gateway
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer
-from tests.gateway.conftest import TEXT, eventually, make_settings
+from tests.gateway.conftest import TEXT, connected, eventually, make_settings
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_failures import everything_free
 
@@ -45,7 +45,7 @@ async def serving(folder: Path, redis: RedisServer, peers: Peers, policy: Disagg
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http,
     ):
         await eventually(lambda: gateway.front.readiness()[1]["decode_workers"] == 2)
-        await eventually(lambda: all(gateway.front.llm_of(None).pool.connected(p.info) for p in peers.workers.values()))
+        await eventually(lambda: all(connected(gateway, peer.info) for peer in peers.workers.values()))
         yield gateway, http
 
 
