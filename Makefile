@@ -41,9 +41,9 @@ GUARD := tests/transfer/test_schedules.py tests/checkpoints/test_model_files.py 
 AT_LENGTH := SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile=guard --timeout=1800 $(GUARD)
 
 check: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## what takes long: 2,000 schedules of faults, images, pods, Ray, hostile input
-	@$(PYTEST) -m long $$(grep -rlE 'mark\.long' tests --include='test_*.py') $(ARGS)
+	@$(PYTEST) -m long $(addprefix --ignore=,$(GUARD)) $(ARGS)
 	@$(AT_LENGTH)
-	@$(BIN)/python -m pytest -q -n0 -m alone $$(grep -rlE 'mark\.alone' tests --include='test_*.py')
+	@$(BIN)/python -m pytest -q -n0 -m alone
 
 test-gpu: $(VENV)/dev.stamp ## what needs a CUDA device, which it names where there is none; then what that device gives, as JSON
 	@$(BIN)/python -m pytest -q -rs tests/gpu $(ARGS)

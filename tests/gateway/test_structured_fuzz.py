@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 from canitoolcall.fixtures import load_fixtures
 from grpc import aio
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_json_schema import FOLLOWED, REFUSED
 from tests.gateway.test_structured import LARK, references, rules
 
+pytestmark = pytest.mark.long
 FAMILIES = ("qwen3-hermes", "qwen3-xml", "llama", "mistral")
 TOOLS = list(
     {json.dumps(tool): tool for case in load_fixtures(None, families=FAMILIES) for tool in case.tools}.values()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from uuid import uuid4
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -255,6 +256,7 @@ def test_no_route_is_cheaper_than_the_one_chosen(
     asyncio.run(check(redis_server.url, cluster, asked))
 
 
+@pytest.mark.long
 @OFTEN
 @given(cluster=clusters(), asked=st.lists(requests(), min_size=2, max_size=6))
 def test_requests_routed_together_go_as_they_would_one_by_one(

@@ -64,6 +64,7 @@ def first_difference(one: list[Any], other: list[Any]) -> tuple[Any, Any] | None
     return next((pair for pair in zip_longest(one, other) if pair[0] != pair[1]), None)
 
 
+@pytest.mark.long
 def test_a_minute_of_traffic_takes_seconds_and_is_the_same_twice(
     store: RedisStore, model: ServedModel, settings: SimulationSettings
 ) -> None:

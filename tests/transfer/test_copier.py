@@ -102,6 +102,7 @@ copier._gather(rows.ctypes.data, 4096, ids.ctypes.data, 2, payload.ctypes.data, 
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not can_compile() or shutil.which("gcc") is None, reason="no AVX2, or no gcc")
 @pytest.mark.parametrize(("code", "problem"), [(AS_IT_IS, ""), (PAST_THE_END, "AddressSanitizer: ")])
 def test_sanitizers_find_nothing_and_would_find_an_overrun(code: str, problem: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def _said(message: Any) -> tuple[Any, ...]:
     return *texts, calls, message.stop_reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
 async def test_mutated_calls(gateway: Gateway, peers: Peers, anthropic: AsyncAnthropic, says: Any, name: str) -> None:
     peers.decode.step_s = 0.0
