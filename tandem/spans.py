@@ -132,6 +132,11 @@ CATALOGUE = (
         {"layer": ("layer", "push_s", *_PUSH)},
     ),
     CataloguedSpan(
+        "prefill", "kv.fetch", "from asking another worker for KV that it has cached until it is here",
+        {name: _TRANSFER[name] for name in ("kv.transfer.blocks", "kv.transfer.bytes")}
+        | {"kv.transfer.peer": "the worker that had it", "kv.transfer.peer_incarnation": "its incarnation"},
+    ),
+    CataloguedSpan(
         "decode", "decode", "the answer on the worker, from its reservation on", _DECODE,
         {"landed": ("kv.transfer.bytes",), "step": ("decode.tokens", *STEP)},
     ),

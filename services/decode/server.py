@@ -9,12 +9,20 @@ from typing import Any
 from services.decode.sequences import DecodeSequences, Reservation
 from tandem import rpc
 from tandem.engine import SampledToken
-from tandem.liveness import Vitals
 from tandem.process import IntegrityReport
 from tandem.registry import Role
-from tandem.transfer import LinkPeer, LocalPeer, Receiver
 from tandem.v1 import worker_pb2
-from tandem.worker import Entry, Event, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
+from tandem.worker import (
+    Entry,
+    Event,
+    KVLinks,
+    SequenceFailed,
+    Streams,
+    SuspectTurns,
+    WorkerContext,
+    WorkService,
+    conversion,
+)
 
 RECEIVER_CHECK_S = 0.5
 
@@ -24,24 +32,14 @@ class DecodeWorker:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        settings, engine = context.settings, context.engine
-        self._endpoint = LinkPeer(context.worker_id, context.incarnation, engine.layout.hash)
-        self._receiver = Receiver(
-            LocalPeer(self._endpoint, context.ports.secret, Vitals(context.starvation)),
-            engine.kv_cache,
-            host=settings.host,
-            port=settings.transfer_port,
-            transports=settings.kv_transports,
-            runtime=context.ports.links,
-        )
-        port = self._receiver.address.rpartition(":")[2]
-        self.transfer_address = rpc.address(settings.reachable_host(context.ports.hostname), int(port))
+        self._kv = KVLinks(context, self.role, lambda: None)
+        self.transfer_address = self._kv.address
         self._streams = Streams(
             context.incarnation, lambda stream_id: self._sequences.stream_ended(stream_id), context.starvation
         )
         self._sequences = DecodeSequences(
             context.ports.engine,
-            self._receiver,
+            self._kv.receiver,
             self._streams,
             reserved=self._reserved,
             first_token=_first_token,
@@ -53,7 +51,7 @@ class DecodeWorker:
         self.servicers: Sequence[rpc.Servicer] = [work.servicer]
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._watch_receiver()]
+        return [self._watch(), *self._kv.tasks()]
 
     def linked(self) -> tuple[str, ...]:
         return ()
@@ -68,7 +66,7 @@ class DecodeWorker:
         return self._sequences.request_ids()
 
     def check_integrity(self) -> IntegrityReport:
-        return self._receiver.check_integrity(self._sequences.transfer_ids())
+        return self._kv.check_integrity(set(), self._sequences.transfer_ids())
 
     def end_streams(self) -> None:
         self._streams.end_all()
@@ -79,13 +77,11 @@ class DecodeWorker:
     async def close(self) -> None:
         await self._sequences.close()
         self._streams.close()
-        self._receiver.close()
+        await self._kv.close()
 
-    async def _watch_receiver(self) -> None:
-        """A decode worker that KV can no longer reach is of no use: it ends, and is started again."""
-        while self._receiver.healthy and not self._sequences.stuck.done():
-            await asyncio.sleep(RECEIVER_CHECK_S)
-        raise RuntimeError(self._sequences.stuck.result() if self._receiver.healthy else "the KV receiver ended")
+    async def _watch(self) -> None:
+        """A worker whose transfers cannot be fenced ends, and is started again."""
+        raise RuntimeError(await asyncio.shield(self._sequences.stuck))
 
     async def _begin(self, stream_id: str, entry: Entry) -> None:
         if not isinstance(entry, worker_pb2.Reservation):
@@ -107,7 +103,7 @@ class DecodeWorker:
             decode_worker=self._context.worker_id,
             decode_incarnation=self._context.incarnation,
             transfer_address=self.transfer_address,
-            kv_layout_hash=self._endpoint.layout_hash,
+            kv_layout_hash=self._kv.peer.layout_hash,
             num_cached_blocks=reservation.num_cached_tokens // self._context.settings.block_size,
             num_prompt_blocks=reservation.num_prompt_blocks,
         )

@@ -1,6 +1,7 @@
 """The sequences of a prefill worker. One of them:
 
 1 link      to the ticket's decode worker, open already or opened now
+  fetch     what another worker has more of it in its cache, where the gateway names one
 2 queue     until the engine's scheduler takes the prompt up
 3 compute   in chunks; each layer of each chunk is pushed as it is computed
 4 commit    the first token is sampled: it goes to the decode worker behind the KV, and to the caller
@@ -11,7 +12,7 @@ Whatever ends it earlier aborts the push, which releases the landing, and takes 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from services.prefill.push import TracedPush
 from tandem.engine import Engine, Request, SequenceOutput
 from tandem.spans import TRUNCATED
 from tandem.transfer import Link, LinkPeer, TransferError
-from tandem.worker import Added, Ended, EnginePort, Event, SequenceFailed
+from tandem.worker import Added, Ended, EnginePort, Event, Holder, KVFetcher, LinkTo, SequenceFailed
 
 tracer = trace.get_tracer("tandem.prefill")
 
@@ -47,22 +48,25 @@ class Prefilled:
     transfer_bytes: int
     transport: str
     refused_transports: dict[str, str]
+    fetched_tokens: int = 0
 
 
 class PrefillSequences:
-    """`link_to` opens links; `payload` is what the decode worker gets of the first token; `now` works on any thread."""
+    """`link_to` opens links; `fetcher` brings KV from other caches. `payload` is what the decode worker gets of the
+    first token; `now` works on any thread."""
 
     def __init__(
         self,
         engine: EnginePort,
-        link_to: Callable[[LinkPeer, str], Awaitable[Link]],
+        link_to: LinkTo,
+        fetcher: KVFetcher,
         *,
         payload: Callable[[SequenceOutput], bytes],
         now: Callable[[], float],
         worker_id: str,
         metrics: TransferMetrics,
     ) -> None:
-        self._engine, self._link_to = engine, link_to
+        self._engine, self._link_to, self._fetcher = engine, link_to, fetcher
         self._payload, self._now, self._worker_id = payload, now, worker_id
         self._metrics = metrics
         self._computing: dict[str, asyncio.Future[SequenceOutput]] = {}
@@ -78,7 +82,9 @@ class PrefillSequences:
         """Ids of the pushes that are not committed yet."""
         return set(self._pushing)
 
-    async def prefill(self, request: Request, ticket: Ticket, timeout_s: float) -> Prefilled:
+    async def prefill(
+        self, request: Request, ticket: Ticket, timeout_s: float, holder: Holder | None = None
+    ) -> Prefilled:
         """
         Raises:
             SequenceFailed
@@ -87,7 +93,7 @@ class PrefillSequences:
             span.set_attribute("tandem.worker", self._worker_id)
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._prefill(request, ticket, timeout_s, span)
+                    return await self._prefill(request, ticket, timeout_s, holder, span)
             except TimeoutError:
                 raise SequenceFailed("DEADLINE_EXCEEDED", "the request's deadline passed in prefill") from None
             except TransferError as error:
@@ -107,7 +113,9 @@ class PrefillSequences:
             elif isinstance(event, Ended) and event.error:
                 computed.set_exception(event.error)
 
-    async def _prefill(self, request: Request, ticket: Ticket, timeout_s: float, span: Span) -> Prefilled:
+    async def _prefill(
+        self, request: Request, ticket: Ticket, timeout_s: float, holder: Holder | None, span: Span
+    ) -> Prefilled:
         start = self._now()
         link = await self._linked(ticket)
         push = self._begin(link, ticket, timeout_s, span)
@@ -115,6 +123,7 @@ class PrefillSequences:
         try:
             # The decode worker knows by now that it begins: to read an adapter may take longer than it waits for that.
             await self._engine.prepare(request, timeout_s)
+            fetched = await self._fetcher.fetch(request, holder, timeout_s) if holder else 0
             output = await self._compute(request, ticket, push)
             push.commit(self._payload(output))
         except BaseException as error:
@@ -132,7 +141,7 @@ class PrefillSequences:
                 "prefill.queue_s": computing - start,
             }
         )
-        return Prefilled(output, push.bytes_pushed, link.transport, link.refused)
+        return Prefilled(output, push.bytes_pushed, link.transport, link.refused, fetched)
 
     async def _linked(self, ticket: Ticket) -> Link:
         try:

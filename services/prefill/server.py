@@ -9,45 +9,44 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from services.prefill.links import LinkKeeper, LinkState
 from services.prefill.metrics import TransferMetrics
 from services.prefill.sequences import PrefillSequences, Ticket
 from tandem import rpc
-from tandem.engine import Engine
-from tandem.liveness import Vitals
 from tandem.process import IntegrityReport
-from tandem.registry import ClusterView, Role
-from tandem.transfer import LinkPeer, LocalPeer, Sender, TransferError
+from tandem.registry import Role
+from tandem.transfer import LinkPeer, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from tandem.worker import Entry, Event, SequenceFailed, Streams, SuspectTurns, WorkerContext, WorkService, conversion
+from tandem.worker import (
+    Entry,
+    Event,
+    Holder,
+    KVLinks,
+    LinkState,
+    SequenceFailed,
+    Streams,
+    SuspectTurns,
+    WorkerContext,
+    WorkService,
+    conversion,
+)
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0
-MIN_ARENA_BYTES, MAX_ARENA_BYTES = 1 << 20, 8 << 20
 
 
 class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     role = Role.PREFILL
-    transfer_address = ""
 
     def __init__(self, context: WorkerContext) -> None:
-        layout = context.engine.layout
-        vitals = Vitals(context.starvation, lambda: self._links.is_sole, lambda: self._links.has_sole_peer)
-        self._sender = Sender(
-            LocalPeer(LinkPeer(context.worker_id, context.incarnation, layout.hash), context.ports.secret, vitals),
-            transports=context.settings.kv_transports,
-            runtime=context.ports.links,
-            arena_bytes=_arena_bytes(context.engine),
-        )
-        self._secret, self._block_size = context.ports.secret, layout.block_size
-        self._engine = context.ports.engine
-        self._view = ClusterView(context.ports.registry)
-        self._links = LinkKeeper(self._sender, self._view, layout.hash, context.renew_lease)
+        self._kv = KVLinks(context, self.role, context.renew_lease)
+        self._links, self.transfer_address = self._kv.keeper, self._kv.address
+        self._secret, self._block_size = context.ports.secret, context.engine.layout.block_size
         self._metrics = metrics = TransferMetrics(context.metrics, context.labels(self.role))
         metrics.watch_links(self._links.states)
         self._sequences = PrefillSequences(
             context.ports.engine,
             self._links.link_to,
+            self._kv.fetcher,
             payload=conversion.first_token,
             now=context.ports.links.driver.now,
             worker_id=context.worker_id,
@@ -61,7 +60,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self.servicers: Sequence[rpc.Servicer] = [work.servicer, probe]
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._view.run(), self._links.keep()]
+        return self._kv.tasks()
 
     def linked(self) -> tuple[str, ...]:
         return self._links.linked()
@@ -76,7 +75,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         return self._sequences.request_ids()
 
     def check_integrity(self) -> IntegrityReport:
-        return self._sender.check_integrity(self._sequences.transfer_ids())
+        return self._kv.check_integrity(self._sequences.transfer_ids(), set())
 
     def end_streams(self) -> None:
         self._streams.end_all()
@@ -86,7 +85,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def close(self) -> None:
         self._streams.close()
-        self._sender.close()
+        await self._kv.close()
 
     async def _begin(self, stream_id: str, entry: Entry) -> None:
         if not isinstance(entry, worker_pb2.Prefill):
@@ -106,12 +105,14 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         )
         timeout_s = entry.sequence.timeout_ms / 1000
         sequence = conversion.request_of(entry.sequence)
-        done = await self._sequences.prefill(sequence, ticket, timeout_s)
+        holder = Holder.of(entry.holder, entry.ticket.kv_layout_hash) if entry.HasField("holder") else None
+        done = await self._sequences.prefill(sequence, ticket, timeout_s, holder)
         answer = worker_pb2.Prefilled(
             output=conversion.output_to_proto(done.output),
             transfer_bytes=done.transfer_bytes,
             transport=done.transport,
             refused_transports=done.refused_transports,
+            fetched_tokens=done.fetched_tokens,
         )
         self._streams.prefilled(stream_id, answer)
 
@@ -144,9 +145,3 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             transport=link.transport if link else "", carrier=link.carrier if link else "", refused=state.refused,
             bytes=moved.num_bytes, transfers=moved.transfers, busy_s=moved.busy_s, failures=moved.failures,
         )  # fmt: skip
-
-
-def _arena_bytes(engine: Engine) -> int:
-    """Bytes of KV that a link may have under way: never more than the cache that it comes from."""
-    cache = sum(layer.nbytes for layer in engine.kv_cache)
-    return min(max(cache, MIN_ARENA_BYTES), MAX_ARENA_BYTES)

@@ -56,10 +56,11 @@ ALONE: AbstractContextManager[None] = nullcontext()
 class Engine:
     """Loads a model and runs sequences on it.
 
-    `layout` names the KV bytes, `kv_cache[layer]` holds them, `model_config` describes the model. Raises ValueError
-    naming what in the config or the checkpoint is wrong. `on_progress` is called while weights load; `sleep` is how a
-    null engine spends its steps' time, and `now` how any engine measures them. `grammars` and `adapters`, None where it
-    takes none, may be used by any thread. `crash_page` says at any time what it is at.
+    `layout` names the KV bytes, `kv_cache[layer]` holds them, `moving` are blocks on their way to or from other caches,
+    `model_config` describes the model. Raises ValueError naming what in the config or the checkpoint is wrong.
+    `on_progress` is called while weights load; `sleep` is how a null engine spends its steps' time, and `now` how any
+    engine measures them. `grammars` and `adapters`, None where it takes none, may be used by any thread. `crash_page`
+    says at any time what it is at.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Engine:
             parts.proposers, self._scheduler, self.model_config.max_model_len, now, jump_forward=config.jump_forward
         )
         config.speculative.check(self._speculator.methods)
-        self._speculative, self._now = config.speculative, now
+        self._speculative, self._now, self.moving = config.speculative, now, self._blocks.moving
         self._live: dict[str, Sequence] = {}
         self._num_arrived = self._num_computed = self._num_written = self._num_aborted = self._num_aborted_blocks = 0
         self._lengths = AnswerLengths(config.likely_answer)

@@ -227,9 +227,8 @@ class Registry:
         try:
             status, why, *chosen = await self._batcher.call(("select", (reservation, *asked)))
             if status == "ok":
-                fallback = Fallback(chosen[0]) if chosen[0] else None
                 places = [await self._place(*chosen[i : i + 3]) for i in range(1, len(chosen), 3)]
-                return Route.of(places[1] if len(places) == 2 else None, places[0], reservation, why, fallback)
+                return Route.of(places, reservation, why, Fallback(chosen[0]) if chosen[0] else None)
         except BaseException:
             self._abandon_later(reservation)
             raise

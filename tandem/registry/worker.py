@@ -128,25 +128,31 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The workers of one request. `prefill` is None if the decode worker prefills the prompt itself."""
+    """The workers of one request. `prefill` is None if the decode worker prefills the prompt itself; `holder` has more
+    of the prompt cached than the prefill worker, which had better fetch that than compute it."""
 
-    prefill: Place | None
     decode: Place
+    prefill: Place | None
+    holder: Place | None
     reservation_id: str
     reason: str
     fallback: Fallback | None  # None: it went the way it should
 
     @classmethod
-    def of(
-        cls, prefill: Place | None, decode: Place, reservation_id: str, why: str, fallback: Fallback | None
-    ) -> Route:
-        """Its reason says the path, the cached tokens and why."""
+    def of(cls, places: Sequence[Place], reservation_id: str, why: str, fallback: Fallback | None) -> Route:
+        """`places`: to decode, to prefill if that is another, to fetch from if there is one.
+
+        Its reason says the path, the cached tokens and why.
+        """
+        decode, (prefill, holder) = places[0], [*places[1:], None, None][:2]
         if prefill is None:
             reason = f"local prefill: {why}; {decode.cached_tokens} prompt tokens cached at decode"
         else:
             cached = f"{prefill.cached_tokens} prompt tokens cached there, {decode.cached_tokens} at decode"
+            if holder is not None:
+                cached += f", {holder.cached_tokens} to be had from {holder.info.worker_id}"
             reason = f"remote prefill: {cached}; {why}"
-        return cls(prefill, decode, reservation_id, reason, fallback)
+        return cls(decode, prefill, holder, reservation_id, reason, fallback)
 
 
 T = TypeVar("T", WorkerInfo, WorkerLoad)

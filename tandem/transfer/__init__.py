@@ -19,6 +19,7 @@ Frames name logical blocks; only the receiver knows where they lie. Nothing beco
 """
 
 from tandem.transfer.protocol.endpoint import LinkPeer, LocalPeer, TransferError
+from tandem.transfer.protocol.wire import Fetch, KVSource
 from tandem.transfer.runtime.link import Link, Push
 from tandem.transfer.runtime.link_runtime import LinkRuntime
 from tandem.transfer.runtime.receiver import Receiver
@@ -29,6 +30,8 @@ from tandem.transfer.transports.memory import MemoryNetwork
 from tandem.transfer.transports.tcp import SocketNetwork
 
 __all__ = [
+    "Fetch",
+    "KVSource",
     "Link",
     "LinkPeer",
     "LinkRuntime",

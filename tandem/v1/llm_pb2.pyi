@@ -356,7 +356,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Path(_message.Message):
-    __slots__ = ("kind", "prefill_worker", "decode_worker", "transfer_bytes", "transport", "reason", "migrated", "refused_transports")
+    __slots__ = ("kind", "prefill_worker", "decode_worker", "transfer_bytes", "transport", "reason", "migrated", "refused_transports", "fetched_tokens", "fetched_from")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Path.Kind]
@@ -380,6 +380,8 @@ class Path(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     MIGRATED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FROM_FIELD_NUMBER: _ClassVar[int]
     kind: Path.Kind
     prefill_worker: str
     decode_worker: str
@@ -388,7 +390,9 @@ class Path(_message.Message):
     reason: str
     migrated: int
     refused_transports: _containers.ScalarMap[str, str]
-    def __init__(self, kind: _Optional[_Union[Path.Kind, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., migrated: _Optional[int] = ..., refused_transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    fetched_tokens: int
+    fetched_from: str
+    def __init__(self, kind: _Optional[_Union[Path.Kind, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., migrated: _Optional[int] = ..., refused_transports: _Optional[_Mapping[str, str]] = ..., fetched_tokens: _Optional[int] = ..., fetched_from: _Optional[str] = ...) -> None: ...
 
 class GenerateUnaryRequest(_message.Message):
     __slots__ = ("generate",)

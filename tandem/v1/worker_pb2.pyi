@@ -64,15 +64,27 @@ class Reserved(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., ticket: _Optional[_Union[LandingTicket, _Mapping]] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("sequence", "ticket")
+    __slots__ = ("sequence", "ticket", "holder")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     sequence: SequenceSpec
     ticket: LandingTicket
-    def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., ticket: _Optional[_Union[LandingTicket, _Mapping]] = ...) -> None: ...
+    holder: CacheHolder
+    def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., ticket: _Optional[_Union[LandingTicket, _Mapping]] = ..., holder: _Optional[_Union[CacheHolder, _Mapping]] = ...) -> None: ...
+
+class CacheHolder(_message.Message):
+    __slots__ = ("worker", "incarnation", "transfer_address")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    transfer_address: str
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., transfer_address: _Optional[str] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("output", "transfer_bytes", "transport", "refused_transports")
+    __slots__ = ("output", "transfer_bytes", "transport", "refused_transports", "fetched_tokens")
     class RefusedTransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,11 +96,13 @@ class Prefilled(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     output: SequenceOutput
     transfer_bytes: int
     transport: str
     refused_transports: _containers.ScalarMap[str, str]
-    def __init__(self, output: _Optional[_Union[SequenceOutput, _Mapping]] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., refused_transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    fetched_tokens: int
+    def __init__(self, output: _Optional[_Union[SequenceOutput, _Mapping]] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., refused_transports: _Optional[_Mapping[str, str]] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
     __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant", "speculative", "num_prior_tokens", "adapter", "trace_context", "itl_target_ms", "choice_id", "alone_until")

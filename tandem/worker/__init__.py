@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tandem.worker.engine_port import Added, Ended, EngineDied, EnginePort, EngineStuck, Event
     from tandem.worker.engine_thread import EngineThread
     from tandem.worker.errors import SequenceFailed
+    from tandem.worker.fetching import Holder, KVFetcher, LinkTo
+    from tandem.worker.kv_links import KVLinks
+    from tandem.worker.links import LinkState
     from tandem.worker.process import process_ports, run_measured, run_worker, tuned_by
     from tandem.worker.streams import Streams
     from tandem.worker.suspects import SuspectTurns
@@ -31,7 +34,12 @@ __all__ = [
     "EngineThread",
     "Entry",
     "Event",
+    "Holder",
     "InlineEngine",
+    "KVFetcher",
+    "KVLinks",
+    "LinkState",
+    "LinkTo",
     "RunningServer",
     "SequenceFailed",
     "Streams",
@@ -56,6 +64,9 @@ _WITH_TORCH = {
     "engine_port": ("Added", "Ended", "EngineDied", "EnginePort", "EngineStuck", "Event"),
     "engine_thread": ("EngineThread",),
     "errors": ("SequenceFailed",),
+    "fetching": ("Holder", "KVFetcher", "LinkTo"),
+    "kv_links": ("KVLinks",),
+    "links": ("LinkState",),
     "process": ("process_ports", "run_measured", "run_worker", "tuned_by"),
     "streams": ("Streams",),
     "suspects": ("SuspectTurns",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 
 import structlog
@@ -19,6 +20,8 @@ from tandem.registry import Registry, RegistryUnavailable, StaleIncarnation
 from tandem.worker.engine_port import EnginePort
 
 EVERY_S = 0.25
+# Sooner where an answer has ended, for the next turn of its conversation may come at once; but not more often.
+SOON_S = 0.02
 # Blocks in one call: neither Redis nor a gateway that follows should be kept long by one.
 BATCH = 1024
 log = structlog.get_logger(__name__)
@@ -29,6 +32,7 @@ class BlockPublisher:
         self._engine = engine
         self._registry = registry
         self._owner = (worker_id, incarnation)
+        self._ended = asyncio.Event()
         self._held: set[bytes] = set()
         self._stored: set[bytes] = set()
         self._removed: set[bytes] = set()
@@ -42,7 +46,15 @@ class BlockPublisher:
         while True:
             self.note(await self._engine.call(lambda engine: engine.take_block_events()))
             await self.publish()
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(SOON_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S - SOON_S):
+                    await self._ended.wait()
+            self._ended.clear()
+
+    def sequences_ended(self) -> None:
+        """Publish soon: what they leave in the cache may be asked for."""
+        self._ended.set()
 
     def note(self, events: Iterable[BlockStored | BlockRemoved]) -> None:
         for event in events:

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -21,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem import rpc
 from tandem.containment import RAISED, death_of
-from tandem.engine import Engine
+from tandem.engine import Engine, SequenceOutput
 from tandem.liveness import Starvation, no_pressure
 from tandem.process import IntegrityReport, RunningSettings, telemetry
 from tandem.registry import LiveWorker, Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
@@ -243,7 +244,7 @@ class Worker:
             registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again,
             starvation=self._starvation.now, is_gone=self._ports.is_gone,
         )  # fmt: skip
-        self._ports.engine.start(self._service.on_events, self._fail)
+        self._ports.engine.start(partial(self._on_events, publisher), self._fail)
         life = (
             self._lease.hold(), self._announce(server), self._publish(publisher), self._watch_engine(),
             self._starvation.run(), self._running.run(), *self._service.tasks(),
@@ -252,6 +253,11 @@ class Worker:
         for task in tasks:
             task.add_done_callback(self._task_ended)
         return tasks
+
+    def _on_events(self, publisher: BlockPublisher, events: Sequence[Event]) -> None:
+        self._service.on_events(events)
+        if any(isinstance(event, SequenceOutput) and event.finished for event in events):
+            publisher.sequences_ended()
 
     async def _announce(self, server: RunningServer) -> None:
         """Healthy once registered, or linked, and gateways of another release are gone; not while draining."""

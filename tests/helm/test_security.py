@@ -85,6 +85,7 @@ EDGES = {
     ("gateway", 8000): {ANYONE},
     ("gateway", 50051): {ANYONE},
     ("prefill", 50061): {"gateway", "doctor"},
+    ("prefill", 50062): {"decode"},
     ("prefill", 9090): {ANYONE},
     ("decode", 50061): {"gateway", "doctor"},
     ("decode", 50062): {"prefill"},

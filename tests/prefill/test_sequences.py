@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from services.prefill.sequences import Prefilled, PrefillSequences, Ticket
 from tandem.adapters import AdapterRef
 from tandem.engine import EngineConfig, Request, SamplingParams, SequenceOutput, StepTime
 from tandem.transfer import Link, LinkPeer, LocalPeer, Receiver, Sender, TransferError
-from tandem.worker import InlineEngine, SequenceFailed
+from tandem.worker import Holder, InlineEngine, KVFetcher, SequenceFailed
 from tests.spans import attributes, catalogued, seen
 
 BLOCKS, BLOCK, PROMPT = 16, 16, 8 * 16
@@ -44,10 +45,12 @@ class Prefill:
             on_abort=lambda code, reason: self.ends.append(f"{transfer_id}: {code}"),
         )  # fmt: skip
 
-    async def run(self, name: str, timeout_s: float = 60.0, lora: AdapterRef | None = None) -> Prefilled:
+    async def run(
+        self, name: str, timeout_s: float = 60.0, lora: AdapterRef | None = None, holder: Holder | None = None
+    ) -> Prefilled:
         ticket = Ticket(f"t-{name}", self.receiver.identity, self.receiver.address, 0, PROMPT // BLOCK)
         request = Request(name, [len(name)] * PROMPT, SamplingParams(max_tokens=8, temperature=0), lora=lora)
-        return await self.sequences.prefill(request, ticket, timeout_s)
+        return await self.sequences.prefill(request, ticket, timeout_s, holder)
 
     async def reads(self) -> None:
         """Until a first chunk is read, and pushed."""
@@ -98,10 +101,11 @@ async def prefill(demo_model: Path) -> AsyncIterator[Prefill]:
             raise ValueError("this token is in no message")
         return made.payload
 
+    fetcher = KVFetcher(engine, receiver, link_to, address=receiver.address, new_id=lambda: uuid4().hex)
     registry = CollectorRegistry()
     metrics = TransferMetrics(registry, ("demo", "prefill", "prefill-0"))
     sequences = PrefillSequences(
-        engine, link_to, payload=payload, now=loop.time, worker_id="prefill-0", metrics=metrics
+        engine, link_to, fetcher, payload=payload, now=loop.time, worker_id="prefill-0", metrics=metrics
     )
     made = Prefill(engine, sequences, receiver, registry)
     engine.start(sequences.on_events, lambda error: None)
@@ -222,13 +226,15 @@ async def test_the_catalogue_says_what_a_prefill_worker_records(
     monkeypatch.setattr(Link, "carrier", "NET/Socket")
     monkeypatch.setattr(Link, "refused", {"shm": "another host"})
     prefill.expect("t-a")
-    await prefill.run("a")
+    nobody = Holder(LinkPeer("decode-1", "d-1", prefill.receiver.identity.layout_hash), "127.0.0.1:1")
+    await prefill.run("a", holder=nobody)
     async with asyncio.timeout(60):
-        while len(spans.get_finished_spans()) < 2:
+        while len(spans.get_finished_spans()) < 3:
             await asyncio.sleep(0.01)
     expected = catalogued("prefill")
     assert seen(spans.get_finished_spans(), *expected) == expected
-    assert all("tandem.truncated" not in attributes(span) for span in spans.get_finished_spans())
+    cut_off = [span.name for span in spans.get_finished_spans() if "tandem.truncated" in attributes(span)]
+    assert cut_off == ["kv.fetch"]
     assert [attributes(span)["prefill.tokens"] for span in spans.get_finished_spans() if span.name == "prefill"] == [
         PROMPT
     ]

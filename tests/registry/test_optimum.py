@@ -92,7 +92,8 @@ class Costs:
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
         _, read_at_decode = leveled(decodes, lambda load: per(load.prefill_tokens_per_s), 1 / 8192)
         self.token_s, self.usual = leveled(prefills, lambda load: per(load.prefill_tokens_per_s), read_at_decode)
-        self.moved_s, _ = leveled(prefills, lambda load: per(load.transfer_tokens_per_s), 1 / 32768)
+        self.moved_s, self.usual_moved = leveled(prefills, lambda load: per(load.transfer_tokens_per_s), 1 / 32768)
+        self.holders = self.most_of_each_layout(workers)
         busy = sum(self.queue(p) > 0 for p in prefills) / max(len(prefills), 1)
         self.behind = wanted.policy == "auto" and all(self.queue(p) > 0 for p in prefills)
         self.own_work = 16 if wanted.policy == "auto" else 1 + 15 * busy**2
@@ -106,6 +107,25 @@ class Costs:
 
     def uncached(self, worker: LiveWorker) -> int:
         return self.wanted.prompt_tokens - BLOCK_SIZE * self.wanted.hits.get(worker.info.worker_id, 0)
+
+    def most_of_each_layout(self, workers: list[LiveWorker]) -> dict[str, LiveWorker]:
+        """Draining ones, too; of equals the oldest."""
+        hits, found = self.wanted.hits, dict[str, LiveWorker]()
+        usable = (w for w in workers if not w.load.stuck and w.info.worker_id not in self.wanted.exclude)
+        decodes = (w for w in usable if w.info.role is Role.DECODE and hits.get(w.info.worker_id))
+        for worker in sorted(decodes, key=lambda w: (-hits[w.info.worker_id], int(w.generation))):
+            found.setdefault(worker.info.layout_hash, worker)
+        return found
+
+    def fetched(self, p: LiveWorker, token_s: float) -> tuple[int, float]:
+        """Tokens that it had better fetch than compute, all but the last, and the seconds that takes."""
+        holder, whole = self.holders.get(p.info.layout_hash), (self.wanted.prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        if holder is None:
+            return 0, 0.0
+        cached = self.wanted.prompt_tokens - self.uncached(p)
+        tokens = min(whole, BLOCK_SIZE * self.wanted.hits[holder.info.worker_id]) - cached
+        seconds = 0.001 + tokens * (per(holder.load.transfer_tokens_per_s) or self.usual_moved)
+        return (tokens, seconds) if tokens > 0 and seconds < tokens * token_s else (0, 0.0)
 
     def queue(self, worker: LiveWorker) -> int:
         return max(worker.reserved_tokens, worker.load.queued_tokens)
@@ -125,10 +145,11 @@ class Costs:
         return 16 * (late_s + self.wanted.prompt_tokens * self.usual) if late_s > 0 else 0.0
 
     def pair(self, p: LiveWorker, d: LiveWorker) -> float:
-        tokens = max(self.uncached(p), 1)
         token_s = self.token_s[p.info.worker_id]
+        fetched, fetching_s = self.fetched(p, token_s)
+        tokens = max(self.uncached(p) - fetched, 1)
         one_more = of_one(token_s, self.usual) + (self.own_work - 1) * self.usual
-        waiting = self.queue(p) * token_s
+        waiting = self.queue(p) * token_s + fetching_s
         reading = waiting + tokens * one_more + self.late(waiting + tokens * token_s)
         moving = self.uncached(d) * self.moved_s[p.info.worker_id]
         return reading + STUCK_S * p.load.stuck + moving + self.writing(d)
@@ -162,6 +183,13 @@ class Costs:
         if policy == "auto" and pairs:
             return min(remote + 0.002, local)
         return remote if pairs or policy == "require" else local
+
+    def holder_of(self, route: Route, workers: list[LiveWorker]) -> str | None:
+        if route.prefill is None:
+            return None
+        p = next(worker for worker in workers if worker.info.worker_id == route.prefill.info.worker_id)
+        fetched, _ = self.fetched(p, self.token_s[p.info.worker_id])
+        return self.holders[p.info.layout_hash].info.worker_id if fetched else None
 
     def of(self, route: Route, workers: list[LiveWorker]) -> float:
         by_id = {worker.info.worker_id: worker for worker in workers}
@@ -225,6 +253,7 @@ async def check(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: l
             own_work = costs.own_work if route.prefill else 16
             within = best + 0.5 * BLOCK_SIZE * own_work * costs.usual  # less than half a block's hit is no difference
             assert best * (1 - 1e-9) <= costs.of(route, workers) <= within * (1 + 1e-9)
+            assert costs.holder_of(route, workers) == (route.holder and route.holder.info.worker_id)
     assert (await registry.check_integrity()).violations == ()
     await registry.close()
 

@@ -455,22 +455,22 @@ async def test_auto_takes_what_costs_less(
     ("held", "prefill", "decode", "path"),
     [
         (3, {}, {}, "local"),
-        (1, {}, {}, "local"),
+        (1, {}, {}, "remote"),
         (0, {}, {}, "remote"),
-        (3, {}, {"queued_tokens": 100}, "local"),
+        (3, {}, {"queued_tokens": 100}, "remote"),
         (3, {}, {"queued_tokens": 100, "num_running": 4}, "remote"),
         (3, {}, {"queued_tokens": 300}, "remote"),
         (3, {"queued_tokens": 6000}, {"queued_tokens": 300}, "local"),
-        (3, {}, {"prefill_tokens_per_s": 5000.0}, "local"),
+        (3, {}, {"prefill_tokens_per_s": 5000.0}, "remote"),
         (3, {}, {"prefill_tokens_per_s": 2500.0}, "remote"),
-        (3, {"prefill_tokens_per_s": 4000.0}, {"prefill_tokens_per_s": 2500.0}, "local"),
+        (3, {"prefill_tokens_per_s": 4000.0}, {"prefill_tokens_per_s": 2500.0}, "remote"),
     ],
     ids=[
         "3 of 4 blocks", "1 of 4", "none", "and reads another prompt", "which pauses others too", "and a long one",
         "as does prefill", "and reads half as fast", "a quarter", "and so does prefill, nearly",
     ],
 )  # fmt: skip
-async def test_a_prefix_at_decode_is_weighed_against_reading_it_again_at_prefill(
+async def test_a_prefix_at_decode_is_weighed_against_having_it_sent_to_prefill(
     registry: Registry, held: int, prefill: dict[str, Any], decode: dict[str, Any], path: str
 ) -> None:
     reason = await auto(registry, {"d0": held}, {**FAST, **prefill}, {**FAST, "step_s": 0.004, **decode})
@@ -536,7 +536,7 @@ async def test_a_step_that_seemed_slow_does_not_outweigh_a_hit(registry: Registr
 
 async def test_auto_says_what_both_ways_cost(registry: Registry) -> None:
     reason = await auto(registry, {"d0": 4}, SLOW, {**FAST, "num_running": 1})
-    assert reason == "local prefill: cheapest: 205 ms, remote 4301; 64 prompt tokens cached at decode"
+    assert reason == "local prefill: cheapest: 205 ms, remote 1231; 64 prompt tokens cached at decode"
 
 
 async def test_workers_that_differ_by_noise_alone_take_turns_when_nothing_waits(registry: Registry) -> None:

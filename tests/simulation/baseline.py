@@ -12,7 +12,7 @@ from services.decode.server import DecodeWorker
 from services.gateway.integrity import check_gateway
 from services.gateway.server import Gateway
 from tandem.registry import Registry
-from tandem.worker import Worker
+from tandem.worker import KVLinks, Worker
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.world import Process
 
@@ -47,17 +47,21 @@ async def registry_leftovers(registry: Registry) -> list[str]:
 
 def orphans(cluster: SimulatedCluster) -> list[str]:
     """One line for each transfer that could still be written to blocks that its sequence has released."""
-    services = [w._service for name, w in cluster.workers.items() if cluster.processes[name].alive]
+    services: list[Any] = [w._service for name, w in cluster.workers.items() if cluster.processes[name].alive]
     found: list[str] = []
     for service in services:
+        links: KVLinks = service._kv
+        expected = links.fetcher.transfer_ids()
         if isinstance(service, DecodeWorker):
-            outlived = service._receiver._landings.table.live.keys() - service._sequences.transfer_ids()
-            found += [f"transfer {name} outlives its sequence" for name in sorted(outlived)]
+            expected |= service._sequences.transfer_ids()
+        outlived = links.receiver._landings.table.live.keys() - expected
+        found += [f"transfer {name} outlives its sequence" for name in sorted(outlived)]
     return found
 
 
 def _worker(worker: Worker) -> Iterator[str]:
     engine, service = worker.context.engine, worker._service
+    links: KVLinks = service._kv  # type: ignore[attr-defined]
     try:
         engine.check_integrity()
     except AssertionError as error:
@@ -71,10 +75,11 @@ def _worker(worker: Worker) -> Iterator[str]:
     yield from service.check_integrity().violations
     if service.num_running():
         yield f"{service.num_running()} sequences run"
-    if isinstance(service, DecodeWorker):
-        landings = service._receiver._landings.table
-        if landings.live or landings.ending:
-            yield f"transfers expected: {sorted(landings.live)}, ending: {sorted(landings.ending)}"
+    landings = links.receiver._landings.table
+    if landings.live or landings.ending:
+        yield f"transfers expected: {sorted(landings.live)}, ending: {sorted(landings.ending)}"
+    if links.lender.num_lending or links.fetcher.transfer_ids():
+        yield f"{links.lender.num_lending} fetches are served, {len(links.fetcher.transfer_ids())} under way"
 
 
 def _gateway(gateway: Gateway) -> Iterator[str]:

@@ -131,7 +131,7 @@ class SimulatedCluster:
         self.servers: dict[Process, list[SimulatedServer]] = {}
         # Processes that ended by themselves, and the exception they ended with.
         self.exits: list[tuple[str, BaseException | None]] = []
-        # What becomes of each KV message that a prefill worker sends.
+        # What becomes of each KV message that a worker sends.
         self.spoil: Spoil | None = None
         self.crashes = Crashes(world, self.registry_of, self.shape.launched)
         self._settings = settings
@@ -233,7 +233,7 @@ class SimulatedCluster:
             registry=self._registry(process, settings.registry_wait_s),
             serve=self._serve(process),
             links=LinkRuntime(
-                KVNetwork(self.network, process, self._spoiled if name[0] == "p" else None),
+                KVNetwork(self.network, process, self._spoiled),
                 LoopDriver(process),
                 lambda: self._ids.getrandbits(63),
             ),

@@ -67,9 +67,10 @@ def damage_payload(message: LinkMessage) -> None:
     devices = [fd for fd in os.listdir("/proc/self/fd") if "memfd:fake-device" in _target(fd)]
     if buffers:
         next(iter(buffers.values())).view[offset] ^= 1
-    elif file := devices or fds:
-        byte = os.pread(int(file[0]), 1, offset)
-        os.pwrite(int(file[0]), bytes([byte[0] ^ 1]), offset)
+    elif files := devices or fds:
+        for file in {os.fstat(int(fd)).st_ino: int(fd) for fd in files}.values():  # each link's memory, once
+            byte = os.pread(file, 1, offset)
+            os.pwrite(file, bytes([byte[0] ^ 1]), offset)
     else:
         fake_nccl.damage_next.append("payload")
 

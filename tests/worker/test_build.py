@@ -248,8 +248,8 @@ async def test_a_sequence_that_no_request_accounts_for_is_named(demo_model: Path
         async with running(settings, DecodeWorker) as worker:
             while not worker.ready.is_set():
                 await asyncio.sleep(0.01)
-            assert await findings() == [(True, "0 blocks, 0 kv_links, 0 sequences, 0 transfers")]
+            assert await findings() == [(True, "0 blocks, 0 kv_links, 0 sequences, 0 slots, 0 transfers")]
             request, engine = Request("lost", [1] * 20, SamplingParams(max_tokens=4)), worker.context.ports.engine
             await engine.call(lambda engine: engine.reserve(request))
-            held = "2 blocks, 0 kv_links, 1 sequences, 0 transfers"
+            held = "2 blocks, 0 kv_links, 1 sequences, 0 slots, 0 transfers"
             assert await findings() == [(False, f"{held}; lost: in the engine, but no request's")]

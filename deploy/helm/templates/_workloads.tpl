@@ -22,8 +22,7 @@ Each file of templates/ makes one kind of object of each of them.
   {{- $_ := set $parts .name true -}}
   {{- if not (hasKey $models .model) }}{{ fail (printf "pools: %s: model %q is the id of none of `models`" .name .model) }}{{ end -}}
   {{- $block := mergeOverwrite (deepCopy $.Values.workers) (deepCopy .) -}}
-  {{- $ports := list (dict "name" "grpc" "port" 50061) (dict "name" "health" "port" 8081) (dict "name" "metrics" "port" 9090) -}}
-  {{- if eq .role "decode" }}{{ $ports = append $ports (dict "name" "kv" "port" 50062) }}{{ end -}}
+  {{- $ports := list (dict "name" "grpc" "port" 50061) (dict "name" "health" "port" 8081) (dict "name" "metrics" "port" 9090) (dict "name" "kv" "port" 50062) -}}
   {{- $items = append $items (dict "part" .name "component" .role "block" $block "model" (get $models .model) "ports" $ports) -}}
 {{- end -}}
 {{- $ports := list (dict "name" "grpc" "port" 50052) (dict "name" "health" "port" 8081) (dict "name" "metrics" "port" 9090) -}}

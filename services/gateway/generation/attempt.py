@@ -188,7 +188,8 @@ class Attempt:
             self.span = span
             span.set_attribute("tandem.worker", prefill.info.worker_id)
             await prefill.stream.wait_open(self._deadline)
-            reply = prefill.stream.prefill(worker_pb2.Prefill(sequence=self._asked(span), ticket=ticket))
+            asked = worker_pb2.Prefill(sequence=self._asked(span), ticket=ticket, holder=self._holder())
+            reply = prefill.stream.prefill(asked)
             try:
                 response: worker_pb2.Prefilled = await mailbox.answered(reply)
             except WorkerLost as error:
@@ -199,14 +200,20 @@ class Attempt:
             finally:
                 if not reply.done():
                     self._abort(prefill, mailbox)
-            self._choice.path.transfer_bytes += response.transfer_bytes
-            self._choice.path.transport = response.transport
-            self._choice.path.refused_transports.update(response.refused_transports)
+            self._note_prefilled(response)
             span.set_attribute("kv.transfer.bytes", response.transfer_bytes)
         tokens = mailbox.accept(response.output)
         assert self._route is not None
         self._note_progress(self._route, mailbox, tokens)
         return tokens
+
+    def _holder(self) -> worker_pb2.CacheHolder | None:
+        if self._route is None or self._route.holder is None:
+            return None
+        info = self._route.holder.info
+        return worker_pb2.CacheHolder(
+            worker=info.worker_id, incarnation=info.incarnation, transfer_address=info.transfer_address
+        )
 
     def _abort(self, connection: WorkerConnection, mailbox: Mailbox) -> None:
         self._aborts[connection.stream.abort(mailbox.request_id)] = connection.info.worker_id
@@ -275,6 +282,15 @@ class Attempt:
             path.kind = llm_pb2.Path.KIND_REMOTE_PREFILL
             path.prefill_worker = route.prefill.info.worker_id
 
+    def _note_prefilled(self, response: worker_pb2.Prefilled) -> None:
+        path = self._choice.path
+        path.transfer_bytes += response.transfer_bytes
+        path.transport = response.transport
+        path.refused_transports.update(response.refused_transports)
+        path.fetched_tokens = response.fetched_tokens
+        if response.fetched_tokens and self._route and self._route.holder:
+            path.fetched_from = self._route.holder.info.worker_id
+
     def _note_decoded(self, span: Span) -> None:
         mailbox, is_over = self._mailbox, self._choice.finish_reason or self._choice.text.finish_reason
         span.set_attribute("decode.tokens", mailbox.next_index - self._sequence.num_prior_tokens if mailbox else 0)
@@ -284,7 +300,7 @@ class Attempt:
     def _note_progress(self, route: Route, mailbox: Mailbox, new: Tokens) -> None:
         num_prior, choice = self._sequence.num_prior_tokens, self._choice
         if not num_prior:
-            choice.num_cached_tokens = mailbox.num_cached_tokens
+            choice.num_cached_tokens = mailbox.num_cached_tokens or 0
         choice.finish_reason = mailbox.finish_reason
         choice.written += new.ids
         if mailbox.next_index - num_prior == len(new.ids) and not mailbox.finish_reason:  # whose end releases all

@@ -286,6 +286,8 @@ def _path(choice: Choice) -> dict[str, Any]:
         "accepted_tokens": choice.num_accepted_tokens,
         "transfer_bytes": path.transfer_bytes,
         "transport": path.transport or None,
+        "fetched_tokens": path.fetched_tokens,
+        "fetched_from": path.fetched_from or None,
         "reason": path.reason,
         "migrated": path.migrated,
     }

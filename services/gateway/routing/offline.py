@@ -63,13 +63,13 @@ class OfflineRouter:
 
         if pairs:
             prefill, decode = min(pairs, key=lambda pair: (_stuck(*pair), work(pair[0], OWN_WORK) + work(pair[1], 1)))
-            return Route.of(place(prefill), place(decode), "", reason, fallback)
+            return Route.of([place(decode), place(prefill)], "", reason, fallback)
         if not self._may_be_local:
             raise Unavailable(
                 f"no linked prefill worker of model {self._model.name} in the last view", code="no_workers"
             )
         decode = min(decodes, key=lambda decode: (_stuck(decode), work(decode, OWN_WORK)))
-        return Route.of(None, place(decode), "", f"no linked pair; {reason}", fallback)
+        return Route.of([place(decode)], "", f"no linked pair; {reason}", fallback)
 
 
 def _places(route: Route) -> list[Place]:

@@ -51,7 +51,8 @@ class Mailbox:
     def __init__(self, request_id: str, worker_id: str, next_index: int = 0) -> None:
         self.request_id = request_id
         self.next_index = next_index
-        self.num_cached_tokens = self.num_proposed_tokens = self.num_accepted_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
         self.batch_size, self.kv_usage = 0, 0.0  # of the decode worker, when it began
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
         self.error: GatewayError | None = None  # why the sequence has failed
@@ -149,8 +150,8 @@ class Mailbox:
 
     def _new(self, output: worker_pb2.SequenceOutput, num_seen: int) -> Tokens:
         # Each field is read once, and only where it may be set: reading one costs as much as all that is done with it.
-        if num_cached := output.num_cached_tokens:
-            self.num_cached_tokens = max(self.num_cached_tokens, num_cached)
+        if self.num_cached_tokens is None:  # only of who computed the first token: it prefilled the prompt
+            self.num_cached_tokens = output.num_cached_tokens
         if num_proposed := output.num_proposed_tokens:
             self.num_proposed_tokens = max(self.num_proposed_tokens, num_proposed)
             self.num_accepted_tokens = max(self.num_accepted_tokens, output.num_accepted_tokens)

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.engine.scheduling.block_pool import BlockPool
+from tandem.engine.scheduling.moving_blocks import MovingBlocks
 from tandem.engine.scheduling.sequence import BlockUser, Sequence
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class SequenceBlocks:
 
     def __init__(self, pool: BlockPool, swap: SwapSpace, *, block_size: int, prefix_caching: bool) -> None:
         self._pool, self._swap, self._block_size, self._prefix_caching = pool, swap, block_size, prefix_caching
+        self.moving = MovingBlocks(pool, prefix_caching)
         self.lent: list[tuple[BlockUser, list[int]]] = []  # blocks of sequences that have left, which others still use
         self._copies: Copies = []
 
@@ -193,5 +195,6 @@ class SequenceBlocks:
             assert seq.num_computed_tokens <= room, f"{seq.request_id}: KV for more tokens than it has blocks"
             needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
             assert len(seq.block_table) <= needed, f"{seq.request_id}: more blocks than its tokens need"
-        self._pool.check_integrity([*(seq.block_table for seq in live), *(blocks for _, blocks in self.lent)])
+        lent = [blocks for _, blocks in self.lent]
+        self._pool.check_integrity([*(seq.block_table for seq in live), *lent, *self.moving.tables()])
         self._swap.check_integrity(seq.swapped_blocks for seq in live)

@@ -1,6 +1,7 @@
 -- What a request costs on each worker: seconds of waiting, its own and others'. select.lua weighs these.
 --
 --   prefill p    queue + own prefill                          work waiting there, and the prompt less p's hit
+--   or fetch h   what h has more of the prompt than p, at h's rate of moving, where that is quicker than computing it
 --   move p -> d  what d lacks / p's rate of moving
 --   decode d     how full it is, in steps of its own length; what the request adds, in steps of about the usual one
 --   alone on d   queue + own prefill on d, and how it pauses every sequence that runs there
@@ -28,6 +29,8 @@ local NOMINAL_STEP_S = 1 / 64
 local NOISE_BLOCKS = 0.5
 -- Two workers to call instead of one.
 local TWO_CALLS_S = 0.002
+-- To ask another worker for its blocks, and to hear that they are there.
+local FETCH_S = 0.001
 -- Of a target, as the workers' engines do.
 local PLANNED = 0.9
 -- A second later than the target counts so many times.
@@ -74,11 +77,12 @@ local function index_generations(rows)
   rows.row_of = row_of
 end
 
--- Returns by row, of those that have any of the prompt: its hit in blocks.
-local function hits_on(rows, request)
+-- Returns by row, of those that have any of the prompt: its hit in blocks. `known`: by generation, if not request.hits.
+local function hits_on(rows, request, known)
   local hits, values, kind = {}, rows.values, request.kind
-  if next(request.hits) and not rows.row_of then index_generations(rows) end
-  for generation, blocks in pairs(request.hits) do
+  known = known or request.hits
+  if next(known) and not rows.row_of then index_generations(rows) end
+  for generation, blocks in pairs(known) do
     local i = rows.row_of[generation]
     if i and values[(i - 1) * WIDTH + KIND] == kind then hits[i] = blocks end
   end
@@ -109,8 +113,8 @@ end
 -- workers that have not measured themselves are taken to prefill as decode workers do, which may have: they have the model.
 local function survey_prefills(rows, decodes)
   rows.usual = level(rows, TOKEN_S, mean_of(decodes, TOKEN_S, NOMINAL_TOKEN_S))
-  local _, fastest = level(rows, TRANSFER_S, NOMINAL_TRANSFER_S)
-  rows.fastest = rows.count > 0 and fastest or 0
+  local moving, fastest = level(rows, TRANSFER_S, NOMINAL_TRANSFER_S)
+  rows.moving, rows.fastest = moving, rows.count > 0 and fastest or 0
 end
 
 local function survey_decodes(rows)
@@ -141,25 +145,56 @@ local function of_one(rate, usual)
   return rate - max(-noise, math.min(rate - usual, noise))
 end
 
+-- Of all decode workers, draining ones too, by KV layout: the one that is known to hold most of the prompt.
+local function holders_of(prefills, decodes, request)
+  local holders, values = {}, decodes.values
+  for d, blocks in pairs(hits_on(decodes, request, request.known)) do
+    local at = (d - 1) * WIDTH
+    local holder, generation = holders[values[at + LAYOUT]], values[at + GENERATION]
+    local more = not holder or blocks > holder.blocks or blocks == holder.blocks and generation < holder.generation
+    if more and values[at + STUCK] == 0 and not excludes(request, decodes, d) then
+      local moving = values[at + TRANSFER_S] > 0 and values[at + TRANSFER_S] or prefills.moving
+      holders[values[at + LAYOUT]] = {row = d, blocks = blocks, generation = generation, moving = moving}
+    end
+  end
+  return holders
+end
+
+-- Tokens that a worker with a hit of so many had better fetch from this holder than compute, and the seconds that takes;
+-- the prompt's last one is always computed.
+local function fetched(request, holder, hit, token_s)
+  if not holder then return 0, 0 end
+  local tokens = math.floor(math.min(holder.blocks * request.block_size, request.prompt_tokens - 1) / request.block_size)
+    * request.block_size - hit
+  local seconds = FETCH_S + tokens * holder.moving
+  if tokens <= 0 or seconds >= tokens * token_s then return 0, 0 end
+  return tokens, seconds
+end
+
+-- Sets rows.fetches: by row, the holder that it had better fetch from.
 -- Sets rows.cost: of prefilling the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
 -- hit counts alike wherever that is: else a worker that once seemed a little slower would get hardly anything.
-local function weigh_prefills(rows, request)
+local function weigh_prefills(rows, request, decodes)
   weigh_work(rows, request)
+  local holders, fetches = holders_of(rows, decodes, request), {}
   local costs, able, values, hits = {}, false, rows.values, hits_on(rows, request)
   local prompt, block_size, others_s = request.prompt_tokens, request.block_size, (rows.own_work - 1) * rows.usual
   for p = 1, rows.count do
     local at, cost = (p - 1) * WIDTH, huge
     if prompt <= values[at + TAKES] and not excludes(request, rows, p) then
-      local tokens = max(prompt - (hits[p] or 0) * block_size, 1)
+      local hit, holder = (hits[p] or 0) * block_size, holders[values[at + LAYOUT]]
       local queue, token_s = max(values[at + TOKENS], values[at + QUEUED]), values[at + TOKEN_S]
-      local waiting = queue * token_s + adapting(rows, request, p)
+      local moved, moving_s = fetched(request, holder, hit, token_s)
+      if moved > 0 then fetches[p] = holder end
+      local tokens = max(prompt - hit - moved, 1)
+      local waiting = queue * token_s + adapting(rows, request, p) + moving_s
       cost = waiting + tokens * (of_one(token_s, rows.usual) + others_s) + lateness(request, waiting + tokens * token_s, rows.usual)
         + values[at + STUCK] * STUCK_S
       able = true
     end
     costs[p] = cost
   end
-  rows.cost, rows.hits = costs, hits
+  rows.cost, rows.hits, rows.fetches = costs, hits, fetches
   return able
 end
 

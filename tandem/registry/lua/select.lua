@@ -23,8 +23,8 @@
 --   generations that hold that: 'generation generation …', else '-'; and its targets, to the first token and between
 --   tokens (ms), 0 if none
 -- Returns the epoch; for each release how many parts were released; then for each request: {'ok', why, Fallback or '',
--- decode worker, its generation, its hit (tokens), and the same three of the prefill worker if there is one}, {'none',
--- reason}, {'too large', reason} or {'no link', reason}.
+-- decode worker, its generation, its hit (tokens), the same three of the prefill worker if there is one, and of the worker
+-- that it fetches from if it does}, {'none', reason}, {'too large', reason} or {'no link', reason}.
 local ARGUMENTS = 14
 local REFUSALS = {too_large = 'too large', no_proven_link = 'no link'}
 
@@ -183,7 +183,7 @@ local function choose(prefills, decodes, request)
   if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
   if not weigh_decodes(decodes, request, prefills.fastest) then return nil, why_none(decodes, 'decode', request) end
   if request.policy == 'never' then return best_alone(prefills, decodes, request), 'asked for' end
-  local can_read = weigh_prefills(prefills, request)
+  local can_read = weigh_prefills(prefills, request, decodes)
   local pair = can_read and best_pair(prefills, decodes, tolerance(prefills, request, prefills.own_work))
   if not pair then
     local why, fallback
@@ -226,8 +226,8 @@ local function note_chosen(worker, turn)
   worker.rows.values[worker.at + CHOSEN] = turn
 end
 
-local function reserve(request, reader, decode)
-  hold(request, 'tokens', reader, max(request.prompt_tokens - reader.hit, 1))
+local function reserve(request, reader, decode, holder)
+  hold(request, 'tokens', reader, max(request.prompt_tokens - max(reader.hit, holder and holder.hit or 0), 1))
   hold(request, 'blocks', decode, blocks_on(decode.rows.values, decode.at, request))
   redis.call('HSET', key('reservation', request.reservation), 'tokens', reader.id, 'blocks', decode.id)
   redis.call('ZADD', key('reservations'), now + request.ttl, request.reservation)
@@ -246,17 +246,24 @@ end
 
 local function route(request, turn)
   local prefills, decodes = pools(request.model)
+  request.known = {}  -- as add_expected changes hits
+  for generation, blocks in pairs(request.hits) do request.known[generation] = blocks end
   add_expected(prefills, decodes, request)
   local best, why, fallback = choose(prefills, decodes, request)
   if not best then return {REFUSALS[fallback] or 'none', why} end
   local decode = place(decodes, best.decode, request)
   local prefill = best.prefill and place(prefills, best.prefill, request)
-  reserve(request, prefill or decode, decode)
+  local fetch = prefill and prefills.fetches[best.prefill]
+  local holder = fetch and place(decodes, fetch.row, request)
+  if holder then holder.hit = fetch.blocks * request.block_size end
+  reserve(request, prefill or decode, decode, holder)
   note_chosen(decode, turn)
   if prefill then note_chosen(prefill, turn) end
   expect(request, (prefill or decode).generation, decode.generation)
   local answer = {'ok', why, fallback or '', decode.id, decode.generation, decode.hit}
-  if prefill then answer[7], answer[8], answer[9] = prefill.id, prefill.generation, prefill.hit end
+  for _, part in ipairs({prefill or nil, holder or nil}) do
+    for _, said in ipairs({part.id, part.generation, part.hit}) do answer[#answer + 1] = said end
+  end
   return answer
 end
 

@@ -43,6 +43,7 @@ class LandingLink(Protocol):
 class Landing:
     """One expected transfer. It has ended once `payload` (committed) or `error` (aborted) is set, or `cancelled`.
 
+    may_be_less: its sender says how many of the blocks it has, from the first on.
     sender: the only incarnation that may send it; empty where any may. begin_by: when that sender has to have begun.
     fences: resolve once it is no longer `busy`.
     """
@@ -55,6 +56,7 @@ class Landing:
     on_abort: Callable[[str, str], None]
     sender: str = ""
     begin_by: float = math.inf
+    may_be_less: bool = False
     overtaken: bool = False  # its sender has opened a newer link, and may have begun it on an older one
     coverage: Coverage | None = None
     link: LandingLink | None = None

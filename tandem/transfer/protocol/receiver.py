@@ -29,6 +29,7 @@ from tandem.transfer.protocol.wire import (
     WHOLE,
     Begin,
     Failure,
+    Fetch,
     Hello,
     Kind,
     LinkMessage,
@@ -60,7 +61,7 @@ class ReceiverProtocol:
     """One link. `accept` chooses its transport by the HELLO: which, and why not those the sender likes better.
 
     `outbox`: what to write to the peer. `read`: messages whose payloads have been read, or never will be. `ended`: this
-    link's transfers to report.
+    link's transfers to report. `fetches`: what the peer asks for.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ReceiverProtocol:
         self.outbox: deque[LinkMessage] = deque()
         self.ended: deque[Landing] = deque()
         self.read: list[LinkMessage] = []
+        self.fetches: deque[Fetch] = deque()
         self.hello: Hello | None = None
         self.side: ReceiveSide | None = None
         self._nonce, self._version = nonce, OLDEST
@@ -236,6 +238,8 @@ class ReceiverProtocol:
                 self._side.opened(bytes(message.body))
             case Kind.BEGIN:
                 self._begin(message)
+            case Kind.FETCH:
+                self.fetches.append(parse(Fetch, message.body))
             case Kind.COMMIT if landing:
                 self._commit(landing, bytes(message.body), now)
             case Kind.COMMIT:
@@ -256,7 +260,10 @@ class ReceiverProtocol:
             return
         landing.link, landing.handle = self, handle
         self._bound[handle] = landing
-        expected = (landing.first_block, len(landing.block_ids) - landing.first_block, self.shape.num_layers)
+        num_blocks = len(landing.block_ids) - landing.first_block
+        if landing.may_be_less:
+            num_blocks = min(begin.num_blocks, num_blocks)
+        expected = (landing.first_block, num_blocks, self.shape.num_layers)
         landing.coverage = Coverage(*expected)
         if (begin.first_block, begin.num_blocks, begin.num_layers) != expected:
             have = f"first_block {begin.first_block}, num_blocks {begin.num_blocks}, num_layers {begin.num_layers}"

@@ -27,6 +27,7 @@ from tandem.transfer.protocol.wire import (
     Bytes,
     Checksum,
     Failure,
+    Fetch,
     Hello,
     Kind,
     KVSource,
@@ -162,6 +163,13 @@ class SenderProtocol:
         outgoing.bytes_sent += payload.length
         self.outbox.append(message)
         self._complete(outgoing)
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Asks the receiver for cached blocks. What comes of it is seen where they are to land."""
+        self.opened()
+        if self._version < VERSION:
+            raise TransferError("FAILED_PRECONDITION", f"{self.remote} does not know FETCH: its wire version is older")
+        self._send(Kind.FETCH, 0, fetch.packed())
 
     def probe(self, payload: Payload) -> int:
         """Queues a probe; `probed[handle]` will say whether the receiver saw the same bytes."""

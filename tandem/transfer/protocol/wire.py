@@ -14,7 +14,7 @@ speaks; from WELCOME on a link has the newest that both do.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xxhash import xxh3_64_intdigest
 
+from tandem.block_hash import HASH_BYTES
 from tandem.liveness import Liveness, Vitals
 from tandem.security import ClusterSecret
 from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
@@ -30,6 +31,7 @@ MAGIC = b"TDKV"
 VERSION, OLDEST = 6, 5
 INLINE = 2**64 - 1
 MAX_CONTROL_BYTES = 1 << 20
+MAX_FETCHED_BLOCKS = 1 << 14  # as many names as a message holds
 
 _FIELDS = {5: struct.Struct("<4sBBBxQQIIIIQQ"), 6: struct.Struct("<4sBBBxQQIIIIQQBxHHHHHH2x")}
 _SUM = struct.Struct("<Q")
@@ -56,6 +58,7 @@ class Kind(IntEnum):
     PING = 12
     PONG = 13
     OPEN = 14  # what the sender's transport says to the receiver's, where it says anything: ahead of its payloads
+    FETCH = 15  # the receiver is asked to push cached blocks, over a link of its own; since version 6
 
 
 PAYLOAD_KINDS = frozenset({Kind.PROBE, Kind.FRAME})
@@ -224,6 +227,29 @@ class Begin(ControlBody):
     first_block: int
     num_blocks: int
     num_layers: int
+
+
+class Fetch(ControlBody):
+    """Asks for blocks of these names (hexadecimal, all in one), up to the first that is not cached, as blocks 0, 1 … of
+    this transfer to its sender, who is at `address`, within `timeout_ms`."""
+
+    transfer_id: str
+    address: str
+    timeout_ms: int = Field(ge=1)
+    names: str
+
+    @classmethod
+    def of(cls, transfer_id: str, address: str, timeout_s: float, names: Sequence[bytes]) -> Fetch:
+        asked = b"".join(names[:MAX_FETCHED_BLOCKS]).hex()
+        return cls(transfer_id=transfer_id, address=address, timeout_ms=max(1, int(timeout_s * 1000)), names=asked)
+
+    def block_names(self) -> list[bytes]:
+        """Raises TransferError(DATA_LOSS)."""
+        try:
+            data = bytes.fromhex(self.names)
+        except ValueError:
+            raise TransferError("DATA_LOSS", "Fetch: bad names") from None
+        return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
 
 
 WORTH_SAYING_S = 1.0

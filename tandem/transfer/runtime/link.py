@@ -15,7 +15,7 @@ from tandem.process import IntegrityReport
 from tandem.transfer.copy.rows import Rows, Source
 from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 from tandem.transfer.protocol.sender import Outgoing
-from tandem.transfer.protocol.wire import KVSource
+from tandem.transfer.protocol.wire import Fetch, KVSource
 from tandem.transfer.runtime.connection import Connection
 from tandem.transfer.runtime.sending_end import SendingEnd
 
@@ -145,6 +145,13 @@ class Link:
         outgoing = self._end.begin(transfer_id, first_block, num_blocks, num_layers, timeout_s, source)
         self._connection.flush()
         return Push(self._end, self._connection, outgoing)
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Asks the other worker to push blocks that it has cached to this one's own receiver. Raises TransferError."""
+        try:
+            self._end.fetch(fetch)
+        finally:
+            self._connection.flush()
 
     def check_integrity(self, accounted: Container[str]) -> IntegrityReport:
         return self._end.check_integrity(accounted)

@@ -21,7 +21,7 @@ from tandem.transfer.protocol.landings import Landing
 from tandem.transfer.protocol.wire import Failure, Kind, control
 from tandem.transfer.runtime.connection import Connection, Watched
 from tandem.transfer.runtime.link_runtime import LinkRuntime
-from tandem.transfer.runtime.receiving_end import ReceivingEnd
+from tandem.transfer.runtime.receiving_end import OnFetch, ReceivingEnd
 from tandem.transfer.runtime.shared_landings import SharedLandings
 from tandem.transfer.transports import make_transports
 from tandem.transfer.transports.base import Stream
@@ -39,7 +39,7 @@ class Receiver:
     """Thread-safe. Callbacks run on its threads and must be short: a link reads nothing while one runs.
 
     kv_cache: one contiguous tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) a layer.
-    max_links: senders beyond these are refused.
+    max_links: senders beyond these are refused. on_fetch: called when a sender asks for cached blocks.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Receiver:
         self._cache = KVCache(kv_cache)
         self._driver, self._new_nonce, self._max_links = runtime.driver, runtime.new_nonce, max_links
         self._landings = SharedLandings()
+        self.on_fetch: OnFetch = lambda peer, fetch: None
         self._connections: dict[Connection, ReceivingEnd] = {}  # the oldest first
         self._closing = False
         self._listener = runtime.network.listen(host, port)
@@ -67,11 +68,13 @@ class Receiver:
     def expect(
         self, transfer_id: str, *, block_ids: Sequence[int], first_block: int, timeout_s: float,
         on_commit: Callable[[bytes, int], None], on_abort: Callable[[str, str], None], sender: str = "",
+        may_be_less: bool = False,
     ) -> None:  # fmt: skip
         """Lets one sender write logical blocks [first_block, len(block_ids)) of the sequence to the cache.
 
         block_ids: physical id of every logical prompt block. timeout_s: to its commit. sender: the one incarnation that
-        may, and has to within BEGIN_SECONDS; its lost link ends the transfer even before. Empty for any.
+        may, and has to within BEGIN_SECONDS; its lost link ends the transfer even before. Empty for any. may_be_less:
+        it may send only the first of these blocks; bytes received say how many.
 
         Exactly one of on_commit(payload, bytes received) and on_abort(code, reason) is called once, unless `cancel`
         comes first; the blocks may be given to another sequence as soon as either begins. Raises ValueError naming the
@@ -81,7 +84,7 @@ class Receiver:
         now = self._driver.now()
         landing = Landing(
             transfer_id, ids, first_block, now + timeout_s, on_commit, on_abort, sender,
-            begin_by=now + BEGIN_SECONDS if sender else math.inf,
+            begin_by=now + BEGIN_SECONDS if sender else math.inf, may_be_less=may_be_less,
         )  # fmt: skip
         with self._landings.lock:
             if self._closing:
@@ -148,7 +151,7 @@ class Receiver:
     def _open(self, stream: Stream) -> None:
         end = ReceivingEnd(
             self._local, self._landings, self._cache, transports=self._transports, nonce=self._new_nonce(),
-            now=self._driver.now,
+            now=self._driver.now, on_fetch=lambda peer, fetch: self.on_fetch(peer, fetch),
         )  # fmt: skip
         connection = Connection(lambda: stream, end, self._driver, f"kv-link-{self.identity.worker_id}")
         self._connections[connection] = end

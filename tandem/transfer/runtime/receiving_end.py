@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tandem.transfer.copy.rows import KVCache
-from tandem.transfer.protocol.endpoint import FrameShape, LocalPeer, TransferError
+from tandem.transfer.protocol.endpoint import FrameShape, LinkPeer, LocalPeer, TransferError
 from tandem.transfer.protocol.receiver import ReceiverProtocol, Write
-from tandem.transfer.protocol.wire import PAYLOAD_KINDS, Hello, Kind, LinkMessage
+from tandem.transfer.protocol.wire import PAYLOAD_KINDS, Fetch, Hello, Kind, LinkMessage
 from tandem.transfer.runtime.connection import POLL_SECONDS, burst
 from tandem.transfer.runtime.shared_landings import SharedLandings
 from tandem.transfer.transports.base import ReceiveSide, Transport, Unusable
 
+OnFetch = Callable[[LinkPeer, Fetch], None]
 # The largest frame a sender may send where no block is larger, and so the memory each tcp link may take.
 MAX_FRAME_BYTES = 4 << 20
 
@@ -24,8 +25,9 @@ class ReceivingEnd:
 
     def __init__(
         self, local: LocalPeer, landings: SharedLandings, cache: KVCache, *, transports: Sequence[Transport],
-        nonce: int, now: Callable[[], float],
+        nonce: int, now: Callable[[], float], on_fetch: OnFetch,
     ) -> None:  # fmt: skip
+        self._on_fetch = on_fetch
         self._landings, self._cache, self._now = landings, cache, now
         self._transports = {transport.name: transport for transport in transports}
         self.max_frame_bytes = max(MAX_FRAME_BYTES, cache.block_bytes)
@@ -124,6 +126,8 @@ class ReceivingEnd:
             self._protocol.side.release(self._protocol.read)
             self._protocol.read.clear()
         self._landings.report(self._protocol.ended)
+        while self._protocol.fetches and self._protocol.hello:
+            self._on_fetch(self._protocol.hello.sender, self._protocol.fetches.popleft())
 
     def _accept(self, hello: Hello) -> tuple[ReceiveSide | None, dict[str, str]]:
         """The first of the sender's transports that works here, and why those before it do not."""

@@ -57,6 +57,7 @@ class Sender:
             link = self._links.get(key)
             if link and (link.healthy or not link.opened.done()):
                 return link.opened
+            self._links = {other: link for other, link in self._links.items() if link.error is None}
             link = self._links[key] = self._new_link(remote, address, timeout_s)
         link.opened.add_done_callback(lambda _opened: self._replace_older(link))
         link.start()

@@ -27,7 +27,7 @@ from tandem.process import IntegrityReport
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
-from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, KVSource, LinkMessage, Welcome
+from tandem.transfer.protocol.wire import MAX_CONTROL_BYTES, Fetch, KVSource, LinkMessage, Welcome
 from tandem.transfer.runtime.connection import POLL_SECONDS, burst
 from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.slots import Slots
@@ -195,6 +195,10 @@ class SendingEnd:
                 transfer_id, first_block=first_block, num_blocks=num_blocks, num_layers=num_layers,
                 deadline=self._driver.now() + timeout_s, source=source,
             )  # fmt: skip
+
+    def fetch(self, fetch: Fetch) -> None:
+        with self._turn() as protocol:
+            protocol.fetch(fetch)
 
     def push(self, outgoing: Outgoing, layer: int, first_block: int, rows: Rows, ids: NDArray[np.int64]) -> None:
         """Copies blocks that fit one slot into one, waiting for it, and queues the frame; blocks on a device, soon."""

@@ -103,7 +103,8 @@ class Run:
         self.schedule = schedule
         self.result = result
         self.faults = Faults(cluster, Random(schedule.seed + 1))
-        self.replies = [Reply() for _ in schedule.requests]
+        # All that was asked, the later turns of conversations behind the first ones.
+        self.asked = [(request, Reply()) for request in schedule.requests]
         self._tokens = tokens
 
     async def play(self) -> None:
@@ -113,9 +114,7 @@ class Run:
         self._look()
         for fault in self.schedule.faults:
             self.faults.plan(fault)
-        tasks = [
-            asyncio.create_task(self._ask(*asked)) for asked in zip(self.schedule.requests, self.replies, strict=True)
-        ]
+        tasks = [asyncio.create_task(self._converse(*asked)) for asked in self.asked]
         await asyncio.gather(*tasks)
         while waiting := [poison.task for poison in self.faults.poisons.values() if not poison.task.done()]:
             await asyncio.wait(waiting)
@@ -136,7 +135,7 @@ class Run:
         self.world.after(LOOK_S, self._look)
 
     def waiting(self) -> str:
-        late = [str(i) for i, reply in enumerate(self.replies) if reply.code is None]
+        late = [str(i) for i, (_, reply) in enumerate(self.asked) if reply.code is None]
         return f"requests without an end: {', '.join(late) or 'none'}"
 
     def _violation(self, text: str) -> None:
@@ -144,8 +143,19 @@ class Run:
 
     # --- requests ---
 
-    async def _ask(self, request: ScheduledRequest, reply: Reply) -> None:
+    async def _converse(self, request: ScheduledRequest, reply: Reply) -> None:
         await asyncio.sleep(request.at_s)
+        await self._ask(request, reply)
+        room = self.schedule.shape.num_blocks * self.schedule.shape.block_size
+        while reply.code is StatusCode.OK and (later := request.next_turn(reply.token_ids)):
+            if len(later.prompt.token_ids) + later.prompt.max_tokens > room:
+                return
+            request, reply = later, Reply()
+            self.asked.append((request, reply))
+            self.result.fired["turn"] += 1
+            await self._ask(request, reply)
+
+    async def _ask(self, request: ScheduledRequest, reply: Reply) -> None:
         task = asyncio.create_task(self.cluster.ask(request.gateway, request.prompt, request.read_pause_s, reply=reply))
         if request.abort:
             await asyncio.sleep(request.abort.at_s)
@@ -161,7 +171,7 @@ class Run:
         self.result.fired["deadline"] += reply.code is StatusCode.DEADLINE_EXCEEDED
 
     def _judge(self) -> None:
-        for request, reply in zip(self.schedule.requests, self.replies, strict=True):
+        for request, reply in self.asked:
             for problem in self._problems(request, reply):
                 self._violation(f"request at {request.at_s} to {request.gateway}: {problem}")
 
@@ -349,4 +359,4 @@ class Run:
 
 def _is_alone(request: ScheduledRequest) -> bool:
     """True if no other request may have left blocks that this one may use."""
-    return request.prompt.cache_salt.startswith("own-")
+    return request.prompt.cache_salt.startswith("own-") and not request.is_later

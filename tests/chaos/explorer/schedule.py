@@ -29,6 +29,7 @@ OF_CLUSTERS = (
 KINDS = (*OF_CLUSTERS, "poison", "log-full")
 CHANCE_OF_POISON, CHANCE_OF_LOG_FULL = 0.2, 0.2
 CHANCE_OF_KIND = 0.3
+CHANCE_OF_TURNS, MOST_TURNS = 0.3, 3
 PRIORITIES = (llm_pb2.PRIORITY_REALTIME, *2 * (llm_pb2.PRIORITY_INTERACTIVE,), llm_pb2.PRIORITY_BATCH)
 
 
@@ -47,6 +48,15 @@ class ScheduledRequest:
     prompt: Prompt
     abort: Moment | None = None
     read_pause_s: float = 0.0
+    turns: tuple[tuple[int, ...], ...] = ()  # what its client says behind each whole answer: the next turn's new tokens
+    is_later: bool = False  # a turn behind another one
+
+    def next_turn(self, answer: Sequence[int]) -> ScheduledRequest | None:
+        """Its prompt is this one's, the answer and what is new."""
+        if not self.turns:
+            return None
+        prompt = replace(self.prompt, token_ids=(*self.prompt.token_ids, *answer, *self.turns[0]), timeout_s=None)
+        return replace(self, prompt=prompt, abort=None, turns=self.turns[1:], is_later=True)
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,14 @@ def schedule_of(seed: int, kinds: Sequence[str] = (), shapes: Sequence[ClusterSh
         faults.append(_fault(random, "poison", shape))
     if not kinds and random.random() < CHANCE_OF_LOG_FULL:
         faults.append(_fault(random, "log-full", shape))
-    return Schedule(seed, shape, requests, tuple(faults))
+    return Schedule(seed, shape, _with_turns(Random(f"{seed} turns"), requests), tuple(faults))
+
+
+def _with_turns(random: Random, requests: tuple[ScheduledRequest, ...]) -> tuple[ScheduledRequest, ...]:
+    """Some of them begin conversations."""
+    said = [random.randint(1, MOST_TURNS) if random.random() < CHANCE_OF_TURNS else 0 for _ in requests]
+    turns = [tuple(tuple(random.choices(range(3, VOCABULARY), k=random.randint(1, 6))) for _ in range(n)) for n in said]
+    return tuple(replace(request, turns=more) for request, more in zip(requests, turns, strict=True))
 
 
 def names(shape: ClusterShape) -> list[str]:

@@ -13,9 +13,10 @@ from services.decode.sequences import DecodeSequences
 from services.gateway.admission import Admission
 from services.gateway.generation.migration import Migration
 from services.gateway.workers.stream import WorkerStream
-from services.prefill.links import LinkKeeper
 from tandem.engine.kv.swap import SwapSpace
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.worker.fetching import KVFetcher
+from tandem.worker.links import LinkKeeper
 
 
 def _goes_on_waiting(queue: BlockQueue, _: object) -> bool:
@@ -34,6 +35,7 @@ WAITS: dict[str, tuple[type, str, Callable[..., bool]]] = {
     "a link": (LinkKeeper, "_opening_link", _always),
     "a stream": (WorkerStream, "wait_open", lambda stream, _: not stream.open.is_set()),
     "a fence": (DecodeSequences, "_fence", _always),
+    "KV of another cache": (KVFetcher, "_landed", _always),
     "another worker": (Migration, "lost", _always),
     "any worker": (Migration, "pause", lambda migration, *_: migration.first_loss is not None),
     "a preempted one's seat": (Scheduler, "_preempt", _always),

@@ -13,11 +13,11 @@ import pytest
 import structlog
 import torch
 
-from services.prefill.links import LinkKeeper
 from tandem.liveness.silence import Liveness
 from tandem.local import RedisServer
 from tandem.registry import ClusterView, Registry, Role, WorkerInfo, WorkerLoad
 from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender, TransferError
+from tandem.worker.links import LinkKeeper
 
 LAYOUT = "layout-a"
 HEAL_S = 60.0  # by far longer than it takes
@@ -74,7 +74,7 @@ async def pool(request: pytest.FixtureRequest, redis_server: RedisServer) -> Asy
     registry = Registry.connect(redis_server.url, namespace=uuid4().hex, timeout=30.0)
     sender, changes = Sender(LocalPeer(LinkPeer("prefill-0", "p-1", LAYOUT))), list[tuple[str, ...]]()
     view = ClusterView(registry)
-    keeper = LinkKeeper(sender, view, LAYOUT, lambda: changes.append(keeper.linked()))
+    keeper = LinkKeeper(sender, view, LAYOUT, Role.DECODE, lambda: changes.append(keeper.linked()))
     pool = LinkPool(registry, keeper, changes)
     tasks = [
         asyncio.create_task(task) for task in (view.run(), keeper.keep(grace_s=getattr(request, "param", GRACE_S)))
@@ -142,7 +142,7 @@ async def test_another_layout_is_refused_with_the_reason(pool: LinkPool) -> None
 
 
 async def test_a_silent_worker_holds_up_no_other(pool: LinkPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.prefill.links.OPEN_TIMEOUT_S", 2 * HEAL_S)
+    monkeypatch.setattr("tandem.worker.links.OPEN_TIMEOUT_S", 2 * HEAL_S)
     with nobody() as silent:
         await pool.register("decode-0", "d-0", f"127.0.0.1:{silent.getsockname()[1]}")
         await within(HEAL_S, lambda: pool.keeper.peer("decode-0") is not None)
@@ -156,7 +156,7 @@ async def test_a_worker_that_does_not_answer_is_gone_and_no_deadline_has_passed(
     pool: LinkPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a request would end with it, where it should go on elsewhere."""
-    monkeypatch.setattr("services.prefill.links.OPEN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("tandem.worker.links.OPEN_TIMEOUT_S", 0.3)
     with nobody() as silent:
         for address in (f"127.0.0.1:{silent.getsockname()[1]}", "192.0.2.1:9"):  # the latter is routed nowhere
             with pytest.raises(TransferError) as failed:

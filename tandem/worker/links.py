@@ -1,10 +1,10 @@
-"""Links to every decode worker, kept by one task.
+"""Links to every worker of the other role, kept by one task.
 
-    decode worker appears in the view     --> open (handshake, warm, probe) --> its incarnation is published as linked
+    a worker appears in the view          --> open (handshake, warm, probe) --> its incarnation is published as linked
     the link dies, or it started again    --> close, unpublish
     its lease is gone and the link works  --> keep for `grace_s`: it beat late, or Redis has lost its memory
 
-A push that finds no link opens it itself, so a decode worker restarted a moment ago serves its first request.
+A push that finds no link opens it itself, so a worker restarted a moment ago serves its first request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """A decode worker, the healthy link to it, and why there is none."""
+    """A worker of the other role, the healthy link to it, and why there is none."""
 
     peer: WorkerInfo
     link: Link | None
@@ -35,10 +35,15 @@ class LinkState:
 
 
 class LinkKeeper:
-    def __init__(self, sender: Sender, view: ClusterView, layout_hash: str, changed: Callable[[], None]) -> None:
+    """`others`: the role of the workers that are linked to."""
+
+    def __init__(
+        self, sender: Sender, view: ClusterView, layout_hash: str, others: Role, changed: Callable[[], None]
+    ) -> None:
         self._sender = sender
         self._view = view
         self._layout_hash = layout_hash
+        self._others = others
         self._changed = changed
         self._peers: dict[str, WorkerInfo] = {}
         self._absent_since: dict[str, float] = {}
@@ -49,15 +54,15 @@ class LinkKeeper:
         self.is_sole = self.has_sole_peer = False
 
     def linked(self) -> tuple[str, ...]:
-        """Incarnations of the decode workers with a healthy link."""
+        """Incarnations of those with a healthy link."""
         return self._published
 
     def states(self) -> dict[str, bool]:
-        """Decode workers that are known, and if there is a healthy link to each. From any thread."""
+        """Those that are known, and if there is a healthy link to each. From any thread."""
         return {state.peer.worker_id: state.link is not None for state in self.report()}
 
     def report(self) -> list[LinkState]:
-        """Decode workers that are known, by name; not those whose KV is another's, as another model's is."""
+        """Those that are known, by name; not those whose KV is another's, as another model's is."""
         known = sorted((name, info) for name, info in self._peers.items() if info.layout_hash == self._layout_hash)
         return [
             LinkState(info, self._sender.link(name, info.incarnation), self._refused.get(info.incarnation, ""))
@@ -107,20 +112,21 @@ class LinkKeeper:
             link = task.result()
             slow = "NET/Socket" in link.carrier  # NCCL without its fast paths
             (log.warning if slow else log.info)(
-                "linked", decode_worker=remote.worker_id, transport=link.transport, carrier=link.carrier,
+                "linked", to=remote.worker_id, transport=link.transport, carrier=link.carrier,
                 refused=link.refused,
             )  # fmt: skip
             self._refused.pop(remote.incarnation, None)
         elif self._refused.get(remote.incarnation) != str(error):
             if any(info.incarnation == remote.incarnation for info in self._peers.values()):
                 self._refused[remote.incarnation] = str(error)
-            log.warning("no link", decode_worker=remote.worker_id, reason=str(error))
+            log.warning("no link", to=remote.worker_id, reason=str(error))
         self._publish()
 
     def _follow(self, workers: list[LiveWorker], grace_s: float) -> None:
-        live = {w.info.worker_id: w.info for w in workers if w.info.role is Role.DECODE}
-        roles = [worker.info.role for worker in workers if worker.info.layout_hash == self._layout_hash]
-        self.is_sole, self.has_sole_peer = (roles.count(role) <= 1 for role in (Role.PREFILL, Role.DECODE))
+        # One of an older version takes no links as a prefill worker.
+        live = {w.info.worker_id: w.info for w in workers if w.info.role is self._others and w.info.transfer_address}
+        mine = [w.info.role is not self._others for w in workers if w.info.layout_hash == self._layout_hash]
+        self.is_sole, self.has_sole_peer = mine.count(True) <= 1, mine.count(False) <= 1
         grace_s = MOST_S if not live else grace_s
         gone = [info for name, info in self._peers.items() if name not in live]
         spared = {info.worker_id: info for info in gone if self._is_spared(info, grace_s)}
@@ -149,7 +155,7 @@ class LinkKeeper:
             self._refused[info.incarnation] = "KV layout"
             log.warning(
                 "no link: KV layouts differ",
-                decode_worker=info.worker_id,
+                to=info.worker_id,
                 theirs=info.layout_hash,
                 ours=self._layout_hash,
             )

@@ -1,0 +1,288 @@
+"""Cached KV from worker to worker: any fetches from any, by the links and fences of every other transfer.
+
+    fetcher  room for what its cache lacks of a prompt ── FETCH, by its link to the holder ──> lender
+    lender   holds what it has cached of it while it pushes that, by its own link to the fetcher: BEGIN, FRAMEs, COMMIT
+    fetcher  committed: all of it was verified, and its cache has it ──> else it is fenced, and the blocks are released
+
+A fetch only ever saves work: whatever goes wrong, the prompt is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import structlog
+from opentelemetry import trace
+
+from tandem.block_hash import block_hashes, root_hash
+from tandem.engine import Engine, Request
+from tandem.process import WorkThreads
+from tandem.spans import TRUNCATED
+from tandem.transfer import Fetch, KVSource, Link, LinkPeer, TransferError
+from tandem.v1 import worker_pb2
+from tandem.worker.engine_port import EngineDied, EnginePort, Event
+
+# A fetch takes milliseconds: who waits for longer had better compute.
+FETCH_S = 1.0
+OPEN_TIMEOUT_S = 1.5
+# A transfer that cannot be fenced keeps its blocks: the worker then ends, and is started again.
+FENCE_WAIT_S = 10.0
+# Beyond so many at once the askers compute.
+MAX_LENT = 32
+LENDING_THREADS = 2
+
+log = structlog.get_logger(__name__)
+tracer = trace.get_tracer("tandem.worker")
+T = TypeVar("T")
+LinkTo = Callable[[LinkPeer, str], Awaitable[Link]]
+
+
+class KVLandings(Protocol):
+    """The part of a Receiver that fetches use. Callbacks may come on any thread."""
+
+    def expect(
+        self, transfer_id: str, *, block_ids: Sequence[int], first_block: int, timeout_s: float,
+        on_commit: Callable[[bytes, int], None], on_abort: Callable[[str, str], None], sender: str = "",
+        may_be_less: bool = False,
+    ) -> None: ...  # fmt: skip
+
+    def cancel(self, transfer_id: str) -> Future[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker whose cache has more of a prompt."""
+
+    peer: LinkPeer
+    address: str
+
+    @classmethod
+    def of(cls, holder: worker_pb2.CacheHolder, layout_hash: str) -> Holder:
+        return cls(LinkPeer(holder.worker, holder.incarnation, layout_hash), holder.transfer_address)
+
+
+class KVFetcher:
+    """Completes this worker's cache. `address`: where its own receiver is reached. `stuck`: why it cannot go on."""
+
+    def __init__(
+        self, engine: EnginePort, receiver: KVLandings, link_to: LinkTo, *, address: str, new_id: Callable[[], str]
+    ) -> None:
+        self._engine, self._receiver, self._link_to = engine, receiver, link_to
+        self._address, self._new_id = address, new_id
+        self._under_way: set[str] = set()
+        self.stuck = ""
+
+    def transfer_ids(self) -> set[str]:
+        return set(self._under_way)
+
+    async def fetch(self, request: Request, holder: Holder, timeout_s: float) -> int:
+        """How many of the prompt's tokens were fetched; none where that did not come about."""
+        chain, transfer_id = self._chain(request), self._new_id()
+        with tracer.start_as_current_span("kv.fetch") as span:
+            room = await _at_once(self._engine, transfer_id, lambda engine: _expect(engine, transfer_id, chain))
+            num_blocks = 0
+            if room is not None:
+                num_blocks = await self._landed(transfer_id, chain, room, holder, min(timeout_s, FETCH_S))
+            span.set_attributes(
+                {
+                    "kv.transfer.peer": holder.peer.worker_id,
+                    "kv.transfer.peer_incarnation": holder.peer.incarnation,
+                    "kv.transfer.blocks": num_blocks,
+                    "kv.transfer.bytes": num_blocks * self._block_bytes,
+                }
+            )
+            if not num_blocks:
+                span.set_attribute(TRUNCATED, True)
+        return num_blocks * self._engine.engine.layout.block_size
+
+    async def _landed(
+        self, transfer_id: str, chain: Sequence[bytes], room: tuple[int, list[int]], holder: Holder, timeout_s: float
+    ) -> int:
+        """So many of the blocks have come, and are in the cache."""
+        num_cached, block_ids = room
+        num_blocks, why = 0, ""
+        loop = asyncio.get_running_loop()
+        landed: asyncio.Future[tuple[int, str]] = loop.create_future()
+        self._under_way.add(transfer_id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._receiver.expect(
+                    transfer_id, block_ids=block_ids, first_block=0, timeout_s=timeout_s,
+                    on_commit=lambda payload, num_bytes: _soon(loop, _settle, landed, num_bytes, ""),
+                    on_abort=lambda code, reason: _soon(loop, _settle, landed, 0, f"{code}: {reason}"),
+                    sender=holder.peer.incarnation, may_be_less=True,
+                )  # fmt: skip
+                link = await self._link_to(holder.peer, holder.address)
+                link.fetch(Fetch.of(transfer_id, self._address, timeout_s, chain[1 + num_cached :]))
+                num_bytes, why = await landed
+                num_blocks = num_bytes // self._block_bytes
+        except TimeoutError:
+            why = f"it has not come in {timeout_s} s"
+        except TransferError as error:
+            why = str(error)
+        finally:
+            if landed.done() and not landed.cancelled():  # nothing is written any more
+                self._end(transfer_id, num_cached, num_blocks)
+            else:
+                fence = self._receiver.cancel(transfer_id)
+                fence.add_done_callback(lambda done: self._end(transfer_id, num_cached, 0))
+                loop.call_later(FENCE_WAIT_S, self._look_at_fence, transfer_id)
+        if not num_blocks:
+            log.info("not fetched", holder=holder.peer.worker_id, reason=why or "it has none of it")
+        return num_blocks
+
+    def _end(self, transfer_id: str, num_cached: int, num_blocks: int) -> None:
+        """Nothing is written to its blocks any more. On any thread."""
+
+        def end(engine: Engine) -> Sequence[Event]:
+            engine.moving.land(transfer_id, num_cached, num_blocks)
+            return ()
+
+        self._under_way.discard(transfer_id)
+        self._engine.submit(transfer_id, end)
+
+    def _look_at_fence(self, transfer_id: str) -> None:
+        if transfer_id in self._under_way:
+            self.stuck = f"transfer {transfer_id} is still being written after {FENCE_WAIT_S} s"
+
+    def _chain(self, request: Request) -> list[bytes]:
+        """Root and names of the prompt's blocks, but that of its last token, which is computed."""
+        layout, lora = self._engine.engine.layout, request.lora.revision if request.lora else ""
+        root = root_hash(layout.model, layout.revision, lora, request.cache_salt)
+        return [root, *block_hashes(root, request.token_ids[:-1], layout.block_size)]
+
+    @property
+    def _block_bytes(self) -> int:
+        layout = self._engine.engine.layout
+        return layout.block_bytes * layout.num_layers
+
+
+class KVLender:
+    """Pushes what others ask of this worker's cache. `concurrent`: on threads, for a push may wait for its link."""
+
+    def __init__(
+        self, engine: EnginePort, link_to: LinkTo, *, new_id: Callable[[], str], now: Callable[[], float],
+        concurrent: bool,
+    ) -> None:  # fmt: skip
+        self._engine, self._link_to, self._new_id, self._now = engine, link_to, new_id, now
+        self._loop = asyncio.get_running_loop()
+        self._threads = WorkThreads("kv-lend", LENDING_THREADS) if concurrent else None
+        self._lending: dict[str, asyncio.Task[None]] = {}
+        self._pushing: set[str] = set()
+        if self._threads:
+            self._threads.start()
+
+    def transfer_ids(self) -> set[str]:
+        """Ids of the pushes that are not committed yet."""
+        return set(self._pushing)
+
+    @property
+    def num_lending(self) -> int:
+        return len(self._lending)
+
+    def asked(self, peer: LinkPeer, fetch: Fetch) -> None:
+        """From any thread."""
+        _soon(self._loop, self._start, peer, fetch)
+
+    async def close(self) -> None:
+        for task in self._lending.values():
+            task.cancel()
+        await asyncio.gather(*self._lending.values(), return_exceptions=True)
+        if self._threads:
+            self._threads.close()
+
+    def _start(self, peer: LinkPeer, fetch: Fetch) -> None:
+        if len(self._lending) >= MAX_LENT:
+            log.info("not lent: too many ask", peer=peer.worker_id)
+            return
+        name = self._new_id()
+        task = self._lending[name] = asyncio.create_task(self._lend(name, peer, fetch))
+        task.add_done_callback(partial(self._lent, name))
+
+    def _lent(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._lending[name]
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, TransferError | TimeoutError | EngineDied):
+            log.info("not lent", reason=str(error) or "it took too long")
+        elif error is not None:
+            log.error("blocks could not be lent", exc_info=error)
+
+    async def _lend(self, name: str, peer: LinkPeer, fetch: Fetch) -> None:
+        names, timeout_s = fetch.block_names(), min(fetch.timeout_ms / 1000, FETCH_S)
+        blocks = await _at_once(self._engine, name, lambda engine: engine.moving.lend(name, names))
+        try:
+            async with asyncio.timeout(timeout_s):
+                link = await self._link_to(peer, fetch.address)
+                await self._push(link, fetch.transfer_id, blocks, timeout_s)
+        finally:
+            _release(self._engine, name)
+
+    async def _push(self, link: Link, transfer_id: str, blocks: Sequence[int], timeout_s: float) -> None:
+        """Until they have been verified there. The blocks may be written again as soon as this returns or raises."""
+        layers = self._engine.engine.kv_cache
+        push = link.begin(
+            transfer_id, first_block=0, num_blocks=len(blocks), num_layers=len(layers), timeout_s=timeout_s,
+            source=KVSource.CACHE,
+        )  # fmt: skip
+        self._pushing.add(transfer_id)
+
+        def push_all() -> Future[None]:
+            for layer, kv in enumerate(layers):
+                if blocks:
+                    push.push(layer, 0, blocks, kv)
+            return push.commit(b"")
+
+        started = self._now()
+        try:
+            pushing = self._threads.run(push_all) if self._threads else None
+            committed = await asyncio.shield(pushing) if pushing else push_all()
+            self._pushing.discard(transfer_id)
+            await asyncio.wrap_future(committed)
+        except BaseException:
+            push.abort("the lender gave it up")
+            if pushing:
+                await asyncio.wait([pushing])  # the abort ends it
+            raise
+        finally:
+            self._pushing.discard(transfer_id)
+        if blocks:
+            self._engine.rates.moved(len(blocks) * self._engine.engine.layout.block_size, self._now() - started)
+
+
+def _expect(engine: Engine, transfer_id: str, chain: Sequence[bytes]) -> tuple[int, list[int]] | None:
+    return engine.moving.expect(transfer_id, chain, engine.stats().num_running)
+
+
+def _release(port: EnginePort, name: str) -> None:
+    def release(engine: Engine) -> Sequence[Event]:
+        engine.moving.release(name)
+        return ()
+
+    port.submit(name, release)
+
+
+async def _at_once(port: EnginePort, name: str, fn: Callable[[Engine], T]) -> T:
+    """Result of `fn`, which takes blocks for `name`: beside a step where that is to be had, for they are free or
+    cached already. A caller that is cancelled gets nothing, and nothing stays taken."""
+    done = port.beside_step(lambda engine: [fn(engine)])
+    if done is not None:
+        return done[0]
+    try:
+        return await port.call(fn)
+    except BaseException:
+        _release(port, name)
+        raise
+
+
+def _settle(landed: asyncio.Future[tuple[int, str]], num_bytes: int, error: str) -> None:
+    if not landed.done():
+        landed.set_result((num_bytes, error))
+
+
+def _soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object) -> None:
+    loop.call_soon_threadsafe(callback, *arguments)

@@ -1,0 +1,81 @@
+"""A worker's KV links, both ways, and what goes over them from cache to cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tandem import rpc
+from tandem.engine import Engine
+from tandem.liveness import Vitals
+from tandem.process import IntegrityReport
+from tandem.registry import ClusterView, Role
+from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender
+from tandem.worker.build import WorkerContext
+from tandem.worker.fetching import KVFetcher, KVLender
+from tandem.worker.links import LinkKeeper
+
+RECEIVER_CHECK_S = 0.5
+MIN_ARENA_BYTES, MAX_ARENA_BYTES = 1 << 20, 8 << 20
+
+
+class KVLinks:
+    """Links to every worker of the other role are kept, and theirs are taken. `changed`: others are linked to now."""
+
+    def __init__(self, context: WorkerContext, role: Role, changed: Callable[[], None]) -> None:
+        settings, ports, engine = context.settings, context.ports, context.engine
+        self.peer = LinkPeer(context.worker_id, context.incarnation, engine.layout.hash)
+        vitals = Vitals(context.starvation, lambda: self.keeper.is_sole, lambda: self.keeper.has_sole_peer)
+        self.sender = Sender(
+            LocalPeer(self.peer, ports.secret, vitals), transports=settings.kv_transports, runtime=ports.links,
+            arena_bytes=_arena_bytes(engine),
+        )  # fmt: skip
+        self.receiver = Receiver(
+            LocalPeer(self.peer, ports.secret, Vitals(context.starvation)), engine.kv_cache, host=settings.host,
+            port=settings.transfer_port, transports=settings.kv_transports, runtime=ports.links,
+        )  # fmt: skip
+        port = self.receiver.address.rpartition(":")[2]
+        self.address = rpc.address(settings.reachable_host(ports.hostname), int(port))
+        self._view = ClusterView(ports.registry)
+        others = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        self.keeper = LinkKeeper(self.sender, self._view, engine.layout.hash, others, changed)
+        self.fetcher = KVFetcher(
+            ports.engine, self.receiver, self.keeper.link_to, address=self.address, new_id=ports.new_id
+        )
+        self.lender = KVLender(
+            ports.engine, self.keeper.link_to, new_id=ports.new_id, now=ports.links.driver.now,
+            concurrent=ports.links.driver.concurrent,
+        )  # fmt: skip
+        self.receiver.on_fetch = self.lender.asked
+
+    def tasks(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._view.run(), self.keeper.keep(), self._watch()]
+
+    def check_integrity(self, pushed: set[str], expected: set[str]) -> IntegrityReport:
+        """`pushed` and `expected`: transfers of sequences."""
+        lent, fetched = self.lender.transfer_ids(), self.fetcher.transfer_ids()
+        sent = self.sender.check_integrity(pushed | lent)
+        received = self.receiver.check_integrity(expected | fetched)
+        held = Counter(sent.held)
+        held.update(received.held)
+        return IntegrityReport(held, sent.violations + received.violations)
+
+    async def close(self) -> None:
+        await self.lender.close()
+        self.sender.close()
+        self.receiver.close()
+
+    async def _watch(self) -> None:
+        """A worker that KV can no longer reach, or whose blocks stay taken, is of no use: it ends, and is started
+        again."""
+        while self.receiver.healthy and not self.fetcher.stuck:
+            await asyncio.sleep(RECEIVER_CHECK_S)
+        raise RuntimeError(self.fetcher.stuck or "the KV receiver ended")
+
+
+def _arena_bytes(engine: Engine) -> int:
+    """Bytes of KV that a link may have under way: never more than the cache that it comes from."""
+    cache = sum(layer.nbytes for layer in engine.kv_cache)
+    return min(max(cache, MIN_ARENA_BYTES), MAX_ARENA_BYTES)
