@@ -22,6 +22,7 @@ from typing import Any
 from grpc import StatusCode
 
 from services.gateway.model.served import ServedModel
+from services.gateway.workers.stream import SUSPECT_S
 from tandem.registry import Registry
 from tandem.v1 import llm_pb2
 from tests.chaos.explorer.faults import SLOWEST_S, Faults
@@ -245,17 +246,27 @@ class Run:
 
     def _judge_patience(self) -> None:
         """Who was only slow is not taken for dead where nobody else could take its place."""
-        shape, kinds = self.schedule.shape, self._kinds()
+        if self._kinds() != {"starve"}:
+            return
+        for at_s, gateway, reason in [(e[0], e[2], e[4]["reason"]) for e in self.world.events if _goes_on(e)]:
+            # A worker cancels the stream of a gateway that itself stood still.
+            if reason.startswith(tuple(self._sole(at_s, gateway))) and "CANCELLED" not in reason:
+                self._violation(f"I8: only slow, and given up: {reason}")
+
+    def _sole(self, at_s: float, gateway: str) -> list[str]:
+        """Those whose place nobody could take then, as logs name them."""
+        shape = self.schedule.shape
         sole = ["worker d0:"] * (shape.decodes == 1)
-        decodes = {name for name in names(shape) if name[0] == "d"}
-        if shape.prefills == 1 and (shape.disaggregation == "require" or decodes <= self.faults.starved):
-            sole.append("worker p0:")  # elsewhere a decode worker that is not slow prefills in its place
-        lost = [e[4]["reason"] for e in self.world.events if e[1] == "log" and e[4]["event"] == "going on elsewhere"]
-        if kinds == {"starve"}:
-            for reason in lost:
-                # A worker cancels the stream of a gateway that itself stood still.
-                if reason.startswith(tuple(sole)) and "CANCELLED" not in reason:
-                    self._violation(f"I8: only slow, and given up: {reason}")
+        if shape.prefills == 1 and (shape.disaggregation == "require" or not self._decode_answers(at_s, gateway)):
+            sole.append("worker p0:")  # elsewhere a decode worker prefills in its place
+        return sole
+
+    def _decode_answers(self, at_s: float, gateway: str) -> bool:
+        """True if the gateway had heard of a decode worker a moment before."""
+        return any(
+            kind == "message" and said[0][0] == "d" and said[1] == gateway and 0 <= at_s - then_s < SUSPECT_S
+            for then_s, kind, *said in self.world.events
+        )
 
     def _is_touched(self, name: str) -> bool:
         return self.faults.touched[name] > 0
@@ -355,6 +366,10 @@ class Run:
                 if ends > before[name][1]:
                     held.append(f"{name}: {ends} connections where {before[name][1]} were")
         return held
+
+
+def _goes_on(event: tuple[Any, ...]) -> bool:
+    return event[1] == "log" and event[4]["event"] == "going on elsewhere"
 
 
 def _is_alone(request: ScheduledRequest) -> bool:
