@@ -269,7 +269,7 @@ def raise_where_the_log_disk_is_full(patch: Patch) -> None:
     patch.setattr(LogOutput, "write", lambda self, text: os.write(self.fileno(), text.encode()))
 
 
-@planted("I1: took", 20, "kill", "kv-drop")
+@planted("I1: took", 60, "kill", "kv-drop")
 def prolong_the_deadline_at_each_migration(patch: Patch) -> None:
     """Its client, and the guard of one that does not read, end it nearly in time."""
     init = Attempt.__init__
