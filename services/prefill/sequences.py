@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
@@ -158,7 +159,8 @@ class PrefillSequences:
             num_layers=self._engine.engine.layout.num_layers,
             timeout_s=timeout_s,
         )
-        return TracedPush(push, link, span, self._engine.rates.moved, self._now, self._metrics)
+        moved = partial(self._engine.rates.moved, link.remote.worker_id)
+        return TracedPush(push, link, span, moved, self._now, self._metrics)
 
     async def _compute(self, request: Request, ticket: Ticket, push: TracedPush) -> SequenceOutput:
         request_id = request.request_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,10 @@ import httpx
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import Field
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from tandem import rpc
 from tandem.checkpoints import described, machine_memory, misfit, weights_bytes
@@ -50,6 +52,7 @@ class Finding:
     what: str
     good: bool
     detail: str
+    link: tuple[str, str, str] | None = None  # prefill worker, decode worker, how fast and how near
 
 
 def main(arguments: list[str]) -> None:
@@ -62,9 +65,21 @@ def main(arguments: list[str]) -> None:
     for finding in findings:
         mark = "[green]ok    [/]" if finding.good else "[red]BROKEN[/]"
         console.print(f"{mark}  {finding.what:<{width}}  {escape(finding.detail)}", soft_wrap=True, highlight=False)
+    if links := [finding.link for finding in findings if finding.link]:
+        console.print(matrix(links))
     broken = [finding.what for finding in findings if not finding.good]
     if broken:
         raise SystemExit(f"broken: {', '.join(broken)}")
+
+
+def matrix(links: Sequence[tuple[str, str, str]]) -> Table:
+    """Bandwidth and distance of each pair: prefill workers down, decode workers across."""
+    found = {(prefill, decode): text for prefill, decode, text in links}
+    decodes = sorted({decode for _, decode in found})
+    table = Table("prefill -> decode", *map(escape, decodes), box=box.SIMPLE)
+    for prefill in sorted({prefill for prefill, _ in found}):
+        table.add_row(escape(prefill), *(found.get((prefill, decode), "no link") for decode in decodes))
+    return table
 
 
 def fit(model: str) -> str:
@@ -191,7 +206,9 @@ async def _pair(prefill: LiveWorker, decode: LiveWorker, settings: DoctorSetting
     transport = f"{answer.transport} ({answer.carrier})" if answer.carrier else answer.transport
     moved = f"{answer.bytes:,} bytes over {transport} and back in {answer.elapsed_us / 1000:.2f} ms"
     refused = "".join(f"; not {name}: {why}" for name, why in answer.refused.items())
-    return Finding(what, True, f"{moved} ({rate:.1f} GB/s){refused}")
+    way = prefill.info.location.way_to(decode.info.location)
+    link = prefill.info.worker_id, decode.info.worker_id, f"{rate:.1f} GB/s, {way}"
+    return Finding(what, True, f"{moved} ({rate:.1f} GB/s, {way}){refused}", link)
 
 
 async def _http(settings: DoctorSettings) -> Finding:

@@ -13,6 +13,7 @@ from tandem.registry.errors import (
     WorkerIdTaken,
 )
 from tandem.registry.limits import Limits, Taken, Usage
+from tandem.registry.location import Distance, Location
 from tandem.registry.master import Master
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry
@@ -30,11 +31,13 @@ __all__ = [
     "ClusterView",
     "Demand",
     "Demands",
+    "Distance",
     "Fallback",
     "GatewayAddress",
     "IncompatibleLayout",
     "Limits",
     "LiveWorker",
+    "Location",
     "Master",
     "ModelKey",
     "NoProvenLink",

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
 
+from tandem.registry.location import Location
+
 
 class Role(StrEnum):
     PREFILL = "prefill"
@@ -69,10 +71,17 @@ class WorkerInfo:
     process: str = ""  # as tandem/liveness/same_host.py names it
     fingerprint: str = ""  # of the files by which its text becomes tokens; empty: no gateway can serve it
     metrics_address: str = ""  # where Prometheus reads it; empty: nowhere
+    node: str = ""  # these three: its location
+    nvlink_domain: str = ""
+    zone: str = ""
 
     @property
     def key(self) -> ModelKey:
         return ModelKey(self.model, self.fingerprint)
+
+    @property
+    def location(self) -> Location:
+        return Location(self.node, self.nvlink_domain, self.zone)
 
     def __post_init__(self) -> None:
         for name in ("worker_id", "incarnation", "grpc_address", "model", "revision", "layout_hash"):
@@ -81,6 +90,12 @@ class WorkerInfo:
         for name in ("block_size", "num_blocks", "max_num_seqs", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+RATES = (
+    "prefill_tokens_per_s", "transfer_tokens_per_s", "zone_transfer_tokens_per_s", "far_transfer_tokens_per_s",
+    "step_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +113,13 @@ class WorkerLoad:
     adapters: tuple[str, ...] = ()  # revisions of the LoRA adapters in its memory
     # Measured; 0 is not yet, and a nominal value holds.
     prefill_tokens_per_s: float = 0.0  # prompt tokens prefilled
-    transfer_tokens_per_s: float = 0.0  # prefill: tokens whose KV is moved
+    transfer_tokens_per_s: float = 0.0  # prefill: tokens whose KV is moved, to peers at each distance: near,
+    zone_transfer_tokens_per_s: float = 0.0  # in its zone,
+    far_transfer_tokens_per_s: float = 0.0  # and in another
     step_s: float = 0.0  # decode: time of one step of the present batch
 
     def __post_init__(self) -> None:
-        for name in ("prefill_tokens_per_s", "transfer_tokens_per_s", "step_s"):
+        for name in RATES:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number from 0 up, got {getattr(self, name)}")
 

@@ -25,7 +25,7 @@ from tandem.containment import RAISED, death_of
 from tandem.engine import Engine, SequenceOutput
 from tandem.liveness import Starvation, no_pressure
 from tandem.process import IntegrityReport, RunningSettings, telemetry
-from tandem.registry import LiveWorker, Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
+from tandem.registry import Distance, LiveWorker, Location, Registry, RegistryUnavailable, Role, WorkerInfo, WorkerLoad
 from tandem.rpc import IntegrityService, ProfileService, SettingsService, TraceService
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import LinkRuntime
@@ -92,6 +92,11 @@ class WorkerContext:
     def labels(self, role: Role) -> tuple[str, str, str]:
         """Values of WORKER_LABELS."""
         return self.settings.served_name, role, self.worker_id
+
+    @property
+    def location(self) -> Location:
+        settings = self.settings
+        return Location(settings.node or self.ports.hostname, settings.nvlink_domain, settings.zone)
 
     @property
     def engine(self) -> Engine:
@@ -340,7 +345,9 @@ class Worker:
             free_blocks=stats.free_blocks, num_waiting=stats.num_waiting, num_running=stats.num_running,
             queued_tokens=stats.queued_tokens, draining=self._leaving.is_set(), linked=self._service.linked(),
             prefill_tokens_per_s=rates.prefill_tokens_per_s, step_s=rates.step_s,
-            transfer_tokens_per_s=rates.transfer_tokens_per_s, likely_tokens=stats.likely_tokens,
+            transfer_tokens_per_s=rates.transfer_tokens_per_s(Distance.NEAR),
+            zone_transfer_tokens_per_s=rates.transfer_tokens_per_s(Distance.ZONE),
+            far_transfer_tokens_per_s=rates.transfer_tokens_per_s(Distance.FAR), likely_tokens=stats.likely_tokens,
             stuck=self._told_stuck,
             adapters=tuple(self._adapters_held()[-MAX_REPORTED_ADAPTERS:]),
         )  # fmt: skip
@@ -381,4 +388,5 @@ def _info(
         process=context.ports.process,
         fingerprint=fingerprint,
         metrics_address=rpc.address(host, metrics_port) if metrics_port else "",
+        **context.location._asdict(),
     )

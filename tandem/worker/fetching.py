@@ -251,7 +251,8 @@ class KVLender:
         finally:
             self._pushing.discard(transfer_id)
         if blocks:
-            self._engine.rates.moved(len(blocks) * self._engine.engine.layout.block_size, self._now() - started)
+            num_tokens = len(blocks) * self._engine.engine.layout.block_size
+            self._engine.rates.moved(link.remote.worker_id, num_tokens, self._now() - started)
 
 
 def _expect(engine: Engine, transfer_id: str, chain: Sequence[bytes]) -> tuple[int, list[int]] | None:

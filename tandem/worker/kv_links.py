@@ -40,7 +40,8 @@ class KVLinks:
         self.address = rpc.address(settings.reachable_host(ports.hostname), int(port))
         self._view = ClusterView(ports.registry)
         others = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-        self.keeper = LinkKeeper(self.sender, self._view, engine.layout.hash, others, changed)
+        self.keeper = LinkKeeper(self.sender, self._view, context.location, engine.layout.hash, others, changed)
+        ports.engine.rates.distance_to = self.keeper.distance_to
         self.fetcher = KVFetcher(
             ports.engine, self.receiver, self.keeper.link_to, address=self.address, new_id=ports.new_id
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import structlog
 
 from tandem.liveness import MOST_S
-from tandem.registry import ClusterView, LiveWorker, Role, WorkerInfo
+from tandem.registry import ClusterView, Distance, LiveWorker, Location, Role, WorkerInfo
 from tandem.transfer import Link, LinkPeer, Sender
 
 OPEN_TIMEOUT_S = 1.5
@@ -38,12 +38,13 @@ class LinkKeeper:
     """`others`: the role of the workers that are linked to."""
 
     def __init__(
-        self, sender: Sender, view: ClusterView, layout_hash: str, others: Role, changed: Callable[[], None]
-    ) -> None:
+        self, sender: Sender, view: ClusterView, location: Location, layout_hash: str, others: Role,
+        changed: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._sender = sender
         self._view = view
         self._layout_hash = layout_hash
-        self._others = others
+        self._location, self._others = location, others
         self._changed = changed
         self._peers: dict[str, WorkerInfo] = {}
         self._absent_since: dict[str, float] = {}
@@ -68,6 +69,11 @@ class LinkKeeper:
             LinkState(info, self._sender.link(name, info.incarnation), self._refused.get(info.incarnation, ""))
             for name, info in known
         ]
+
+    def distance_to(self, worker_id: str) -> Distance:
+        """Far, where it is not known."""
+        peer = self._peers.get(worker_id)
+        return self._location.distance_to(peer.location) if peer else Distance.FAR
 
     def peer(self, worker_id: str) -> WorkerInfo | None:
         return self._peers.get(worker_id)

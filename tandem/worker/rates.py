@@ -14,6 +14,9 @@ worker keeps what it knew.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+
+from tandem.registry import Distance
 
 FORGET_S = 2.0
 # Fewer prompt tokens than these take about as long as one, and say nothing of a rate. A decode worker that seemed slow
@@ -79,10 +82,12 @@ class Line:
 
 
 class Rates:
-    """A worker's three rates; 0 is not measured yet."""
+    """A worker's rates; 0 is not measured yet."""
 
     def __init__(self) -> None:
-        self._prefill, self._decode, self._transfer = Line(), Line(), Line()
+        self._prefill, self._decode = Line(), Line()
+        self._transfer = {distance: Line() for distance in Distance}
+        self.distance_to: Callable[[str], Distance] = lambda peer: Distance.NEAR  # of workers by id
         self.longest_step_s = 0.0  # of late, whatever it computed; 0 before the first
 
     @property
@@ -90,10 +95,9 @@ class Rates:
         """Prompt tokens prefilled per second of prefilling."""
         return self._prefill.per_second
 
-    @property
-    def transfer_tokens_per_s(self) -> float:
-        """Tokens whose KV was moved per second that moving it took beside computing it."""
-        return self._transfer.per_second
+    def transfer_tokens_per_s(self, distance: Distance) -> float:
+        """Tokens whose KV was moved so far per second that moving it took beside computing it."""
+        return self._transfer[distance].per_second
 
     @property
     def step_s(self) -> float:
@@ -114,6 +118,6 @@ class Rates:
         if num_prefilled >= LEAST_PREFILLED and prefilling > LEAST_SHARE * seconds:
             self._prefill.add(num_prefilled, prefilling)
 
-    def moved(self, num_tokens: int, seconds: float) -> None:
-        """The KV of so many tokens reached the other worker."""
-        self._transfer.add(num_tokens, seconds)
+    def moved(self, peer: str, num_tokens: int, seconds: float) -> None:
+        """The KV of so many tokens reached this worker."""
+        self._transfer[self.distance_to(peer)].add(num_tokens, seconds)

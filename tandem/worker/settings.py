@@ -43,6 +43,9 @@ class WorkerSettings(ClusterSettings):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of Prometheus metrics, at /metrics; 0 takes a free one; none if not set"
     )
+    node: str = Field("", description="the machine's name (default: its hostname): pairs of one machine are preferred")
+    nvlink_domain: str = Field("", description="name of its NVLink domain: pairs of one are as near as on one machine")
+    zone: str = Field("", description="name of its zone: pairs within one are preferred to others")
     ready_when: Literal["registered", "linked"] = Field(
         "registered", description="linked: only once KV bytes have moved between it and a worker of the other role"
     )

@@ -49,7 +49,8 @@ def loads(draw: st.DrawFn, role: Role, decodes: int) -> WorkerLoad:
         free_blocks=draw(st.integers(0, 64)), num_waiting=draw(st.integers(0, 2)),
         num_running=draw(st.integers(0, 8)), queued_tokens=draw(st.integers(0, 3000)),
         draining=draw(st.booleans()) and draw(st.booleans()), prefill_tokens_per_s=draw(RATES),
-        transfer_tokens_per_s=draw(RATES), step_s=draw(st.sampled_from([0.0, 0.004, 0.05])),
+        **{f"{name}transfer_tokens_per_s": draw(RATES) for name in ("", "zone_", "far_")},
+        step_s=draw(st.sampled_from([0.0, 0.004, 0.05])),
         linked=tuple(f"d{i}-first" for i in draw(links)), likely_tokens=draw(st.sampled_from([0, 1, 40])),
         stuck=draw(st.booleans()) and draw(st.booleans()),
     )  # fmt: skip
@@ -61,9 +62,20 @@ def clusters(draw: st.DrawFn) -> list[tuple[WorkerInfo, WorkerLoad]]:
     ids = [(f"d{i}", Role.DECODE) for i in range(decodes)]
     ids += [(f"p{i}", Role.PREFILL) for i in range(draw(st.integers(0, 5)))]
     layouts = st.sampled_from(["layout", "layout", "layout", "other"])
-    sizes = st.sampled_from([16, 64, 200])
+    sizes, names = st.sampled_from([16, 64, 200]), st.sampled_from(["", "a", "b"])
     return [
-        (worker_info(name, role, layout_hash=draw(layouts), num_blocks=draw(sizes)), draw(loads(role, decodes)))
+        (
+            worker_info(
+                name,
+                role,
+                layout_hash=draw(layouts),
+                num_blocks=draw(sizes),
+                node=draw(names),
+                nvlink_domain=draw(st.sampled_from(["", "", "x"])),
+                zone=draw(names),
+            ),
+            draw(loads(role, decodes)),
+        )
         for name, role in ids
     ]
 
@@ -92,7 +104,7 @@ class Costs:
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
         _, read_at_decode = leveled(decodes, lambda load: per(load.prefill_tokens_per_s), 1 / 8192)
         self.token_s, self.usual = leveled(prefills, lambda load: per(load.prefill_tokens_per_s), read_at_decode)
-        self.moved_s, self.usual_moved = leveled(prefills, lambda load: per(load.transfer_tokens_per_s), 1 / 32768)
+        self.moved_s, self.usual_moved = moving(prefills)
         self.holders = self.most_of_each_layout(workers)
         busy = sum(self.queue(p) > 0 for p in prefills) / max(len(prefills), 1)
         self.behind = wanted.policy == "auto" and all(self.queue(p) > 0 for p in prefills)
@@ -124,7 +136,8 @@ class Costs:
             return 0, 0.0
         cached = self.wanted.prompt_tokens - self.uncached(p)
         tokens = min(whole, BLOCK_SIZE * self.wanted.hits[holder.info.worker_id]) - cached
-        seconds = 0.001 + tokens * (per(holder.load.transfer_tokens_per_s) or self.usual_moved)
+        distance = holder.info.location.distance_to(p.info.location)
+        seconds = 0.001 + tokens * (MOVED_S[distance](holder.load) or self.usual_moved[distance])
         return (tokens, seconds) if tokens > 0 and seconds < tokens * token_s else (0, 0.0)
 
     def queue(self, worker: LiveWorker) -> int:
@@ -151,8 +164,8 @@ class Costs:
         one_more = of_one(token_s, self.usual) + (self.own_work - 1) * self.usual
         waiting = self.queue(p) * token_s + fetching_s
         reading = waiting + tokens * one_more + self.late(waiting + tokens * token_s)
-        moving = self.uncached(d) * self.moved_s[p.info.worker_id]
-        return reading + STUCK_S * p.load.stuck + moving + self.writing(d)
+        moved_s = self.moved_s[p.info.location.distance_to(d.info.location)][p.info.worker_id]
+        return reading + STUCK_S * p.load.stuck + self.uncached(d) * moved_s + self.writing(d)
 
     def alone(self, d: LiveWorker) -> float:
         usual = self.usual
@@ -202,6 +215,26 @@ class Costs:
 
 def per(rate: float) -> float:
     return 1 / rate if rate else 0.0
+
+
+# By distance.
+MOVED_S: list[Callable[[WorkerLoad], float]] = [
+    lambda load: per(load.transfer_tokens_per_s), lambda load: per(load.zone_transfer_tokens_per_s),
+    lambda load: per(load.far_transfer_tokens_per_s),
+]  # fmt: skip
+
+
+def moving(prefills: list[LiveWorker]) -> tuple[list[dict[str, float]], list[float]]:
+    """Seconds a token, by distance, of each and the mean; a distance that nobody knows is half or twice as quick as the
+    next one known."""
+    known = {i: leveled(prefills, rate, 0.0)[1] for i, rate in enumerate(MOVED_S)}
+    known = {i: mean for i, mean in known.items() if mean}
+    found = []
+    for i, rate in enumerate(MOVED_S):
+        shorter, longer = [j for j in known if j < i], [j for j in known if j > i]
+        next_one = max(shorter) if shorter else min(longer) if longer else 0
+        found.append(leveled(prefills, rate, known.get(next_one, 1 / 32768) * 2.0 ** (i - next_one)))
+    return [values for values, _ in found], [mean for _, mean in found]
 
 
 def leveled(

@@ -567,3 +567,56 @@ async def test_a_worker_that_is_really_faster_reads_more(registry: Registry) -> 
         route = await select(registry, request_id=f"r{i}")
         assert names(route) == ("p0", "d0")
         await registry.release(route.reservation_id)
+
+
+async def placed(registry: Registry, prefill: dict[str, str], *decodes: dict[str, str], **rates: float) -> None:
+    """p0 there, and d0, d1 … there, all linked."""
+    for i, where in enumerate(decodes):
+        await registry.register(worker_info(f"d{i}", Role.DECODE, **where), worker_load(), TTL)
+    load = worker_load(linked=tuple(f"d{i}-first" for i in range(len(decodes))), **rates)
+    await registry.register(worker_info("p0", Role.PREFILL, **prefill), load, TTL)
+
+
+async def chosen_decodes(registry: Registry) -> set[str]:
+    """Of requests one at a time."""
+    found = set()
+    for i in range(4):
+        route = await select(registry, request_id=f"r{i}")
+        await registry.release(route.reservation_id)
+        found.add(names(route)[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("here", "near", "farther"),
+    [
+        ({"node": "a"}, {"node": "a"}, {"node": "b"}),
+        ({"node": "a", "zone": "z"}, {"node": "b", "zone": "z"}, {"node": "c", "zone": "y"}),
+        ({"node": "a", "zone": "z"}, {"node": "b", "zone": "z"}, {"node": "c"}),
+        ({"node": "a", "nvlink_domain": "n"}, {"node": "b", "nvlink_domain": "n"}, {"node": "c", "nvlink_domain": "m"}),
+        ({"node": "a"}, {"node": "a", "zone": "z"}, {"node": "b"}),
+    ],
+)
+async def test_of_equals_the_nearer_one_is_chosen(
+    registry: Registry, here: dict[str, str], near: dict[str, str], farther: dict[str, str]
+) -> None:
+    await placed(registry, here, farther, near)
+    assert await chosen_decodes(registry) == {"d1"}
+
+
+async def test_what_was_measured_outweighs_names(registry: Registry) -> None:
+    """As where zones share a fabric and a machine's own way is slow."""
+    rates = {"transfer_tokens_per_s": 1000.0, "far_transfer_tokens_per_s": 100_000.0}
+    await placed(registry, {"node": "a", "zone": "z"}, {"node": "a", "zone": "z"}, {"node": "b", "zone": "y"}, **rates)
+    assert await chosen_decodes(registry) == {"d1"}
+
+
+async def test_where_all_are_as_far_they_take_turns(registry: Registry) -> None:
+    await placed(registry, {"node": "a", "zone": "z"}, {"node": "b", "zone": "z"}, {"node": "c", "zone": "z"})
+    assert await chosen_decodes(registry) == {"d0", "d1"}
+
+
+async def test_a_nearer_one_that_is_full_is_not_chosen(registry: Registry) -> None:
+    await placed(registry, {"node": "a"}, {"node": "a"}, {"node": "b"})
+    await registry.heartbeat(worker_info("d0", Role.DECODE, node="a"), worker_load(free_blocks=2, num_running=8), TTL)
+    assert await chosen_decodes(registry) == {"d1"}

@@ -15,7 +15,7 @@ import torch
 
 from tandem.liveness.silence import Liveness
 from tandem.local import RedisServer
-from tandem.registry import ClusterView, Registry, Role, WorkerInfo, WorkerLoad
+from tandem.registry import ClusterView, Location, Registry, Role, WorkerInfo, WorkerLoad
 from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender, TransferError
 from tandem.worker.links import LinkKeeper
 
@@ -74,7 +74,8 @@ async def pool(request: pytest.FixtureRequest, redis_server: RedisServer) -> Asy
     registry = Registry.connect(redis_server.url, namespace=uuid4().hex, timeout=30.0)
     sender, changes = Sender(LocalPeer(LinkPeer("prefill-0", "p-1", LAYOUT))), list[tuple[str, ...]]()
     view = ClusterView(registry)
-    keeper = LinkKeeper(sender, view, LAYOUT, Role.DECODE, lambda: changes.append(keeper.linked()))
+    location = Location("here", "", "")
+    keeper = LinkKeeper(sender, view, location, LAYOUT, Role.DECODE, lambda: changes.append(keeper.linked()))
     pool = LinkPool(registry, keeper, changes)
     tasks = [
         asyncio.create_task(task) for task in (view.run(), keeper.keep(grace_s=getattr(request, "param", GRACE_S)))

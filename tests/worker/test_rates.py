@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
+from tandem.registry import Distance
 from tandem.worker import EngineThread
 from tandem.worker.rates import Line, Rates
 
@@ -65,10 +66,12 @@ def test_a_few_steps_say_nothing() -> None:
 
 def test_nothing_seen_is_zero_and_what_was_seen_stays_while_idle() -> None:
     rates = Rates()
-    assert (rates.prefill_tokens_per_s, rates.transfer_tokens_per_s, rates.step_s) == (0, 0, 0)
+    assert (rates.prefill_tokens_per_s, rates.transfer_tokens_per_s(Distance.NEAR), rates.step_s) == (0, 0, 0)
+    rates.distance_to = lambda peer: Distance.ZONE
     for _ in range(8):
-        rates.moved(1000, 0.25)
-    assert rates.transfer_tokens_per_s == pytest.approx(4000)
+        rates.moved("d0", 1000, 0.25)
+    assert rates.transfer_tokens_per_s(Distance.ZONE) == pytest.approx(4000)
+    assert rates.transfer_tokens_per_s(Distance.NEAR) == rates.transfer_tokens_per_s(Distance.FAR) == 0
 
 
 @pytest.mark.parametrize("longest", [40, 2000])

@@ -2,7 +2,7 @@
 --
 --   prefill p    queue + own prefill                          work waiting there, and the prompt less p's hit
 --   or fetch h   what h has more of the prompt than p, at h's rate of moving, where that is quicker than computing it
---   move p -> d  what d lacks / p's rate of moving
+--   move p -> d  what d lacks / p's rate of moving so far: near (on one machine or in one NVLink domain), zone, far
 --   decode d     how full it is, in steps of its own length; what the request adds, in steps of about the usual one
 --   alone on d   queue + own prefill on d, and how it pauses every sequence that runs there
 --   late         on whom the first token would come later than the request's target, by how much
@@ -24,6 +24,8 @@ local NOISE_OF_ONE = 0.5
 local NOMINAL_TOKEN_S = 1 / 8192
 -- Also the room that a second copy of the token takes from other prefixes.
 local NOMINAL_TRANSFER_S = 1 / 32768
+-- A distance over which nobody has moved anything yet is taken to be so many times slower than the next shorter one.
+local FARTHER = 2
 local NOMINAL_STEP_S = 1 / 64
 -- Costs that differ by less than a hit of so many blocks are equal, too.
 local NOISE_BLOCKS = 0.5
@@ -89,7 +91,7 @@ local function hits_on(rows, request, known)
   return hits
 end
 
--- Of the rows that have measured it; `nominal` where none has.
+-- Of the rows that have measured it; `nominal`, or nothing, where none has.
 local function mean_of(rows, rate, nominal)
   local sum, measured, values = 0, 0, rows.values
   for at = 0, (rows.count - 1) * WIDTH, WIDTH do
@@ -109,12 +111,51 @@ local function level(rows, rate, nominal)
   return mean, least
 end
 
--- Sets rows.usual: the mean of token_s, of decode workers that of step_s; rows.fastest: the least of transfer_s. Prefill
+local MOVES = {NEAR_S, ZONE_S, FAR_S}
+
+-- Which of MOVES it takes from prefill row at to decode row there.
+local function move_between(values, at, others, there)
+  local domain = values[at + DOMAIN]
+  if values[at + NODE] == others[there + NODE] or domain ~= 0 and domain == others[there + DOMAIN] then return NEAR_S end
+  return values[at + ZONE] == others[there + ZONE] and ZONE_S or FAR_S
+end
+
+-- The MOVES that any pair needs, or more.
+local function moves_between(rows, others)
+  local here, needed = {[NODE] = {}, [DOMAIN] = {}, [ZONE] = {}}, {}
+  for at = 0, (others.count - 1) * WIDTH, WIDTH do
+    for part, names in pairs(here) do names[others.values[at + part]] = true end
+  end
+  here[DOMAIN][0] = nil
+  for at = 0, (rows.count - 1) * WIDTH, WIDTH do
+    local values = rows.values
+    if here[NODE][values[at + NODE]] or here[DOMAIN][values[at + DOMAIN]] then needed[NEAR_S] = true end
+    needed[here[ZONE][values[at + ZONE]] and ZONE_S or FAR_S] = true
+  end
+  return needed
+end
+
+-- Levels what moving takes over each distance; sets rows.moving: its mean. Returns the least that any pair needs.
+local function level_moves(rows, decodes)
+  local means, needed, fastest = {}, moves_between(rows, decodes), huge
+  rows.moving = {}
+  for i, move in ipairs(MOVES) do means[i] = mean_of(rows, move) end
+  for i, move in ipairs(MOVES) do
+    local nominal = NOMINAL_TRANSFER_S * FARTHER ^ (i - 1)
+    for j = #MOVES, i + 1, -1 do nominal = means[j] and means[j] / FARTHER ^ (j - i) or nominal end
+    for j = 1, i - 1 do nominal = means[j] and means[j] * FARTHER ^ (i - j) or nominal end
+    local mean, least = level(rows, move, nominal)
+    rows.moving[move] = mean
+    if needed[move] then fastest = math.min(fastest, least) end
+  end
+  return fastest
+end
+
+-- Sets rows.usual: the mean of token_s, of decode workers that of step_s; rows.fastest: the least of moving. Prefill
 -- workers that have not measured themselves are taken to prefill as decode workers do, which may have: they have the model.
 local function survey_prefills(rows, decodes)
   rows.usual = level(rows, TOKEN_S, mean_of(decodes, TOKEN_S, NOMINAL_TOKEN_S))
-  local moving, fastest = level(rows, TRANSFER_S, NOMINAL_TRANSFER_S)
-  rows.moving, rows.fastest = moving, rows.count > 0 and fastest or 0
+  rows.fastest = rows.count > 0 and decodes.count > 0 and level_moves(rows, decodes) or 0
 end
 
 local function survey_decodes(rows)
@@ -153,20 +194,22 @@ local function holders_of(prefills, decodes, request)
     local holder, generation = holders[values[at + LAYOUT]], values[at + GENERATION]
     local more = not holder or blocks > holder.blocks or blocks == holder.blocks and generation < holder.generation
     if more and values[at + STUCK] == 0 and not excludes(request, decodes, d) then
-      local moving = values[at + TRANSFER_S] > 0 and values[at + TRANSFER_S] or prefills.moving
-      holders[values[at + LAYOUT]] = {row = d, blocks = blocks, generation = generation, moving = moving}
+      holders[values[at + LAYOUT]] = {row = d, blocks = blocks, generation = generation, at = at, values = values}
     end
   end
   return holders
 end
 
--- Tokens that a worker with a hit of so many had better fetch from this holder than compute, and the seconds that takes;
--- the prompt's last one is always computed.
-local function fetched(request, holder, hit, token_s)
+-- Tokens that prefill row at with a hit of so many had better fetch from this holder than compute, and the seconds that
+-- takes; the prompt's last one is always computed.
+local function fetched(request, holder, prefills, at, hit)
   if not holder then return 0, 0 end
+  local move, token_s = move_between(holder.values, holder.at, prefills.values, at), prefills.values[at + TOKEN_S]
+  local moving = holder.values[holder.at + move]
+  if moving == 0 then moving = prefills.moving[move] end
   local tokens = math.floor(math.min(holder.blocks * request.block_size, request.prompt_tokens - 1) / request.block_size)
     * request.block_size - hit
-  local seconds = FETCH_S + tokens * holder.moving
+  local seconds = FETCH_S + tokens * moving
   if tokens <= 0 or seconds >= tokens * token_s then return 0, 0 end
   return tokens, seconds
 end
@@ -184,7 +227,7 @@ local function weigh_prefills(rows, request, decodes)
     if prompt <= values[at + TAKES] and not excludes(request, rows, p) then
       local hit, holder = (hits[p] or 0) * block_size, holders[values[at + LAYOUT]]
       local queue, token_s = max(values[at + TOKENS], values[at + QUEUED]), values[at + TOKEN_S]
-      local moved, moving_s = fetched(request, holder, hit, token_s)
+      local moved, moving_s = fetched(request, holder, rows, at, hit)
       if moved > 0 then fetches[p] = holder end
       local tokens = max(prompt - hit - moved, 1)
       local waiting = queue * token_s + adapting(rows, request, p) + moving_s

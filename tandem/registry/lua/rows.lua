@@ -13,22 +13,24 @@
 --   kind                  digest of its revision and block size: a prompt's hashes mean something to equals only
 --   generation            of its lease
 --   queued                tokens it says wait for it
---   token_s, transfer_s   seconds to prefill a token, to move one; 0: not measured yet
+--   token_s               seconds to prefill a token; 0: not measured yet, as all of these
+--   near_s, zone_s, far_s seconds to move a token's KV near, within the zone, to another
 --   used, num_blocks      blocks it says are in use, of all
 --   block_size, max_num_seqs
 --   step_s, sequences     seconds of a step, 0: not measured yet; sequences that run or wait there
 --   capacity              tokens of the longest sequence it could ever hold
 --   likely                tokens of an answer that it takes blocks for in advance; 0: all that it may have
 --   stuck                 1: its engine does not come to the end of a step
-local ROW_BYTES = 152
+--   node, domain, zone    digests of its location; domain 0: it is in no NVLink domain
+local ROW_BYTES = 192
 local COUNTERS_BYTES = 24
-local NUMBERS = '>dddddddddddddddd'
+local NUMBERS = '>ddddddddddddddddddddd'
 -- A row unpacked: where its values are, and how many.
-local ROW = 'i8i8i8dddddddddddddddd'
-local TOKENS, BLOCKS, CHOSEN, TAKES, LAYOUT, KIND, GENERATION, QUEUED, TOKEN_S, TRANSFER_S = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+local ROW = 'i8i8i8ddddddddddddddddddddd'
+local TOKENS, BLOCKS, CHOSEN, TAKES, LAYOUT, KIND, GENERATION, QUEUED, TOKEN_S, NEAR_S = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local USED, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, STEP_S, SEQUENCES, CAPACITY, LIKELY = 11, 12, 13, 14, 15, 16, 17, 18
-local STUCK = 19
-local WIDTH = 19
+local STUCK, ZONE_S, FAR_S, NODE, DOMAIN, ZONE = 19, 20, 21, 22, 23, 24
+local WIDTH = 24
 -- What one call can return is bounded.
 local ROWS_AT_ONCE = 256
 
@@ -40,21 +42,27 @@ local function kind_of(revision, block_size)
   return digest(revision .. ' ' .. block_size)
 end
 
+local function seconds_each(rate)
+  return rate > 0 and 1 / rate or 0
+end
+
 -- Of a worker's texts, by name.
 local function pack_numbers(worker, generation)
   local number = {}
   for _, name in ipairs({'draining', 'block_size', 'num_blocks', 'max_num_seqs', 'max_model_len', 'free_blocks',
-    'num_waiting', 'num_running', 'queued_tokens', 'prefill_tokens_per_s', 'transfer_tokens_per_s', 'step_s',
-    'likely_tokens'}) do
+    'num_waiting', 'num_running', 'queued_tokens', 'prefill_tokens_per_s', 'transfer_tokens_per_s',
+    'zone_transfer_tokens_per_s', 'far_transfer_tokens_per_s', 'step_s', 'likely_tokens'}) do
     number[name] = tonumber(worker[name])
   end
-  local rate, moved, step_s = number.prefill_tokens_per_s, number.transfer_tokens_per_s, number.step_s
   local capacity = math.min(number.max_model_len, number.num_blocks * number.block_size)
   return struct.pack(NUMBERS, number.draining == 0 and capacity or 0, digest(worker.layout_hash),
     kind_of(worker.revision, worker.block_size), generation, number.queued_tokens,
-    rate > 0 and 1 / rate or 0, moved > 0 and 1 / moved or 0,
+    seconds_each(number.prefill_tokens_per_s), seconds_each(number.transfer_tokens_per_s),
     number.num_blocks - number.free_blocks, number.num_blocks, number.block_size, number.max_num_seqs,
-    step_s, number.num_running + number.num_waiting, capacity, number.likely_tokens, worker.stuck == '1' and 1 or 0)
+    number.step_s, number.num_running + number.num_waiting, capacity, number.likely_tokens,
+    worker.stuck == '1' and 1 or 0, seconds_each(number.zone_transfer_tokens_per_s),
+    seconds_each(number.far_transfer_tokens_per_s), digest(worker.node),
+    worker.nvlink_domain == '' and 0 or digest(worker.nvlink_domain), digest(worker.zone))
 end
 
 -- Returns '<role>:<model>' and the row (from 0) of a worker; nothing if it has none.

@@ -93,10 +93,11 @@ end
 -- The cheapest decode row for prefill row p: of equals the one unchosen for longest. Tests links if `prove`.
 local function decode_for(p, prefills, decodes, prove)
   local at, values, others = (p - 1) * WIDTH, prefills.values, decodes.values
-  local layout, transfer_s, writing, missing = values[at + LAYOUT], values[at + TRANSFER_S], decodes.cost, decodes.missing
+  local layout, writing, missing = values[at + LAYOUT], decodes.cost, decodes.missing
   local least, longest, found = huge, huge, nil
   for d = 1, decodes.count do
-    local cost, there = writing[d] + missing[d] * transfer_s, (d - 1) * WIDTH
+    local there = (d - 1) * WIDTH
+    local cost = writing[d] + missing[d] * values[at + move_between(values, at, others, there)]
     if (cost < least or cost == least and cost < huge and others[there + CHOSEN] < longest)
       and layout == others[there + LAYOUT] and not (prove and not linked(prefills, p, decodes, d)) then
       least, longest, found = cost, others[there + CHOSEN], d
