@@ -1,4 +1,4 @@
-"""Where a worker runs, and how far KV goes between two: near costs less, if nothing else is measured."""
+"""The place where a worker runs, and how far KV goes between two: near costs less, if nothing else is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Distance(IntEnum):
-    """Of two workers; each has a measured rate of its own."""
+    """The distance of two workers; each has a measured rate of its own."""
 
     NEAR = 0
     ZONE = 1
@@ -28,7 +28,7 @@ class Location(NamedTuple):
         return Distance.ZONE if self.zone == other.zone else Distance.FAR
 
     def way_to(self, other: Location) -> str:
-        """What they have in common, in words."""
+        """Says in words what they have in common."""
         if self.node == other.node:
             return "one machine"
         if self.distance_to(other) is Distance.NEAR:

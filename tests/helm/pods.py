@@ -245,7 +245,10 @@ class Pod:
         if "secretKeyRef" in source:
             return self.node.data("Secret", source["secretKeyRef"]["name"])[source["secretKeyRef"]["key"]]
         path = source["fieldRef"]["fieldPath"]
-        return {"metadata.name": self.name, "metadata.namespace": NAMESPACE, "status.podIP": self.ip}[path]
+        if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
+            return self.labels.get(label[1], "")
+        known = {"metadata.name": self.name, "metadata.namespace": NAMESPACE, "status.podIP": self.ip}
+        return {**known, "spec.nodeName": "node"}[path]
 
     def _port(self, port: str | int) -> int:
         return port if isinstance(port, int) else next(

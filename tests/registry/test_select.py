@@ -578,7 +578,7 @@ async def placed(registry: Registry, prefill: dict[str, str], *decodes: dict[str
 
 
 async def chosen_decodes(registry: Registry) -> set[str]:
-    """Of requests one at a time."""
+    """The decode workers of requests one at a time."""
     found = set()
     for i in range(4):
         route = await select(registry, request_id=f"r{i}")

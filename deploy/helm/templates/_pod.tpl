@@ -107,6 +107,18 @@ capabilities:
 {{- if $worker }}
 - name: TANDEM_WORKER_ID
   value: $(POD_NAME)
+{{- $labels := dict "zone" "topology.kubernetes.io/zone" "nvlink_domain" "nvidia.com/gpu.clique" }}
+{{- /* Of the pod: labels that it has not are empty. */}}
+{{- if not (hasKey .block.settings "node") }}
+- name: TANDEM_NODE
+  valueFrom: { fieldRef: { fieldPath: spec.nodeName } }
+{{- end }}
+{{- range $name, $label := $labels }}
+{{- if not (hasKey $.block.settings $name) }}
+- name: TANDEM_{{ upper $name }}
+  valueFrom: { fieldRef: { fieldPath: "metadata.labels['{{ $label }}']" } }
+{{- end }}
+{{- end }}
 {{- /* Where there are both roles, a new pod has to prove a link before an old one goes. */}}
 - name: TANDEM_READY_WHEN
   value: {{ eq (include "tandem.roles" .) "decode prefill" | ternary "linked" "registered" }}

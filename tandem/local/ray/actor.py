@@ -23,6 +23,8 @@ from tandem.local.launcher import LocalLauncher, Service, is_setting, threads_en
 # How long a failed service shows its error before its actor ends and Ray starts another.
 SHOW_ERROR_S = 3.0
 ROLES = ("services.prefill", "services.decode")
+# Ray's own name of a zone, and ours of an NVLink domain.
+LABELS = {"zone": "ray.io/availability-zone", "nvlink_domain": "nvlink-domain"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class _WorkerLife:
         self._name, role = service.name, service.module.rpartition(".")[2].title()
         settings_type = getattr(import_module(f"{service.module}.settings"), f"{role}Settings")
         self._build = getattr(import_module(f"{service.module}.server"), f"{role}Worker")
-        self._settings = settings_type(**{"host": node_address(), **service.settings})
+        self._settings = settings_type(**{"host": node_address(), **location_here(), **service.settings})
         traces = telemetry.Traces.FOLLOWED
         self._own = telemetry.set_up(f"tandem-{role.lower()}", service.name, self._settings.log_level, traces)
         page = open_crash_page(self._settings, service.name)
@@ -160,6 +162,12 @@ class _ProcessLife:
 
     def stop(self) -> None:
         self._stopped.set()
+
+
+def location_here() -> dict[str, str]:
+    """Settings that say where this node is, by its Ray labels."""
+    labels = ray.get_runtime_context().get_node_labels()
+    return {name: str(labels[label]) for name, label in LABELS.items() if label in labels}
 
 
 def node_address() -> str:
