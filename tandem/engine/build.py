@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +21,14 @@ from torch import Tensor
 from tandem import native
 from tandem.checkpoints import WEIGHTS_FILE, MemoryNeed, fetch_adapter, machine_memory, misfit
 from tandem.engine.cores import Cores
-from tandem.engine.device import kv_budget, memory_checked, open_device
+from tandem.engine.device import memory_checked
+from tandem.engine.fitting import DeviceRoom, graphs_bytes, largest_steps
 from tandem.engine.forward import (
     CudaCapture,
     DecodeGraphs,
     Forward,
+    PagedAttention,
+    Shape,
     Taps,
     TorchForward,
     padded,
@@ -72,6 +76,14 @@ class Parts(NamedTuple):
     adapters: AdapterStore | None = None
 
 
+class Loaded(NamedTuple):
+    """A model's weights and how it attends; `library` has the kernels that compute it, where there are some."""
+
+    model: Decoder
+    library: ctypes.CDLL | None
+    attention: PagedAttention
+
+
 class Computing(NamedTuple):
     """The parts of a Runner."""
 
@@ -82,7 +94,7 @@ class Computing(NamedTuple):
 
 def build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
     """ValueError names what in the config or a checkpoint is wrong."""
-    with memory_checked(open_device(config.device)):
+    with memory_checked(torch.device(config.device)):
         return _build(config, cores, on_progress, sleep)
 
 
@@ -90,7 +102,9 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
     model = read_model_config(config.model_path, config.max_model_len)
     if config.null:
         layout = null_layout(config)
-        kv_cache = _kv_cache(layout, config.device, _num_blocks(config, 0, layout))
+        kv_cache = _kv_cache(
+            layout, config.device, _blocks_told(config, layout) or _blocks_of(_room(config).left(), layout)
+        )
         null = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
         return Parts(model, layout, kv_cache, null, {"ngram": NgramProposer()}, _adapters(config, model, layout))
     if model.quantized is not None and config.quantization != "none":
@@ -118,27 +132,30 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
     if taps.at and config.cuda_graphs:
         raise ValueError("cuda_graphs: eagle3 heads read what goes into layers, which graphs do not keep")
     draft = None if head else _read_draft(config, model)
-    draft_layout = _layout(config, draft) if draft else layout
-    weights = _weights_bytes(config.model_path, model, layout)
-    if draft and config.speculative_model:
-        of_draft = _weights_bytes(config.speculative_model, draft, draft_layout)
-        num_blocks = _num_blocks(config, weights + of_draft, layout, draft_layout)
-    else:
-        num_blocks = _num_blocks(config, weights, layout)
-    if config.device == "cpu":
-        _check_memory(weights, layout, num_blocks)
-    kv_cache = _kv_cache(layout, config.device, num_blocks)
-    computing = _load(config, config.model_path, model, layout, kv_cache, cores, on_progress, taps)
+    layouts = [layout, _layout(config, draft)] if draft else [layout]
+    num_blocks = _blocks_told(config, *layouts)
+    if config.device == "cpu" and num_blocks:
+        _check_memory(_weights_bytes(config.model_path, model, layout), layout, num_blocks)
+    room = _room(config) if num_blocks is None else None
+    paths = (config.model_path, config.speculative_model)
+    loaded = [
+        _load(config, path, of, its, on_progress)
+        for path, of, its in zip(paths, (model, draft), layouts, strict=False) if path and of
+    ]  # fmt: skip
+    if room is not None:
+        num_blocks = _blocks_that_fit(config, room, loaded[0], *layouts)
+    caches = [_kv_cache(its, config.device, num_blocks or 0) for its in layouts]
+    kv_cache = caches[0]
+    computing = _computing(config, loaded[0], kv_cache, cores, taps)
     proposers: dict[str, Proposer] = {"ngram": NgramProposer()}
     observer = None
     if head:
         place = torch.empty(0, dtype=torch_dtype(layout.dtype), device=config.device)
         observer = head_proposer(head, config.model_path, model, taps, computing.choose, place)
         proposers[head.method] = observer
-    if draft and config.speculative_model:
-        draft_cache = _kv_cache(draft_layout, config.device, num_blocks)
+    if draft:
         proposers["draft"] = DraftProposer(
-            *_load(config, config.speculative_model, draft, draft_layout, draft_cache, cores, on_progress),
+            *_computing(config, loaded[1], caches[1], cores),
             min(max_prefill_beside_decode(config, draft), config.max_num_batched_tokens),
         )
     runner = Runner(*computing, observer, overlaps=config.device != "cpu")
@@ -197,15 +214,47 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
     return layout
 
 
-def _num_blocks(config: EngineConfig, weights: int, *layouts: KVLayout) -> int:
-    """Blocks of all layouts, beside weights of so many bytes."""
-    if config.num_blocks is not None:
+def _blocks_told(config: EngineConfig, *layouts: KVLayout) -> int | None:
+    """Blocks of all layouts, where the config says how many or in how much memory."""
+    if config.num_blocks is not None or config.kv_budget_bytes is None:
         return config.num_blocks
-    budget = kv_budget(weights) if config.kv_budget_bytes is None else config.kv_budget_bytes
-    num_blocks = budget // sum(layout.block_bytes * layout.num_layers for layout in layouts)
+    return _blocks_of(config.kv_budget_bytes, *layouts, name="kv_budget_bytes")
+
+
+def _blocks_of(budget: int, *layouts: KVLayout, gathered: int = 0, name: str = "kv_memory") -> int:
+    """`gathered`: so many layers more."""
+    num_blocks = budget // sum(layout.block_bytes * (layout.num_layers + gathered) for layout in layouts)
     if num_blocks < 1:
-        raise ValueError(f"kv_budget_bytes: {budget} bytes do not hold one block")
+        raise ValueError(f"{name}: {budget} bytes do not hold one block")
     return num_blocks
+
+
+def _room(config: EngineConfig) -> DeviceRoom:
+    return DeviceRoom(config.memory_share)
+
+
+def _blocks_that_fit(config: EngineConfig, room: DeviceRoom, loaded: Loaded, *layouts: KVLayout) -> int:
+    """Beside what is loaded, in what the largest steps and the graphs of decode steps leave."""
+    cache = _kv_cache(layouts[0], config.device, 1)
+    plain = TorchForward(loaded.model, cache, loaded.attention)
+    runner = Runner(plain, cache, choose)
+    for step in largest_steps(config, layouts[0], loaded.model.config.max_model_len):
+        runner.execute(step)
+    gathered = loaded.attention.gathered_layers
+    left = room.left() - (config.lora_memory if config.lora_dir or config.lora_hub else 0)
+    if config.cuda_graphs:
+        shapes = _shapes(config, loaded, _blocks_of(left, *layouts, gathered=gathered))
+        left -= _graphs_bytes(room, loaded, cache, shapes)
+    num_blocks = _blocks_of(left, *layouts, gathered=gathered)
+    log.info("KV by what is left of the device", bytes=left, num_blocks=num_blocks)
+    return num_blocks
+
+
+def _graphs_bytes(room: DeviceRoom, loaded: Loaded, cache: list[Tensor], shapes: list[Shape]) -> int:
+    plain = TorchForward(loaded.model, cache, loaded.attention)
+    graphs = DecodeGraphs(plain, loaded.model, padded(cache), loaded.attention, CudaCapture(), [])
+    with torch.inference_mode():
+        return graphs_bytes(room, [partial(graphs.captured, shape) for shape in sorted(shapes, reverse=True)])
 
 
 def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
@@ -218,32 +267,39 @@ def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
 
 
 def _load(
-    config: EngineConfig, path: Path, model_config: ModelConfig, layout: KVLayout, kv_cache: list[Tensor],
-    cores: Cores, on_progress: Progress | None, taps: Taps | None = None,
-) -> Computing:  # fmt: skip
+    config: EngineConfig, path: Path, model_config: ModelConfig, layout: KVLayout, on_progress: Progress | None
+) -> Loaded:
     model = Decoder(model_config, torch_dtype(layout.dtype), config.device)
     makes_codes = config.quantization != "none" and path == config.model_path
     library = _kernels(config, model_config, layout)
     load_weights(model, path, on_progress, keep_codes=library is not None and not makes_codes)
     if makes_codes:
         model.quantize(config.quantization)
+    like = torch.zeros(layout.block_shape(1), dtype=layout.kv_dtype, device=config.device)
+    return Loaded(model, library, paged_attention_for(like, model_config.num_heads))
+
+
+def _computing(
+    config: EngineConfig, loaded: Loaded, kv_cache: list[Tensor], cores: Cores, taps: Taps | None = None
+) -> Computing:
+    model, library, attention = loaded
     if library is not None:
         forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads, taps, LEAST_WORK)
         return Computing(forward, kv_cache, CpuChoose(library, cores.threads))
-    attention = paged_attention_for(kv_cache[0], model_config.num_heads)
     plain = TorchForward(model, kv_cache, attention, taps)
     if config.cuda_graphs:
-        shapes = attention.shapes(*_graph_sizes(config, model_config, len(kv_cache[0])))
+        shapes = _shapes(config, loaded, len(kv_cache[0]))
         with torch.inference_mode():
             graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, CudaCapture(), shapes)
         return Computing(graphs, kv_cache, choose)
     return Computing(plain, kv_cache, choose)
 
 
-def _graph_sizes(config: EngineConfig, model: ModelConfig, num_blocks: int) -> tuple[int, int, int]:
-    """Rows of the largest decode step, the most blocks of one of them, and blocks in all."""
+def _shapes(config: EngineConfig, loaded: Loaded, num_blocks: int) -> list[Shape]:
+    """Sizes of decode steps, and the most blocks of a context."""
     rows = min(config.max_num_seqs or num_blocks, config.max_num_batched_tokens)
-    return rows, min(-(-model.max_model_len // config.block_size), num_blocks), num_blocks
+    blocks = min(-(-loaded.model.config.max_model_len // config.block_size), num_blocks)
+    return loaded.attention.shapes(rows, blocks, num_blocks)
 
 
 def _weights_bytes(path: Path, model: ModelConfig, layout: KVLayout) -> int:

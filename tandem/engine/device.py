@@ -11,9 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Of what is free on a device, weights and KV take so much; steps, graphs and kernels' workspaces have the rest.
-DEVICE_SHARE = 0.85
-
 
 class Cuda(Protocol):
     """The part of torch.cuda that is used here."""
@@ -59,12 +56,6 @@ def memory_checked(device: torch.device, cuda: Cuda = torch.cuda) -> Iterator[No
         ) from None
 
 
-def kv_budget(weights: int, cuda: Cuda = torch.cuda) -> int:
-    """Bytes for KV on the device that was opened, before weights of so many bytes are loaded."""
-    free, _ = cuda.mem_get_info()
-    return max(0, int(free * DEVICE_SHARE) - weights)
-
-
 def fetched(tensor: Tensor) -> Callable[[], list[int]]:
     """Begins to copy whole numbers to the host; the function waits until they are there."""
     if tensor.device.type != "cuda":
@@ -79,6 +70,12 @@ def fetched(tensor: Tensor) -> Callable[[], list[int]]:
         return numbers
 
     return read
+
+
+def settle(device: torch.device) -> None:
+    """Waits until the device has done what was asked of it on the current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class Event(Protocol):

@@ -20,6 +20,8 @@ import torch
 from tandem.containment import COMPUTING, NOBODY, SUSPECT, CrashPage
 from tandem.engine.build import build, max_prefill_beside_decode
 from tandem.engine.cores import Cores
+from tandem.engine.device import open_device
+from tandem.engine.fitting import sized
 from tandem.engine.kv import KVLayout, SwapSpace
 from tandem.engine.sampling import NamedGuide
 from tandem.engine.scheduling import (
@@ -74,11 +76,11 @@ class Engine:
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        config = sized(config, open_device(config.device))
         self._cores = Cores(torch.get_num_threads(), config.shared_cores)
         parts = build(config, self._cores, on_progress, sleep)
         self.model_config, self.layout, self.kv_cache, self._runner = parts[:4]
-        self.adapters = parts.adapters
-        self.crash_page = crash_page or CrashPage()
+        self.adapters, self.crash_page = parts.adapters, crash_page or CrashPage()
         self.grammars = Grammars(config.model_path, self.model_config.vocab_size)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._swap = SwapSpace(self.kv_cache, _num_swap_blocks(config, parts.layout, self._pool.num_blocks), now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -164,10 +164,11 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of an engine. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds;
-    None, on devices alone, takes most of what weights leave free.
+    """Settings of an engine. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds; None, on
+    devices alone, takes what is left of `memory_share` of the device's memory, weights and steps having theirs.
 
-    A step computes up to `max_num_batched_tokens`; one that decodes, only `max_prefill_beside_decode` of prompts, so
+    A step computes up to `max_num_batched_tokens`; 0: as suits the device, as do sequences on devices that are given no
+    `max_num_seqs`. One that decodes computes only `max_prefill_beside_decode` of prompts, so
     that running answers go on. None makes that, on CPUs, as many as take about a tenth of a second, which arithmetic in
     such chunks is no slower for; and all that fit elsewhere.
 
@@ -194,6 +195,7 @@ class EngineConfig:
     device: str = "cpu"
     block_size: int = 16
     kv_budget_bytes: int | None = 1 << 30
+    memory_share: float = 0.9
     num_blocks: int | None = None
     max_num_batched_tokens: int = 512
     max_prefill_beside_decode: int | None = None
@@ -218,9 +220,13 @@ class EngineConfig:
     lora_memory: int = 1 << 30
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_batched_tokens", "likely_answer", "lora_memory"):
+        for name in ("block_size", "likely_answer", "lora_memory"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
+        if self.max_num_batched_tokens < 0:
+            raise ValueError(f"max_num_batched_tokens: {self.max_num_batched_tokens} is not at least 0")
+        if not 0 < self.memory_share < 1:
+            raise ValueError(f"kv_memory: {self.memory_share} of a device is not between 0 and 1")
         optional = ("kv_budget_bytes", "num_blocks", "max_num_seqs", "max_model_len", "num_threads")
         for name in (*optional, "max_prefill_beside_decode"):
             value = getattr(self, name)
@@ -229,7 +235,7 @@ class EngineConfig:
         if self.swap_memory < 0:
             raise ValueError(f"swap_memory: {self.swap_memory} is not at least 0")
         if self.num_blocks is None and self.kv_budget_bytes is None and self.device == "cpu":
-            raise ValueError("kv_budget_bytes: set it or num_blocks")
+            raise ValueError("kv_memory: a share is of a GPU's memory; on cpu say bytes, such as 4GiB")
         if self.quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization: {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -242,6 +248,9 @@ class EngineConfig:
             raise ValueError(f"lora_dir: {self.lora_dir} is no folder")
         if self.null and self.speculative_model:
             raise ValueError("speculative_model: the null engine has no model to draft for")
+
+    def with_sizes(self, max_num_batched_tokens: int, max_num_seqs: int | None) -> EngineConfig:
+        return replace(self, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
 
 
 # (what is being loaded, bytes done, bytes in all)

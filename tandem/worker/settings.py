@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
 
@@ -15,8 +15,9 @@ from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 AUTO = ("auto",)
 HOST_TRANSPORTS = ("shm", "tcp")
 DEVICE_TRANSPORTS = ("nccl", "cuda_ipc", *HOST_TRANSPORTS)
-CPU_KV_MEMORY = 256 * 2**20
-CPU_BATCHED_TOKENS, DEVICE_BATCHED_TOKENS = 512, 8192
+CPU_KV_MEMORY, DEVICE_SHARE = 256 * 2**20, 0.9
+# Of a device's memory, or bytes; a number below 1 is a share.
+KVMemory = Annotated[Annotated[float, Field(gt=0, lt=1)] | ByteSize, Field(union_mode="left_to_right")]
 
 
 # What may change while a worker runs. Which traces it records, its gateway decides.
@@ -65,8 +66,10 @@ class WorkerSettings(ClusterSettings):
     kv_cache_dtype: Literal["auto", "int8"] = Field(
         "auto", description="what KV is held and moved in; auto: what the model computes in"
     )
-    kv_memory: ByteSize | None = Field(
-        None, description="memory for the KV cache, such as 4GiB (default: 256MiB; on GPUs most of what weights leave)"
+    kv_memory: KVMemory | None = Field(
+        None,
+        description="memory for the KV cache, such as 4GiB (default: 256MiB); on GPUs also what weights, steps and KV "
+        "take together, as a share of the device (default: 0.9)",
     )
     num_blocks: int | None = Field(None, ge=2, description="size of the KV cache in blocks, instead of kv-memory")
     swap_memory: ByteSize = Field(
@@ -74,7 +77,7 @@ class WorkerSettings(ClusterSettings):
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="token budget of one engine step (default: 512; on GPUs 8192)"
+        None, ge=1, description="token budget of one engine step (default: 512; on GPUs 8192 from 70 GiB on, else 2048)"
     )
     max_prefill_beside_decode: int | None = Field(
         None, ge=1, description="prompt tokens in a step that also decodes (default: 0.1 s of them on CPUs)"
@@ -82,7 +85,8 @@ class WorkerSettings(ClusterSettings):
     max_num_seqs: int | None = Field(
         None,
         ge=1,
-        description="sequences run at once (default and most: max-num-batched-tokens, or the KV blocks)",
+        description="sequences run at once (most: max-num-batched-tokens, or the KV blocks, which are the default on "
+        "CPUs; on GPUs 1024 from 70 GiB on, else 256)",
     )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer (default: the model's)")
     speculative_method: Literal["none", "ngram", "draft", "medusa", "eagle", "eagle3"] = Field(
@@ -151,10 +155,10 @@ class WorkerSettings(ClusterSettings):
             cuda_graphs=self.cuda_graphs,
             block_size=self.block_size,
             kv_budget_bytes=self._kv_budget_bytes(),
+            memory_share=self.kv_memory if isinstance(self.kv_memory, float) else DEVICE_SHARE,
             num_blocks=self.num_blocks,
             swap_memory=int(self.swap_memory),
-            max_num_batched_tokens=self.max_num_batched_tokens
-            or (CPU_BATCHED_TOKENS if self.on_cpu else DEVICE_BATCHED_TOKENS),
+            max_num_batched_tokens=self.max_num_batched_tokens or 0,
             max_prefill_beside_decode=self.max_prefill_beside_decode,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -174,4 +178,4 @@ class WorkerSettings(ClusterSettings):
         """None: what the device has."""
         if self.kv_memory is None and (self.on_cpu or self.engine == "null"):
             return CPU_KV_MEMORY
-        return None if self.kv_memory is None else int(self.kv_memory)
+        return None if self.kv_memory is None or isinstance(self.kv_memory, float) else int(self.kv_memory)

@@ -11,7 +11,7 @@ import torch
 from pydantic import ByteSize
 
 from tandem.engine import EngineConfig
-from tandem.engine.device import kv_budget, memory_checked, open_device
+from tandem.engine.device import memory_checked, open_device
 from tandem.worker import WorkerSettings
 
 
@@ -73,19 +73,13 @@ def test_a_cache_that_does_not_fit_is_named_with_what_is_free() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100.00 GiB.\nmore")
 
 
-def test_kv_takes_most_of_what_weights_leave_of_a_device() -> None:
-    assert kv_budget(1 << 30, TwoDevices()) == int(0.85 * (3 << 30)) - (1 << 30)
-    assert kv_budget(80 << 30, TwoDevices()) == 0
-
-
 def test_a_worker_that_is_told_nothing_takes_what_suits_its_device(demo_model: Path) -> None:
     on_cpu, on_gpu = (WorkerSettings(model_path=demo_model, device=device) for device in ("cpu", "cuda:1"))
     assert on_cpu.kv_transports == ("shm", "tcp")
     assert on_gpu.kv_transports == ("nccl", "cuda_ipc", "shm", "tcp")
     configs = on_cpu.engine_config(), on_gpu.engine_config()
-    assert [(config.kv_budget_bytes, config.max_num_batched_tokens) for config in configs] == [
-        (256 << 20, 512), (None, 8192),
-    ]  # fmt: skip
+    assert [(config.kv_budget_bytes, config.memory_share) for config in configs] == [(256 << 20, 0.9), (None, 0.9)]
+    assert [config.max_num_batched_tokens for config in configs] == [0, 0]
     told = WorkerSettings(
         model_path=demo_model,
         device="cuda",
@@ -95,6 +89,11 @@ def test_a_worker_that_is_told_nothing_takes_what_suits_its_device(demo_model: P
     )
     assert told.kv_transports == ("tcp",)
     assert (told.engine_config().kv_budget_bytes, told.engine_config().max_num_batched_tokens) == (1 << 30, 64)
+    shared = WorkerSettings(model_path=demo_model, device="cuda", kv_memory="0.45").engine_config()
+    assert (shared.kv_budget_bytes, shared.memory_share) == (None, 0.45)
+    assert WorkerSettings(model_path=demo_model, kv_memory="4GiB").engine_config().kv_budget_bytes == 4 << 30
+    with pytest.raises(ValueError, match=r"kv_memory: a share is of a GPU's memory"):
+        WorkerSettings(model_path=demo_model, kv_memory=0.9).engine_config()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")

@@ -85,10 +85,10 @@ def test_a_request_id_is_used_once_at_a_time(engine: Engine) -> None:
     ("changes", "message"),
     [
         ({"block_size": 0}, "block_size: 0"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: 0"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens: -1"),
         ({"max_num_seqs": 0}, "max_num_seqs: 0"),
         ({"num_blocks": 0}, "num_blocks: 0"),
-        ({"num_blocks": None, "kv_budget_bytes": None}, "kv_budget_bytes: set it or num_blocks"),
+        ({"num_blocks": None, "kv_budget_bytes": None}, "kv_memory: a share is of a GPU's memory"),
         ({"num_blocks": None, "kv_budget_bytes": 10}, "kv_budget_bytes: 10 bytes do not hold one block"),
         ({"num_blocks": 10**9}, "model_path: does not fit"),
         ({"max_model_len": 4096}, "max_model_len: 4096 is more than the model's 128"),

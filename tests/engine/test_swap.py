@@ -10,6 +10,7 @@ import torch
 
 from tandem.engine import Engine, Request, SampledToken, SamplingParams
 from tandem.engine.kv.swap import SwapSpace
+from tests.engine.fake_device import DeviceTensor, HostDevice
 from tests.engine.tiny import (
     BLOCK_BYTES,
     assert_idle,
@@ -181,3 +182,22 @@ def test_nobody_is_preempted_where_it_would_not_do(llama: Path) -> None:
     assert engine.stats().num_preempted == 0
     engine.join("parked", SampledToken(5))
     assert len(run(engine)) == 3
+
+
+def test_blocks_go_through_pinned_memory_in_copies_that_nobody_waits_for() -> None:
+    with HostDevice() as device:
+        caches = [DeviceTensor(torch.arange(12 * 16).view(12, 2, 2, 2, 2) + 1000.0 * layer) for layer in range(2)]
+        expected = [cache.host.clone() for cache in caches]
+        swap = SwapSpace(caches, 8, counter())
+        taken = swap.take(9, 4), swap.take(9, 4)
+        assert taken == ([12, 13, 14, 15], [16, 17, 18, 19])
+        out = list(zip([3, 9, 0, 7, 5], [13, 19, 12, 16, 15], strict=True))
+        swap.copy(out)
+        for cache in caches:
+            cache.host.zero_()
+        swap.copy([(there, here) for here, there in reversed(out)])
+        assert device.waits == []
+    for cache, whole in zip(caches, expected, strict=True):
+        kept = [here for here, _ in out]
+        assert torch.equal(cache.host[kept], whole[kept])
+        assert cache.host.count_nonzero() == whole[kept].count_nonzero(), "no other block is written"

@@ -1,5 +1,6 @@
 """One forward pass: in torch, with FlashInfer, as CUDA graphs. For runners, kernels and speculation."""
 
+from tandem.engine.forward.attention import PagedAttention, Shape
 from tandem.engine.forward.decode_graphs import CudaCapture, DecodeGraphs, padded
 from tandem.engine.forward.flashinfer import paged_attention_for
 from tandem.engine.forward.forward import Chunk, Forward, Observer, StepInput, Taps, TorchForward, step_input
@@ -10,6 +11,8 @@ __all__ = [
     "DecodeGraphs",
     "Forward",
     "Observer",
+    "PagedAttention",
+    "Shape",
     "StepInput",
     "Taps",
     "TorchForward",

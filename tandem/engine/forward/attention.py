@@ -48,6 +48,8 @@ class FixedAttend(Protocol):
 
 
 class PagedAttention(Protocol):
+    gathered_layers: int  # of KV, that it may copy at once
+
     def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> StepAttend:
         """For a step: of sequence i there are `counts[i]` tokens, the last being number `lengths[i]` of the context in
         the blocks `tables[i]`. Void when the next step is planned."""
@@ -62,6 +64,8 @@ class PagedAttention(Protocol):
 
 class TorchAttention:
     """PagedAttention on any device; `kv` is the cache of any layer."""
+
+    gathered_layers = 4
 
     def __init__(self, kv: Tensor) -> None:
         self._kv = kv

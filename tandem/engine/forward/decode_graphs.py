@@ -41,7 +41,7 @@ class DecodeGraphs:
         self._padding_block = len(cache[0]) - 1
         self._rows, self._widths = (sorted({shape[i] for shape in shapes}) for i in (0, 1))
         # The largest first: what the others need of the pool is there then.
-        self._graphs = {shape: self._captured(shape) for shape in sorted(shapes, reverse=True)}
+        self._graphs = {shape: self.captured(shape) for shape in sorted(shapes, reverse=True)}
         self.logits = plain.logits
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
@@ -57,7 +57,8 @@ class DecodeGraphs:
             return None
         return self._graphs.get((self._rows[rows], self._widths[columns]))
 
-    def _captured(self, shape: Shape) -> Graph:
+    def captured(self, shape: Shape) -> Graph:
+        """A graph for it, which whoever asks keeps."""
         size, _ = shape
         rows = torch.tensor([0, 0, self._padding_block * self._cache[0].shape[3]]).repeat_interleave(size)
         staged = Staged(rows, self._cache[0].device)

@@ -109,6 +109,8 @@ class Pages:
 class FlashInfer:
     """PagedAttention over caches like `kv`, by `library`."""
 
+    gathered_layers = 0
+
     def __init__(self, library: Library, kv: Tensor, num_heads: int, uploads: Uploads | None = None) -> None:
         self._library, self._kv, self._num_heads = library, kv, num_heads
         self._uploads = uploads or Uploads(kv.device)  # of plans, from memory of the host that the next one writes to

@@ -8,13 +8,14 @@ is written only after what it held has been copied out. On CPUs host memory is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from tandem.engine.device import sent, settle
 from tandem.engine.scheduling import BlockPool
 from tandem.engine.step_cost import StepCost
 
@@ -75,11 +76,27 @@ class SwapSpace:
         return copy[0] >= self._num_device_blocks, copy[1] >= self._num_device_blocks
 
     def _move(self, pairs: Copies, *, from_host: bool) -> None:
-        blocks = torch.tensor([(s if from_host else t, t if from_host else s) for s, t in pairs]).T
-        on_host = blocks[0] - self._num_device_blocks
+        """By way of a row of blocks on the device: between that and the host's memory, which is pinned, blocks that are
+        neighbours there go in one copy, and nobody waits but for the last."""
+        blocks = sorted((s if from_host else t, t if from_host else s) for s, t in pairs)
+        runs = list(_runs([there - self._num_device_blocks for there, _ in blocks]))
+        device = self._kv_cache[0].device
+        on_device = sent(torch.tensor([here for _, here in blocks]), device)
         for kv, host in zip(self._kv_cache, self._host, strict=True):
-            on_device = blocks[1].to(kv.device)
+            row = kv.new_empty((len(blocks), *kv.shape[1:])) if from_host else kv[on_device]
+            for place, first, count in runs:
+                here, there = row[place : place + count], host[first : first + count]
+                if from_host:
+                    here.copy_(there, non_blocking=True)
+                else:
+                    there.copy_(here, non_blocking=True)
             if from_host:
-                kv[on_device] = host[on_host].to(kv.device)
-            else:
-                host[on_host] = kv[on_device].to(host.device)
+                kv[on_device] = row
+        settle(device)  # others may write to these blocks now, on other streams
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Ascending numbers by those that follow each other: (place in the list, first of them, how many)."""
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = list(run)
+        yield (*members[0], len(members))

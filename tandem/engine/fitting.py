@@ -1,0 +1,97 @@
+"""How many blocks a device has room for: its share, less weights, the largest steps and graphs, all of it measured.
+
+    before weights ─> DeviceRoom ─ load ─ largest_steps ─ two graphs ─> left ─> blocks ─ all graphs
+
+What steps have used stays with torch's allocator, so it is no longer free when it is measured, nor is it when they come
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from tandem.engine.kv import KVLayout
+from tandem.engine.scheduling import Scheduled, new_sequence
+from tandem.engine.types import EngineConfig, Request
+from tandem.sampling import SamplingParams
+
+GIB = 2**30
+# Of devices with so much memory and more, and of others: tokens of a step, and sequences at once.
+LARGE, ON_LARGE, ON_SMALL, ON_CPU = 70 * GIB, (8192, 1024), (2048, 256), (512, None)
+
+
+class Memory(Protocol):
+    """The part of torch.cuda that is used here."""
+
+    def mem_get_info(self) -> tuple[int, int]: ...
+    def synchronize(self) -> None: ...
+    def empty_cache(self) -> None: ...
+
+
+def sized(config: EngineConfig, device: torch.device, cuda: Memory = torch.cuda) -> EngineConfig:
+    """With the sizes of a step that suit the device, where none were said."""
+    if device.type == "cpu":
+        most_tokens, most_seqs = ON_CPU
+    else:
+        most_tokens, most_seqs = ON_LARGE if cuda.mem_get_info()[1] >= LARGE else ON_SMALL
+    return config.with_sizes(config.max_num_batched_tokens or most_tokens, config.max_num_seqs or most_seqs)
+
+
+class DeviceRoom:
+    """Counts from when it is made, before weights are loaded. ValueError where less than the share is free by then."""
+
+    def __init__(self, share: float, cuda: Memory = torch.cuda) -> None:
+        self._cuda = cuda
+        self._free, total = cuda.mem_get_info()
+        self._most = int(share * total)
+        if self._most > self._free:
+            raise ValueError(
+                f"kv_memory: {share:g} of the device's {total / GIB:.1f} GiB are wanted, weights included, but "
+                f"{self._free / GIB:.1f} GiB are free: name a smaller share, or the bytes for KV"
+            )
+
+    def left(self) -> int:
+        """Bytes of the share that nobody has taken since."""
+        self._cuda.synchronize()
+        return self._most - (self._free - self._cuda.mem_get_info()[0])
+
+    def taken_by(self, work: Callable[[], object]) -> int:
+        """Bytes that are not free any more after `work`, as long as its result is there."""
+        before = self._settled()
+        kept = work()
+        taken = before - self._settled()
+        del kept
+        return max(0, taken)
+
+    def _settled(self) -> int:
+        self._cuda.synchronize()
+        self._cuda.empty_cache()
+        return self._cuda.mem_get_info()[0]
+
+
+def graphs_bytes(room: DeviceRoom, captures: Sequence[Callable[[], object]]) -> int:
+    """Bytes that `captures` will take, the largest first, by the first two: others find the first one's memory."""
+    kept = list[object]()
+    each = [room.taken_by(lambda capture=capture: kept.append(capture())) for capture in captures[:2]]  # type: ignore[misc]
+    return sum(each) + each[-1] * max(0, len(captures) - 2) if each else 0
+
+
+def largest_steps(config: EngineConfig, layout: KVLayout, max_model_len: int) -> list[list[Scheduled]]:
+    """A step of prompts, and one of as many answers as may be drawn at once; all of them in block 0."""
+    tokens = config.max_num_batched_tokens
+    lengths = [min(max_model_len - 1, tokens - start) for start in range(0, tokens, max_model_len - 1)]
+    rows = min(config.max_num_seqs or tokens, tokens)
+    return [
+        [_scheduled(length, place, config, layout) for place, length in enumerate(step)]
+        for step in (lengths, [1] * rows)
+    ]
+
+
+def _scheduled(length: int, place: int, config: EngineConfig, layout: KVLayout) -> Scheduled:
+    sampling = SamplingParams(1, temperature=1.0, top_p=0.9, seed=0)
+    seq = new_sequence(Request(str(place), [0] * length, sampling), place, layout)
+    seq.block_table = [0] * -(-length // config.block_size)
+    return Scheduled(seq, length, True)
