@@ -25,6 +25,7 @@ commands:
   drain      have the service on this machine finish what it has, before it is stopped
   keys       add, list or revoke API keys; what their tenants used
   fetch      a model's files from the Hub, S3 or elsewhere, checked by their digests
+  render     write a cluster.yaml as values of the Helm chart, or as a compose file
   doctor     check a running cluster: Redis, workers, a block over every prefill-decode pair, the gateway
 
 `tandem <command> --help` lists a command's options, `tandem --version` says which Tandem this is."""
@@ -45,6 +46,7 @@ COMMANDS = {
     "drain": "drain:main",
     "keys": "keys:main",
     "fetch": "fetch:main",
+    "render": "render:main",
     "doctor": "doctor:main",
 }
 

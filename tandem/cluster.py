@@ -62,6 +62,7 @@ class ModelWeights(_Part):
     kind: Literal["baked", "runtime_env", "download"] = "baked"
     path: Path = Path()
     url: str = ""
+    files: dict[str, str] = {}  # download: name to SHA-256 of each, which the chart checks (`tandem render helm`)
 
     @property
     def settled(self) -> Path | str:
