@@ -253,6 +253,10 @@ def _transfers() -> Iterator[Series]:
 def _links() -> Iterator[Series]:
     text = "1 where KV can go to this decode worker; 0 for one that is in the registry, and cannot be reached."
     yield Series("tandem_link_up", MetricKind.GAUGE, text, (*WORKER_LABELS, "peer"))
+    text = (
+        "1 where that link is not by the transport that was named first, for it was refused; `tandem doctor` says why."
+    )
+    yield Series("tandem_link_fallback", MetricKind.GAUGE, text, (*WORKER_LABELS, "peer"))
 
 
 def _kvstore() -> Iterator[Series]:

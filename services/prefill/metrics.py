@@ -5,7 +5,7 @@ Called by links' threads as well as by the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
 from tandem.metrics import LINKS, TRANSFERS, CappedValues
+from tandem.worker import LinkState, fell_back
 
 MAX_PEERS = 256
 
@@ -75,17 +76,19 @@ class TransferMetrics:
             name = self._peer(peer)
             self._moved[name] = self._moved.get(name, Moved()) + moved
 
-    def watch_links(self, links: Callable[[], Mapping[str, bool]]) -> None:
-        """`links`: decode workers by id, and if there is a healthy link to each."""
+    def watch_links(self, links: Callable[[], Sequence[LinkState]]) -> None:
         self._registry.register(_LinkCollector(links, self._labels))
 
 
 class _LinkCollector(Collector):
-    def __init__(self, links: Callable[[], Mapping[str, bool]], labels: tuple[str, ...]) -> None:
+    def __init__(self, links: Callable[[], Sequence[LinkState]], labels: tuple[str, ...]) -> None:
         self._links, self._labels = links, labels
 
     def collect(self) -> Iterator[Metric]:
-        family = LINKS["tandem_link_up"].family()
-        for peer, healthy in sorted(self._links().items())[:MAX_PEERS]:
-            family.add_metric((*self._labels, peer), healthy)
-        yield family
+        up, fallback = (LINKS[name].family() for name in ("tandem_link_up", "tandem_link_fallback"))
+        for state in self._links()[:MAX_PEERS]:
+            labels = *self._labels, state.peer.worker_id
+            up.add_metric(labels, state.link is not None)
+            if state.link is not None:
+                fallback.add_metric(labels, fell_back(state.link))
+        yield from (up, fallback)

@@ -42,7 +42,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self._links, self.transfer_address = self._kv.keeper, self._kv.address
         self._secret, self._block_size = context.ports.secret, context.engine.layout.block_size
         self._metrics = metrics = TransferMetrics(context.metrics, context.labels(self.role))
-        metrics.watch_links(self._links.states)
+        metrics.watch_links(self._links.report)
         self._sequences = PrefillSequences(
             context.ports.engine,
             self._links.link_to,

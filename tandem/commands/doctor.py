@@ -205,7 +205,7 @@ async def _pair(prefill: LiveWorker, decode: LiveWorker, settings: DoctorSetting
     rate = answer.bytes / max(answer.elapsed_us, 1) / 1000
     transport = f"{answer.transport} ({answer.carrier})" if answer.carrier else answer.transport
     moved = f"{answer.bytes:,} bytes over {transport} and back in {answer.elapsed_us / 1000:.2f} ms"
-    refused = "".join(f"; not {name}: {why}" for name, why in answer.refused.items())
+    refused = "".join(f"; fell back from {name}: {why}" for name, why in answer.refused.items())
     way = prefill.info.location.way_to(decode.info.location)
     link = prefill.info.worker_id, decode.info.worker_id, f"{rate:.1f} GB/s, {way}"
     return Finding(what, True, f"{moved} ({rate:.1f} GB/s, {way}){refused}", link)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem.worker.errors import SequenceFailed
     from tandem.worker.fetching import Holder, KVFetcher, LinkTo
     from tandem.worker.kv_links import KVLinks
-    from tandem.worker.links import LinkState
+    from tandem.worker.links import LinkState, fell_back
     from tandem.worker.process import process_ports, run_measured, run_worker, tuned_by
     from tandem.worker.streams import Streams
     from tandem.worker.suspects import SuspectTurns
@@ -51,6 +51,7 @@ __all__ = [
     "WorkerService",
     "WorkerSettings",
     "failure_of",
+    "fell_back",
     "open_crash_page",
     "process_ports",
     "run_measured",
@@ -66,7 +67,7 @@ _WITH_TORCH = {
     "errors": ("SequenceFailed",),
     "fetching": ("Holder", "KVFetcher", "LinkTo"),
     "kv_links": ("KVLinks",),
-    "links": ("LinkState",),
+    "links": ("LinkState", "fell_back"),
     "process": ("process_ports", "run_measured", "run_worker", "tuned_by"),
     "streams": ("Streams",),
     "suspects": ("SuspectTurns",),

@@ -34,6 +34,12 @@ class LinkState:
     refused: str
 
 
+def fell_back(link: Link) -> bool:
+    """True where a transport that was named before the link's own did not come about, or NCCL has no fast path. That
+    `shm` reaches no other machine is no fault."""
+    return bool(link.refused.keys() - {"shm"}) or "NET/Socket" in link.carrier
+
+
 class LinkKeeper:
     """`others`: the role of the workers that are linked to."""
 
@@ -58,12 +64,8 @@ class LinkKeeper:
         """Incarnations of those with a healthy link."""
         return self._published
 
-    def states(self) -> dict[str, bool]:
-        """Those that are known, and if there is a healthy link to each. From any thread."""
-        return {state.peer.worker_id: state.link is not None for state in self.report()}
-
     def report(self) -> list[LinkState]:
-        """Those that are known, by name; not those whose KV is another's, as another model's is."""
+        """Those that are known, by name; not those whose KV is another's, as another model's is. From any thread."""
         known = sorted((name, info) for name, info in self._peers.items() if info.layout_hash == self._layout_hash)
         return [
             LinkState(info, self._sender.link(name, info.incarnation), self._refused.get(info.incarnation, ""))
@@ -116,8 +118,7 @@ class LinkKeeper:
         error = task.exception()
         if error is None:
             link = task.result()
-            slow = "NET/Socket" in link.carrier  # NCCL without its fast paths
-            (log.warning if slow else log.info)(
+            (log.warning if fell_back(link) else log.info)(
                 "linked", to=remote.worker_id, transport=link.transport, carrier=link.carrier,
                 refused=link.refused,
             )  # fmt: skip

@@ -12,7 +12,9 @@ from uuid import uuid4
 import pytest
 import structlog
 import torch
+from prometheus_client import CollectorRegistry
 
+from services.prefill.metrics import TransferMetrics
 from tandem.liveness.silence import Liveness
 from tandem.local import RedisServer
 from tandem.registry import ClusterView, Location, Registry, Role, WorkerInfo, WorkerLoad
@@ -101,7 +103,7 @@ async def test_a_worker_is_linked_once_a_block_has_moved_and_no_earlier(pool: Li
         await pool.register("decode-0", "d-1", f"127.0.0.1:{port}")
         await within(HEAL_S, lambda: pool.keeper.peer("decode-0") is not None)
         assert pool.keeper.linked() == ()
-        assert pool.keeper.states() == {"decode-0": False}
+        assert [(state.peer.worker_id, state.link) for state in pool.keeper.report()] == [("decode-0", None)]
     pool.receiver("decode-0", "d-1", port)
     await pool.linked("d-1")
     assert pool.changes == [("d-1",)]
@@ -208,3 +210,24 @@ async def test_a_lease_that_runs_out_costs_no_transfer_on_a_link_that_works(
     await pool.register("decode-1", "d-2", other.address)  # or else nobody could take its place
     await within(HEAL_S, lambda: not link.healthy)
     await pool.linked("d-2")  # said once the link has been closed, on another thread
+
+
+async def test_falling_back_from_a_preferred_transport_is_a_warning_and_a_metric(pool: LinkPool) -> None:
+    """NCCL does not start on a machine without a GPU."""
+    peer = LinkPeer("prefill-1", "p-2", LAYOUT)
+    sender, registry = Sender(LocalPeer(peer), transports=("nccl", "tcp")), CollectorRegistry()
+    view = ClusterView(pool.registry)
+    keeper = LinkKeeper(sender, view, Location("here", "", ""), LAYOUT, Role.DECODE, lambda: None)
+    TransferMetrics(registry, ("demo", "prefill", "prefill-1")).watch_links(keeper.report)
+    labels = {"model_name": "demo", "role": "prefill", "worker": "prefill-1", "peer": "decode-0"}
+    with structlog.testing.capture_logs() as logs:
+        tasks = [asyncio.create_task(task) for task in (view.run(), keeper.keep())]
+        await pool.register("decode-0", "d-0", pool.receiver("decode-0", "d-0").address)
+        await within(HEAL_S, lambda: keeper.linked() == ("d-0",))
+    (line,) = (line for line in logs if line["event"] == "linked" and "nccl" in line["refused"])
+    assert (line["log_level"], line["transport"]) == ("warning", "tcp")
+    assert registry.get_sample_value("tandem_link_fallback", labels) == 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    sender.close()
