@@ -6,12 +6,14 @@
 
 In torch, per group of sequences that ask equally many tokens: gather their blocks, mask what lies ahead, SDPA; a
 prompt's first chunk needs nothing of the cache: its own k, v, and SDPA's causal way. `flashinfer` has the other one.
+In float32 on a CPU a token's attention is the same bit for bit whatever lies beside it in a step (`attention_alone`).
 
 A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row), with rows as kv_cache.py has them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,11 +26,14 @@ from torch import Tensor
 from tandem.engine.device import sent
 from tandem.engine.forward.staged import Staged
 from tandem.engine.kv import opened
+from tandem.engine.models import ROWS_ALIKE, is_exact
 
 # Attention of one step, planned once for all layers. A model's own `Attend` names the layer and knows no cache: Forward
 # makes it of this one, which knows the cache and no layer.
 # q, k, v of a step's tokens (tokens, heads, head_dim), k and v as the cache holds them, and that cache ──> as q.
 StepAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# With fewer keys than the first a product goes another way; above some two hundred BLAS cuts a sum by its length.
+KEYS_ALIKE, KEYS_AT_ONCE = 16, 128
 
 
 # Rows of a graph, one token of a sequence each, and the most blocks of a row's context.
@@ -185,21 +190,56 @@ def paged_attention(
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if is_exact(q):
+        seen = torch.ones(len(q), len(q), dtype=torch.bool).tril()[None, None]
+        return _grouped(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], seen)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 def _group_attention(q: Tensor, kv: Tensor, group: Group) -> Tensor:
     k, v = _gather(kv, group, q.dtype)
-    _, num_seqs, kv_heads, _ = group.slabs.shape
+    return _grouped(q, k, v, group.visible)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """q (tokens, heads, head_dim) of sequences with equally many tokens, over k, v (sequences, heads, keys, head_dim)
+    where they are `visible` (sequences, 1, tokens of each, keys)."""
+    (num_seqs, kv_heads), query_len = k.shape[:2], visible.shape[2]
     # Query heads that share a KV head are rows of one product: (sequences, kv_heads, share * query_len, head_dim).
     share, head_dim = q.shape[1] // kv_heads, q.shape[2]
-    query = q.view(num_seqs, group.query_len, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
+    query = q.view(num_seqs, query_len, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
     query = query.reshape(num_seqs, kv_heads, -1, head_dim)
-    visible = group.visible if group.query_len == 1 else group.visible.repeat(1, 1, share, 1)
-    out = F.scaled_dot_product_attention(query, k, v, attn_mask=visible)
-    out = out.view(num_seqs, kv_heads, share, group.query_len, head_dim).permute(0, 3, 1, 2, 4)
+    if query_len > 1:
+        visible = visible.repeat(1, 1, share, 1)
+    out = _attention(query, k, v, visible)
+    out = out.view(num_seqs, kv_heads, share, query_len, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(q.shape)
+
+
+def _attention(query: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """query (sequences, kv_heads, rows, head_dim) over k, v (sequences, kv_heads, keys, head_dim)."""
+    if is_exact(query):
+        return attention_alone(query, k, v, visible)
+    return F.scaled_dot_product_attention(query, k, v, attn_mask=visible)
+
+
+def attention_alone(query: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """As SDPA, but each row's sums go the same way whatever rows, keys that it may not see and sequences lie beside it.
+
+    Products whose shapes BLAS takes the same kernel for, and sums over keys that are too short to be cut anew.
+    """
+    rows, keys = query.shape[2], k.shape[2]
+    query = F.pad(query, (0, 0, 0, -rows % ROWS_ALIKE)) * query.shape[3] ** -0.5
+    if missing := -keys % KEYS_ALIKE:
+        k, v, visible = F.pad(k, (0, 0, 0, missing)), F.pad(v, (0, 0, 0, missing)), F.pad(visible, (0, missing))
+    scores = query @ k.transpose(2, 3)
+    scores[:, :, :rows].masked_fill_(~visible, -math.inf)
+    weights = scores.softmax(dim=-1)
+    out = weights[..., :KEYS_AT_ONCE] @ v[:, :, :KEYS_AT_ONCE]
+    for start in range(KEYS_AT_ONCE, k.shape[2], KEYS_AT_ONCE):
+        out += weights[..., start : start + KEYS_AT_ONCE] @ v[:, :, start : start + KEYS_AT_ONCE]
+    return out[:, :, :rows]
 
 
 def _gather(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
@@ -222,9 +262,7 @@ def paged_decode(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor) -> Tens
     visible = torch.arange(tables.shape[1] * block_size, device=q.device) < lengths[:, None]
     # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
     k, v = past.masked_fill(~visible[None, :, None, :, None], 0)
-    out = F.scaled_dot_product_attention(
-        q.view(num_seqs, kv_heads, -1, head_dim), k, v, attn_mask=visible[:, None, None, :]
-    )
+    out = _attention(q.view(num_seqs, kv_heads, -1, head_dim), k, v, visible[:, None, None, :])
     return out.reshape(q.shape)
 
 

@@ -21,6 +21,9 @@ from tandem.engine.models.config import ModelConfig
 from tandem.engine.models.rope import cos_sin, inverse_frequencies, rotate
 from tandem.engine.quantization import Fp8Weight, QuantizedWeight, quantize, rounded
 
+# BLAS sums in another order for fewer rows, and for what is left over of a multiple where threads share the rows.
+ROWS_ALIKE = 4
+
 
 class Attend(Protocol):
     """How tokens see the ones before them."""
@@ -52,7 +55,7 @@ class Linear:
         if isinstance(self.weight, Fp8Weight):
             product = self.weight.product(x)
             return product if self.bias is None else product + self.bias
-        return F.linear(x, dense(self.weight, x.dtype), self.bias)
+        return linear(x, dense(self.weight, x.dtype), self.bias)
 
     def parts(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors for `names`, whose outputs lie one after the other."""
@@ -182,7 +185,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) float32 for the hidden states of some tokens, (rows, hidden_size)."""
         normed = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
-        return F.linear(normed, dense(self.lm_head, normed.dtype)).float()
+        return linear(normed, dense(self.lm_head, normed.dtype)).float()
 
     def fused(self) -> Iterator[tuple[Linear, tuple[str, ...], tuple[int, ...]]]:
         """Each linear layer, and the names in a checkpoint and outputs of those that it is made of."""
@@ -204,6 +207,18 @@ class Decoder:
         for number, layer in enumerate(self.layers):
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors()}
         return tensors
+
+
+def is_exact(x: Tensor) -> bool:
+    """True where a row of `x` is to come to the same numbers, bit for bit, whatever rows lie beside it."""
+    return x.dtype is torch.float32 and x.is_cpu
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As torch's; where that is exact, each row's sums go the same way."""
+    if not is_exact(x) or not (missing := -len(x) % ROWS_ALIKE):
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
 
 
 def dense(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
