@@ -13,7 +13,7 @@ STUBS := clients/python/tandem_client/stubs
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
-.PHONY: help run test fast check test-gpu chaos soak guard lint protos bench plot docs chart-lint clean
+.PHONY: help run test fast check test-gpu gpu-bundle chaos soak guard lint protos bench plot docs chart-lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ check: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## what 
 test-gpu: $(VENV)/dev.stamp ## what needs a CUDA device, which it names where there is none; then what that device gives, as JSON
 	@$(BIN)/python -m pytest -q -rs tests/gpu $(ARGS)
 	@$(BIN)/python -m benchmarks.gpu
+
+gpu-bundle: $(VENV)/dev.stamp ## wheels for a GPU without network, in build/gpu-bundle; there: python3 benchmarks/gpu/bare.py BUNDLE
+	@$(BIN)/python -m benchmarks.gpu.bundle $(ARGS)
 
 chaos: $(VENV)/dev.stamp ## N seeded schedules of faults over the whole cluster's code (N=100000)
 	@$(BIN)/python -m tests.chaos.explorer $(or $(N),100000) $(ARGS)
