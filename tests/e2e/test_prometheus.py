@@ -74,10 +74,18 @@ def prometheus(shm_cluster: RunningCluster, tmp_path_factory: pytest.TempPathFac
     with (tmp_path / "prometheus.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
+            eventually(lambda: is_ready(f"http://127.0.0.1:{port}"), BOUND_S, "Prometheus listens")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait(BOUND_S)
+
+
+def is_ready(prometheus: str) -> bool:
+    try:
+        return httpx.get(f"{prometheus}/-/ready", timeout=BOUND_S).is_success
+    except httpx.TransportError:
+        return False
 
 
 def series(prometheus: str, query: str) -> list[dict[str, Any]]:
