@@ -8,6 +8,8 @@ from itertools import groupby
 
 from torch import Tensor
 
+from tandem.engine.models import linear
+
 # The linear layers of a checkpoint, by the fused one of `Decoder` whose outputs they are a part of, in its order.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",), "gate_up": ("gate_proj", "up_proj"),
@@ -54,7 +56,7 @@ class RowAdapters:
             first = 0
             for part, size in zip(PARTS[name], self._sizes[name], strict=True):
                 if (found := adapter.layers[layer].get(part)) is not None:
-                    out[begin:end, first : first + size] += x[begin:end] @ found.down.T @ found.up
+                    out[begin:end, first : first + size] += linear(linear(x[begin:end], found.down), found.up.T)
                 first += size
 
 
