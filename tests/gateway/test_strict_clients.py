@@ -38,19 +38,19 @@ async def gpt(http: httpx.AsyncClient) -> AsyncIterator[AsyncOpenAI]:
 
 
 @pytest.fixture
-async def claude(http: httpx.AsyncClient) -> AsyncIterator[AsyncAnthropic]:
+async def anthropic_client(http: httpx.AsyncClient) -> AsyncIterator[AsyncAnthropic]:
     async with AsyncAnthropic(base_url=str(http.base_url), **STRICT) as client:
         yield client
 
 
-async def test_models(gpt: AsyncOpenAI, claude: AsyncAnthropic) -> None:
+async def test_models(gpt: AsyncOpenAI, anthropic_client: AsyncAnthropic) -> None:
     assert [model.id async for model in gpt.models.list()] == [MODEL]
     assert (await gpt.models.retrieve(MODEL)).id == MODEL
-    assert [model.display_name async for model in claude.models.list()] == [MODEL]
-    found = await claude.models.retrieve(MODEL)
+    assert [model.display_name async for model in anthropic_client.models.list()] == [MODEL]
+    found = await anthropic_client.models.retrieve(MODEL)
     assert (found.id, found.lifecycle) == (MODEL, "active")
     assert found.max_input_tokens
-    for client, error in ((gpt, openai.NotFoundError), (claude, NotFoundError)):
+    for client, error in ((gpt, openai.NotFoundError), (anthropic_client, NotFoundError)):
         with pytest.raises(error):
             await client.models.retrieve("other")
 
@@ -124,10 +124,10 @@ async def test_conversations(gpt: AsyncOpenAI) -> None:
     assert (await gpt.conversations.delete(made.id)).deleted
 
 
-async def test_messages(claude: AsyncAnthropic, says: Any) -> None:
+async def test_messages(anthropic_client: AsyncAnthropic, says: Any) -> None:
     tool: Any = {"name": "weather", "input_schema": CITY}
     forced: Any = {"tools": [tool], "tool_choice": {"type": "tool", "name": "weather"}}
-    for messages in (claude.messages, claude.beta.messages):
+    for messages in (anthropic_client.messages, anthropic_client.beta.messages):
         says(TEXT)
         whole = await messages.create(**MESSAGE)
         assert whole.content[0].text == TEXT  # type: ignore[union-attr]
