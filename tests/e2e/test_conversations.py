@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from tandem.engine import Engine, Request, SamplingParams
+from tandem.engine import Engine, SamplingParams
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import BOUND_S, RunningCluster
+from tests.e2e.test_exact import oracle
 
 BLOCK, TURNS, ANSWER, SAID = 16, 5, 50, 5
 # A client takes longer to say something than the registry to hear what is cached.
@@ -23,16 +24,6 @@ def service(request: pytest.FixtureRequest) -> Iterator[llm_pb2_grpc.LLMServiceS
     cluster: RunningCluster = request.getfixturevalue(f"{request.param}_cluster")
     with grpc.insecure_channel(cluster.grpc) as channel:
         yield llm_pb2_grpc.LLMServiceStub(channel)
-
-
-def oracle(engine: Engine, prompt: list[int], sampling: SamplingParams) -> list[int]:
-    engine.add(Request("oracle", prompt, sampling))
-    tokens: list[int] = []
-    while True:
-        for output in engine.step():
-            tokens += [token.token_id for token in output.tokens]
-            if output.finished:
-                return tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -49,9 +40,8 @@ def test_turns_equal_one_process_wherever_the_answers_kv_comes_from(
         tokens: list[int] = []
         for last in service.Generate(asked, timeout=BOUND_S):
             tokens += last.token_ids
-        assert tokens == oracle(
-            one_process_engine, prompt, SamplingParams(max_tokens=ANSWER, temperature=temperature, seed=turn)
-        )
+        alone = SamplingParams(max_tokens=ANSWER, temperature=temperature, seed=turn)
+        assert tokens == oracle(one_process_engine, prompt, alone)[0]
         assert last.path.kind == llm_pb2.Path.KIND_REMOTE_PREFILL
         # A busy machine may find it quicker to compute an answer again than to have it sent.
         computed_here = (len(prompt) - ANSWER - SAID) // BLOCK * BLOCK if turn else 0
