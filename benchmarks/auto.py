@@ -26,14 +26,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet import MODEL, NullFleet, running
-from benchmarks.grpc_load import Replayed, replay
+from benchmarks.fleet import MODEL, NullFleet, SimulatedWorker, running, simulate
 from benchmarks.models import OUT
-from benchmarks.mooncake import TraceRequest, read_trace
-from benchmarks.perfect import SimulatedWorker
 from benchmarks.results import earlier, percentile
-from benchmarks.shapes import shaped
-from benchmarks.simulated import simulate
+from benchmarks.traffic import Replayed, TraceRequest, read_trace, replay, shaped
 from tandem.engine import StepTime
 
 RESULTS = OUT / "auto.json"
@@ -113,11 +109,11 @@ def bursty(capacity: float, seconds: float = SECONDS) -> list[TraceRequest]:
 
 def _as_many(requests: Iterable[TraceRequest], capacity: float, seconds: float) -> list[TraceRequest]:
     """The first of them that are `capacity` tokens a second."""
-    chosen, cache, unread = list[TraceRequest](), SimulatedWorker(10**9, 1.0), 0
+    chosen, cache, uncached = list[TraceRequest](), SimulatedWorker(10**9, 1.0), 0
     for request in requests:
-        if unread >= capacity * seconds or len(chosen) >= MOST_PER_S * seconds:
+        if uncached >= capacity * seconds or len(chosen) >= MOST_PER_S * seconds:
             break
-        unread += request.prompt_tokens - cache.read(request, len(chosen))
+        uncached += request.prompt_tokens - cache.read(request, len(chosen))
         chosen.append(request)
     return chosen
 
@@ -204,7 +200,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fleets", type=lambda text: text.split(","), default=fleets, help=", ".join(fleets))
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of all policies, one after the other")
     parser.add_argument("--simulated", action="store_true", help="in made-up time, one round")
-    parser.add_argument("--load", type=float, default=LOAD, help="prompt tokens to read, of what all workers could")
+    parser.add_argument("--load", type=float, default=LOAD, help="prompt tokens to prefill, of what all workers could")
     return parser.parse_args()
 
 

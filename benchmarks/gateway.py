@@ -26,8 +26,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environments import PeerUnavailable
 from benchmarks.frontends import FRONTS, BackendPace, Front, RunningFront
+from benchmarks.peers import PeerUnavailable
 from benchmarks.results import percentile
 from tandem.commands.up import DEMO_MODEL
 

@@ -26,9 +26,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gguf_file import opened
 from benchmarks.load import Job, LoadClient, closed_loop
-from benchmarks.peers import MeasuredPeer, llama_cpp, tandem
+from benchmarks.peers import MeasuredPeer, llama_cpp, opened, tandem
 from benchmarks.results import decode_rate
 from tandem.checkpoints import as_folder, find_model
 

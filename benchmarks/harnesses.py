@@ -21,9 +21,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from benchmarks.gguf_file import opened
 from benchmarks.models import OUT
-from benchmarks.peers import tandem
+from benchmarks.peers import opened, tandem
 from tandem.checkpoints import find_model
 
 ENVIRONMENT = OUT / "venv-harnesses"

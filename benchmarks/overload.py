@@ -29,10 +29,9 @@ import httpx
 from grpc import StatusCode, aio
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.fleet import MODEL, NullFleet, running
+from benchmarks.fleet import MODEL, NullFleet, in_made_up_time, running
 from benchmarks.models import OUT
 from benchmarks.results import percentile
-from benchmarks.simulated import in_made_up_time
 from tandem import rpc
 from tandem.engine import StepTime
 from tandem.v1 import llm_pb2, llm_pb2_grpc

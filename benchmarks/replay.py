@@ -19,14 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet import MODEL, NullFleet, running, tokens_read, worker_tokens
-from benchmarks.grpc_load import Replayed, replay
+from benchmarks.fleet import MODEL, NullFleet, perfect_hit_rate, pooled_hit_rate, running, tokens_read, worker_tokens
 from benchmarks.models import OUT
-from benchmarks.mooncake import SCALE, TraceRequest, read_trace, tokens_of
-from benchmarks.perfect import perfect_hit_rate, pooled_hit_rate
 from benchmarks.results import earlier, percentile
 from benchmarks.routing import POLICIES
-from benchmarks.shapes import SHAPES, shaped
+from benchmarks.traffic import SCALE, SHAPES, Replayed, TraceRequest, read_trace, replay, shaped, tokens_of
 
 RESULTS = OUT / "replay.json"
 SPEEDUP = 24.0

@@ -26,14 +26,11 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environments import PeerUnavailable
 from benchmarks.floors import Floors, measured
-from benchmarks.load import LoadClient, PeerError
+from benchmarks.load import LoadClient, PeerError, Workload, all_workloads, beside
 from benchmarks.models import OUT, Shape, made
-from benchmarks.noise import beside
-from benchmarks.peers import MeasuredPeer, by_url, known
+from benchmarks.peers import MeasuredPeer, PeerUnavailable, by_url, known
 from benchmarks.results import Figure, Metric
-from benchmarks.workloads import Workload, all_workloads
 from tandem.native import cpu_instructions
 
 RESULTS = OUT / "serving.json"

@@ -25,9 +25,8 @@ from pydoc_data.topics import topics
 
 from tokenizers import Tokenizer
 
-from benchmarks.environments import PeerUnavailable
 from benchmarks.load import Job, PeerError, closed_loop
-from benchmarks.peers import MeasuredPeer, llama_cpp, tandem, vllm
+from benchmarks.peers import MeasuredPeer, PeerUnavailable, llama_cpp, tandem, vllm
 from benchmarks.results import throughput
 from services.gateway.text.chat_template import ChatTemplate
 from tandem.checkpoints import as_folder, find_model

@@ -17,15 +17,13 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks import environments
-from benchmarks.environments import PeerUnavailable
 from benchmarks.frontends.byte_server import byte_server
 from benchmarks.frontends.clients import StreamLoad
 from benchmarks.frontends.null_worker import null_worker
 from benchmarks.frontends.pace import BackendPace
 from benchmarks.load import PeerError
 from benchmarks.models import OUT
-from benchmarks.peers import started
+from benchmarks.peers import PeerUnavailable, environments, started
 from services.gateway.text import Tokenizer
 from tandem.local import RedisServer, free_ports
 

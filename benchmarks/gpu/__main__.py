@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bandwidth import ORDERS, bandwidth
 from benchmarks.gpu.engine import copy_seconds, engine_rows
 from benchmarks.gpu.rows import FULL, ReportRow, Scale, report
 from benchmarks.gpu.serving import serving_rows
 from benchmarks.models import OUT, made
+from benchmarks.transfer import ORDERS, bandwidth
 
 Part = Callable[[Scale, Path], list[ReportRow]]
 

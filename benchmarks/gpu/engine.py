@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.rows import ReportRow, Scale
-from benchmarks.workloads import prompt
+from benchmarks.load import prompt
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 
 WARM_STEPS = 3

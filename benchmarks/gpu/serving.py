@@ -11,11 +11,10 @@ from typing import Any
 import yaml
 
 from benchmarks.gpu.rows import ReportRow, Scale
-from benchmarks.load import Job, LoadClient
+from benchmarks.load import Job, LoadClient, disturbed, prompt
 from benchmarks.models import OUT
 from benchmarks.peers import MeasuredPeer
 from benchmarks.results import percentile
-from benchmarks.workloads import disturbed, prompt
 from tandem.local import free_ports
 
 NAMES = {"aggregated": ("decode",), "split": ("prefill", "decode")}

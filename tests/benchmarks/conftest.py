@@ -17,7 +17,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(TINY, tmp_path_factory.mktemp("models") / TINY.name)
 
 
-@pytest.fixture(scope="session", params=["tandem", pytest.param("transformers", marks=pytest.mark.long)])
+@pytest.fixture(scope="package", params=["tandem", pytest.param("transformers", marks=pytest.mark.long)])
 def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LoadClient]:
     with known()[request.param].running(tiny_model) as client:
         yield client

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.auto import ITL_S, MOST_PER_S, TTFT_S, figures, kinds, middle, mixed
-from benchmarks.fleet import NullFleet
-from benchmarks.grpc_load import Replayed
-from benchmarks.mooncake import BLOCK, TraceRequest
+from benchmarks.fleet import NullFleet, simulate
 from benchmarks.results import Arrival, TimedAnswer, earlier
-from benchmarks.simulated import simulate
+from benchmarks.traffic import BLOCK, Replayed, TraceRequest
 
 
 def conversation(second: int, blocks: int) -> TraceRequest:

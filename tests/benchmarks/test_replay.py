@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fleet import MODEL, NullFleet, running, tokens_read
-from benchmarks.grpc_load import replay
-from benchmarks.mooncake import BLOCK, TraceRequest, read_trace
-from benchmarks.perfect import SimulatedWorker, hit_rate, perfect_hit_rate, pooled_hit_rate
+from benchmarks.fleet import (
+    MODEL,
+    NullFleet,
+    SimulatedWorker,
+    hit_rate,
+    perfect_hit_rate,
+    pooled_hit_rate,
+    running,
+    tokens_read,
+)
 from benchmarks.replay import figures
+from benchmarks.traffic import BLOCK, TraceRequest, read_trace, replay
 
 
 @pytest.fixture

@@ -9,14 +9,11 @@ import pytest
 from rich.console import Console
 
 from benchmarks.chart import draw
-from benchmarks.environments import PeerUnavailable
 from benchmarks.floors import Floors
-from benchmarks.load import Job, LoadClient, closed_loop
-from benchmarks.noise import beside
-from benchmarks.peers import by_url, known, started
+from benchmarks.load import Job, LoadClient, Workload, all_workloads, beside, closed_loop
+from benchmarks.peers import PeerUnavailable, by_url, known, started
 from benchmarks.results import Figure, Metric, throughput
 from benchmarks.serving import Report, measure, table
-from benchmarks.workloads import Workload, all_workloads
 from tandem.local import free_ports
 from tests.benchmarks.conftest import TINY
 

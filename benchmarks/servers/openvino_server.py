@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.token_server import Requests, Waiting, serve
+from benchmarks.servers.token_server import Requests, Waiting, serve
 
 CACHE_GB = 1
 

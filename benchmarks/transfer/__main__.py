@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.bandwidth import BLOCK_SIZE, ORDERS, Bandwidth, bandwidth
 from benchmarks.models import LARGE, OUT
-from benchmarks.overlap import Overlap, overlap
+from benchmarks.transfer.bandwidth import BLOCK_SIZE, ORDERS, Bandwidth, bandwidth
+from benchmarks.transfer.overlap import Overlap, overlap
 
 RESULTS = OUT / "transfer.json"
 TRANSPORTS = ("shm", "tcp")

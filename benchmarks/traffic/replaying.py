@@ -13,8 +13,8 @@ from itertools import cycle
 
 from grpc import aio
 
-from benchmarks.mooncake import TraceRequest
 from benchmarks.results import Arrival, TimedAnswer
+from benchmarks.traffic.mooncake import TraceRequest
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 TIMEOUT_S = 120.0

@@ -1,8 +1,8 @@
 """A router with perfect knowledge, simulated: what prefix hits could be, given the workers' caches.
 
 1 know     at a request's arrival, to the block and at once: what every worker's cache holds, and its backlog of tokens
-2 choose   the worker with the least (tokens to read + `backlog_weight` * backlog); of equals, the longest unchosen
-3 read     its cache now holds the prompt's full blocks; the least recently used ones beyond its capacity are gone
+2 choose   the worker with the least (tokens to prefill + `backlog_weight` * backlog); of equals, the longest unchosen
+3 prefill  its cache now holds the prompt's full blocks; the least recently used ones beyond its capacity are gone
 
 It never sees a stale or a lost message, decides in no time and minds no decode worker.
 """
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.mooncake import BLOCK, TraceRequest, tokens_of
+from benchmarks.traffic import BLOCK, TraceRequest, tokens_of
 
 BACKLOG_WEIGHTS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 

@@ -16,7 +16,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import Job, LoadClient, closed_loop, in_batches, in_slots, open_loop
+from benchmarks.load.http import Job, LoadClient, closed_loop, in_batches, in_slots, open_loop
 from benchmarks.models import LARGE, SMALL, Shape
 from benchmarks.results import Metric, TimedAnswer, decode_rate, gaps, goodput, percentile, throughput, wall
 
@@ -153,7 +153,7 @@ async def arriving(client: LoadClient, dice: random.Random) -> dict[str, float]:
 
 
 async def behind(client: LoadClient, dice: random.Random) -> dict[str, float]:
-    """4 long prompts at once; a short one comes each second while they are read."""
+    """4 long prompts at once; a short one comes each second while they are prefilled."""
     long = [Job(prompt(dice, 1536), 16) for _ in range(4)]
     short = [Job(prompt(dice, 64), 16, at=0.5 + second) for second in range(6)]
     answers = await open_loop(client, [*long, *short])

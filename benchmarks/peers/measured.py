@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environments
-from benchmarks.environments import PeerUnavailable
-from benchmarks.gguf_file import WeightType, written
 from benchmarks.load import Job, LoadClient, PeerError
 from benchmarks.models import OUT
+from benchmarks.peers import environments
+from benchmarks.peers.environments import PeerUnavailable
+from benchmarks.peers.gguf_file import WeightType, written
 from tandem.local import free_ports
 
 START_BOUND_S = 600.0
@@ -132,6 +132,11 @@ def tandem(name: str, title: str, *options: str) -> MeasuredPeer:
             f"--logs={OUT / 'logs' / f'{name}-{model.name}'}", *options,
         ]  # fmt: skip
 
+    return of_tandem(name, title, command)
+
+
+def of_tandem(name: str, title: str, command: Callable[[Path, int], list[str]]) -> MeasuredPeer:
+    """One whose command starts a cluster of ours."""
     patient = {"TANDEM_CLASSES": json.dumps({"interactive": {"ttft_s": 600}})}  # peers refuse nothing for coming late
     return MeasuredPeer(name, title, command, health="/health/ready", environment=patient)
 
@@ -140,11 +145,7 @@ def vllm(name: str, title: str, *options: str) -> MeasuredPeer:
     eager = () if shutil.which("g++") else ("--enforce-eager",)  # compiled steps need a C++ compiler
 
     def command(model: Path, port: int) -> list[str]:
-        longest = str(min(4096, json.loads((model / "config.json").read_text())["max_position_embeddings"]))
-        return [
-            str(environments.vllm()), "serve", str(model), "--served-model-name", model.name, "--dtype", "bfloat16",
-            "--host", "127.0.0.1", "--port", str(port), "--max-model-len", longest, *eager, *options,
-        ]  # fmt: skip
+        return [str(environments.vllm()), *serving_of_vllm(model, port, most_tokens=4096), *eager, *options]
 
     # Its own choice leaves one core to its HTTP server: half of a small machine. Its manual asks for Intel's OpenMP.
     environment = {
@@ -155,9 +156,18 @@ def vllm(name: str, title: str, *options: str) -> MeasuredPeer:
     return MeasuredPeer(name, title, command, "", "/health", environment, {"return_token_ids": True})
 
 
+def serving_of_vllm(model: Path, port: int, most_tokens: int) -> list[str]:
+    """Arguments of its program."""
+    longest = str(min(most_tokens, json.loads((model / "config.json").read_text())["max_position_embeddings"]))
+    return [
+        "serve", str(model), "--served-model-name", model.name, "--dtype", "bfloat16",
+        "--host", "127.0.0.1", "--port", str(port), "--max-model-len", longest,
+    ]  # fmt: skip
+
+
 def transformers() -> MeasuredPeer:
     def command(model: Path, port: int) -> list[str]:
-        return [sys.executable, "-m", "benchmarks.transformers_server", str(model), f"--port={port}"]
+        return [sys.executable, "-m", "benchmarks.servers.transformers_server", str(model), f"--port={port}"]
 
     return MeasuredPeer("transformers", "transformers, generate()", command)
 
@@ -191,9 +201,9 @@ def openvino(name: str, title: str, weights: WeightType) -> MeasuredPeer:
 
     def command(model: Path, port: int) -> list[str]:
         python = str(environments.openvino())
-        return [python, "-m", "benchmarks.openvino_server", str(written(model, weights)), f"--port={port}"]
+        return [python, "-m", "benchmarks.servers.openvino_server", str(written(model, weights)), f"--port={port}"]
 
-    environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
     return MeasuredPeer(name, title, command, environment=environment)
 
 

@@ -10,10 +10,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from benchmarks.fleet import PATIENT, NullFleet, model_folder
-from benchmarks.grpc_load import TIMEOUT_S, Replayed, replay_through
-from benchmarks.mooncake import TraceRequest
+from benchmarks.fleet.processes import PATIENT, NullFleet, model_folder
 from benchmarks.routing import POLICIES
+from benchmarks.traffic import TIMEOUT_S, Replayed, TraceRequest, replay_through
 from services.gateway.model.served import ServedModel
 from services.gateway.settings import Disaggregation
 from tandem.local import RedisServer

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import accumulate, count, islice
 
-from benchmarks.mooncake import BLOCK, TraceRequest
+from benchmarks.traffic.mooncake import BLOCK, TraceRequest
 
 Prompts = Iterator[tuple[tuple[int, ...], int]]  # names of a prompt's blocks, and tokens to write
 

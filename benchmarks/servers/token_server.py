@@ -1,4 +1,4 @@
-"""/v1/completions in front of a library that generates token ids: the least HTTP that benchmarks.load can read.
+"""/v1/completions in front of a library that generates token ids: the least HTTP that benchmarks.load.http can read.
 
 HTTP threads put requests into a queue, from which the library's one thread takes them; each then waits for its tokens,
 one a step, and writes them as server-sent events.

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.token_server import NO_TOKEN, Requests, Waiting, serve
+from benchmarks.servers.token_server import NO_TOKEN, Requests, Waiting, serve
 
 MAX_BATCH = 64
 GATHER_S = 0.02  # without it the first of many that come at once would be generated alone, before all others
