@@ -13,7 +13,7 @@ STUBS := clients/python/tandem_client/stubs
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
-.PHONY: help run test fast check test-gpu gpu-bundle chaos soak guard lint protos bench plot docs chart-lint clean
+.PHONY: help run test fast long check test-gpu gpu-bundle chaos soak guard lint protos bench plot docs lock pin chart-lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
 test: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## the tests, on real parts; one room's: ROOM=transfer
-	@$(PYTEST) -m "not long and not alone" $(ROOM_TESTS) $(ARGS)
+	@$(PYTEST) -m "not long and not outside and not alone" $(ROOM_TESTS) $(ARGS)
 
 fast: $(VENV)/dev.stamp ## what needs no process and no weights, in a minute
 	@$(BIN)/python -m pytest -q -p tests.fast -m fast $$(grep -rlE 'mark\.fast' tests --include='test_*.py') $(ARGS)
@@ -40,8 +40,11 @@ GUARD := tests/transfer/test_schedules.py tests/checkpoints/test_model_files.py 
   tests/e2e/test_secured.py
 AT_LENGTH := SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile=guard --timeout=1800 $(GUARD)
 
-check: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## what takes long: 2,000 schedules of faults, images, pods, Ray, hostile input
-	@$(PYTEST) -m long $(addprefix --ignore=,$(GUARD)) $(ARGS)
+long: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## the tests that take long and need nothing but this machine: the same promises over more processes
+	@$(PYTEST) -m long $(ROOM_TESTS) $(ARGS)
+
+check: long ## and what takes longest: 2,000 schedules of faults, images, pods, Ray, others' programs, hostile input
+	@$(PYTEST) -m outside
 	@$(AT_LENGTH)
 	@$(BIN)/python -m pytest -q -n0 -m alone
 

@@ -91,6 +91,7 @@ def test_what_neither_can_have_is_refused_by_its_field(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.long
 def test_what_compose_would_start_answers(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its services as processes, each at an address of its own in place of a container's."""
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster_of(str(demo_model))))

@@ -20,18 +20,22 @@ from tests.chaos.explorer.waits import RARE, WAITS
 from tests.chaos.test_planted import PLANTED
 from tests.simulation.redis import RedisStore
 
-# `make check` runs them all, `make chaos` as many as wanted.
-NUM_SCHEDULES, NUM_AT_ONCE, JOBS = 2000, 100, 2
+# `make test` runs the first, `make long` more, `make check` them all, `make chaos` as many as wanted.
+NUM_SCHEDULES, NUM_LONG, NUM_AT_ONCE, JOBS = 2000, 120, 20, 2
 ELSEWHERE_S = 120.0
 
 
-def test_no_schedule_of_the_first_breaks_the_contract(demo_model: Path) -> None:
-    report = explore(demo_model, range(NUM_AT_ONCE), jobs=JOBS)
+@pytest.mark.timeout(900)  # schedules are counted, not their seconds
+@pytest.mark.parametrize(
+    "seeds", [range(NUM_AT_ONCE), pytest.param(range(NUM_AT_ONCE, NUM_LONG), marks=pytest.mark.long)], ids=str
+)
+def test_no_schedule_of_the_first_breaks_the_contract(demo_model: Path, seeds: range) -> None:
+    report = explore(demo_model, seeds, jobs=JOBS)
     assert report.failed == {}, summary(report)
-    assert report.num_run == NUM_AT_ONCE
+    assert report.num_run == len(seeds)
 
 
-@pytest.mark.long
+@pytest.mark.outside
 @pytest.mark.timeout(1800)
 def test_no_schedule_breaks_the_contract(demo_model: Path) -> None:
     report = explore(demo_model, range(NUM_SCHEDULES), jobs=JOBS)
@@ -42,6 +46,7 @@ def test_no_schedule_breaks_the_contract(demo_model: Path) -> None:
     assert WAITS.keys() - RARE <= set(report.waits)
 
 
+@pytest.mark.long
 def test_a_seed_is_a_run(store: RedisStore, demo_model: Path) -> None:
     """Also over another redis-server, in a process whose sets are in another order; but not what is logged."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

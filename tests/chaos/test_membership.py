@@ -123,6 +123,7 @@ def even_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.simulation.network.LATENCY_S", (0.0003, 0.0003))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("even_latency")
 @pytest.mark.parametrize("order", list(permutations(("redis", "g0", "p0", "d0"))), ids="-".join)
 def test_started_in_any_order(theatre: Theatre, order: tuple[str, ...]) -> None:
@@ -171,6 +172,7 @@ def test_an_autoscaler_moves_workers_in_and_out(theatre: Theatre) -> None:
     assert migrated == {max(LENGTHS)}  # what no worker can wait for, and nothing else
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 def test_restarted_at_the_same_address(theatre: Theatre, victim: str) -> None:
     """R1: each time while it has work, which goes on elsewhere at once, and each time it gets work again."""

@@ -99,6 +99,7 @@ def test_a_broken_transfer_goes_on_where_it_was(server: Hub, tmp_path: Path) -> 
     assert len(ranges) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -159,6 +160,7 @@ def test_a_container_has_the_memory_it_is_held_to(tmp_path: Path) -> None:
     assert machine_memory(tmp_path / "meminfo", tmp_path / "max") == 5000
 
 
+@pytest.mark.long
 def test_fetch_goes_the_same_way(server: Hub, tmp_path: Path) -> None:
     code = "import sys; from tandem.cli import main; main()"
     names = ("config.json", "model.safetensors", "tokenizer.json")
@@ -185,6 +187,7 @@ def test_fetch_writes_nowhere_else(server: Hub, tmp_path: Path) -> None:
     assert list(json.loads(one.stdout)["files"]) == ["it-Q8_0.gguf"]
 
 
+@pytest.mark.long
 def test_services_fetch_what_their_settings_name(server: Hub, tmp_path: Path) -> None:
     code = "import sys; from pydantic import TypeAdapter; from tandem.checkpoints import ModelPath; "
     code += "print(TypeAdapter(eval(sys.argv[1])).validate_python(sys.argv[2]))"
@@ -195,6 +198,7 @@ def test_services_fetch_what_their_settings_name(server: Hub, tmp_path: Path) ->
     assert "is gated" in ask(server, tmp_path, "ModelPath", "hf://org/gated", code=code).stderr
 
 
+@pytest.mark.long
 def test_a_hub_that_does_not_answer_is_one_line_or_its_cache(server: Hub, tmp_path: Path) -> None:
     held = ask(server, tmp_path, "org/files").stdout
     away = {"HF_ENDPOINT": "http://127.0.0.1:1"}
@@ -204,6 +208,7 @@ def test_a_hub_that_does_not_answer_is_one_line_or_its_cache(server: Hub, tmp_pa
     assert "refused" in line.lower()
 
 
+@pytest.mark.long
 def test_an_adapter_is_pinned_bounded_and_found_again_without_the_hub(server: Hub, tmp_path: Path) -> None:
     large = ask(server, tmp_path, "org/adapter", "1000", code=FETCH)
     assert said(large) == f"ValueError: org/adapter: has {len(WEIGHTS) + 2} bytes, and there is room for 1000"

@@ -81,6 +81,7 @@ FILES: dict[str, tuple[Callable[[Path], None], ...]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_any_bytes_as_a_models_file(folder: Path, tmp_path: Path, name: str) -> None:
     good = (folder / name).read_bytes()

@@ -32,6 +32,7 @@ def named(folder: Path, code: str) -> dict[str, int]:
     return dict(death.named)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("code", "found"),
     [

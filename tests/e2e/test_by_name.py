@@ -25,7 +25,11 @@ def hub(demo_model: Path) -> Iterator[Hub]:
         yield hub
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--ray=local",), marks=pytest.mark.long)], ids=["here", "ray"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.long), pytest.param(("--ray=local",), marks=pytest.mark.outside)],
+    ids=["here", "ray"],
+)
 def test_a_cluster_fetches_the_model_that_its_file_names(options: tuple[str, ...], hub: Hub, tmp_path: Path) -> None:
     before = len(hub.weights_asked())
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub")}
@@ -36,6 +40,7 @@ def test_a_cluster_fetches_the_model_that_its_file_names(options: tuple[str, ...
     assert len(hub.weights_asked()) == before + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--ray=local",)], ids=["here", "ray"])
 def test_a_model_that_is_not_there_is_one_line(options: tuple[str, ...], hub: Hub, tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub")}

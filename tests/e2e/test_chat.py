@@ -115,6 +115,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(url: str, state: dict[str, s
     assert chat.process.wait(BOUND_S) == 0
 
 
+@pytest.mark.long
 def test_who_is_not_there_is_named(url: str, state: dict[str, str]) -> None:
     refused = tandem(state, "chat", "nothing", f"--url={url}")
     assert refused.stderr.strip() == "tandem chat: 'nothing' is not served; there is tandem-demo"
@@ -141,6 +142,7 @@ def test_down_of_several_asks_which(url: str, state: dict[str, str]) -> None:
     assert url in tandem(state, "ps").stdout
 
 
+@pytest.mark.long
 def test_down_ends_it_and_leaves_nothing(url: str, state: dict[str, str]) -> None:
     listed = tandem(state, "ps").stdout
     pid = int(re.findall(r"^ *(\d+)", listed, re.MULTILINE)[0])

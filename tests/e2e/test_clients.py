@@ -155,6 +155,7 @@ async def test_grpc_service_health_and_reflection(shm_cluster: RunningCluster) -
         assert "model" in (refused.value.details() or "")
 
 
+@pytest.mark.long
 async def test_two_hundred_streams_finish(
     shm_cluster: RunningCluster, at_baseline: Callable[[RunningCluster], object]
 ) -> None:

@@ -108,6 +108,7 @@ def test_doctor_names_a_frozen_worker(shm_cluster: RunningCluster) -> None:
     eventually(lambda: tandem("doctor", *options).returncode == 0, BOUND_S, "the cluster is whole again")
 
 
+@pytest.mark.long
 def test_a_worker_of_another_kv_layout_ends_with_the_reason(shm_cluster: RunningCluster) -> None:
     """The cluster's KV is float32."""
     options = [f"--redis-url={shm_cluster.redis_url}", "--dtype=bfloat16", "--worker-id=stranger", "--grpc-port=0"]
@@ -121,6 +122,7 @@ def test_a_worker_of_another_kv_layout_ends_with_the_reason(shm_cluster: Running
     assert shm_cluster.ready()
 
 
+@pytest.mark.long
 def test_a_worker_whose_id_is_taken_ends_with_the_reason(shm_cluster: RunningCluster) -> None:
     """Another cluster's, on the same Redis, in the same namespace; the one that has it serves on."""
     options = [f"--redis-url={shm_cluster.redis_url}", "--worker-id=decode-0", "--grpc-port=0", "--engine=null"]
@@ -145,6 +147,7 @@ def test_doctor_without_a_cluster() -> None:
     assert "broken: redis, gateway, HTTP, gateway, gRPC" in result.stderr
 
 
+@pytest.mark.long
 def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     with running_cluster(tmp_path, "--engine=null") as cluster:
         family = psutil.Process(cluster.process.pid).children(recursive=True)
@@ -170,6 +173,7 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--redis-port"])
 def test_a_port_in_use_is_named_and_nothing_is_started(option: str, tmp_path: Path) -> None:
     """Another cluster that answers there must not be taken for this one."""
@@ -197,6 +201,7 @@ def test_keys_are_where_up_looks_for_them(tmp_path: Path) -> None:
     assert f"(default: {UP_ADDRESSES['redis_url']})" in found
 
 
+@pytest.mark.long
 def test_a_worker_that_cannot_start_ends_the_command_at_once(tmp_path: Path) -> None:
     ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "redis"), free_ports(3), strict=True)]
     result = tandem("up", *ports, "--transports=pigeon", f"--logs={tmp_path}")

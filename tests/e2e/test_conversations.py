@@ -14,6 +14,8 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import BOUND_S, RunningCluster
 from tests.e2e.test_exact import oracle
 
+pytestmark = pytest.mark.long
+
 BLOCK, TURNS, ANSWER, SAID = 16, 5, 50, 5
 # A client takes longer to say something than the registry to hear what is cached.
 THINKING_S = 0.5

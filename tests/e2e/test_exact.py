@@ -16,7 +16,7 @@ BLOCK = 16
 REASONS = {llm_pb2.FINISH_REASON_STOP: FinishReason.STOP, llm_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=[pytest.param("shm", marks=pytest.mark.long), "tcp"])
 def cluster(request: pytest.FixtureRequest) -> RunningCluster:
     return request.getfixturevalue(f"{request.param}_cluster")
 
@@ -58,7 +58,7 @@ LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK +
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.9])
 def test_tokens_equal_the_one_process_engines(
     service: llm_pb2_grpc.LLMServiceStub, one_process_engine: Engine, length: int, temperature: float
 ) -> None:
@@ -91,7 +91,7 @@ def test_the_models_own_defaults_are_those_of_its_generation_config(
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "draft"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.7])
 def test_tokens_proposed_ahead(
     tcp_cluster: RunningCluster, one_process_engine: Engine, method: str, temperature: float
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_repeated_prompt_is_cached_and_equal(service: llm_pb2_grpc.LLMServiceS
     assert last.usage.cached_tokens == 10 * BLOCK
 
 
-@pytest.mark.parametrize("first", [6 * BLOCK, 6 * BLOCK + 5])
+@pytest.mark.parametrize("first", [pytest.param(6 * BLOCK, marks=pytest.mark.long), 6 * BLOCK + 5])
 @pytest.mark.parametrize("more", [1, BLOCK, 3 * BLOCK + 7])
 def test_a_follow_up_turn_moves_only_the_blocks_that_decode_lacks(
     service: llm_pb2_grpc.LLMServiceStub, one_process_engine: Engine, first: int, more: int

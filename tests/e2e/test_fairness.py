@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from tests.e2e.cluster import RunningCluster, running_cluster
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.alone
 
 FLOOD = 30
 

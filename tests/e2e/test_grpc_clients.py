@@ -15,7 +15,6 @@ import pytest
 import tandem
 from tests.e2e.cluster import BOUND_S, RunningCluster
 
-pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 CLIENT, EXAMPLES = ROOT / "clients" / "python", ROOT / "examples" / "grpc"
 # Where Debian keeps the sources of Go's packages.
@@ -51,6 +50,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return packages
 
 
+@pytest.mark.long
 def test_the_wheel_needs_grpcio_and_protobuf_alone(shm_cluster: RunningCluster, bare: Path) -> None:
     program = ROOT / "examples" / "generate.py"
     said = run([sys.executable, "-S", program, shm_cluster.grpc], env={"PYTHONPATH": str(bare)}, cwd=bare)
@@ -68,10 +68,12 @@ def test_the_wheel_needs_grpcio_and_protobuf_alone(shm_cluster: RunningCluster, 
     }
 
 
+@pytest.mark.long
 def test_the_wheel_has_tandems_version() -> None:
     assert tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]["version"] == tandem.__version__
 
 
+@pytest.mark.outside
 @pytest.mark.timeout(1200)
 def test_the_example_for_node(shm_cluster: RunningCluster, tmp_path: Path) -> None:
     if shutil.which("npm") is None:
@@ -82,6 +84,7 @@ def test_the_example_for_node(shm_cluster: RunningCluster, tmp_path: Path) -> No
     check_example(run(["node", folder / "generate.mjs", shm_cluster.grpc], env=env))
 
 
+@pytest.mark.outside
 @pytest.mark.timeout(1200)
 def test_the_example_for_go_compiles(tmp_path: Path) -> None:
     """It is not run: Debian's packages of Go are too old for stubs of a proto with optional fields."""

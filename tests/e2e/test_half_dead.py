@@ -23,6 +23,7 @@ from tandem.registry import Registry
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 from tests.e2e.test_migration import Answers, asked, service, undisturbed
 
+pytestmark = pytest.mark.long
 CLUSTER = """
 models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
 workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB}}}}}}}}
@@ -64,7 +65,6 @@ def long_prompts() -> list[Request]:
     ]
 
 
-@pytest.mark.long
 async def test_a_worker_stuck_in_a_step_ends_by_its_watchdog_and_loses_nothing(
     fleet: RunningCluster, demo_model: Path
 ) -> None:
@@ -79,7 +79,6 @@ async def test_a_worker_stuck_in_a_step_ends_by_its_watchdog_and_loses_nothing(
     )
 
 
-@pytest.mark.long
 async def test_a_stuck_worker_gets_nothing_new_while_another_is_there(tmp_path: Path, demo_model: Path) -> None:
     """Requests it had before anyone could know go on elsewhere when its watchdog ends it."""
     first, then = asked(8, 20), asked(40, 20)

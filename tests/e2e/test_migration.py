@@ -25,6 +25,7 @@ from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTim
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
+pytestmark = pytest.mark.long
 WORD = {"type": "string", "minLength": 8, "maxLength": 8}
 WORDS = {"type": "array", "items": WORD, "minItems": 24, "maxItems": 24}  # 160 tokens or more
 MANY = int(os.environ.get("ANSWERS", "120"))
@@ -176,7 +177,6 @@ async def test_a_killed_decode_worker_fails_nothing(
     await shown(kill, lambda answers: answers.migrated > MANY // 6)
 
 
-@pytest.mark.long
 async def test_answers_that_have_migrated_migrate_again(
     fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
 ) -> None:
@@ -198,7 +198,6 @@ async def test_answers_that_have_migrated_migrate_again(
     await shown(kill, lambda answers: max(last.path.migrated for last in answers.last) >= 2)
 
 
-@pytest.mark.long
 async def test_what_outlasts_a_drain_moves(fleet: RunningCluster, config_only: Path, at_baseline: Baseline) -> None:
     long = asked(24, 100)
     whole = undisturbed(EngineConfig(config_only, "null", num_blocks=4096, null=StepTime(speedup=1e6)), long)
@@ -216,7 +215,6 @@ async def test_what_outlasts_a_drain_moves(fleet: RunningCluster, config_only: P
     await shown(drain, lambda answers: answers.migrated > 0)
 
 
-@pytest.mark.long
 async def test_a_stopped_decode_worker_holds_nothing_up(
     fleet: RunningCluster, expected: list[list[int]], at_baseline: Baseline
 ) -> None:
@@ -238,7 +236,6 @@ async def test_a_stopped_decode_worker_holds_nothing_up(
     await shown(stop, lambda answers: answers.migrated > 0)
 
 
-@pytest.mark.long
 async def test_the_models_own_tokens_go_on_exactly(demo_model: Path, tmp_path: Path) -> None:
     """Most of them held to a grammar, greedy and seeded."""
     requests = [held_to_words(request) if i % 4 < 3 else request for i, request in enumerate(asked(8, 240))]

@@ -17,6 +17,7 @@ from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_clust
 from tests.e2e.crashing.plant import ABORTS, IN_DECODE, IN_PREFILL, PLACE, RAISES
 from tests.e2e.test_migration import Answers, Baseline, service, undisturbed
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 PREFILLS, DECODES = 2, 3
 NEIGHBOURS, NEW_TOKENS = 32, 40
@@ -61,9 +62,9 @@ def poison(token_id: int) -> Request:
     ("token_id", "role", "num_written"),
     [
         (IN_DECODE, "decode", PLACE),
-        pytest.param(ABORTS, "decode", PLACE, marks=pytest.mark.long),
-        pytest.param(RAISES, "decode", PLACE + 1, marks=pytest.mark.long),
-        pytest.param(IN_PREFILL, "prefill", 0, marks=pytest.mark.long),
+        (ABORTS, "decode", PLACE),
+        (RAISES, "decode", PLACE + 1),
+        (IN_PREFILL, "prefill", 0),
     ],
 )
 async def test_neighbours_of_a_crashing_request_finish(
@@ -94,7 +95,6 @@ async def test_neighbours_of_a_crashing_request_finish(
     assert all(name.startswith(role) for name in died)
 
 
-@pytest.mark.long
 async def test_http_says_poison(fleet: RunningCluster) -> None:
     body = {"model": "null", "prompt": [IN_DECODE, 7, 8], "max_tokens": NEW_TOKENS, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=fleet.http, timeout=60) as client:

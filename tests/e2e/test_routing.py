@@ -13,6 +13,7 @@ import pytest
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 
+pytestmark = pytest.mark.long
 BLOCK = 16
 SHARED = 20 * BLOCK
 Responses = Iterable[llm_pb2.GenerateResponse]

@@ -15,6 +15,8 @@ import pytest
 from tandem.local import free_ports
 from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def null_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
@@ -63,7 +65,6 @@ def test_settings_without_an_option_reach_the_services_that_have_them(null_clust
     ("variable", "value", "words"),
     [
         ("TANDEM_KV_MEMROY", "1MiB", "TANDEM_KV_MEMROY: there is no such setting; did you mean TANDEM_KV_MEMORY?"),
-        ("TANDEM_HTTP_PROT", "1", "TANDEM_HTTP_PROT: there is no such setting; did you mean TANDEM_HTTP_PORT?"),
         ("TANDEM_ZZZ", "1", "TANDEM_ZZZ: there is no such setting\n"),
         ("TANDEM_WORKER_ID", "same", "TANDEM_WORKER_ID: each process needs its own"),
         ("TANDEM_MAX_QUEUED", "few", "TANDEM_MAX_QUEUED: Input should be a valid integer"),

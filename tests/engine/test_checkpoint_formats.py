@@ -46,6 +46,7 @@ CASES: dict[str, tuple[made.Pack, dict[str, Any], int, int | None, bool]] = {
 OTHER_ORDER = ("gptq desc_act", "packed actorder")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_says_what_the_opened_checkpoint_says(name: str, family: Families, tmp_path: Path) -> None:
     pack, config, bits, group, symmetric = CASES[name]

@@ -69,6 +69,7 @@ def by_flashinfer(kv: Tensor, num_heads: int) -> PagedAttention:
     return FlashInfer(fake_flashinfer, kv, num_heads)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "attention", "dtype"),
     [

@@ -96,6 +96,7 @@ def test_a_worker_that_is_told_nothing_takes_what_suits_its_device(demo_model: P
         WorkerSettings(model_path=demo_model, kv_memory=0.9).engine_config()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 @pytest.mark.parametrize("service", ["prefill", "decode"])
 def test_a_worker_ends_with_that_line(demo_model: Path, service: str) -> None:
@@ -110,6 +111,7 @@ def test_a_worker_ends_with_that_line(demo_model: Path, service: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_worker_whose_transports_all_need_a_device_ends_with_their_reasons(demo_model: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

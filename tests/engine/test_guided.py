@@ -81,6 +81,7 @@ def test_every_answer_is_valid_or_the_beginning_of_a_valid_one(engine: Engine) -
     assert sum(ended for _, ended, _ in found) > 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_answer_goes_on_elsewhere_behind_any_of_its_tokens(engine: Engine, temperature: float) -> None:
     made = guided(grammar.of_json_schema(PERSON), temperature=temperature, seed=4)
@@ -123,6 +124,7 @@ def test_a_batch_gives_everyone_what_they_get_alone(engine: Engine) -> None:
     assert run(engine, asked, speculative=Speculative("ngram", 4)) == alone
 
 
+@pytest.mark.long
 def test_what_has_to_come_is_computed_at_once(engine: Engine) -> None:
     """The same answers as without, greedy and seeded, in a batch with free ones, in fewer steps."""
     config = EngineConfig(

@@ -76,6 +76,7 @@ def disaggregated(source: Engine, target: Engine, prompt: list[int], sampling: S
     return tokens([first, *outputs])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [greedy(10), SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 23, 24, 25])
 def test_tokens_equal_one_engines(

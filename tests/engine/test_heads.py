@@ -58,6 +58,7 @@ def with_heads(llama: Path, folder: Path, kind: str, **config: Any) -> Engine:
     return make_engine(llama, now=still, speculative_model=folder, speculative=ahead, **config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_plain_decodings(llama: Path, made: Callable[[str], tuple[Path, Any]], kind: str) -> None:
     """Several at once, read in chunks, with preemptions, and with a prompt that is cached."""

@@ -438,6 +438,7 @@ def test_a_failing_compiler_and_an_unwritable_cache_are_no_end(monkeypatch: pyte
     assert list(tmp_path.iterdir()) == [blocked]
 
 
+@pytest.mark.long
 def test_concurrent_builders_leave_one_library(tmp_path: Path) -> None:
     code = "import sys, pathlib, tandem.engine.kernels as k; k.load_library(pathlib.Path(sys.argv[1]))"
     builders = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(2)]

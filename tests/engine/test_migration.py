@@ -37,6 +37,7 @@ def numbered(outputs: list[SequenceOutput]) -> list[tuple[int, int]]:
     return [(o.first_index + i, token.token_id) for o in outputs for i, token in enumerate(o.tokens)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", MANNERS.values(), ids=MANNERS)
 def test_behind_any_token_read_there_or_landed(engines: list[Engine], sampling: SamplingParams) -> None:
     first, source, target = engines

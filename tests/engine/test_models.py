@@ -33,6 +33,7 @@ def reference(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tup
     return ids[len(prompt) :], torch.stack(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_tokens_equal_transformers(name: str, family: Families) -> None:
     model, path = family(name)

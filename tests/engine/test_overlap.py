@@ -160,6 +160,7 @@ def play(engine: Engine, prefiller: Engine, seed: int) -> Played:
     return ends
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
 @pytest.mark.parametrize("num_blocks", [14, 64])
 def test_tokens_and_ends_are_those_of_an_engine_that_waits(llama: Path, num_blocks: int, graphs: bool) -> None:
@@ -180,6 +181,7 @@ def test_tokens_and_ends_are_those_of_an_engine_that_waits(llama: Path, num_bloc
     assert notes.count("behind") > 200, "steps were launched behind others"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
 def test_the_next_step_is_launched_before_this_ones_tokens_are_waited_for(llama: Path, graphs: bool) -> None:
     expected = [tokens(outputs) for _, outputs in sorted(run_two(make_engine(llama)).items())]

@@ -162,6 +162,7 @@ def engines(llama: Path, family: Families, request: pytest.FixtureRequest) -> tu
     return tiny, make_engine(llama, max_num_batched_tokens=5), Oracle(llama)
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(jobs=st.lists(JOBS, min_size=3, max_size=14))
 def test_every_block_comes_back_and_every_token_is_right(

@@ -12,6 +12,7 @@ from tandem.engine.quantization.quantization import quantize
 from tests.engine.tiny import Families, generate, greedy, make_engine, prompt_of
 
 
+@pytest.mark.long
 def test_quality_has_bounds() -> None:
     """Perplexity on held-out text: +1 % with int8, weights or KV, +5 % with int4."""
     sequences, plain = held_out(DEMO, 3), load(DEMO, "none")

@@ -21,6 +21,7 @@ from tandem.engine.sampling.sampler import choose as torch_choose
 from tandem.engine.scheduling.sequence import BlockHashes, Sequence
 from tests.engine.fake_device import DeviceTensor, HostDevice
 from tests.engine.tiny import generate, greedy, make_engine, prompt_of, run, sampled, tokens
+from tests.marks import long_but
 
 VOCAB = 50
 PROMPT, OUTPUT = [3, 3, 7, 9, 40], [9, 11, 11, 11, 2]
@@ -125,6 +126,7 @@ def test_bad_words_are_the_answers_alone(choose: Choose) -> None:
         assert (sample(logits, [row], choose)[0].token_id != best) is is_bad, (word, output)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("params", [*FILTERS, *PENALTIES[-3:]], ids=lambda params: "+".join(params) or "plain")
 def test_draws_follow_the_distribution(params: dict[str, Any], choose: Choose) -> None:
     num_draws, logits = 4000, logits_of(1, seed=5)
@@ -147,7 +149,7 @@ def test_the_draw_is_the_inverse_cdf_of_its_own_number(choose: Choose) -> None:
         assert sample(row[None], [sequence(sampling)], choose)[0].token_id == expected
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("top_p", long_but([0.9], [0.3, 0.9, 0.999]))
 def test_nuclei_narrow_and_wide(top_p: float, choose: Choose) -> None:
     """Peaked rows keep a few tokens of a large vocabulary, flat ones most of it."""
     logits = torch.randn(40, 1000, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 9, 40)[:, None]

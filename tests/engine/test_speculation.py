@@ -18,6 +18,7 @@ from tandem.engine.speculation import NgramProposer
 from tandem.engine.speculation.proposer import Wanted
 from tandem.speculative import Speculative
 from tests.engine.tiny import Families, assert_idle, generate, greedy, make_engine, prompt_of, run, sampled, tokens
+from tests.marks import long_but
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PLAIN = Speculative("none")
@@ -68,11 +69,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_tokens_equal_plain_decodings(
-    demo: Engine, prompts: list[list[int]], sampling: dict[str, Any], method: str
-) -> None:
-    params, before = SamplingParams(max_tokens=40, **sampling), demo.stats()
+@pytest.mark.parametrize("sampling", long_but(("greedy", "hot"), SAMPLINGS))
+def test_tokens_equal_plain_decodings(demo: Engine, prompts: list[list[int]], sampling: str, method: str) -> None:
+    params, before = SamplingParams(max_tokens=40, **SAMPLINGS[sampling]), demo.stats()
     plain = answers(demo, prompts, params, PLAIN)
     between = demo.stats()
     assert between.num_proposed_tokens == before.num_proposed_tokens
@@ -96,6 +95,7 @@ def assert_same(tokens: list[SampledToken], expected: list[SampledToken]) -> Non
         assert [i for i, _ in token.top] == [i for i, _ in other.top]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_stops_and_lengths(demo: Engine, prompts: list[list[int]], method: str) -> None:
     """A stop token in the middle of what was accepted ends the answer there; before min_tokens it is never drawn."""
@@ -238,6 +238,7 @@ def test_the_budget_holds_both_caches(llama: Path) -> None:
     assert both.stats().num_blocks == alone.stats().num_blocks // 2
 
 
+@pytest.mark.long
 def test_families_draft_for_each_other(llama: Path, family: Families) -> None:
     engine = make_engine(llama, now=still, speculative_model=family("qwen3")[1])
     for seed in range(3):

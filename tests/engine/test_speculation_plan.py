@@ -200,6 +200,7 @@ METHODS = "none", "ngram"
 COSTS = (0.0, 0.0), (0.5, 0.0), (0.5, 5.0)  # of a pass, and of reading before the first one
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize("step", STEPS)
 def test_it_never_takes_longer_than_is_stated(step: str, streams: int) -> None:

@@ -41,6 +41,7 @@ def counter() -> Callable[[], float]:
     return lambda: float(next(shown))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("blocks", [0, 4, 12])
 def test_swapped_or_computed_again_every_token_is_the_same(

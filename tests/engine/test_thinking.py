@@ -26,6 +26,7 @@ def tokens_of(engine: Engine, asked: SamplingParams, at: int = 1, **fields: obje
     return run(engine, {"r": (prompt(at), asked)}, **fields)["r"][0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most", [0, 1, 5])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_mark_comes_when_the_budget_is_used_up(engine: Engine, most: int, temperature: float) -> None:

@@ -65,6 +65,7 @@ def engine_by(
     return engine
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
 @pytest.mark.parametrize("attention", [by_torch, by_flashinfer])
 def test_a_step_waits_once(llama: Path, attention: Attention, graphs: bool) -> None:

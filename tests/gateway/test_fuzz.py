@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 from grpc import aio
 from hypothesis import strategies as st
 
@@ -139,6 +140,7 @@ async def test_bodies_of_http(gateway: Gateway, http: httpx.AsyncClient) -> None
     await eventually(lambda: gateway.front.readiness()[0])
 
 
+@pytest.mark.long
 async def test_bodies_of_anthropics_messages(gateway: Gateway, http: httpx.AsyncClient, says: Any) -> None:
     """Each is counted, answered by a model that thinks and calls, and read as the helper reads large ones."""
     says("<think>so</think>ok")

@@ -11,6 +11,7 @@ import pytest
 from services.gateway.admission import Admission, Capacity, FairQueue, Weights, Work
 from services.gateway.admission.priority import PriorityClass
 from services.gateway.errors import GatewayError, Overloaded
+from tests.marks import long_but
 from tests.simulation.world import World
 
 pytestmark = pytest.mark.fast
@@ -79,7 +80,7 @@ class Overload:
 
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("deadline_s", [None, 3.0])
-@pytest.mark.parametrize("times", [2.0, 7.5])
+@pytest.mark.parametrize("times", long_but([7.5], [2.0, 7.5]))
 def test_goodput_stays_at_its_peak(times: float, deadline_s: float | None, spread: bool) -> None:
     with World(1) as world:
         process = world.process("gateway")
@@ -131,7 +132,7 @@ class Mixed(Overload):
             self.outcomes.ends[end] += 1
 
 
-@pytest.mark.parametrize("times", [3.0, 7.5, 15.0])
+@pytest.mark.parametrize("times", long_but([3.0], [3.0, 7.5, 15.0]))
 def test_mixed_work_is_refused_at_once_or_ends_in_time(times: float) -> None:
     with World(1) as world:
         process = world.process("gateway")

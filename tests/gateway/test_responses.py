@@ -174,6 +174,7 @@ async def test_a_stream_whose_worker_dies_ends_as_failed(client: AsyncOpenAI, pe
     assert [event.to_dict()["sequence_number"] for event in events] == list(range(len(events)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("filler", ["", "x" * LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("size", [20, 400], ids=["by tokens", "by characters"])
 async def test_an_input_that_is_too_long_loses_its_oldest_items(

@@ -60,6 +60,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("over_http", "over_grpc", "expected"), SAME, ids=lambda value: str(value)[:40])
 async def test_workers_get_the_same_grammar(
     http: httpx.AsyncClient, service: Any, peers: Peers, over_http: dict[str, Any], over_grpc: dict[str, Any],

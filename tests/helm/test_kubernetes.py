@@ -11,6 +11,7 @@ VERSIONS = ("1.37", "1.36", "1.35")
 NATIVE = ("v1", "apps/v1", "policy/v1", "autoscaling/v2", "networking.k8s.io/v1", "batch/v1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", VERSIONS)
 def test_objects_have_the_shape_that_kubernetes_knows(value_set: str, version: str) -> None:
     import kubernetes_validate

@@ -16,7 +16,7 @@ from tests.checkpoints.hub_server import running_hub
 from tests.helm.chart import NAMESPACE, of_kind, render, rendered
 from tests.helm.pods import Node, Pod
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.outside
 
 
 @pytest.fixture(scope="module")

@@ -231,6 +231,7 @@ def matters(path: Path) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path",
     [leaf for leaf in leaves(DEFAULTS) if leaf not in NAMED_BY_OTHERS],

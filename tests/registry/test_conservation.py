@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -413,6 +414,7 @@ class Books(RuleBasedStateMachine):
         assert self.redis.zcard(self.keys + "reservations") == len({*self.model.tokens, *self.model.blocks})
 
 
+@pytest.mark.long
 def test_the_books_balance_in_any_order(redis_server: RedisServer) -> None:
     run_state_machine_as_test(
         lambda: Books(redis_server.url),  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+import pytest
+
 from tandem.local import RedisServer
 from tandem.registry import BlockReplica, PromptPrefix, Registry, Role, Route
 from tests.registry.cluster import BLOCK_SIZE, MODEL, REVISION, worker_info, worker_load
@@ -112,6 +114,7 @@ def hits(route: Route) -> int:
     return int(found[2] or found[1])
 
 
+@pytest.mark.long
 async def test_eight_gateways_hit_as_often_as_one(redis_server: RedisServer) -> None:
     one, spread_of_one = await hit_rate_and_spread(redis_server, 1)
     eight, spread_of_eight = await hit_rate_and_spread(redis_server, 8)

@@ -310,6 +310,7 @@ async def both_ways(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], aske
 OFTEN = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.long
 @OFTEN
 @given(cluster=clusters(), asked=st.lists(requests(), min_size=1, max_size=4))
 def test_no_route_is_cheaper_than_the_one_chosen(

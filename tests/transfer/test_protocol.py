@@ -48,6 +48,7 @@ def run(seed: int, chances: Chances, *, shm: bool) -> TransferWorld:
     return world
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 2**32), chances=every_chance, shm=st.booleans())
 @settings(max_examples=800, deadline=None)
 def test_no_fault_makes_a_wrong_byte_visible(seed: int, chances: Chances, shm: bool) -> None:

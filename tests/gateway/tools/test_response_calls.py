@@ -39,6 +39,7 @@ def of_item(events: list[Any], item: Any) -> list[Any]:
     return [event for event in events if event.get("item_id") == item["id"]]
 
 
+@pytest.mark.long
 async def test_calls_are_the_same_items_whole_and_streamed(client: AsyncOpenAI, says: Any) -> None:
     patch = call_of("patch", '{"input": "a \\"b\\"\\n\\ud83e\\udd8a"}')
     says(f"Look.\n{CALL}\n{patch}")

@@ -76,6 +76,7 @@ def read(name: str, pieces: Sequence[str], thinks: bool = False) -> Read:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_mutated_calls_say_the_same_whole_and_streamed(name: str) -> None:
     @fuzzed(60)
@@ -171,6 +172,7 @@ def test_a_begun_call_is_one_with_its_arguments_as_written(name: str, text: str,
         assert (found.text, found.calls) == ("", [call])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text", ["[TOOL_CALLS]f" + " " * 100_000, "<function=" + "f" * 100_000, "<tool_call>" + "{ " * 50_000]
 )
