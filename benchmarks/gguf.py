@@ -3,7 +3,7 @@
 1. truth   transformers over the numbers that `gguf` opens, in float32, at every position of some English and some code
 2. words   each server is asked for one token behind each of these prefixes: wherever the truth's two best, or
            llama.cpp's, are more than GAP apart, it should be the same one
-3. speed   in turns, each server alone: one stream, 16 streams, and reading a prompt
+3. speed   in turns, each server alone: one stream, 16 streams, and prefilling a prompt
 
 `python -m benchmarks.gguf` prints both as tables; the file is SmolLM2's (Q4_1, Q8_0, F32), or --model's.
 """

@@ -3,7 +3,7 @@
 Everything but the choice of workers is the gateway's own; it takes the gateway's options too.
 
 tandem        the gateway's own router
-local         the gateway's own router, decode workers read every prompt
+local         the gateway's own router, decode workers prefill every prompt
 random        any linked pair, all alike
 round-robin   linked pairs, in turn
 """

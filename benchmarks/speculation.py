@@ -83,7 +83,7 @@ def questions(model: Path, count: int) -> list[list[int]]:
 def decode(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, speculative: Speculative
 ) -> Round:
-    """All prompts are read first; what is measured begins behind them."""
+    """All prompts are prefilled first; what is measured begins behind them."""
     for number, prompt in enumerate(prompts):
         params = SamplingParams(
             max_tokens=ANSWER, temperature=sampling.temperature, top_p=sampling.top_p,

@@ -154,7 +154,7 @@ def schemas(count: int) -> None:
 
 
 def step_s(engine: Engine, asked: Mapping[str, SamplingParams]) -> tuple[float, int]:
-    """CPU seconds of decoding, and its steps; prompts are read first."""
+    """CPU seconds of decoding, and its steps; prompts are prefilled first."""
     for name, sampling in asked.items():
         engine.add(Request(name, prompt(int(name)), sampling))
     while engine.stats().queued_tokens:

@@ -43,7 +43,7 @@ class SamplingParams:
 
     `logprobs` n reports the chosen token and the n most likely ones, or those of `logprob_token_ids` instead of these,
     from the model's own distribution; `prompt_logprobs` n does so for the prompt's tokens but the first. `max_tokens` 0
-    only reads the prompt; workers do not know it. The draw for
+    only prefills the prompt; workers do not know it. The draw for
     token t depends only on (`seed`, t). For workers `stop` and `bad_words` are empty, for they know no text:
     `stop_token_ids` has the model's end-of-text ids unless `ignore_eos`, `bad_words_token_ids` the ways to spell
     `bad_words`, of each of which the last token is not chosen behind the others. `grammar` (tandem/grammar) goes

@@ -1,4 +1,4 @@
-"""Gateways and routers side by side: each with one backend that computes nothing, and clients that hardly work.
+"""Gateways and routers side by side, each with a backend that computes nothing. benchmarks.gateway may enter.
 
 clients ── HTTP ──> the front, a process of its own ──> backend
    └───────────────── one process, one clock ──────────────┘

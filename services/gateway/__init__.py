@@ -1,6 +1,6 @@
-"""The gateway room: text and HTTP or gRPC on one side, token ids and workers on the other. No torch.
+"""The gateway room: text and HTTP or gRPC on one side, token ids and workers on the other. `tandem up` may enter.
 
-Settings are there without the web's libraries, for those who only check them.
+No torch. Settings are there without the web's libraries, for those who only check them.
 """
 
 from typing import TYPE_CHECKING

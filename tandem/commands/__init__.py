@@ -1,4 +1,4 @@
-"""One module per `tandem` command."""
+"""One module per `tandem` command. The command line may enter."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bounds on what a crash costs: calls in a helper process, deep stacks, a page that outlives a process. For anyone."""
+"""Bounds on what a crash costs: helper processes, deep stacks, a page that outlives a process. Anyone may enter."""
 
 from tandem.containment.crash_page import (
     COMPUTING,

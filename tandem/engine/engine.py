@@ -337,7 +337,7 @@ class Engine:
 
     def _advance(self, seq: Sequence, num_tokens: int, tokens: list[SampledToken]) -> SequenceOutput | None:
         before, cached, known = len(seq.token_ids), seq.num_cached_tokens or 0, num_tokens - len(seq.proposed)
-        index, reading = before - seq.answer_start, before == seq.num_prompt_tokens
+        index, is_prefill = before - seq.answer_start, before == seq.num_prompt_tokens
         self._num_computed += known
         if seq.error is not None:
             output = SequenceOutput(seq.request_id, index, [], None, cached, seq.error, finished=True)
@@ -350,7 +350,7 @@ class Engine:
                 self.crash_page.moved(seq.slot, seq.num_output_tokens)
             if not tokens:
                 return None
-            if reading:
+            if is_prefill:
                 self._blocks.register_tail(seq)
             else:
                 self._num_computed += new - 1
@@ -360,7 +360,7 @@ class Engine:
                 self._blocks.release_ahead(seq)
             finished = reason is not None or seq.prefill_only
             output = SequenceOutput(seq.request_id, index, tokens[:new], reason, cached, finished=finished)
-            if reading:
+            if is_prefill:
                 output.prompt_logprobs = seq.prompt_logprobs
             output.num_proposed_tokens, output.num_accepted_tokens = seq.num_proposed_tokens, seq.num_accepted_tokens
         if output.finished:
@@ -377,7 +377,7 @@ class Engine:
         return None
 
     def _remove(self, seq: Sequence) -> None:
-        if not seq.is_reading and not seq.prefill_only:
+        if not seq.is_prefilling and not seq.prefill_only:
             self._lengths.ended(seq.num_output_tokens)
         self._scheduler.remove(seq)
         self.crash_page.leave(seq.slot)

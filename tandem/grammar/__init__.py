@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: a JSON schema, a regular expression, a choice, a grammar of its own.
+"""Answers that follow a grammar: a JSON schema, a regular expression, a choice. The engine and the gateway may enter.
 
     gateway   what a client says -> grammar, checked      in its helper process, before anything is reserved
     worker    grammar -> compiled, once                   kept by its text, so the next request only copies it

@@ -1,4 +1,4 @@
-"""A cluster on one machine: its processes, their Redis, word of their deaths. Starters of processes may enter."""
+"""A cluster on one machine: its processes, their Redis, word of their deaths. Commands, workers, kvstore may enter."""
 
 from tandem.local.deaths import end_lease_of_dead, report_death, report_page
 from tandem.local.launcher import Launcher, LocalLauncher, Service, ServiceFailed, unless_failed, until_set

@@ -1,4 +1,4 @@
-"""Who is in the cluster, how loaded they are, and who goes where: on Redis."""
+"""Who is in the cluster, how loaded they are, and who goes where: on Redis. Anyone but the engine may enter."""
 
 from tandem.registry.address import RedisAddress
 from tandem.registry.answers import Adapters, Demand, Demands, GatewayAddress, Snapshot, Swept

@@ -1,4 +1,4 @@
-"""KV blocks from a prefill worker to a decode worker, layer by layer, over shm, tcp or memory.
+"""KV blocks from a prefill worker to a decode worker, layer by layer, over shm, tcp or memory. Workers may enter.
 
     Sender.open_link -> Link.begin -> Push.push ... -> Push.commit
     Receiver.expect  ->               frames land ...-> on_commit

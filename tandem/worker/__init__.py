@@ -1,4 +1,4 @@
-"""The common part of prefill and decode workers: settings, the engine, the lease, building a worker, its process.
+"""The common part of prefill and decode workers: settings, engine, lease, process. They and commands may enter.
 
 Settings are there without torch, for those who only check them; the rest is imported when it is asked for.
 """

@@ -33,7 +33,7 @@ from tests.simulation.redis import RedisStore
 from tests.simulation.world import World
 
 LIMIT_S, READY_WITHIN_S = 900.0, 1.0
-# A request's prompt is read in one step, and its answer is short, but where a test says otherwise.
+# A request's prompt is prefilled in one step, and its answer is short, but where a test says otherwise.
 NUM_PROMPT, NUM_NEW, VOCABULARY = 32, 8, 4096
 # Not a multiple of the intervals at which a process looks again for another.
 START_EVERY_S = 0.9

@@ -95,7 +95,7 @@ def test_the_models_own_defaults_are_those_of_its_generation_config(
 def test_tokens_proposed_ahead(
     tcp_cluster: RunningCluster, one_process_engine: Engine, method: str, temperature: float
 ) -> None:
-    """The draft model reads the prompt itself: only the KV of the other one came with it."""
+    """The draft model prefills the prompt itself: only the KV of the other one came with it."""
     prompt, draw = prompt_of(60, seed=5) * 2, {"temperature": temperature, "seed": 3}
     expected, _ = oracle(one_process_engine, prompt, SamplingParams(max_tokens=60, **draw))
     request = llm_pb2.GenerateRequest(

@@ -1,6 +1,6 @@
 """Workers that live and do nothing: one is stopped while its KV is under way, another does not come to a step's end.
 
-Null engines. Prompts take so long to read that a stopped worker is in the middle of many; each decode step of the
+Null engines. Prompts take so long to prefill that a stopped worker is in the middle of many; each decode step of the
 worker `stuck` takes a minute, and its watchdog ends it after 0.3 s.
 """
 

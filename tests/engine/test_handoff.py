@@ -240,7 +240,7 @@ def test_more_are_let_in_than_fit_whole_and_all_end_exactly(llama: Path, samplin
 
 @pytest.mark.parametrize("length", [32, 33, 38])
 def test_several_answers_share_a_prompts_blocks(llama: Path, length: int) -> None:
-    """The first one's prompt lands; the others read one token of it and hold a copy of its last block."""
+    """The first one's prompt lands; the others prefill one token of it and hold a copy of its last block."""
     source, target, one = make_engine(llama), make_engine(llama), make_engine(llama)
     prompt, sampling = prompt_of(length, seed=5), [replace(SEEDED, max_tokens=6, seed=seed) for seed in range(8)]
     first = Request("0", prompt, sampling[0])

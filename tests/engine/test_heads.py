@@ -61,7 +61,7 @@ def with_heads(llama: Path, folder: Path, kind: str, **config: Any) -> Engine:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_plain_decodings(llama: Path, made: Callable[[str], tuple[Path, Any]], kind: str) -> None:
-    """Several at once, read in chunks, with preemptions, and with a prompt that is cached."""
+    """Several at once, prefilled in chunks, with preemptions, and with a prompt that is cached."""
     plain, ahead = make_engine(llama), with_heads(llama, made(kind)[0], kind, num_blocks=22)
     prompts = [prompt_of(length, length) for length in (3, 17, 40)]
     for sampling in SAMPLINGS.values():

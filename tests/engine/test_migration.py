@@ -107,7 +107,7 @@ def test_the_null_engine_goes_on_too(demo_model: Path) -> None:
 
 
 def test_a_speculating_engine_goes_on_too(llama: Path) -> None:
-    """A prompt whose last token alone is left to read is read, not guessed ahead of: the first token is one token."""
+    """A prompt whose last token alone is left is prefilled, not guessed ahead of: the first token is one token."""
     ahead = Speculative("ngram", 3)
     plain, source = make_engine(llama), make_engine(llama, speculative=ahead)
     prompt = prompt_of(8, 3) * 3

@@ -33,7 +33,7 @@ class PaceTrial:
         self.engine.add(request)
 
     def gaps(self, name: str) -> list[float]:
-        """Between the tokens of an answer, until the prompt beside it is read."""
+        """Between the tokens of an answer, until the prompt beside it is prefilled."""
         found, last = [], self.clock.now
         while self.engine.stats().queued_tokens:
             for output in self.engine.step():
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def beside(trial: PaceTrial, target_s: float, others_s: float = 0.0) -> list[float]:
-    """The gaps of an answer with this target while a prompt is read beside it."""
+    """The gaps of an answer with this target while a prompt is prefilled beside it."""
     trial.add("answer", 8, 1000 - 8, target_s)
     trial.add("another", 8, 1000 - 8, others_s)
     trial.engine.step()

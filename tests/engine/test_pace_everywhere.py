@@ -76,7 +76,7 @@ class Simulated:
         self.now += taken
         self.num_prefilled += sum(counts) - num_written
         self._pace.passed(sum(counts) - num_written, num_written, taken)
-        if any(not item.seq.is_reading for item in batch):
+        if any(not item.seq.is_prefilling for item in batch):
             self.gaps.append(taken)
         for item in batch:
             self._advance(item)

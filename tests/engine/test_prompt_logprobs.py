@@ -77,7 +77,7 @@ def test_a_prefill_reports_them_though_decode_holds_part_of_the_prompt(
         assert not any(output.prompt_logprobs for output in run(engine)[name])
 
 
-def test_a_prompt_interrupted_while_it_is_read(family: Families, expected: torch.Tensor) -> None:
+def test_a_prompt_interrupted_while_it_is_prefilled(family: Families, expected: torch.Tensor) -> None:
     engine = make_engine(family("llama3")[1], num_blocks=14, max_prefill_beside_decode=4)
     engine.add(Request("first", prompt_of(10), greedy(30)))
     engine.step()

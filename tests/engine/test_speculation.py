@@ -49,7 +49,7 @@ def prompts() -> list[list[int]]:
 def answers(
     engine: Engine, prompts: list[list[int]], sampling: SamplingParams, speculative: Speculative
 ) -> dict[str, list[SequenceOutput]]:
-    """All at once: prompts are read in chunks while others decode."""
+    """All at once: prompts are prefilled in chunks while others decode."""
     for number, prompt in enumerate(prompts):
         params = replace(sampling, seed=number, max_tokens=sampling.max_tokens + 7 * number)
         engine.add(Request(str(number), prompt, params, speculative=speculative))

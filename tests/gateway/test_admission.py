@@ -165,7 +165,7 @@ async def test_an_urgent_one_does_not_wait_behind_one_that_looks_for_blocks() ->
 @pytest.mark.parametrize(
     ("bound", "held"), [({"sequences": 3}, 3), ({"prompt_tokens": 250}, 2), ({"prompt_tokens": 50, "prompts": 3}, 3)]
 )
-async def test_sequences_and_unread_prompts_are_bounded_too(bound: dict[str, int], held: int) -> None:
+async def test_sequences_and_waiting_prompts_are_bounded_too(bound: dict[str, int], held: int) -> None:
     line = AdmissionLine(admission_of(tokens=10**6, max_tokens=None, **bound))
     works = [work() for _ in range(5)]
     await line.begin(*works)
@@ -333,7 +333,7 @@ def test_capacity(workers: Sequence[LiveWorker], max_tokens: int | None, expecte
     assert capacity_of(workers, 50, max_tokens, decodes_prefill=False) == expected
 
 
-def test_decode_workers_that_read_beside_others_have_room_for_prompts_too() -> None:
+def test_decode_workers_that_prefill_beside_others_have_room_for_prompts_too() -> None:
     assert capacity_of([P, D, D], 50, None, decodes_prefill=True) == Capacity(3200, 20, 150, 12)
     assert capacity_of([D, D], 50, None, decodes_prefill=True) == capacity_of([D, D], 50, None, decodes_prefill=False)
 

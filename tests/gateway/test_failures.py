@@ -267,7 +267,7 @@ async def test_decode_dies_while_the_prompt_is_prefilled(
 
 
 @pytest.mark.parametrize("how", ["dies", "refuses", "loses its link"])
-async def test_prefill_fails_and_decode_reads_the_prompt(
+async def test_prefill_fails_and_decode_prefills_the_prompt(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway, how: str
 ) -> None:
     """The decode worker that tells of a lost link lives, and is not left out of the second try."""

@@ -245,7 +245,7 @@ async def test_named_tokens_are_sent_to_workers(http: httpx.AsyncClient, service
         assert spec.sampling.HasField("logprobs")
 
 
-async def test_a_prompt_of_several_answers_is_read_once(http: httpx.AsyncClient, peers: Peers) -> None:
+async def test_a_prompt_of_several_answers_is_prefilled_once(http: httpx.AsyncClient, peers: Peers) -> None:
     """The others go to the worker that holds it, once its KV is there."""
     ids = list(range(40, 110))
     found = await completion(http, prompt=ids, n=3, max_tokens=3, prompt_logprobs=0, echo=True, logprobs=0)

@@ -18,15 +18,15 @@ pytestmark = pytest.mark.fast
 
 INTERACTIVE = PriorityClass.INTERACTIVE
 WEIGHTS = {PriorityClass.REALTIME: 8.0, INTERACTIVE: 4.0, PriorityClass.BATCH: 1.0}
-SLOTS, READ_S, STEP_S, TOKENS = 32, 0.1, 0.02, 32
-PEAK = SLOTS / (READ_S + STEP_S * TOKENS)  # choices a second
+SLOTS, PREFILL_S, STEP_S, TOKENS = 32, 0.1, 0.02, 32
+PEAK = SLOTS / (PREFILL_S + STEP_S * TOKENS)  # choices a second
 TTFT_S, WARM_S, RUN_S = 2.0, 5.0, 25.0
 
 
 @dataclass
 class Outcomes:
     good: int = 0
-    read: int = 0  # whose prompts were read
+    prefilled: int = 0  # whose prompts were prefilled
     ends: Counter[str] = field(default_factory=Counter)
     refused_after: list[float] = field(default_factory=list)
 
@@ -58,9 +58,9 @@ class Overload:
         end, first_s = "done", 0.0
         try:
             self.admission.check(Work(INTERACTIVE, "t", work.deadline, 0, tokens, TTFT_S))
-            self.outcomes.read += counted
+            self.outcomes.prefilled += counted
             await self.admission.enter(work)
-            await asyncio.sleep(READ_S)
+            await asyncio.sleep(PREFILL_S)
             self.admission.wrote(work, 1)
             first_s = now() - born
             await asyncio.sleep(STEP_S * tokens)
@@ -90,7 +90,9 @@ def test_goodput_stays_at_its_peak(times: float, deadline_s: float | None, sprea
     goodput = outcomes.good / (RUN_S - WARM_S)
     assert goodput >= 0.95 * PEAK, outcomes.ends
     assert outcomes.ends["late"] + outcomes.ends["queue_timeout"] <= 0.02 * outcomes.good
-    assert outcomes.read <= 1.1 * (outcomes.good + outcomes.ends["late"]), "hardly a prompt is read for nothing"
+    assert outcomes.prefilled <= 1.1 * (outcomes.good + outcomes.ends["late"]), (
+        "hardly a prompt is prefilled for nothing"
+    )
     refused = sorted(outcomes.refused_after)
     assert refused[int(0.99 * len(refused))] < 0.010
 
@@ -113,7 +115,7 @@ class Mixed(Overload):
         try:
             self.admission.check(Work(kind, "t", work.deadline, 0, tokens, SLACK[kind]))
             await self.admission.enter(work)
-            await asyncio.sleep(READ_S)
+            await asyncio.sleep(PREFILL_S)
             self.admission.wrote(work, 1)
             while work.new_tokens < tokens:
                 await asyncio.sleep(STEP_S)
@@ -194,7 +196,7 @@ def test_answers_that_began_together_end_together() -> None:
             try:
                 await admission.enter(work)
                 waits_s.append(asyncio.get_running_loop().time() - came)
-                await asyncio.sleep(READ_S)
+                await asyncio.sleep(PREFILL_S)
                 admission.wrote(work, TOKENS)
                 await asyncio.sleep(seconds)
             finally:
@@ -212,4 +214,4 @@ def test_answers_that_began_together_end_together() -> None:
             await wave
 
         world.run(world.process("gateway"), waves())
-    assert waits_s == [*[0.0] * 3 * SLOTS, pytest.approx(0.5 + READ_S)]
+    assert waits_s == [*[0.0] * 3 * SLOTS, pytest.approx(0.5 + PREFILL_S)]

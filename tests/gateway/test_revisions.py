@@ -101,7 +101,7 @@ async def test_no_pair_mixes_while_redis_is_silent(
 
 
 async def test_a_second_try_stays_within_one_revision(model_folder: Path, redis: RedisServer, mixed: Peers) -> None:
-    """The old decode worker dies while its prompts are read: both workers of the other revision take over."""
+    """The old decode worker dies while its prompts are prefilled: both workers of the other revision take over."""
     async with serving(model_folder, redis, mixed, Disaggregation.REQUIRE) as (gateway, http):
         mixed.prefill.hold.clear()
         requests = asyncio.create_task(many(http, 8))
@@ -113,7 +113,7 @@ async def test_a_second_try_stays_within_one_revision(model_folder: Path, redis:
         await everything_free(mixed, gateway)
 
 
-async def test_a_revision_without_its_prefill_worker_reads_prompts_itself(
+async def test_a_revision_without_its_prefill_worker_prefills_itself(
     model_folder: Path, redis: RedisServer, mixed: Peers
 ) -> None:
     """Nobody borrows a prefill worker of the other revision."""

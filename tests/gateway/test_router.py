@@ -137,7 +137,7 @@ async def test_the_replica_is_seen_in_metrics(gateway: Gateway, peers: Peers, ht
     await eventually(told)
 
 
-async def test_auto_reads_a_short_prompt_at_decode_and_calls_it_no_fallback(
+async def test_auto_prefills_a_short_prompt_at_decode_and_calls_it_no_fallback(
     model_folder: Path, redis: RedisServer, peers: Peers
 ) -> None:
     settings = make_settings(redis, disaggregation=Disaggregation.AUTO)

@@ -163,9 +163,9 @@ class Costs:
         tokens = max(self.uncached(p) - fetched, 1)
         one_more = of_one(token_s, self.usual) + (self.own_work - 1) * self.usual
         waiting = self.queue(p) * token_s + fetching_s
-        reading = waiting + tokens * one_more + self.late(waiting + tokens * token_s)
+        prefilling = waiting + tokens * one_more + self.late(waiting + tokens * token_s)
         moved_s = self.moved_s[p.info.location.distance_to(d.info.location)][p.info.worker_id]
-        return reading + STUCK_S * p.load.stuck + self.uncached(d) * moved_s + self.writing(d)
+        return prefilling + STUCK_S * p.load.stuck + self.uncached(d) * moved_s + self.writing(d)
 
     def alone(self, d: LiveWorker) -> float:
         usual = self.usual

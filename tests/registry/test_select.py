@@ -196,7 +196,7 @@ async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry
 
 @pytest.mark.parametrize(("elsewhere", "stays", "leaves"), [(10, 900, 1100), (0, 290, 320)], ids=["busy", "idle"])
 async def test_a_hit_yields_to_load(registry: Registry, elsewhere: int, stays: int, leaves: int) -> None:
-    """Sooner to a reader that stands idle than to one that reads as well."""
+    """Sooner to a prefill worker that stands idle than to one that prefills as well."""
     await register_pool(registry, prefill=2)
     await registry.publish_blocks("p0", "p0-first", HASHES, [])
     for queued, chosen in ((stays, "p0"), (leaves, "p1")):
@@ -342,7 +342,7 @@ async def test_a_stuck_worker_is_chosen_only_where_all_are_stuck(registry: Regis
     await beats("p0", "d0")
     assert await chosen(12, "require") == {("p1", "d1")}
     await beats("p0", "p1", "d0")
-    assert {d for _, d in await chosen(6, "require")} == {"d1"}, "any of the readers, for there is no other"
+    assert {d for _, d in await chosen(6, "require")} == {"d1"}, "any of those that prefill, for there is no other"
     assert await chosen(6, "prefer") == {(None, "d1")}
     assert await chosen(6, "auto") == {(None, "d1")}
     route = await select(registry, prefill="prefer")
@@ -466,8 +466,8 @@ async def test_auto_takes_what_costs_less(
         (3, {"prefill_tokens_per_s": 4000.0}, {"prefill_tokens_per_s": 2500.0}, "remote"),
     ],
     ids=[
-        "3 of 4 blocks", "1 of 4", "none", "and reads another prompt", "which pauses others too", "and a long one",
-        "as does prefill", "and reads half as fast", "a quarter", "and so does prefill, nearly",
+        "3 of 4 blocks", "1 of 4", "none", "and prefills another prompt", "which pauses others too", "and a long one",
+        "as does prefill", "and prefills half as fast", "a quarter", "and so does prefill, nearly",
     ],
 )  # fmt: skip
 async def test_a_prefix_at_decode_is_weighed_against_having_it_sent_to_prefill(
@@ -487,7 +487,7 @@ async def test_a_prefix_at_decode_is_weighed_against_having_it_sent_to_prefill(
         (0.020, 4096, "remote"),  # no room
     ],
 )
-async def test_auto_reads_beside_decodes_within_their_target(
+async def test_auto_prefills_beside_decodes_within_their_target(
     registry: Registry, target_s: float, queued: int, path: str
 ) -> None:
     """The prefill worker is so many tokens behind, and steps of the decode worker take 20 ms."""
@@ -500,21 +500,21 @@ async def test_auto_reads_beside_decodes_within_their_target(
     assert route.reason.startswith(path), route.reason
 
 
-@pytest.mark.parametrize(("target_s", "reader"), [(0.0, "p0"), (10.0, "p0"), (1.0, "p1")])
-async def test_what_would_be_late_goes_where_it_is_not(registry: Registry, target_s: float, reader: str) -> None:
+@pytest.mark.parametrize(("target_s", "prefill"), [(0.0, "p0"), (10.0, "p0"), (1.0, "p1")])
+async def test_what_would_be_late_goes_where_it_is_not(registry: Registry, target_s: float, prefill: str) -> None:
     """The one that has the prompt in its cache is a second behind; the other one is not, and is busy, too."""
     large = {"num_blocks": 200, "max_model_len": 2048}
     await registry.register(worker_info("d0", Role.DECODE, **large), worker_load(), TTL)
     for name, queued in (("p0", 1000), ("p1", 100)):
-        reading = worker_load(linked=("d0-first",), queued_tokens=queued, prefill_tokens_per_s=1000.0)
-        await registry.register(worker_info(name, Role.PREFILL, **large), reading, TTL)
+        busy = worker_load(linked=("d0-first",), queued_tokens=queued, prefill_tokens_per_s=1000.0)
+        await registry.register(worker_info(name, Role.PREFILL, **large), busy, TTL)
     await registry.publish_blocks("p0", "p0-first", HASHES, [])
     prefix = await known_prefix(registry, HASHES)
     route = await select(registry, prompt_tokens=600, prefix=prefix, ttft_target_s=target_s)
-    assert names(route) == (reader, "d0")
+    assert names(route) == (prefill, "d0")
 
 
-async def test_a_burst_to_an_idle_pair_is_read_by_both(registry: Registry) -> None:
+async def test_a_burst_to_an_idle_pair_is_prefilled_by_both(registry: Registry) -> None:
     idle, large = worker_load(step_s=0.020, prefill_tokens_per_s=512.0), {"num_blocks": 2000, "max_model_len": 2048}
     await registry.register(worker_info("d0", Role.DECODE, **large), idle, TTL)
     await registry.register(worker_info("p0", Role.PREFILL, **large), replace(idle, linked=("d0-first",)), TTL)
@@ -540,7 +540,7 @@ async def test_auto_says_what_both_ways_cost(registry: Registry) -> None:
 
 
 async def test_workers_that_differ_by_noise_alone_take_turns_when_nothing_waits(registry: Registry) -> None:
-    """Else the one that once measured a hair faster would read every prompt, and its cache overflow."""
+    """Else the one that once measured a hair faster would prefill every prompt, and its cache overflow."""
     incarnations = tuple(f"d{i}-first" for i in range(4))
     for i in range(4):
         load = worker_load(step_s=0.020 + 0.001 * i)
@@ -548,14 +548,14 @@ async def test_workers_that_differ_by_noise_alone_take_turns_when_nothing_waits(
     for i in range(4):
         rates = {"prefill_tokens_per_s": 8000.0 + 300 * i, "transfer_tokens_per_s": 30000.0 - 500 * i}
         await registry.register(worker_info(f"p{i}", Role.PREFILL), worker_load(linked=incarnations, **rates), TTL)
-    readers, writers = Counter[str | None](), Counter[str]()
+    prefills, decodes = Counter[str | None](), Counter[str]()
     for i in range(40):
         route = await select(registry, request_id=f"r{i}")
         await registry.release(route.reservation_id)
-        reader, writer = names(route)
-        readers[reader] += 1
-        writers[writer] += 1
-    assert set(readers.values()) == set(writers.values()) == {10}
+        prefill, decode = names(route)
+        prefills[prefill] += 1
+        decodes[decode] += 1
+    assert set(prefills.values()) == set(decodes.values()) == {10}
 
 
 async def test_a_worker_that_is_really_faster_reads_more(registry: Registry) -> None:

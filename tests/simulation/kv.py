@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from tandem.transfer.protocol.wire import Bytes, header_bytes, parse_header
-from tandem.transfer.transports.base import Listener, Stream, Transport
+from tandem.transfer.transports.base import ByteStream, Listener, Transport
 from tandem.transfer.transports.host import InlineTransport
 from tests.simulation.network import SimulatedEnd, SimulatedNetwork
 from tests.simulation.world import Process
@@ -32,7 +32,7 @@ class KVNetwork:
     def listen(self, host: str, port: int) -> Listener:
         return _Listener(self, f"{host}:{port}")
 
-    def dial(self, address: str, timeout: float) -> Stream:
+    def dial(self, address: str, timeout: float) -> ByteStream:
         stream = _Stream(self)
         self.network.connect(self.process, address, stream.connected, stream.lost)
         return stream
@@ -41,11 +41,11 @@ class KVNetwork:
 class _Listener:
     def __init__(self, kv: KVNetwork, address: str) -> None:
         self._kv = kv
-        self._waiting: deque[Stream] = deque()
+        self._waiting: deque[ByteStream] = deque()
         self._watchers: list[Callable[[], None]] = []
         self.address = kv.network.listen(kv.process, address, self._arrived, pings=False)
 
-    def accept(self) -> Stream | None:
+    def accept(self) -> ByteStream | None:
         return self._waiting.popleft() if self._waiting else None
 
     def wait(self, timeout: float) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tandem.transfer import Network
 from tandem.transfer.protocol.wire import INLINE, LEAST_HEADER_BYTES, Bytes, Kind, LinkMessage, parse_header
-from tandem.transfer.transports.base import Listener, Stream
+from tandem.transfer.transports.base import ByteStream, Listener
 from tests.transfer import fake_nccl
 from tests.transfer.toy import buffers
 
@@ -15,7 +15,7 @@ from tests.transfer.toy import buffers
 class TamperingStream:
     """Flips one bit of the first frame's header or payload, or of the first commit's payload."""
 
-    def __init__(self, stream: Stream, target: list[str]) -> None:
+    def __init__(self, stream: ByteStream, target: list[str]) -> None:
         self._stream, self._target = stream, target
         self.recv_into, self.wait, self.wake, self.close = stream.recv_into, stream.wait, stream.wake, stream.close
 
@@ -50,7 +50,7 @@ class TamperingNetwork:
     def listen(self, host: str, port: int) -> Listener:
         return self._network.listen(host, port)
 
-    def dial(self, address: str, timeout: float) -> Stream:
+    def dial(self, address: str, timeout: float) -> ByteStream:
         return TamperingStream(self._network.dial(address, timeout), self.target)
 
 

@@ -22,7 +22,7 @@ from tandem.transfer import Link, LinkPeer, LinkRuntime, LocalPeer, MemoryNetwor
 from tandem.transfer.protocol.wire import Bytes, Kind, header_bytes, parse_header
 from tandem.transfer.runtime.driver import Task
 from tandem.transfer.transports import TRANSPORTS
-from tandem.transfer.transports.base import Listener, Stream, Transport
+from tandem.transfer.transports.base import ByteStream, Listener, Transport
 from tandem.transfer.transports.nccl import NcclTransport
 from tandem.transfer.transports.nccl_communicator import Communicators
 from tests.transfer import fake_nccl
@@ -108,7 +108,7 @@ class FaultyNetwork(MemoryNetwork):
         super().__init__()
         self._world, self._chance = world, chance
 
-    def dial(self, address: str, timeout: float) -> Stream:
+    def dial(self, address: str, timeout: float) -> ByteStream:
         return FaultyStream(super().dial(address, timeout), self._world.random, self._chance)
 
     def listen(self, host: str, port: int) -> Listener:
@@ -118,7 +118,7 @@ class FaultyNetwork(MemoryNetwork):
 class FaultyStream:
     """Drops or damages whole messages of the sender, after its HELLO."""
 
-    def __init__(self, stream: Stream, seeded: random.Random, chance: float) -> None:
+    def __init__(self, stream: ByteStream, seeded: random.Random, chance: float) -> None:
         self._stream, self._random, self._chance = stream, seeded, chance
         self.recv_into, self.wait, self.wake, self.close = stream.recv_into, stream.wait, stream.wake, stream.close
 

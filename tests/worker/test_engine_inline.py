@@ -118,5 +118,5 @@ async def test_what_is_done_beside_a_step_does_not_hide_it_from_the_rates(demo_m
             port.beside_step(lambda engine: engine.has_work())
             await asyncio.sleep(0.001)
     assert sum(read for read, _ in steps) == 40
-    assert sum(written for _, written in steps) == 7  # the first was drawn as the prompt had been read
+    assert sum(written for _, written in steps) == 7  # the first was drawn as the prompt had been prefilled
     port.close()

@@ -11,7 +11,7 @@ from grpc import aio
 
 from tandem_client.attempts import Attempts, Retries
 from tandem_client.request import Options, Prompt, first_of, request_of
-from tandem_client.service import TIMEOUT_S, Service, channel_of, metadata_of
+from tandem_client.service import TIMEOUT_S, LLMMethods, channel_of, metadata_of
 from tandem_client.stubs.tandem.v1 import llm_pb2
 
 
@@ -27,7 +27,7 @@ class AsyncClient:
     ) -> None:
         """`timeout_s` bounds each call that names no time of its own; `headers` are metadata of each."""
         self._channel = channel_of(aio, address, tls)
-        self._service = Service(self._channel)
+        self._service = LLMMethods(self._channel)
         self._api_key, self._headers = api_key, dict(headers or {})
         self._timeout_s, self._retries = timeout_s, retries or Retries()
 

@@ -23,7 +23,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-class Service:
+class LLMMethods:
     def __init__(self, channel: Any) -> None:
         def path(method: str) -> str:
             return f"/tandem.v1.LLMService/{method}"

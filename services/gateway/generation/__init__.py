@@ -1,4 +1,4 @@
-"""From a checked request to the text of its answer. Entered by the gateway's doors, HTTP and gRPC, and by its server.
+"""From a checked request to the text of its answer. The gateway's doors, console and server may enter.
 
     Generation ──> Answer ──> Choice ──> Attempt ──> Mailbox of a worker's stream
     the request    of all     of n       on a pair   its tokens

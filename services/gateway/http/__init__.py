@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's API over JSON and server-sent events, health, metrics."""
+"""The HTTP door: OpenAI's API over JSON and server-sent events, health, metrics. The gateway's server may enter."""
 
 from services.gateway.http.app import build_app
 from services.gateway.http.connections import Room, raise_limit

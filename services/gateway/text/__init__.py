@@ -1,4 +1,4 @@
-"""Text in, token ids out, and back: the only folder that knows what a token says.
+"""Text in, token ids out, and back: the only folder that knows what a token says. The gateway may enter.
 
 chat messages -> ChatTemplate -> text -> Tokenizer -> token ids
 token ids -> Detokenizer -> text -> StopStrings -> the client

@@ -1,4 +1,4 @@
-"""One request's trace, from the memory of this gateway and its workers: no collector is needed."""
+"""One request's trace, from the memory of this gateway and its workers, without a collector. The gateway may enter."""
 
 from services.gateway.traces.recent import RecentRequests
 

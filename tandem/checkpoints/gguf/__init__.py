@@ -1,4 +1,4 @@
-"""GGUF files: made into the folder that every process reads models from. Anyone may import it; only it reads metadata.
+"""GGUF files, made into the folder that every process reads models from. The rest of checkpoints may enter.
 
 model.gguf ── config.py ───> config.json, generation_config.json      what the decoder needs
            ── tokenizer.py ─> tokenizer.json, tokenizer_config.json    words, merges, chat template

@@ -1,4 +1,4 @@
-"""`tandem up`: a whole cluster, on this machine or on Ray, until Ctrl-C."""
+"""`tandem up`: a whole cluster, on this machine or on Ray, until Ctrl-C. Other commands and benchmarks may enter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A decoder's forward pass and the sampler's choice in C, compiled on first use, where the CPU has what it takes."""
+"""A decoder's forward pass and the sampler's choice in C, where the CPU can. The engine's build may enter.
+
+It is compiled on first use.
+"""
 
 from tandem.engine.kernels.build import AMX, load_library
 from tandem.engine.kernels.cpu import CpuForward

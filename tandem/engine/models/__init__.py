@@ -1,4 +1,4 @@
-"""Models: a Hugging Face folder's config and the decoder it describes."""
+"""Models: a Hugging Face folder's config and the decoder it describes. The engine and benchmarks may enter."""
 
 from tandem.engine.models.config import ModelConfig, Rope, read_model_config
 from tandem.engine.models.decoder import (

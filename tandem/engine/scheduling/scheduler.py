@@ -103,7 +103,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_beside_decode, self._pace = max_prefill_beside_decode, pace
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
-        self._num_read_tokens = self.num_preempted = self.num_swapped = 0
+        self._num_prefilled_tokens = self.num_preempted = self.num_swapped = 0
         self._has_joined = False  # since the last step
         self.suspects: dict[Sequence, None] = {}  # in order of arrival
         self._alone: Sequence | None = None  # in the step that was scheduled last
@@ -201,7 +201,7 @@ class Scheduler:
         if longer or self.waiting:
             if batch.scheduled:
                 batch.budget = min(batch.budget, self._beside(batch.scheduled, joined, longer))
-            self._schedule_reading(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
+            self._schedule_prefills(batch, sorted((seq for seq in longer if seq.status is Status.RUNNING), key=_turn))
         if self.overlaps:
             self._extend(batch.scheduled)
         return batch.scheduled
@@ -263,7 +263,7 @@ class Scheduler:
         self.blocks.release(seq)
         self._move(seq, Status.WAITING)
 
-    def _schedule_reading(self, batch: Batch, begun: list[Sequence]) -> None:
+    def _schedule_prefills(self, batch: Batch, begun: list[Sequence]) -> None:
         """Those begun and those that wait, each in its turn; nobody passes a waiting one for whom there is no room."""
         coming = self._being_prefilled() if self.waiting else set()
         has_room = True
@@ -280,7 +280,7 @@ class Scheduler:
                 if has_room:
                     batch.add(seq)
                     coming |= self.blocks.to_be_prefilled(seq)
-        self._num_read_tokens += left - batch.budget
+        self._num_prefilled_tokens += left - batch.budget
 
     def _admit(self, seq: Sequence) -> bool:
         """False where there is no room."""
@@ -319,7 +319,7 @@ class Scheduler:
         if seq.was_preempted:
             seq.turn = -1
         elif seq.turn is None and status is Status.WAITING:
-            seq.turn = self._num_read_tokens + seq.num_tokens - self.blocks.num_cached_tokens(seq)
+            seq.turn = self._num_prefilled_tokens + seq.num_tokens - self.blocks.num_cached_tokens(seq)
         self._queues[status].add(seq)
 
     def _move(self, seq: Sequence, status: Status) -> None:

@@ -119,7 +119,7 @@ class Sequence:
         return len(self.token_ids) - self.answer_start
 
     @property
-    def is_reading(self) -> bool:
+    def is_prefilling(self) -> bool:
         """True until a first token has been sampled here."""
         return len(self.token_ids) == self.num_prompt_tokens
 
@@ -130,7 +130,7 @@ class Sequence:
     @property
     def was_preempted(self) -> bool:
         """True while it waits to continue where it was."""
-        return self.status is Status.WAITING and not self.is_reading
+        return self.status is Status.WAITING and not self.is_prefilling
 
     @property
     def reads_whole_prompt(self) -> bool:
@@ -154,7 +154,7 @@ class Sequence:
     def overlaps(self) -> bool:
         """True if its next step needs of this one only its token, which the device has."""
         logits = self.takes_logits_as_they_are and self.sampling.logprobs is None
-        return logits and not self.is_reading and self.sink is None and self.speculative.method == "none"
+        return logits and not self.is_prefilling and self.sink is None and self.speculative.method == "none"
 
     @property
     def takes_logits_as_they_are(self) -> bool:

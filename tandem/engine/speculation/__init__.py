@@ -1,4 +1,4 @@
-"""Speculative decoding: tokens proposed ahead, computed in one step, and kept as far as they are the ones drawn.
+"""Speculative decoding: tokens proposed ahead, computed in one step, kept as far as drawn. The engine may enter.
 
     plan: how many each ──> proposer: which ──> Runner: k + 1 rows, a token drawn from each ──> accepted, plan.measure
 

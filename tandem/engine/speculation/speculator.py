@@ -139,7 +139,7 @@ class Speculator:
 
 
 def _decodes(item: Scheduled) -> bool:
-    return item.num_tokens == 1 and item.samples and not item.seq.is_reading
+    return item.num_tokens == 1 and item.samples and not item.seq.is_prefilling
 
 
 def _method(seq: Sequence) -> str:

@@ -1,9 +1,9 @@
-"""A cluster on Ray: each service an actor. Ray places, restarts and ends them; tokens and KV never pass through it.
+"""A cluster on Ray: each service an actor, which Ray places, restarts and ends. Commands may enter.
 
     driver ── Service ──> actor ──(worker: in its own process | gateway, kvstore: a child process)──> gRPC, KV links
 
 A killed actor, or one whose node is gone, is started again by Ray, as a new incarnation; peers notice by its lease.
-Removing one drains it first. Only this folder imports ray.
+Removing one drains it first. Tokens and KV never pass through Ray, and only this folder imports it.
 """
 
 from tandem.local.ray.actor import ActorState, service_address, store_address

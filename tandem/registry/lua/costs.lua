@@ -12,8 +12,8 @@ local NO_ROOM_NOW = 8
 -- A full worker writes each token of an answer later: counted for so many of them.
 local ANSWER_STEPS = 64
 -- Work also delays the requests behind it, and a prefix prefilled twice takes another one's room: a hit is worth a queue,
--- this much longer than what it saves, where all readers are busy. On Mooncake's trace a larger weight finds hardly more
--- hits and a smaller one makes first tokens no faster, with the readers a third busy or nearly full.
+-- this much longer than what it saves, where all workers that prefill are busy. On Mooncake's trace a larger weight
+-- finds hardly more hits and a smaller one makes first tokens no faster, with these a third busy or nearly full.
 local OWN_WORK = 16
 -- Measured rates this close to their mean are equal: what differs is noise, and the fastest by a hair would get all.
 local NOISE = 0.25

@@ -69,15 +69,15 @@ local function add_expected(prefills, decodes, request)
   end
 end
 
--- The pair, given by their generations, is about to hold this prompt. What nobody reads any more is freed by another
--- thread: expiring it would stop the server for as long as a hundred thousand entries take.
-local function expect(request, reader, decode)
+-- The pair, given by their generations, is about to hold this prompt. What nobody looks up any more is freed by
+-- another thread: expiring it would stop the server for as long as a hundred thousand entries take.
+local function expect(request, prefill, decode)
   local last = num_marks(request)
   if request.first_mark > last then return end
   local count = redis.call('HLEN', current)
   if count == 0 then redis.call('UNLINK', period_key(2)) end
   if count > MOST_ENTRIES then return end
-  local pair, entries = reader .. ' ' .. decode, {}
+  local pair, entries = prefill .. ' ' .. decode, {}
   for i = request.first_mark, last do
     entries[#entries + 1], entries[#entries + 2] = mark_name(request, i), pair
   end

@@ -85,9 +85,9 @@ local function why_none(rows, role, request)
 end
 
 local function linked(prefills, p, decodes, d)
-  local reader, _ = who(prefills, p)
+  local sender, _ = who(prefills, p)
   local _, incarnation = who(decodes, d)
-  return redis.call('SISMEMBER', key('links', reader), incarnation) == 1
+  return redis.call('SISMEMBER', key('links', sender), incarnation) == 1
 end
 
 -- The cheapest decode row for prefill row p: of equals the one unchosen for longest. Tests links if `prove`.
@@ -227,10 +227,10 @@ local function note_chosen(worker, turn)
   worker.rows.values[worker.at + CHOSEN] = turn
 end
 
-local function reserve(request, reader, decode, holder)
-  hold(request, 'tokens', reader, max(request.prompt_tokens - max(reader.hit, holder and holder.hit or 0), 1))
+local function reserve(request, prefill, decode, holder)
+  hold(request, 'tokens', prefill, max(request.prompt_tokens - max(prefill.hit, holder and holder.hit or 0), 1))
   hold(request, 'blocks', decode, blocks_on(decode.rows.values, decode.at, request))
-  redis.call('HSET', key('reservation', request.reservation), 'tokens', reader.id, 'blocks', decode.id)
+  redis.call('HSET', key('reservation', request.reservation), 'tokens', prefill.id, 'blocks', decode.id)
   redis.call('ZADD', key('reservations'), now + request.ttl, request.reservation)
   redis.call('SADD', all_of_client(request.reservation), request.reservation)
 end

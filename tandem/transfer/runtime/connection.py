@@ -23,7 +23,7 @@ from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.wire import LinkMessage
 from tandem.transfer.runtime.driver import Driver, Running
 from tandem.transfer.runtime.reader import Reader
-from tandem.transfer.transports.base import Stream
+from tandem.transfer.transports.base import ByteStream
 
 TICK_SECONDS = 0.05
 POLL_SECONDS = 1e-4
@@ -90,10 +90,10 @@ def burst(outbox: deque[LinkMessage]) -> list[LinkMessage]:
 class Connection:
     """`dial` makes its stream, in the first step. Raises TransferError or OSError."""
 
-    def __init__(self, dial: Callable[[], Stream], end: End, driver: Driver, name: str) -> None:
+    def __init__(self, dial: Callable[[], ByteStream], end: End, driver: Driver, name: str) -> None:
         self.name = name
         self._dial, self._end, self._driver = dial, end, driver
-        self._stream: Stream | None = None
+        self._stream: ByteStream | None = None
         self._running: Running | None = None
         self._closing: TransferError | None = None
         self._writing: list[LinkMessage] = []
@@ -225,7 +225,7 @@ class Connection:
         finally:
             self._writer.release()
 
-    def _write_some(self, stream: Stream) -> bool:
+    def _write_some(self, stream: ByteStream) -> bool:
         if not self._writing:
             self._writing = self._end.take()
             for message in self._writing:

@@ -13,7 +13,7 @@ from tandem.transfer.protocol.wire import (
     header_bytes,
     parse_header,
 )
-from tandem.transfer.transports.base import Stream
+from tandem.transfer.transports.base import ByteStream
 
 STAGE_BYTES = 16 << 10
 
@@ -21,7 +21,7 @@ STAGE_BYTES = 16 << 10
 class Reader:
     """`heard` becomes true whenever a byte has come. max_frame_bytes: the largest payload the peer may send inline."""
 
-    def __init__(self, stream: Stream, max_frame_bytes: int) -> None:
+    def __init__(self, stream: ByteStream, max_frame_bytes: int) -> None:
         self.heard = False
         self._stream, self._max_frame_bytes = stream, max_frame_bytes
         self._stage = memoryview(bytearray(STAGE_BYTES))

@@ -24,7 +24,7 @@ from tandem.transfer.runtime.link_runtime import LinkRuntime
 from tandem.transfer.runtime.receiving_end import OnFetch, ReceivingEnd
 from tandem.transfer.runtime.shared_landings import SharedLandings
 from tandem.transfer.transports import make_transports
-from tandem.transfer.transports.base import Stream
+from tandem.transfer.transports.base import ByteStream
 
 # Seconds between two looks at deadlines: while transfers are expected, and while none is.
 TICK_SECONDS, QUIET_SECONDS = 0.05, 0.25
@@ -148,7 +148,7 @@ class Receiver:
             _log.warning("a KV link could not be accepted: %s", error)
             return False
 
-    def _open(self, stream: Stream) -> None:
+    def _open(self, stream: ByteStream) -> None:
         end = ReceivingEnd(
             self._local, self._landings, self._cache, transports=self._transports, nonce=self._new_nonce(),
             now=self._driver.now, on_fetch=lambda peer, fetch: self.on_fetch(peer, fetch),
@@ -168,7 +168,7 @@ class Receiver:
             del self._connections[silent]
         return silent is not None
 
-    def _refuse(self, stream: Stream) -> None:
+    def _refuse(self, stream: ByteStream) -> None:
         """Says why, if it goes without waiting, and hangs up."""
         text = f"{self.identity} has {self._max_links} links, as many as it takes"
         _log.warning("a KV link was refused: %s", text)

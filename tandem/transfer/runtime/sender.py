@@ -20,7 +20,7 @@ from tandem.transfer.runtime.link import Link
 from tandem.transfer.runtime.link_runtime import LinkRuntime
 from tandem.transfer.runtime.sending_end import SendingEnd
 from tandem.transfer.transports import make_transports
-from tandem.transfer.transports.base import Network, SendSide, Stream, Unusable
+from tandem.transfer.transports.base import ByteStream, Network, SendSide, Unusable
 
 
 class Sender:
@@ -130,7 +130,7 @@ class Sender:
             old.close("another incarnation took its place")
 
 
-def _dialled(network: Network, address: str, timeout_s: float) -> Stream:
+def _dialled(network: Network, address: str, timeout_s: float) -> ByteStream:
     try:
         return network.dial(address, timeout_s)
     except TimeoutError:

@@ -164,7 +164,7 @@ class Missing(Transport):
         raise Unusable(f"at the receiver: {self.reason}")
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """Ordered bytes both ways. Never blocks in `send` or `recv_into`; one thread waits, any may wake it."""
 
     def send(self, parts: Iterable[Bytes]) -> int:
@@ -183,7 +183,7 @@ class Stream(Protocol):
 class Listener(Protocol):
     address: str
 
-    def accept(self) -> Stream | None:
+    def accept(self) -> ByteStream | None:
         """A new stream, if somebody has connected."""
 
     def wait(self, timeout: float) -> None:
@@ -199,5 +199,5 @@ class Network(Protocol):
         """The transport whose payloads travel in these streams."""
 
     def listen(self, host: str, port: int) -> Listener: ...
-    def dial(self, address: str, timeout: float) -> Stream:
+    def dial(self, address: str, timeout: float) -> ByteStream:
         """Raises OSError."""

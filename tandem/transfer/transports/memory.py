@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from tandem.transfer.protocol.wire import Bytes
-from tandem.transfer.transports.base import Listener, Stream, Transport
+from tandem.transfer.transports.base import ByteStream, Listener, Transport
 from tandem.transfer.transports.host import InlineTransport
 
 PIPE_BYTES = 1 << 20
@@ -118,7 +118,7 @@ class MemoryListener:
         self._waiting: deque[MemoryStream] = deque()
         self._changed = _Changed()
 
-    def accept(self) -> Stream | None:
+    def accept(self) -> ByteStream | None:
         with self._changed.lock:
             return self._waiting.popleft() if self._waiting else None
 
@@ -129,7 +129,7 @@ class MemoryListener:
     def watch(self, ready: Callable[[], None]) -> None:
         self._changed.watchers.append(ready)
 
-    def connect(self) -> Stream:
+    def connect(self) -> ByteStream:
         changed = _Changed()
         there, back = _Pipe(changed), _Pipe(changed)
         with self._changed.lock:
@@ -164,7 +164,7 @@ class MemoryNetwork:
             self._listeners[address] = MemoryListener(self, address)
             return self._listeners[address]
 
-    def dial(self, address: str, timeout: float) -> Stream:
+    def dial(self, address: str, timeout: float) -> ByteStream:
         with self._lock:
             listener = self._listeners.get(address)
         if listener is None:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable
 
 from tandem.transfer.protocol.wire import Bytes
-from tandem.transfer.transports.base import Listener, Stream, Transport
+from tandem.transfer.transports.base import ByteStream, Listener, Transport
 from tandem.transfer.transports.host import InlineTransport
 
 
@@ -65,7 +65,7 @@ class SocketListener:
         name, bound = self._socket.getsockname()[:2]
         self.address = f"[{name}]:{bound}" if family == socket.AF_INET6 else f"{name}:{bound}"
 
-    def accept(self) -> Stream | None:
+    def accept(self) -> ByteStream | None:
         try:
             return SocketStream(self._socket.accept()[0])
         except BlockingIOError:
@@ -90,7 +90,7 @@ class SocketNetwork:
     def listen(self, host: str, port: int) -> Listener:
         return SocketListener(host, port, self._buffer_bytes)
 
-    def dial(self, address: str, timeout: float) -> Stream:
+    def dial(self, address: str, timeout: float) -> ByteStream:
         host, _, port = address.rpartition(":")
         if not port.isdigit():
             raise OSError(f"address {address!r} is not host:port")

@@ -86,7 +86,7 @@ class Schedule:
         )
 
 
-# Prompts that take long to read, in many steps.
+# Prompts that take long to prefill, in many steps.
 SLOW: dict[str, Any] = {"prefill_tokens_per_s": 400.0, "max_num_batched_tokens": 8}
 # With fewer blocks, requests may have to wait for one another.
 AMPLE_BLOCKS = 64

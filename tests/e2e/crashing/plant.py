@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.engine.null_runner import NullRunner
 
-# A prompt's first token. At so many tokens of its answer a decode step crashes; in prefill the reading of the prompt.
+# A prompt's first token. At so many tokens of its answer a decode step crashes; in prefill that of the prompt.
 IN_DECODE, IN_PREFILL, ABORTS, RAISES = 4090, 4091, 4092, 4093
 PLACE = 6
 
@@ -26,7 +26,7 @@ def plant() -> None:
 
 
 def _crash(seq: Any) -> None:
-    poison, decodes = seq.token_ids[0], not seq.prefill_only and not seq.is_reading
+    poison, decodes = seq.token_ids[0], not seq.prefill_only and not seq.is_prefilling
     if (poison == IN_DECODE and decodes and seq.num_output_tokens >= PLACE) or (
         poison == IN_PREFILL and seq.prefill_only
     ):

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its body becomes a chat's, the chat's answer its events.
+"""Anthropic's Messages API: its body becomes a chat's, the chat's answer its events. The HTTP door may enter.
 
 MessagesBody -> ChatBody -> pipeline -> deltas -> MessageFrame: a message, or message_start ... message_stop
 """

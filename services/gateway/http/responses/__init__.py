@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's Responses, told to the chat endpoint and answered in items and events of their own."""
+"""OpenAI's Responses, put to the chat endpoint, answered in items and events of their own. The HTTP door may enter."""
 
 from services.gateway.http.responses.reading import read_response, reduce_response
 from services.gateway.http.responses.routes import KEPT, KEPT_BODIES, KEPT_QUERIES, Respond, kept_routes
