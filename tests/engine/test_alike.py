@@ -62,6 +62,20 @@ def test_a_row_of_a_product_does_not_depend_on_how_many_there_are() -> None:
         assert torch.equal(linear(x[-count:], weight, bias), whole[-count:]), count
 
 
+@pytest.mark.parametrize("rows", [1, 31, 32, 300])
+def test_a_bfloat16_product_is_within_a_rounding_of_float64s(rows: int) -> None:
+    """However many rows go a way of their own where a CPU has no instructions for it."""
+    chance = torch.Generator().manual_seed(rows)
+    shapes = (rows, 96), (40, 96), (40,)
+    x, weight, bias = (torch.randn(shape, generator=chance).bfloat16() for shape in shapes)
+    for added in (None, bias):
+        found = linear(x, weight, added)
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
+        assert found.dtype is torch.bfloat16
+        torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1], indirect=True)
 @pytest.mark.usefixtures("threads")
 def test_numbers_do_not_depend_on_what_is_computed_beside_them() -> None:
