@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -56,6 +58,15 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     return ROOT / "models" / "demo" / "target"
+
+
+@pytest.fixture
+def info_logs() -> Iterator[None]:
+    """Logs have information, too; other tests log warnings alone."""
+    before = structlog.get_config()["wrapper_class"]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+    yield
+    structlog.configure(wrapper_class=before)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from tandem.checkpoints.hub import (
     wanted_files,
     weights_bytes,
 )
-from tandem.checkpoints.memory_fit import MemoryNeed, described, machine_memory, misfit
+from tandem.checkpoints.memory_fit import MemoryNeed, described, held_weights, machine_memory, misfit
 from tandem.checkpoints.model_files import (
     FAMILIES,
     GENERATION_FILE,
@@ -55,6 +55,7 @@ __all__ = [
     "fetch_adapter",
     "fetch_files",
     "find_model",
+    "held_weights",
     "is_hub_name",
     "is_name",
     "machine_memory",

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from tandem import native
-from tandem.checkpoints import WEIGHTS_FILE, MemoryNeed, fetch_adapter, machine_memory, misfit
+from tandem.checkpoints import WEIGHTS_FILE, MemoryNeed, described, fetch_adapter
 from tandem.engine.cores import Cores
 from tandem.engine.device import memory_checked
-from tandem.engine.fitting import DeviceRoom, graphs_bytes, largest_steps
+from tandem.engine.fitting import DeviceRoom, check_memory, graphs_bytes, largest_steps
 from tandem.engine.forward import (
     CudaCapture,
     DecodeGraphs,
@@ -134,8 +134,8 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
     draft = None if head else _read_draft(config, model)
     layouts = [layout, _layout(config, draft)] if draft else [layout]
     num_blocks = _blocks_told(config, *layouts)
-    if config.device == "cpu" and num_blocks:
-        _check_memory(_weights_bytes(config.model_path, model, layout), layout, num_blocks)
+    if num_blocks:
+        check_memory(config, _weights_bytes(config.model_path, model, layout), layout, num_blocks)
     room = _room(config) if num_blocks is None else None
     paths = (config.model_path, config.speculative_model)
     loaded = [
@@ -235,6 +235,7 @@ def _room(config: EngineConfig) -> DeviceRoom:
 
 def _blocks_that_fit(config: EngineConfig, room: DeviceRoom, loaded: Loaded, *layouts: KVLayout) -> int:
     """Beside what is loaded, in what the largest steps and the graphs of decode steps leave."""
+    before = room.left()
     cache = _kv_cache(layouts[0], config.device, 1)
     plain = TorchForward(loaded.model, cache, loaded.attention)
     runner = Runner(plain, cache, choose)
@@ -246,7 +247,8 @@ def _blocks_that_fit(config: EngineConfig, room: DeviceRoom, loaded: Loaded, *la
         shapes = _shapes(config, loaded, _blocks_of(left, *layouts, gathered=gathered))
         left -= _graphs_bytes(room, loaded, cache, shapes)
     num_blocks = _blocks_of(left, *layouts, gathered=gathered)
-    log.info("KV by what is left of the device", bytes=left, num_blocks=num_blocks)
+    need = MemoryNeed(room.most - before, left, before - left)
+    log.info("KV by what is left of the device", needs=described([need], room.most), bytes=left, num_blocks=num_blocks)
     return num_blocks
 
 
@@ -309,12 +311,6 @@ def _weights_bytes(path: Path, model: ModelConfig, layout: KVLayout) -> int:
     if model.quantized is not None or (path / WEIGHTS_FILE).exists():
         weights = min(weights, sum(shard.stat().st_size for shard in shard_paths(path)))
     return weights
-
-
-def _check_memory(weights: int, layout: KVLayout, num_blocks: int) -> None:
-    """ValueError where the machine has less memory than this worker alone needs."""
-    if why := misfit([MemoryNeed(weights, num_blocks * layout.block_bytes * layout.num_layers)], machine_memory()):
-        raise ValueError(f"model_path: {why}")
 
 
 def _kernels(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> ctypes.CDLL | None:

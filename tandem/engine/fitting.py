@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import structlog
 import torch
 
+from tandem.checkpoints import MemoryNeed, described, held_weights, machine_memory, misfit
 from tandem.engine.kv import KVLayout
 from tandem.engine.scheduling import Scheduled, new_sequence
 from tandem.engine.types import EngineConfig, Request
 from tandem.sampling import SamplingParams
 
+log = structlog.get_logger(__name__)
 GIB = 2**30
 # Of devices with so much memory and more, and of others: tokens of a step, and sequences at once.
 LARGE, ON_LARGE, ON_SMALL, ON_CPU = 70 * GIB, (8192, 1024), (2048, 256), (512, None)
@@ -40,14 +43,30 @@ def sized(config: EngineConfig, device: torch.device, cuda: Memory = torch.cuda)
     return config.with_sizes(config.max_num_batched_tokens or most_tokens, config.max_num_seqs or most_seqs)
 
 
+def check_memory(
+    config: EngineConfig, weights: int, layout: KVLayout, num_blocks: int, cuda: Memory = torch.cuda
+) -> None:
+    """ValueError where the machine, or the GPU, has less memory than this worker alone needs.
+
+    Args:
+        weights: bytes, before any quantization.
+    """
+    kv = num_blocks * layout.block_bytes * layout.num_layers
+    needs = [MemoryNeed(held_weights(weights, "auto", config.quantization), kv)]
+    available = machine_memory() if config.device == "cpu" else cuda.mem_get_info()[1]
+    if why := misfit(needs, available):
+        raise ValueError(f"model_path: {why}")
+    log.info("memory", needs=described(needs, available))
+
+
 class DeviceRoom:
     """Counts from when it is made, before weights are loaded. ValueError where less than the share is free by then."""
 
     def __init__(self, share: float, cuda: Memory = torch.cuda) -> None:
         self._cuda = cuda
         self._free, total = cuda.mem_get_info()
-        self._most = int(share * total)
-        if self._most > self._free:
+        self.most = int(share * total)
+        if self.most > self._free:
             raise ValueError(
                 f"kv_memory: {share:g} of the device's {total / GIB:.1f} GiB are wanted, weights included, but "
                 f"{self._free / GIB:.1f} GiB are free: name a smaller share, or the bytes for KV"
@@ -56,7 +75,7 @@ class DeviceRoom:
     def left(self) -> int:
         """Bytes of the share that nobody has taken since."""
         self._cuda.synchronize()
-        return self._most - (self._free - self._cuda.mem_get_info()[0])
+        return self.most - (self._free - self._cuda.mem_get_info()[0])
 
     def taken_by(self, work: Callable[[], object]) -> int:
         """Bytes that are not free any more after `work`, as long as its result is there."""

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
+from tandem.checkpoints import MemoryNeed, described, machine_memory
 from tandem.engine import EngineConfig, SamplingParams
 from tandem.engine.build import _blocks_that_fit, _layout, _load
-from tandem.engine.fitting import DeviceRoom, graphs_bytes, largest_steps, sized
+from tandem.engine.fitting import DeviceRoom, check_memory, graphs_bytes, largest_steps, sized
 from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.models import read_model_config
+from tests.engine.tiny import make_engine
 
 GIB = 1 << 30
 
@@ -65,6 +68,29 @@ def test_graphs_are_counted_by_the_largest_and_the_one_behind_it(count: int, exp
     assert done == list(range(min(2, count)))
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_bytes_for_kv_are_weighed_with_weights_before_they_are_loaded(llama: Path, quantization: str) -> None:
+    config = EngineConfig(llama, "tiny", device="cuda", block_size=4, quantization=quantization)  # type: ignore[arg-type]
+    layout = _layout(config, read_model_config(llama, None))
+    num_blocks = 10 * GIB // (layout.block_bytes * layout.num_layers)
+    weights = 20 * GIB if quantization == "none" else int(20 * GIB / 0.55)
+    check_memory(config, weights, layout, num_blocks, CountedMemory(31 * GIB))
+    with pytest.raises(
+        ValueError, match=r"^model_path: does not fit: 1 worker \(weights 20\.0 \+ KV 10\.0 \+ overhead 0\.4"
+    ):
+        check_memory(config, weights, layout, num_blocks, CountedMemory(30 * GIB))
+
+
+@pytest.mark.usefixtures("info_logs")
+def test_a_worker_logs_what_it_needs_of_the_memory_there_is(llama: Path) -> None:
+    with capture_logs() as logs:
+        engine = make_engine(llama, num_blocks=64)
+    kv = 64 * engine.layout.block_bytes * engine.layout.num_layers
+    [line] = [line for line in logs if line["event"] == "memory"]
+    assert f"KV {kv / GIB:.1f} + overhead 0.4 GiB) needs" in line["needs"]
+    assert line["needs"].endswith(f" of {machine_memory() / GIB:.1f} GiB")
+
+
 def test_steps_are_sized_by_the_device(demo_model: Path) -> None:
     plain = EngineConfig(demo_model, "demo", max_num_batched_tokens=0, device="cuda")
     told = EngineConfig(demo_model, "demo", max_num_batched_tokens=64, max_num_seqs=3, device="cuda")
@@ -95,6 +121,7 @@ class Peaks:
         self.logits = self.plain.logits
 
 
+@pytest.mark.usefixtures("info_logs")
 def test_blocks_are_what_weights_and_the_largest_steps_leave(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(
         llama, "tiny", dtype="float32", block_size=4, max_num_batched_tokens=100, max_num_seqs=7, memory_share=0.5
@@ -107,9 +134,12 @@ def test_blocks_are_what_weights_and_the_largest_steps_leave(llama: Path, monkey
     room = DeviceRoom(0.5, memory)
     loaded = _load(config, llama, model, layout, None)
     memory.used += 500_000
-    blocks = _blocks_that_fit(config, room, loaded, layout)
+    with capture_logs() as logs:
+        blocks = _blocks_that_fit(config, room, loaded, layout)
+    kv = (2 << 20) - 500_000 - 100_000
+    assert logs[-1]["needs"] == described([MemoryNeed(500_000, kv, overhead=100_000)], 2 << 20)
     layers = layout.num_layers + loaded.attention.gathered_layers
-    assert blocks == ((2 << 20) - 500_000 - 100_000) // (layout.block_bytes * layers)
+    assert blocks == kv // (layout.block_bytes * layers)
     longest = model.max_model_len - 1
     assert sorted(Peaks.tokens[0]) == sorted([longest] * (100 // longest) + [100 % longest])
     assert Peaks.tokens[1] == [1] * 7

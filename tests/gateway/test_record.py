@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-import structlog
 from grpc import aio
 from structlog.testing import capture_logs
 
@@ -17,16 +14,8 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL
 
+pytestmark = pytest.mark.usefixtures("info_logs")
 PROMPT = "a prompt that no log may hold"
-
-
-@pytest.fixture(autouse=True)
-def info() -> Iterator[None]:
-    """Tests log warnings alone."""
-    before = structlog.get_config()["wrapper_class"]
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
-    yield
-    structlog.configure(wrapper_class=before)
 
 
 def of_requests(logs: list[Any]) -> list[Any]:

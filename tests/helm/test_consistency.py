@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ByteSize, TypeAdapter
 
 from services.prefill.settings import PrefillSettings
+from tandem.checkpoints import MemoryNeed, misfit
 from tandem.settings import load
 from tests.helm.chart import (
     NAMESPACE,
@@ -25,6 +27,7 @@ from tests.helm.chart import (
     values_of,
 )  # fmt: skip
 
+GIB = 2**30
 MAKERS = ("Deployment", "StatefulSet")
 # What the API server refuses to change, by kind.
 IMMUTABLE = {
@@ -32,6 +35,12 @@ IMMUTABLE = {
     "StatefulSet": ("selector", "serviceName", "volumeClaimTemplates", "podManagementPolicy"),
     "Service": ("clusterIP",),
 }
+
+
+# Bytes of memory of each GPU that an example names, and where it names none of the least that it is for; of weights.
+GPUS = {"NVIDIA-H100-80GB-HBM3": 79 * GIB, "NVIDIA-H200": 139 * GIB, "": 79 * GIB}
+WEIGHTS = {"qwen3-8b": 8_190_735_360 * 2, "qwen3-32b": 32_762_123_264 * 2}
+LLAMA_70B = 70_553_706_496 * 2
 
 
 def selects(selector: Object, labels: dict[str, str]) -> bool:
@@ -250,6 +259,17 @@ def test_what_a_gpu_pool_says_is_what_its_worker_reads(monkeypatch: pytest.Monke
     assert (settings.device, settings.transports, settings.max_num_batched_tokens) == ("cuda", ("nccl", "tcp"), 16384)
     # NCCL and CUDA read these themselves.
     assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["CUDA_MPS_PIPE_DIRECTORY"]) == ("eth0", "/mps")
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name.startswith("gpu-")])
+def test_models_of_the_examples_fit_their_gpus(name: str) -> None:
+    values = values_of(name)
+    for pool in values["pools"]:
+        settings = {**values["workers"].get("settings", {}), **pool.get("settings", {})}
+        gpu = GPUS[pool.get("nodeSelector", {}).get("nvidia.com/gpu.product", "")]
+        kv = TypeAdapter(ByteSize).validate_python(settings["kv_memory"])
+        assert misfit([MemoryNeed(WEIGHTS[pool["model"]], kv)], gpu) == "", pool["name"]
+        assert misfit([MemoryNeed(LLAMA_70B, kv)], gpu), "which no GPU of these holds in bfloat16"
 
 
 def test_rdma_devices_are_asked_for_with_the_right_to_lock_their_memory() -> None:

@@ -8,9 +8,19 @@ from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
-from tandem.checkpoints import HUB, WHEELS, MemoryNeed, as_folder, find_model, machine_memory, misfit, wanted_files
+from tandem.checkpoints import (
+    HUB,
+    WHEELS,
+    MemoryNeed,
+    as_folder,
+    find_model,
+    held_weights,
+    machine_memory,
+    misfit,
+    wanted_files,
+)
 from tandem.cluster import Cluster, Model, ModelWeights
-from tandem.commands.up.settings import KV_MEMORY, held_weights
+from tandem.commands.up.settings import KV_MEMORY
 
 DEFAULT_KV = KV_MEMORY["model", "prefill"]  # what a worker takes that is told nothing
 

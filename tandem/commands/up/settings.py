@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 from pydantic_settings import CliPositionalArg, NoDecode
 
-from tandem.checkpoints import MemoryNeed, ModelPath, as_folder, find_model, machine_memory, misfit
+from tandem.checkpoints import MemoryNeed, ModelPath, as_folder, find_model, held_weights, machine_memory, misfit
 from tandem.cluster import Cluster, read_cluster
 from tandem.commands import LOGS
 from tandem.security import ClusterSettings
@@ -18,17 +18,10 @@ from tandem.security import ClusterSettings
 DEMO_MODEL = Path(__file__).parents[3] / "models" / "demo" / "target"
 # Options that say how, not what: a file leaves them to the command line.
 BESIDE_FILE = {"file", "ray", "ray_namespace", "detach", "logs", "ready_timeout_s", "sample"}
-# Of bfloat16's bytes, what weights take that are quantized when they are loaded.
-SHARES = {"none": 1.0, "int8": 0.55, "int4": 0.35, "fp8": 0.55}
 KV_MEMORY = {
     ("model", "prefill"): ByteSize(256 * 2**20), ("model", "decode"): ByteSize(512 * 2**20),
     ("null", "prefill"): ByteSize(4 * 2**20), ("null", "decode"): ByteSize(8 * 2**20),
 }  # fmt: skip
-
-
-def held_weights(weights: int, dtype: str, quantization: str) -> int:
-    """Memory of a checkpoint of so many bytes in a worker."""
-    return int(weights * {"float32": 2.0}.get(dtype, 1.0) * SHARES.get(quantization, 1.0))
 
 
 def _listed(given: Any) -> Any:
