@@ -154,10 +154,9 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
         observer = head_proposer(head, config.model_path, model, taps, computing.choose, place)
         proposers[head.method] = observer
     if draft:
-        proposers["draft"] = DraftProposer(
-            *_computing(config, loaded[1], caches[1], cores),
-            min(max_prefill_beside_decode(config, draft), config.max_num_batched_tokens),
-        )
+        most = config.max_num_batched_tokens
+        chunk = min(max_prefill_beside_decode(config, draft) or most, most)
+        proposers["draft"] = DraftProposer(*_computing(config, loaded[1], caches[1], cores), chunk)
     runner = Runner(*computing, observer, overlaps=config.device != "cpu")
     return Parts(model, layout, kv_cache, runner, proposers, _adapters(config, model, layout))
 
@@ -171,11 +170,14 @@ def _adapters(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> Ada
     return AdapterStore(config.lora_dir, config.lora_memory, Base(model, names), place, fetch)
 
 
-def max_prefill_beside_decode(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_prefill_beside_decode is None and config.device == "cpu" and not config.null:
-        most = AMX_MULTIPLICATIONS if native.cpu_instructions().issuperset(AMX) else CPU_MULTIPLICATIONS
-        return max(CPU_ROWS, most // model.multiplications)
-    return config.max_prefill_beside_decode or config.max_num_batched_tokens
+def max_prefill_beside_decode(config: EngineConfig, model: ModelConfig) -> int | None:
+    """None: as the device turns out to be fast."""
+    if config.max_prefill_beside_decode is not None or config.device != "cpu":
+        return config.max_prefill_beside_decode
+    if config.null:
+        return config.max_num_batched_tokens
+    most = AMX_MULTIPLICATIONS if native.cpu_instructions().issuperset(AMX) else CPU_MULTIPLICATIONS
+    return max(CPU_ROWS, most // model.multiplications)
 
 
 def _read_draft(config: EngineConfig, model: ModelConfig) -> ModelConfig | None:

@@ -84,14 +84,14 @@ class Engine:
         self.grammars = Grammars(config.model_path, self.model_config.vocab_size)
         self._pool = BlockPool(len(self.kv_cache[0]))
         self._swap = SwapSpace(self.kv_cache, _num_swap_blocks(config, parts.layout, self._pool.num_blocks), now)
-        self._pace = Pace(config.max_prefill_beside_decode or config.max_num_batched_tokens)
+        most = config.max_prefill_beside_decode or config.max_num_batched_tokens
+        self._pace = Pace(most, max_prefill_beside_decode(config, self.model_config))
         self._blocks = SequenceBlocks(
             self._pool, self._swap, block_size=config.block_size, prefix_caching=config.enable_prefix_caching
         )
         self._scheduler = Scheduler(
             self._blocks,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_beside_decode=max_prefill_beside_decode(config, self.model_config),
             pace=self._pace,
             max_num_seqs=config.max_num_seqs or self._pool.num_blocks,
             overlaps=self._runner.overlaps,

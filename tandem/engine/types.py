@@ -168,9 +168,9 @@ class EngineConfig:
     devices alone, takes what is left of `memory_share` of the device's memory, weights and steps having theirs.
 
     A step computes up to `max_num_batched_tokens`; 0: as suits the device, as do sequences on devices that are given no
-    `max_num_seqs`. One that decodes computes only `max_prefill_beside_decode` of prompts, so
-    that running answers go on. None makes that, on CPUs, as many as take about a tenth of a second, which arithmetic in
-    such chunks is no slower for; and all that fit elsewhere.
+    `max_num_seqs`. One that decodes computes only `max_prefill_beside_decode` of prompts, so that running answers go
+    on. None makes that as many as take about a tenth of a second: on CPUs by what their arithmetic gives, which in such
+    chunks is no slower; elsewhere as measured.
 
     As many sequences run as have a token in a step and a block in the cache, and no more than `max_num_seqs` if that is
     set. `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a

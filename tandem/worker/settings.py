@@ -80,7 +80,7 @@ class WorkerSettings(ClusterSettings):
         None, ge=1, description="token budget of one engine step (default: 512; on GPUs 8192 from 70 GiB on, else 2048)"
     )
     max_prefill_beside_decode: int | None = Field(
-        None, ge=1, description="prompt tokens in a step that also decodes (default: 0.1 s of them on CPUs)"
+        None, ge=1, description="prompt tokens in a step that also decodes (default: 0.1 s of them)"
     )
     max_num_seqs: int | None = Field(
         None,

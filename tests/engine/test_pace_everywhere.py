@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
@@ -14,7 +15,7 @@ from tandem.engine import Request, StepTime
 from tandem.engine.kv.layout import KVLayout
 from tandem.engine.kv.swap import SwapSpace
 from tandem.engine.scheduling.block_pool import BlockPool
-from tandem.engine.scheduling.pace import LEAST_CHUNK, Pace
+from tandem.engine.scheduling.pace import LEAST_CHUNK, PAUSE_S, Pace
 from tandem.engine.scheduling.scheduler import Scheduled, Scheduler
 from tandem.engine.scheduling.sequence import new_sequence
 from tandem.engine.scheduling.sequence_blocks import SequenceBlocks
@@ -37,14 +38,14 @@ class SteadyStream:
 class Simulated:
     """Steps that take the time they are said to; no KV, no tokens that mean anything."""
 
-    def __init__(self, time: StepTime, target_s: float) -> None:
+    def __init__(self, time: StepTime, target_s: float, most: int = USUAL, usual: int | None = USUAL) -> None:
         self._time, self._target_s = time, target_s
         self.now, self.num_prefilled, self.gaps = 0.0, 0, list[float]()
-        self._pace = Pace(USUAL)
+        self._pace = Pace(most, usual)
         swap = SwapSpace([torch.empty(1)], 0, lambda: self.now)
         self._scheduler = Scheduler(
             SequenceBlocks(BlockPool(2**14), swap, block_size=BLOCK, prefix_caching=False), pace=self._pace,
-            max_num_batched_tokens=USUAL, max_prefill_beside_decode=USUAL, max_num_seqs=USUAL,
+            max_num_batched_tokens=most, max_num_seqs=USUAL,
         )  # fmt: skip
         self._streams: dict[str, SteadyStream] = {}
 
@@ -95,10 +96,27 @@ class Simulated:
             self._scheduler.remove(seq)
 
 
+@dataclass(frozen=True)
+class DeviceTime(StepTime):
+    """All that is in a step shares the reading of weights; fewer tokens than are computed meanwhile cost nothing."""
+
+    def seconds(self, num_tokens: Iterable[int]) -> float:
+        counts = list(num_tokens)
+        reading = max(self.decode_step_s, sum(counts) / self.prefill_tokens_per_s)
+        return reading + counts.count(1) * self.decode_sequence_s
+
+
 TIMES = st.builds(
     lambda token, step, growth: StepTime(10**-token, 10**step, growth * 10**step),
     st.floats(-6, -2), st.floats(-4, 0.3), st.sampled_from([0.0, 0.001, 0.01, 0.1]),
 )  # fmt: skip
+# Weights are read while 100 to 1000 tokens are computed.
+DEVICES = st.builds(
+    lambda step, meanwhile: DeviceTime(meanwhile / step, step, 0.01 * step),
+    st.floats(0.002, 0.05),
+    st.integers(100, 1000),
+)
+LARGEST = 8192  # step of a device
 # When they come, in steps; prompt and answer.
 STREAMS = st.lists(
     st.tuples(st.floats(0, 100), st.sampled_from([2, 20, 60, 400]), st.integers(1, 40)), min_size=2, max_size=50
@@ -113,6 +131,24 @@ def run(time: StepTime, target_s: float, asked: Asked) -> tuple[Simulated, list[
     simulated.gaps.clear()
     streams = [SteadyStream(begun + at * time.decode_step_s, prompt, answer) for at, prompt, answer in asked]
     return simulated, streams, simulated.run(streams) - begun
+
+
+def device_with(time: DeviceTime, target_s: float, short: list[int]) -> Simulated:
+    """One that has answered a prompt beside another, and since then short ones alone."""
+    simulated = Simulated(time, target_s, LARGEST, None)
+    simulated.run([SteadyStream(0.0, 60, 20), SteadyStream(0.0, 4000, 3)])
+    simulated.run(
+        [SteadyStream(simulated.now + 30 * n * time.decode_step_s, length, 2) for n, length in enumerate(short)]
+    )
+    simulated.gaps.clear()
+    return simulated
+
+
+def beside(simulated: Simulated, time: DeviceTime, prompt: int) -> list[float]:
+    """Gaps of an answer while such a prompt is prefilled."""
+    begun = simulated.now
+    simulated.run([SteadyStream(begun, 20, 400), SteadyStream(begun + 3 * time.decode_step_s, prompt, 1)])
+    return [gap for gap in simulated.gaps if gap > 1.1 * time.decode_step_s]
 
 
 def longest_step_s(time: StepTime, asked: Asked) -> float:
@@ -149,3 +185,26 @@ def test_a_target_in_reach_is_kept(time: StepTime, times: float, asked: Asked) -
     late = [gap for gap in simulated.gaps if gap > kept_s]
     assert len(late) <= 0.02 * len(simulated.gaps) + 3
     assert max(late, default=0.0) <= 1.2 * kept_s, "while it is not known yet how long more decodes take"
+
+
+SHORT = st.builds(lambda length, count: [length] * count, st.integers(16, 90), st.integers(0, 60))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(time=DEVICES, times=st.floats(3, 20), short=SHORT)
+def test_on_a_device_chunks_use_what_a_target_leaves(time: DeviceTime, times: float, short: list[int]) -> None:
+    """However many prompts it prefilled before that were too short to tell how fast it does."""
+    target_s = times * time.decode_step_s
+    gaps = beside(device_with(time, target_s, short), time, 30_000)
+    assert max(gaps) <= 1.2 * target_s
+    fits = min(0.9 * target_s * time.prefill_tokens_per_s, LARGEST)
+    assert len(gaps) <= 1.2 * 30_000 / fits + 4
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(time=DEVICES, short=SHORT)
+def test_on_a_device_answers_without_target_pause_for_a_tenth_of_a_second(time: DeviceTime, short: list[int]) -> None:
+    gaps = beside(device_with(time, 0.0, short), time, 30_000)
+    fits = min(PAUSE_S * time.prefill_tokens_per_s, LARGEST)
+    assert max(gaps) <= 1.2 * PAUSE_S + time.decode_step_s
+    assert len(gaps) <= 1.2 * 30_000 / fits + 4

@@ -4,9 +4,9 @@
                 where it needs them
     2 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
                 preempted: it releases its blocks, and waits to compute everything again or to be copied back
-    3 prefill   prompts get what remains of the budget, each in its turn; beside a decode, it is cut to
-                max_prefill_beside_decode, or to what the decodes' targets leave (pace.py), so that no decode waits for
-                a long chunk
+    3 prefill   prompts get what remains of the budget, each in its turn; beside a decode, it is cut to what the
+                decodes' targets leave, or to max_prefill_beside_decode (pace.py), so that no decode waits for a long
+                chunk
     4 admit     a waiting sequence whose turn it is takes blocks for all its tokens and joins the running ones; one
                 whose prefix another prefills waits for it, then takes those blocks and copies the part-full last one
 
@@ -92,7 +92,6 @@ class Scheduler:
         blocks: SequenceBlocks,
         *,
         max_num_batched_tokens: int,
-        max_prefill_beside_decode: int,
         pace: Pace,
         max_num_seqs: int,
         overlaps: bool = False,
@@ -101,7 +100,7 @@ class Scheduler:
         self.overlaps = overlaps
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._max_prefill_beside_decode, self._pace = max_prefill_beside_decode, pace
+        self._pace = pace
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
         self._num_prefilled_tokens = self.num_preempted = self.num_swapped = 0
         self._has_joined = False  # since the last step
@@ -209,11 +208,8 @@ class Scheduler:
     def _beside(self, decodes: list[Scheduled], joined: bool, begun: list[Sequence]) -> int:
         """How much of prompts a step with these may prefill. `joined`: some have waited for the step before."""
         targets = {item.seq.itl_target_s for item in decodes if item.seq.itl_target_s}
-        usual = self._max_prefill_beside_decode
-        if not targets:
-            return usual
         waited_s = self._pace.stepped_s - min(seq.waits_since for seq in chain(begun, self.waiting))
-        return self._pace.chunk(targets, usual, joins=len(self.reserved) > 0, joined=joined, waited_s=waited_s)
+        return self._pace.chunk(targets, joins=len(self.reserved) > 0, joined=joined, waited_s=waited_s)
 
     def _schedule_decodes(self, batch: Batch) -> list[Sequence]:
         """Returns the running sequences with more than one token left."""
