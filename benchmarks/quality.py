@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tandem.checkpoints import as_folder, find_model
 from tandem.engine.kv.kv_cache import row_size, write_kv
-from tandem.engine.models import Decoder, read_model_config
+from tandem.engine.models import Decoder, Scope, read_model_config
 from tandem.engine.weights.loader import load_weights
 
 DEMO = Path(__file__).parents[1] / "models" / "demo" / "target"
@@ -82,7 +82,7 @@ def logits_of(model: Decoder, ids: Sequence[int], kv: torch.dtype = torch.float3
     """Logits at every position, with K and V held in `kv`."""
     slots = torch.arange(len(ids))
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
         _, heads, dim = k.shape
         k, v = write_kv(torch.empty(1, 2, heads, len(ids), row_size(kv, dim), dtype=kv), slots, k, v)
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))

@@ -11,7 +11,10 @@ from tandem.sampling import OF_MODEL, TYPES
 
 MAX_BYTES = 64 * 2**20
 # What config.json may say as model_type.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "gemma2", "gemma3_text",
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
 GENERATION_FILE = "generation_config.json"
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 

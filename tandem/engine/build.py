@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,27 +108,34 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
         )
         null = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
         return Parts(model, layout, kv_cache, null, {"ngram": NgramProposer()}, _adapters(config, model, layout))
+    if model.experts is not None and config.cuda_graphs:
+        raise ValueError("cuda_graphs: which experts compute a step is known on the host, which graphs do not ask")
     if model.quantized is not None and config.quantization != "none":
         raise ValueError(f"quantization: {config.quantization}, but the checkpoint is quantized already")
     # Before any memory is taken for what a wrong config says.
     find_weights(Decoder(model, torch.float32, "meta"), config.model_path)
     with hashing(config.model_path, [] if config.revision else shard_paths(config.model_path)) as hashed:
         parts = _read_parts(config, model, cores, on_progress)
-        revision = _revision(config, hashed.result())
+        revision = _revision(config, model, hashed.result())
     return parts._replace(layout=dataclasses.replace(parts.layout, revision=revision))
 
 
-def _revision(config: EngineConfig, of_weights: str) -> str:
+def _revision(config: EngineConfig, model: ModelConfig, of_weights: str) -> str:
     """So that blocks have other names wherever KV has other bytes."""
     quantization = "" if config.quantization == "none" else f"+{config.quantization}"
     kv_cache = "" if config.kv_cache_dtype == "auto" else f"+kv-{config.kv_cache_dtype}"
-    return (config.revision or of_weights) + quantization + kv_cache
+    # A context's length may choose the factors that its keys are turned by.
+    factors = repr(model.rope.factors).encode() if model.rope.factors else b""
+    rope = f"+rope-{blake2b(factors, digest_size=4).hexdigest()}" if factors else ""
+    return (config.revision or of_weights) + quantization + kv_cache + rope
 
 
 def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progress: Progress | None) -> Parts:
     """All but the layout's revision."""
     layout = _layout(config, model)
     head = read_head(config.speculative_model) if config.speculative_model else None
+    if head and (model.norms_from_one or model.logits_divisor or model.embed_scale):
+        raise ValueError(f"speculative_model: heads of {model.model_type} models are not served")
     taps = Taps(tapped_layers(head, model.num_layers) if head else ())
     if taps.at and config.cuda_graphs:
         raise ValueError("cuda_graphs: eagle3 heads read what goes into layers, which graphs do not keep")
@@ -164,6 +172,8 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
 def _adapters(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> AdapterStore | None:
     if config.lora_dir is None and not config.lora_hub:
         return None
+    if model.latent is not None:
+        raise ValueError(f"lora_dir: adapters of {model.model_type}, whose attention is latent, are not served")
     names = frozenset({config.model_name.lower(), config.model_path.resolve().name.lower()})
     place = torch.empty(0, dtype=torch_dtype(layout.dtype), device=config.device)
     fetch = fetch_adapter if config.lora_hub else None
@@ -279,8 +289,9 @@ def _load(
     load_weights(model, path, on_progress, keep_codes=library is not None and not makes_codes)
     if makes_codes:
         model.quantize(config.quantization)
+    scopes = [layer.attention.scope for layer in model.layers]
     like = torch.zeros(layout.block_shape(1), dtype=layout.kv_dtype, device=config.device)
-    return Loaded(model, library, paged_attention_for(like, model_config.num_heads))
+    return Loaded(model, library, paged_attention_for(like, model_config.num_heads, scopes))
 
 
 def _computing(

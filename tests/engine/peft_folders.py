@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tandem.engine.lora import shapes_of
+from tandem.engine.lora import checkpoint_shapes
 from tandem.engine.models import read_model_config
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 
 
 def make_adapter(
@@ -24,17 +24,18 @@ def make_adapter(
     *,
     rank: int = 4,
     seed: int = 0,
-    targets: Sequence[str] = ALL,
+    targets: Sequence[str] | None = None,
     size: float = 0.3,
     **said: Any,
 ) -> Path:
-    """`said` goes into adapter_config.json."""
+    """`said` goes into adapter_config.json; without `targets` all that can be adapted is."""
     config, generator = read_model_config(model), torch.Generator().manual_seed(seed)
+    targets = targets or tuple(checkpoint_shapes(config))
     tensors = {}
     for layer in range(config.num_layers):
         for name in targets:
-            outputs, inputs = shapes_of(config)[name]
-            block = "self_attn" if name in ALL[:4] else "mlp"
+            outputs, inputs = checkpoint_shapes(config)[name]
+            block = "self_attn" if name in ATTENTION else "mlp"
             module = f"base_model.model.model.layers.{layer}.{block}.{name}"
             tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * size
             tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * size

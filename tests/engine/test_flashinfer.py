@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem.engine.device import Uploads
 from tandem.engine.forward.attention import TorchAttention
 from tandem.engine.forward.flashinfer import FlashInfer, misfit, paged_attention_for, tried
+from tandem.engine.models import Scope
 from tests.engine import fake_flashinfer
 
 BLOCKS, SIZE, HEADS, KV_HEADS, HEAD_DIM = 60, 8, 4, 2, 64
@@ -70,8 +71,8 @@ def test_planned_steps_equal_ours(alone: bool) -> None:
         contexts = [written(kv, *each, generator) for each in zip(lengths, tables, strict=True)]
         k, v = (torch.cat([c[i, -n:] for c, n in zip(contexts, counts, strict=True)]) for i in (0, 1))
         q = torch.randn(sum(counts), HEADS, HEAD_DIM, generator=generator)
-        theirs = FlashInfer(fake_flashinfer, kv, HEADS).planned(counts, lengths, tables)(q, k, v, kv)
-        ours = TorchAttention(kv).planned(counts, lengths, tables)(q, k, v, kv)
+        theirs = FlashInfer(fake_flashinfer, kv, HEADS).planned(counts, lengths, tables)(q, k, v, kv, Scope())
+        ours = TorchAttention(kv).planned(counts, lengths, tables)(q, k, v, kv, Scope())
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
@@ -156,6 +157,7 @@ def test_it_is_taken_only_for_caches_on_a_gpu_that_it_has_kernels_for() -> None:
     assert misfit(cache(torch.bfloat16, 128)) == ""
     assert misfit(cache(torch.float32, 64)) == "FlashInfer has no kernel for torch.float32"
     assert misfit(cache(torch.float16, 80)) == "FlashInfer has no kernel for heads of 80"
+    assert misfit(cache(torch.float16, 64), [Scope(), Scope(window=8)]).startswith("FlashInfer is used where")
 
 
 def test_it_is_tried_with_prompts_and_decodes_before_a_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,15 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tandem import native
 from tandem.engine import Request, SamplingParams
@@ -27,14 +35,14 @@ from tandem.engine.kernels import AMX, CpuForward, load_library
 from tandem.engine.kernels.build import INSTRUCTIONS, SOURCE, library_path
 from tandem.engine.kernels.packed import SCALE_TYPES, PackedWeight
 from tandem.engine.kv.kv_cache import opened, row_size, write_kv
-from tandem.engine.models import Decoder, ModelConfig, read_model_config
-from tandem.engine.models.decoder import rms_norm
+from tandem.engine.models import Decoder, ModelConfig, read_model_config, rms_norm
 from tandem.engine.quantization.quantization import QuantizedWeight, quantize
 from tests.engine.tiny import SIZES, VOCAB, can_compile, greedy, make_engine, prompt_of, run, sampled, tokens
 
 WIDE = SIZES | {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32, "max_position_embeddings": 256}
 MODELS = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{**WIDE, "head_dim": 32}, tie_word_embeddings=True)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**{**WIDE, "num_attention_heads": 2, "num_key_value_heads": 1})),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**WIDE)),
 }
 

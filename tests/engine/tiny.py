@@ -10,15 +10,43 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tandem import native
@@ -36,6 +64,19 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 2.0, 3.0],
+    "partial_rotary_factor": 0.75, "factor": 4.0,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT: dict[str, Any] = {
+    **SIZES, "num_key_value_heads": 4,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
@@ -49,6 +90,77 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)),
+    "qwen2-window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, sliding_window=9, use_sliding_window=True, max_window_layers=1)
+    ),
+    "qwen3-yarn": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, rope_parameters=YARN)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES)),
+    "phi4-mini": lambda: Phi3ForCausalLM(
+        Phi3Config(**SIZES, rope_parameters=LONG_ROPE, original_max_position_embeddings=MAX_LEN)
+    ),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
+    "granite": lambda: GraniteForCausalLM(
+        GraniteConfig(
+            **SIZES, embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=0.5
+        )
+    ),
+    "smollm3": lambda: SmolLM3ForCausalLM(
+        SmolLM3Config(**SIZES, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=11)
+    ),
+    "glm": lambda: GlmForCausalLM(GlmConfig(**SIZES, head_dim=16)),
+    "glm4": lambda: Glm4ForCausalLM(Glm4Config(**SIZES, head_dim=16)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, head_dim=16, query_pre_attn_scalar=24, sliding_window=8, attn_logit_softcapping=5.0)
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SIZES,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default"}},
+        )
+    ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2)),
+    "qwen2-moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1])
+    ),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**{**SIZES, **EXPERTS, "head_dim": 16}, norm_topk_prob=True)
+    ),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **{**SIZES, "intermediate_size": 64},
+            head_dim=16,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            rope_parameters=YARN | {"truncate": False},
+        )
+    ),
+    "deepseek-v2-lite": lambda: DeepseekV2ForCausalLM(DeepseekV2Config(**LATENT, q_lora_rank=None)),
+    "deepseek-v2": lambda: DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **LATENT,
+            q_lora_rank=20,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=4.0,
+            rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+        )
+    ),
+    "deepseek-v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **LATENT,
+            q_lora_rank=20,
+            n_group=4,
+            topk_group=2,
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        )
+    ),
 }
 
 # A transformers model by family name, and the folder it is saved in.

@@ -12,6 +12,7 @@ from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.engine.forward.attention import TorchAttention
 from tandem.engine.forward.decode_graphs import CudaCapture
 from tandem.engine.forward.flashinfer import FlashInfer
+from tandem.engine.models import Scope
 from tandem.engine.sampling.sampler import chosen
 from tandem.transfer.copy.copier import load_copier
 from tandem.transfer.copy.device_sum import DeviceSum
@@ -80,7 +81,7 @@ def test_flashinfers_attention_is_ours() -> None:
     past = kv[20:30].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :20]
     k, v = (torch.cat([part.new_zeros(2, 2, 64), part, part.new_zeros(33, 2, 64)]) for part in past)
     made = FlashInfer(flashinfer, kv, 8), TorchAttention(kv)
-    theirs, ours = (attention.planned(counts, lengths, tables)(q, k, v, kv) for attention in made)
+    theirs, ours = (attention.planned(counts, lengths, tables)(q, k, v, kv, Scope()) for attention in made)
     torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2)
 
 
@@ -93,7 +94,7 @@ def test_flashinfer_within_graphs_is_ours() -> None:
     for rows in (256, 24, 1):
         q, attend = torch.zeros(rows, 8, 64, device="cuda", dtype=torch.bfloat16), attention.fixed((rows, 10), 40)
         attend.prepare((), ())
-        graphs.append((q, attend, capture(lambda attend=attend, q=q: attend(q, kv))))
+        graphs.append((q, attend, capture(lambda attend=attend, q=q: attend(q, kv, Scope()))))
     for q, attend, replay in dice.choices(graphs, k=12):
         lengths = [dice.randrange(2, 160) for _ in range(dice.randrange(1, len(q) + 1))]
         tables = [dice.sample(range(40), -(-length // 16)) for length in lengths]
@@ -101,7 +102,7 @@ def test_flashinfer_within_graphs_is_ours() -> None:
         attend.prepare(lengths, tables)
         theirs = replay()[: len(lengths)]
         asked = q[: len(lengths)]
-        ours = TorchAttention(kv).planned([1] * len(lengths), lengths, tables)(asked, asked, asked, kv)
+        ours = TorchAttention(kv).planned([1] * len(lengths), lengths, tables)(asked, asked, asked, kv, Scope())
         torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2)
 
 

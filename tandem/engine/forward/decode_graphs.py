@@ -23,7 +23,7 @@ from tandem.engine.forward.attention import FixedAttend, PagedAttention, Shape
 from tandem.engine.forward.forward import Forward, StepInput
 from tandem.engine.forward.staged import Staged
 from tandem.engine.kv import write_kv
-from tandem.engine.models import Decoder
+from tandem.engine.models import Decoder, Scope
 
 # Records a function's work on the GPU; returns a function that runs it again over the same memory.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
@@ -42,7 +42,7 @@ class DecodeGraphs:
         self._rows, self._widths = (sorted({shape[i] for shape in shapes}) for i in (0, 1))
         # The largest first: what the others need of the pool is there then.
         self._graphs = {shape: self.captured(shape) for shape in sorted(shapes, reverse=True)}
-        self.logits = plain.logits
+        self.logits, self.normed = plain.logits, plain.normed
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         count = len(step.counts)
@@ -99,10 +99,10 @@ class StaticContext:
     slots: Tensor
     attend: FixedAttend
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
         kv = self.cache[layer]
         write_kv(kv, self.slots, k, v)
-        return self.attend(q, kv)
+        return self.attend(q, kv, scope)
 
 
 def padded(cache: list[Tensor]) -> list[Tensor]:

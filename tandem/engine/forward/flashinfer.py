@@ -34,6 +34,7 @@ from tandem.engine.forward.attention import (
     StepAttend,
     TorchAttention,
 )
+from tandem.engine.models import Scope
 
 log = structlog.get_logger(__name__)
 # Of plans, as FlashInfer has it.
@@ -55,11 +56,11 @@ class Library(Protocol):
     BatchDecodeWithPagedKVCacheWrapper: Any
 
 
-def paged_attention_for(kv: Tensor, num_heads: int) -> PagedAttention:
+def paged_attention_for(kv: Tensor, num_heads: int, scopes: Iterable[Scope] = ()) -> PagedAttention:
     """Attention for a cache: FlashInfer's where it works here, else torch's, and the log says why."""
     if not kv.is_cuda:
         return TorchAttention(kv)
-    reason = misfit(kv)
+    reason = misfit(kv, scopes)
     if not reason:
         try:
             return tried(import_module("flashinfer"), kv, num_heads)
@@ -76,14 +77,16 @@ def tried(library: Library, kv: Tensor, num_heads: int) -> FlashInfer:
     attention = FlashInfer(library, kv, num_heads)
     for count in (1, 2):
         q = kv.new_zeros(count, num_heads, kv.shape[4])
-        found = attention.planned([count], [count], [[0]])(q, q, q, kv)
+        found = attention.planned([count], [count], [[0]])(q, q, q, kv, Scope())
         if not found.isfinite().all():
             raise RuntimeError("what it computes of zeros is no number")
     return attention
 
 
-def misfit(kv: Tensor) -> str:
-    """Why FlashInfer has no kernel for this cache, or nothing."""
+def misfit(kv: Tensor, scopes: Iterable[Scope] = ()) -> str:
+    """Why FlashInfer has no kernel for this cache and what layers see of it, or nothing."""
+    if not all(scope.is_plain and not scope.window and not scope.is_latent for scope in scopes):
+        return "FlashInfer is used where layers see all tokens, by scores as they come"
     if kv.dtype not in DTYPES:
         return f"FlashInfer has no kernel for {kv.dtype}"
     return "" if kv.shape[-1] in HEAD_DIMS else f"FlashInfer has no kernel for heads of {kv.shape[-1]}"
@@ -133,7 +136,7 @@ class FlashInfer:
                 causal=True, q_data_type=self._kv.dtype, kv_data_type=self._kv.dtype,
             )  # fmt: skip
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, scope: Scope) -> Tensor:
             out: Tensor = wrapper.run(q, kv)
             return out
 
@@ -211,7 +214,7 @@ class _FixedFlashInfer:
         pages = self.attention.pages_on_device([*lengths, *[1] * more], [*tables, *[[self.padding_block]] * more])
         self.attention.plan_decode(self.wrapper, pages)
 
-    def __call__(self, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, kv: Tensor, scope: Scope) -> Tensor:
         out: Tensor = self.wrapper.run(q, kv)
         return out
 

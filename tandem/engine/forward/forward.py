@@ -20,7 +20,7 @@ from tandem.engine.device import sent
 from tandem.engine.forward.attention import PagedAttention, StepAttend, TorchAttention
 from tandem.engine.kv import write_kv
 from tandem.engine.lora import Adapter, RowAdapters, part_sizes
-from tandem.engine.models import Decoder
+from tandem.engine.models import Decoder, Scope
 from tandem.engine.scheduling import Sequence as TokenSequence
 
 
@@ -97,6 +97,9 @@ class Forward(Protocol):
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """(len(rows), vocab_size) float32 for those rows of the hidden states; void at the next call."""
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states behind the last norm."""
+
 
 class Observer(Protocol):
     def observe(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
@@ -124,6 +127,9 @@ class TorchForward:
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         return self._model.logits(hidden[sent(torch.tensor(rows), hidden.device)])
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        return self._model.normed(hidden)
+
     def _adapt(self, step: StepInput) -> RowAdapters | None:
         return RowAdapters(step.adapters, step.counts, part_sizes(self._model.config)) if any(step.adapters) else None
 
@@ -137,9 +143,9 @@ class PagedContext:
     attend: StepAttend
     written: Callable[[int], None] | None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
         kv = self.kv_cache[layer]
         k, v = write_kv(kv, self.slots, k, v)
         if self.written is not None:
             self.written(layer)
-        return self.attend(q, k, v, kv)
+        return self.attend(q, k, v, kv, scope)

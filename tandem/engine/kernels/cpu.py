@@ -20,7 +20,7 @@ from tandem.engine.forward import StepInput, Taps
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.kernels.structs import Layer, LoraPart, ModelStruct, Step
 from tandem.engine.lora import PARTS, Adapter, LowRank, shapes_of
-from tandem.engine.models import Decoder, DecoderLayer, ModelConfig
+from tandem.engine.models import MLP, Attention, Decoder, DecoderLayer, ModelConfig
 from tandem.engine.quantization import Fp8Weight
 
 _MAX_THREADS, _PANEL_OUTPUTS, _TILE_ROWS, _TILE_PAIRS = 128, 32, 32, 16
@@ -30,7 +30,7 @@ _KNOWN = frozenset(
     {
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "rms_norm_eps", "rope", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
-        "max_model_len", "eos_token_ids", "dtype", "quantized",
+        "max_model_len", "eos_token_ids", "dtype", "quantized", "norm_names", "fused_qkv", "fused_gate_up",
     }
 )  # fmt: skip
 
@@ -58,7 +58,7 @@ class CpuForward:
         self._embed = PackedWeight(library, model.embed)
         self._head = self._embed if model.lm_head is model.embed else PackedWeight(library, model.lm_head)
         model.embed = model.lm_head = model.norm.new_empty(0)
-        self._weights = [_pack(library, layer) for layer in model.layers]
+        self._weights = [_pack(library, layer, model.norm) for layer in model.layers]
         self._layers = (Layer * len(model.layers))(*map(_layer, model.layers, self._weights, kv_cache))
         config = model.config
         widest = max(config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
@@ -85,6 +85,10 @@ class CpuForward:
         unknown = [f.name for f in fields(config) if f.name not in _KNOWN and getattr(config, f.name)]
         if unknown:
             return f"they do not know {', '.join(unknown)}"
+        if config.rope.attention_factor != 1:
+            return f"they do not know rope's attention_factor, {config.rope.attention_factor:g}"
+        if [bool(name) for name in config.norm_names] != [True, False, True, False]:
+            return f"they do not know norms at {', '.join(filter(None, config.norm_names))}"
         heads = config.num_heads + 2 * config.num_kv_heads
         outputs = (heads * config.head_dim, config.hidden_size, 2 * config.intermediate_size, config.vocab_size)
         if config.intermediate_size < 2 * _TILE_PAIRS or math.gcd(*outputs, config.head_dim) % _PANEL_OUTPUTS:
@@ -121,6 +125,9 @@ class CpuForward:
         if status:
             raise MemoryError("no memory for the logits of a step")
         return out
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        return self._model.normed(hidden)
 
     def _adapted_rows(self, step: StepInput) -> array[int]:
         """Each row's table of its adapter, or null."""
@@ -166,22 +173,25 @@ class CpuForward:
             raise MemoryError("no memory for the attention of a step")
 
 
-def _pack(library: ctypes.CDLL, layer: DecoderLayer) -> list[PackedWeight]:
+def _pack(library: ctypes.CDLL, layer: DecoderLayer, place: Tensor) -> list[PackedWeight]:
     """The layer's weights, one after the other, each freed when it is packed."""
     packed = []
     for linear in layer.linears():
         assert not isinstance(linear.weight, Fp8Weight)  # opened, on CPUs
-        packed.append(PackedWeight(library, linear.weight, halves=linear is layer.mlp.gate_up))
-        linear.weight = layer.input_norm.new_empty(0)
+        packed.append(PackedWeight(library, linear.weight, halves=linear is layer.linears()[2]))
+        linear.weight = place.new_empty(0)
     return packed
 
 
 def _layer(layer: DecoderLayer, weights: list[PackedWeight], kv: Tensor) -> Layer:
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, Attention)
+    assert isinstance(mlp, MLP)
     q_norm, k_norm = attention.norms or (None, None)
+    input_norm, _, post_norm, _ = layer.norms
     vectors = (
-        layer.input_norm, attention.qkv.bias, q_norm, k_norm, attention.o.bias, layer.post_norm, mlp.gate_up.bias,
-        mlp.down.bias, kv,
+        input_norm, attention.qkv.bias, q_norm, k_norm, attention.o.bias, post_norm, mlp.gate_up.bias, mlp.down.bias,
+        kv,
     )  # fmt: skip
     return Layer(*(weight.struct for weight in weights), *map(_pointer, vectors))
 

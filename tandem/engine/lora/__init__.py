@@ -5,7 +5,7 @@ a step's rows ──grouped by adapter──> RowAdapters: one small product eac
 """
 
 from tandem.engine.lora.adapter import PARTS, Adapter, LowRank, RowAdapters, runs
-from tandem.engine.lora.peft import Base, part_sizes, read_adapter, shapes_of
+from tandem.engine.lora.peft import Base, checkpoint_shapes, part_sizes, read_adapter, shapes_of
 from tandem.engine.lora.store import AdapterStore, AdapterStoreFull
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Base",
     "LowRank",
     "RowAdapters",
+    "checkpoint_shapes",
     "part_sizes",
     "read_adapter",
     "runs",

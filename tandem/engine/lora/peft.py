@@ -29,6 +29,10 @@ MAX_RANK = 256
 WEIGHTS = "adapter_model.safetensors"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NAME = re.compile(r"(?:base_model\.model\.)?(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
+# Of models with experts, all that adapters may change.
+_OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+# Layers of checkpoints that hold a fused one whole.
+_FUSED: Mapping[str, str] = {"qkv_proj": "qkv", "gate_up_proj": "gate_up"}
 # Fields that change what an adapter computes, with the values that mean nothing.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "bias": (None, "none"), "fan_in_fan_out": (None, False), "use_dora": (None, False), "lora_bias": (None, False),
@@ -57,6 +61,18 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q),
         "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
     }  # fmt: skip
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The same, of the layers as the model's own checkpoint has them."""
+    shapes = shapes_of(config)
+    for name, fused in _FUSED.items():
+        if config.fused_qkv if fused == "qkv" else config.fused_gate_up:
+            parts = [shapes.pop(part) for part in PARTS[fused]]
+            shapes[name] = sum(outputs for outputs, _ in parts), parts[0][1]
+    if config.latent is not None:
+        return {}
+    return {name: shape for name, shape in shapes.items() if config.experts is None or name in _OF_ATTENTION}
 
 
 def part_sizes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -92,9 +108,11 @@ def read_adapter(folder: Path, base: Base, place: Tensor) -> Adapter:
     _check_config(said, base)
     pairs = _pairs(_tensors(folder / WEIGHTS), base.config)
     layers: list[dict[str, LowRank]] = [{} for _ in range(base.config.num_layers)]
-    for (layer, part), (module, down, up) in pairs.items():
-        scaled = up.to(torch.float32).T * _scale(said, module, len(down))
-        layers[layer][part] = LowRank(_placed(down, place), _placed(scaled, place))
+    for (layer, name), (module, down, up) in pairs.items():
+        scaled, placed = up.to(torch.float32).T * _scale(said, module, len(down)), _placed(down, place)
+        parts, sizes = PARTS.get(_FUSED.get(name, ""), (name,)), part_sizes(base.config).get(_FUSED.get(name, ""))
+        for part, outputs in zip(parts, torch.split(scaled, list(sizes or (len(up),)), dim=1), strict=True):
+            layers[layer][part] = LowRank(placed, _placed(outputs, place))
     return Adapter(revision, layers)
 
 
@@ -140,7 +158,7 @@ Pairs = dict[tuple[int, str], tuple[str, Tensor, Tensor]]
 def _pairs(tensors: Iterator[tuple[str, Tensor]], config: ModelConfig) -> Pairs:
     """A and B of each linear layer, by its layer and name, with its module's full name."""
     found: dict[tuple[int, str], dict[str, Tensor]] = {}
-    modules, shapes = dict[tuple[int, str], str](), shapes_of(config)
+    modules, shapes = dict[tuple[int, str], str](), checkpoint_shapes(config)
     for name, tensor in tensors:
         match = _NAME.fullmatch(name)
         if match is None or match[3] not in shapes or int(match[2]) >= config.num_layers:

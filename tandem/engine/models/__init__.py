@@ -1,19 +1,11 @@
 """Models: a Hugging Face folder's config and the decoder it describes. The engine and benchmarks may enter."""
 
-from tandem.engine.models.config import ModelConfig, Rope, read_model_config
-from tandem.engine.models.decoder import (
-    MLP,
-    ROWS_ALIKE,
-    Attend,
-    Attention,
-    Decoder,
-    DecoderLayer,
-    Linear,
-    is_exact,
-    linear,
-    rms_norm,
-    unadapted,
-)
+from tandem.engine.models.attention import Attend, Attention, Scope
+from tandem.engine.models.config import ExpertsConfig, ModelConfig, Rope
+from tandem.engine.models.decoder import Decoder, DecoderLayer
+from tandem.engine.models.linear import ROWS_ALIKE, Linear, is_exact, linear, rms_norm, unadapted
+from tandem.engine.models.mlp import MLP
+from tandem.engine.models.read_config import read_model_config
 from tandem.engine.models.rope import cos_sin, inverse_frequencies
 
 __all__ = [
@@ -23,9 +15,11 @@ __all__ = [
     "Attention",
     "Decoder",
     "DecoderLayer",
+    "ExpertsConfig",
     "Linear",
     "ModelConfig",
     "Rope",
+    "Scope",
     "cos_sin",
     "inverse_frequencies",
     "is_exact",

@@ -1,4 +1,4 @@
-"""The Llama-like decoder: Llama, Mistral, Qwen2 and Qwen3 are this one with a bias or a norm more or less.
+"""The decoder: Llama's, with what other families add to it or leave out.
 
     input_ids ─ embed ─> x ─┬─ norm, qkv, rope, attend, o ─(+)─┬─ norm, gate_up, silu, down ─(+)─> … ─ norm ─> logits
                             └──────────────────────────────┘   └─────────────────────────────┘
@@ -10,136 +10,54 @@ sees the ones before it is `attend`'s business. Its weights are held once; q, k,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.engine.models.attention import Attend, Attention
 from tandem.engine.models.config import ModelConfig
-from tandem.engine.models.rope import cos_sin, inverse_frequencies, rotate
-from tandem.engine.quantization import Fp8Weight, QuantizedWeight, quantize, rounded
-
-# A BLAS sums in another order for fewer rows, and for what is left over of a multiple where threads share the rows.
-# MKL's strict mode knows one order; it is read at the first product. Others are given rows in fours.
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-ROWS_ALIKE = 4
-# Without the instructions for it torch multiplies bfloat16 number by number: a product of so many rows or more is
-# faster where rows and weights, large as they may be, are made float32 first.
-ROWS_WIDENED = 32
-_SLOW_BFLOAT16 = torch._C._has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-class Attend(Protocol):
-    """How tokens see the ones before them."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q (tokens, heads, head_dim) over k, v (tokens, kv_heads, head_dim) and all before them.
-
-        Returns (tokens, heads, head_dim).
-        """
-
-
-class Adapt(Protocol):
-    """A function that adds to the outputs of linear layers."""
-
-    def __call__(self, layer: int, name: str, x: Tensor, out: Tensor) -> None:
-        """To `out`, what the linear layer `name` (qkv, o, gate_up or down) made of `x`."""
-
-
-def unadapted(layer: int, name: str, x: Tensor, out: Tensor) -> None:
-    pass
-
-
-class Linear:
-    def __init__(self, inputs: int, outputs: int, bias: bool, place: Tensor) -> None:
-        self.weight: Tensor | QuantizedWeight | Fp8Weight = place.new_empty(outputs, inputs)
-        self.bias = place.new_empty(outputs) if bias else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, Fp8Weight):
-            product = self.weight.product(x)
-            return product if self.bias is None else product + self.bias
-        return linear(x, dense(self.weight, x.dtype), self.bias)
-
-    def parts(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors for `names`, whose outputs lie one after the other."""
-        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if isinstance(tensor, Tensor):
-                for name, part in zip(names, torch.split(tensor, list(sizes)), strict=True):
-                    yield f"{name}.{kind}", part
-
-
-class Attention:
-    def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
-        self.layer, self.heads = layer, (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.sizes = tuple(config.head_dim * n for n in self.heads)
-        self.qkv = Linear(config.hidden_size, sum(self.sizes), config.qkv_bias, place)
-        self.o = Linear(self.sizes[0], config.hidden_size, config.o_bias, place)
-        self.eps, self.norms = config.rms_norm_eps, None
-        if config.qk_norm:
-            self.norms = place.new_empty(config.head_dim), place.new_empty(config.head_dim)
-
-    def __call__(self, x: Tensor, angles: Tensor, attend: Attend, adapt: Adapt) -> Tensor:
-        qkv = self.qkv(x)
-        adapt(self.layer, "qkv", x, qkv)
-        q, k, v = torch.split(qkv.view(len(x), sum(self.heads), -1), list(self.heads), dim=1)
-        if self.norms is not None:
-            q, k = rms_norm(q, self.norms[0], self.eps), rms_norm(k, self.norms[1], self.eps)
-        cos, sin = angles
-        attended = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v).reshape(len(x), -1)
-        out = self.o(attended)
-        adapt(self.layer, "o", attended, out)
-        return out
-
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.qkv.parts(("q_proj", "k_proj", "v_proj"), self.sizes)
-        yield from self.o.parts(("o_proj",), (self.o.weight.shape[0],))
-        yield from zip(("q_norm.weight", "k_norm.weight"), self.norms or (), strict=False)
-
-
-class MLP:
-    def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
-        self.layer = layer
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, place)
-        self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, place)
-
-    def __call__(self, x: Tensor, adapt: Adapt) -> Tensor:
-        gate_up = self.gate_up(x)
-        adapt(self.layer, "gate_up", x, gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        inner = F.silu(gate) * up
-        out = self.down(inner)
-        adapt(self.layer, "down", inner, out)
-        return out
-
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        size = self.gate_up.weight.shape[0] // 2
-        yield from self.gate_up.parts(("gate_proj", "up_proj"), (size, size))
-        yield from self.down.parts(("down_proj",), (self.down.weight.shape[0],))
+from tandem.engine.models.experts import Experts
+from tandem.engine.models.latent import LatentAttention
+from tandem.engine.models.linear import Adapt, Linear, dense, linear, rms_norm, rms_norm_from_one, unadapted
+from tandem.engine.models.mlp import MLP
+from tandem.engine.models.rope import Angles, cos_sin, inverse_frequencies
+from tandem.engine.quantization import QuantizedWeight, quantize, rounded
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
-        self.eps = config.rms_norm_eps
-        self.input_norm, self.post_norm = place.new_empty(config.hidden_size), place.new_empty(config.hidden_size)
-        self.attention = Attention(config, layer, place)
-        self.mlp = MLP(config, layer, place)
+    """`norms`: before and behind attention, before and behind the MLP; None where the family has none."""
 
-    def __call__(self, x: Tensor, angles: Tensor, attend: Attend, adapt: Adapt) -> Tensor:
-        x = x + self.attention(rms_norm(x, self.input_norm, self.eps), angles, attend, adapt)
-        return x + self.mlp(rms_norm(x, self.post_norm, self.eps), adapt)
+    def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
+        self.eps, self._residual_scale = config.rms_norm_eps, config.residual_scale
+        self._norm = rms_norm_from_one if config.norms_from_one else rms_norm
+        self._norm_names = config.norm_names
+        self.norms = [place.new_empty(config.hidden_size) if name else None for name in self._norm_names]
+        self.attention = LatentAttention(config, layer, place) if config.latent else Attention(config, layer, place)
+        has_experts = config.experts is not None and layer in config.experts.layers
+        self.mlp = Experts(config, layer, place) if has_experts else MLP(config, layer, place)
+
+    def __call__(self, x: Tensor, angles: Angles | None, attend: Attend, adapt: Adapt) -> Tensor:
+        x = self._added(x, self._normed(1, self.attention(self._normed(0, x), angles, attend, adapt)))
+        return self._added(x, self._normed(3, self.mlp(self._normed(2, x), adapt)))
+
+    def _normed(self, which: int, x: Tensor) -> Tensor:
+        weight = self.norms[which]
+        return x if weight is None else self._norm(x, weight, self.eps)
+
+    def _added(self, x: Tensor, more: Tensor) -> Tensor:
+        return x + more * self._residual_scale if self._residual_scale else x + more
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield "input_layernorm.weight", self.input_norm
-        yield "post_attention_layernorm.weight", self.post_norm
-        yield from ((f"self_attn.{name}", tensor) for name, tensor in self.attention.checkpoint_tensors())
-        yield from ((f"mlp.{name}", tensor) for name, tensor in self.mlp.checkpoint_tensors())
+        for name, norm in zip(self._norm_names, self.norms, strict=True):
+            if norm is not None:
+                yield f"{name}.weight", norm
+        yield from self.attention.checkpoint_tensors()
+        yield from self.mlp.checkpoint_tensors()
 
     def linears(self) -> tuple[Linear, ...]:
-        return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
+        return *self.attention.linears(), *self.mlp.linears()
 
 
 class Decoder:
@@ -147,8 +65,12 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
         place = torch.empty(0, dtype=dtype, device=device)
-        self.config, self.inverse = config, inverse_frequencies(config.rope, config.head_dim).to(device)
+        self.config, self._norm = config, rms_norm_from_one if config.norms_from_one else rms_norm
+        rotated = config.latent.turned if config.latent else config.rotary_dim or config.head_dim
+        self.inverse = inverse_frequencies(config.rope, rotated).to(device)
+        self._local_inverse = inverse_frequencies(config.local_rope or config.rope, rotated).to(device)
         self.embed: Tensor | QuantizedWeight = place.new_empty(config.vocab_size, config.hidden_size)
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))  # as wide as what it scales
         self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_layers)]
         self.norm = place.new_empty(config.hidden_size)
         self.lm_head: Tensor | QuantizedWeight = self.embed
@@ -164,19 +86,30 @@ class Decoder:
         `enter` is called with each layer's number and what goes into it.
         """
         x = self._embedded(input_ids)
-        angles = cos_sin(self.inverse, positions, x.dtype)
+        angles = self._angles(positions, x.dtype)
         for number, layer in enumerate(self.layers):
             if enter is not None:
                 enter(number, x)
-            x = layer(x, angles, attend, adapt or unadapted)
+            x = layer(x, angles[number], attend, adapt or unadapted)
         return x
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles | None]:
+        """Angles of each layer."""
+        config = self.config
+        found = local = cos_sin(self.inverse, positions, dtype, config.rope.attention_factor)
+        if config.local_rope is not None:
+            local = cos_sin(self._local_inverse, positions, dtype, config.local_rope.attention_factor)
+        return [
+            None if layer in config.layers_without_rope else local if layer in config.local_layers else found
+            for layer in range(config.num_layers)
+        ]
 
     def quantize(self, method: str) -> None:
         """By int8 or int4 all weights but norms and biases, and an embedding that is not the head, too; by fp8 those of
         the layers."""
-        for linear in (linear for layer in self.layers for linear in layer.linears()):
-            assert isinstance(linear.weight, Tensor)
-            linear.weight = rounded(linear.weight) if method == "fp8" else quantize(linear.weight, method)
+        for part in (part for layer in self.layers for part in layer.linears()):
+            assert isinstance(part.weight, Tensor)
+            part.weight = rounded(part.weight) if method == "fp8" else quantize(part.weight, method)
         if method == "fp8":
             return
         tied = self.lm_head is self.embed
@@ -186,23 +119,30 @@ class Decoder:
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         if isinstance(self.embed, QuantizedWeight):
-            return self.embed.rows(input_ids, self.norm.dtype)
-        return F.embedding(input_ids, self.embed)
+            x = self.embed.rows(input_ids, self.norm.dtype)
+        else:
+            x = F.embedding(input_ids, self.embed)
+        return x * self._embed_scale if self._embed_scale else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(rows, vocab_size) float32 for the hidden states of some tokens, (rows, hidden_size)."""
-        normed = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
-        return linear(normed, dense(self.lm_head, normed.dtype)).float()
+        normed = self.normed(hidden)
+        found = linear(normed, dense(self.lm_head, normed.dtype)).float()
+        if self.config.logits_divisor:
+            found = found / self.config.logits_divisor
+        cap = self.config.logits_softcap
+        return (found / cap).tanh() * cap if cap else found
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """By the last norm, as the head takes them."""
+        return self._norm(hidden, self.norm, self.config.rms_norm_eps)
 
     def fused(self) -> Iterator[tuple[Linear, tuple[str, ...], tuple[int, ...]]]:
         """Each linear layer, and the names in a checkpoint and outputs of those that it is made of."""
         for number, layer in enumerate(self.layers):
-            at, attention, inner = f"model.layers.{number}", layer.attention, layer.mlp.gate_up.weight.shape[0] // 2
-            names = tuple(f"{at}.self_attn.{part}_proj" for part in "qkvo")
-            yield attention.qkv, names[:3], attention.sizes
-            yield attention.o, names[3:], (attention.o.weight.shape[0],)
-            yield layer.mlp.gate_up, (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"), (inner, inner)
-            yield layer.mlp.down, (f"{at}.mlp.down_proj",), (layer.mlp.down.weight.shape[0],)
+            for part in layer.linears():
+                names = tuple(f"model.layers.{number}.{name}" for name in part.parts)
+                yield part, names, tuple(part.parts.values())
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor a checkpoint must hold, by its Hugging Face name, as the storage it is to fill."""
@@ -214,25 +154,3 @@ class Decoder:
         for number, layer in enumerate(self.layers):
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors()}
         return tensors
-
-
-def is_exact(x: Tensor) -> bool:
-    """True where a row of `x` is to come to the same numbers, bit for bit, whatever rows lie beside it."""
-    return x.dtype is torch.float32 and x.is_cpu
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch's; where that is exact, each row's sums go the same way."""
-    if _SLOW_BFLOAT16 and len(x) >= ROWS_WIDENED and x.is_cpu and x.dtype is torch.bfloat16:
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
-    if not is_exact(x) or not (missing := -len(x) % ROWS_ALIKE):
-        return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
-
-
-def dense(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dense(dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)

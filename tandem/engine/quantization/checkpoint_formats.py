@@ -6,7 +6,7 @@ awq            4 bits, gemm         qweight (inputs, outputs / 8), qzeros (group
 compressed-    pack-quantized       weight_packed (outputs, inputs / n), weight_scale, weight_shape, weight_zero_point
 tensors        int-quantized        weight int8, weight_scale
 bitsandbytes   8 bits               weight int8, SCB
-fp8, and compressed-tensors' float-quantized: see fp8.py
+fp8, and compressed-tensors' float-quantized: see fp8.py; mxfp4: see mxfp4.py
 
 n numbers of 4 or 8 bits are packed in an int32, the first one lowest. A number is (code - zero) * scale.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tandem.checkpoints import ModelFile
 from tandem.engine.quantization.fp8 import Fp8, Fp8Weight
+from tandem.engine.quantization.mxfp4 import Mxfp4
 from tandem.engine.quantization.quantization import QuantizedWeight
 
 Shapes = dict[str, tuple[int, ...]]
@@ -172,6 +173,10 @@ class _Fp8(ModelFile):
     weight_block_size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = Field(strict=False)
 
 
+class _Mxfp4(ModelFile):
+    quant_method: Literal["mxfp4"]
+
+
 class _Weights(ModelFile):
     num_bits: Literal[4, 8]
     type: Literal["int", "float"]
@@ -203,7 +208,9 @@ class _CompressedTensors(ModelFile):
     sparsity_config: dict[str, Any] | None = None
 
 
-_Said = Annotated[_Gptq | _Awq | _Bitsandbytes | _Fp8 | _CompressedTensors, Field(discriminator="quant_method")]
+_Said = Annotated[
+    _Gptq | _Awq | _Bitsandbytes | _Fp8 | _Mxfp4 | _CompressedTensors, Field(discriminator="quant_method")
+]
 _SAID: TypeAdapter[_Said] = TypeAdapter(_Said)
 
 
@@ -221,6 +228,8 @@ def checkpoint_format(said: Any) -> CheckpointFormat:
         return Awq(found.group_size)
     if isinstance(found, _Fp8):
         return Fp8("weight_scale_inv", *found.weight_block_size)
+    if isinstance(found, _Mxfp4):
+        return Mxfp4()
     if isinstance(found, _Bitsandbytes):
         return Int8("SCB", 127, flat=True)
     return _compressed(found)

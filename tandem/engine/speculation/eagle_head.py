@@ -23,6 +23,7 @@ from tandem.engine.models import (
     Attention,
     Linear,
     ModelConfig,
+    Scope,
     cos_sin,
     inverse_frequencies,
     read_model_config,
@@ -106,13 +107,13 @@ class EagleHead:
         config = self.config = _layer_config(file)
         hidden, tensors = config.hidden_size, file.tensors
         width = 3 * model.hidden_size if three else 2 * hidden
-        self._fc = Linear(width, hidden, "fc.bias" in tensors, place)
+        self._fc = Linear(width, {"fc": hidden}, "fc.bias" in tensors, place)
         self._attention, self._mlp = Attention(config, 0, place), MLP(config, 0, place)
         if three:
-            self._attention.qkv = Linear(2 * hidden, sum(self._attention.sizes), config.qkv_bias, place)
-        targets = {f"fc.{name}": tensor for name, tensor in _parts(self._fc)}
-        targets |= {f"layer.self_attn.{name}": tensor for name, tensor in self._attention.checkpoint_tensors()}
-        targets |= {f"layer.mlp.{name}": tensor for name, tensor in self._mlp.checkpoint_tensors()}
+            self._attention.qkv = Linear(2 * hidden, self._attention.qkv.parts, config.qkv_bias, place)
+        targets = dict(self._fc.checkpoint_tensors())
+        targets |= {f"layer.{name}": tensor for name, tensor in self._attention.checkpoint_tensors()}
+        targets |= {f"layer.{name}": tensor for name, tensor in self._mlp.checkpoint_tensors()}
         norms = {name: place.new_empty(hidden) for name in (*(_NORMS_3 if three else ()), _NORM)}
         if extra := sorted(tensors.keys() - targets.keys() - norms.keys() - _BESIDE):
             raise ValueError(f"speculative_model: {file.folder}: {len(extra)} extra tensors: {', '.join(extra[:5])}")
@@ -143,7 +144,7 @@ class EagleHead:
         else:
             x = inner = self._fc(torch.cat([embedded, features], dim=1))
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
             return _attend(q, k, v, places)
 
         x = x + self._attention(inner, cos_sin(self._inverse, positions, x.dtype), attend, unadapted)
@@ -169,11 +170,6 @@ def _layer_config(file: HeadFile) -> ModelConfig:
         raise ValueError(f"speculative_model: {error}") from None
     biased = {kind: f"layer.self_attn.{kind}_proj.bias" in file.tensors for kind in "qo"}
     return replace(config, qkv_bias=biased["q"], o_bias=biased["o"], mlp_bias=False, qk_norm=False)
-
-
-def _parts(linear: Linear) -> list[tuple[str, Tensor]]:
-    assert isinstance(linear.weight, Tensor)
-    return [("weight", linear.weight), *([("bias", linear.bias)] if linear.bias is not None else [])]
 
 
 def _own(name: str, file: HeadFile, of_model: Tensor, shape: tuple[int, int], place: Tensor) -> Tensor:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tandem.engine.models import Decoder, Linear
 from tandem.engine.quantization import CheckpointFormat, Fp8Weight, QuantizedWeight, as_fp8
 from tandem.engine.types import Progress
 from tandem.engine.weights.gguf_weights import joined, open_gguf
+from tandem.engine.weights.stacked import Unstacked
 
 Shapes = dict[str, list[int]]
 
@@ -52,7 +54,7 @@ def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None
             note(name)
     if (form := model.config.quantized) is not None:
         for linear, names, sizes in model.fused():
-            _load_packed(linear, names, sizes, form, sources)
+            _load_packed(model, linear, names, sizes, form, sources)
             weights = [f"{name}.weight" for name in names]
             note(*(weight for weight in weights if _is_packed(model, weight, sources)))
 
@@ -94,7 +96,7 @@ def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
     for shard in shard_paths(path):
         with _open(shard, model) as file:
             for name in file.keys():  # noqa: SIM118
-                if not _redundant(name, targets):
+                if not _redundant(name, targets) and not _is_further(name, model):
                     sources[name], shapes[name] = shard, list(file.get_slice(name).get_shape())
     needed = {name: list(tensor.shape) for name, tensor in targets.items()}
     _compare(shapes, *_as_packed(model, needed, sources), path)
@@ -130,18 +132,20 @@ def _is_packed(model: Decoder, name: str, sources: Mapping[str, Path]) -> bool:
 
 
 def _load_packed(
-    linear: Linear, names: Sequence[str], sizes: Sequence[int], form: CheckpointFormat, sources: Mapping[str, Path]
-) -> None:
+    model: Decoder, linear: Linear, names: Sequence[str], sizes: Sequence[int], form: CheckpointFormat,
+    sources: Mapping[str, Path],
+) -> None:  # fmt: skip
     """Quantized where all parts are; where only some are, those are opened."""
     inputs, parts = linear.weight.shape[1], list[QuantizedWeight | Fp8Weight | Tensor | None]()
     assert isinstance(linear.weight, Tensor)
     for name, outputs in zip(names, sizes, strict=True):
-        found = dict(_tensors_of(name, (form.needed(outputs, inputs) | form.optional(outputs, inputs)), sources))
+        kinds = form.needed(outputs, inputs) | form.optional(outputs, inputs)
+        found = dict(_tensors_of(model, name, kinds, sources))
         try:
             parts.append(form.read(found, outputs, inputs) if f"{name}.{form.marker}" in sources else None)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        if linear.bias is None and any(bias.any() for _, bias in _tensors_of(name, ("bias",), sources)):
+        if linear.bias is None and any(bias.any() for _, bias in _tensors_of(model, name, ("bias",), sources)):
             raise ValueError(f"tensor {name}.bias: the model has no bias there")
     in_fp8 = [part for part in parts if isinstance(part, Fp8Weight | Tensor)]
     if len(in_fp8) == len(parts) and linear.weight.is_cuda:
@@ -163,10 +167,12 @@ def _lies_as(part: QuantizedWeight, other: QuantizedWeight) -> bool:
     return part.group == other.group and torch.equal(part.order, other.order)
 
 
-def _tensors_of(layer: str, kinds: Iterable[str], sources: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(
+    model: Decoder, layer: str, kinds: Iterable[str], sources: Mapping[str, Path]
+) -> Iterator[tuple[str, Tensor]]:
     for kind in kinds:
         if (name := f"{layer}.{kind}") in sources:
-            with _open(sources[name]) as file:
+            with _open(sources[name], model) as file:
                 yield kind, file.get_tensor(name)
 
 
@@ -190,7 +196,9 @@ def _open(shard: Path, model: Decoder | None = None) -> Any:
         config = model.config
         return open_gguf(shard, (config.num_heads, config.num_kv_heads), config.model_type in ("llama", "mistral"))
     try:
-        return safe_open(shard, framework="pt")
+        file = safe_open(shard, framework="pt")
+        experts = model.config.experts if model is not None else None
+        return Unstacked(file) if experts is not None and experts.is_stacked else file
     except SafetensorError as error:
         raise ValueError(f"{shard}: {error}") from error
 
@@ -198,6 +206,12 @@ def _open(shard: Path, model: Decoder | None = None) -> Any:
 def _redundant(name: str, targets: Mapping[str, Tensor]) -> bool:
     """Tensors that some checkpoints carry though the config already says what they hold."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in targets)
+
+
+def _is_further(name: str, model: Decoder) -> bool:
+    """True for what DeepSeek-V3 has behind its last layer: one that predicts further tokens."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name) if model.config.model_type == "deepseek_v3" else None
+    return layer is not None and int(layer[1]) >= model.config.num_layers
 
 
 def _compare(shapes: Shapes, needed: Shapes, optional: Shapes, path: Path) -> None:
