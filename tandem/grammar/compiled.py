@@ -97,12 +97,13 @@ class Grammars:
 class _Words:
     """A vocabulary as llguidance reads it."""
 
-    def __init__(self, folder: Path, eos_token_id: int) -> None:
+    def __init__(self, folder: Path, vocab_size: int, eos_token_id: int) -> None:
+        """`vocab_size`: of the model's logits, which may be more or fewer than its tokenizer has words."""
         tokenizer = load_tokenizer(folder)
         vocabulary = Vocabulary(tokenizer)
         self.eos_token_id, self.bos_token_id = eos_token_id, None
-        self.tokens = [vocabulary.token_bytes(i) for i in range(vocabulary.size)]
-        self.special_token_ids = sorted(vocabulary.special)
+        self.tokens = [vocabulary.token_bytes(i) if i < vocabulary.size else b"" for i in range(vocab_size)]
+        self.special_token_ids = sorted(i for i in vocabulary.special if i < vocab_size)
         self._encode: Callable[..., Any] = tokenizer.encode
 
     def __call__(self, text: bytes | str) -> list[int]:
@@ -114,4 +115,4 @@ def _tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
     ends = end_tokens(folder)
     if not ends:
         raise InvalidGrammar("grammar: the model has no end-of-text token, so no answer could end with its grammar")
-    return LLTokenizer(TokenizerWrapper(_Words(folder, ends[0])), n_vocab=vocab_size, eos_token=list(ends))
+    return LLTokenizer(TokenizerWrapper(_Words(folder, vocab_size, ends[0])), n_vocab=vocab_size, eos_token=list(ends))
