@@ -32,6 +32,11 @@ class ToolParser(StrEnum):
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
     PYTHONIC = "pythonic"
+    DEEPSEEK = "deepseek"
+    GRANITE = "granite"
+    PHI4_MINI = "phi4_mini"
+    GLM4 = "glm4"
+    HARMONY = "harmony"
 
 
 class ReasoningParser(StrEnum):
@@ -39,6 +44,9 @@ class ReasoningParser(StrEnum):
     NONE = "none"
     THINK = "think"  # <think>...</think>
     MISTRAL = "mistral"  # [THINK]...[/THINK]
+    HARMONY = "harmony"  # gpt-oss' channel for thoughts
+    GRANITE = "granite"  # <think>...</think><response>...</response>
+    GRANITE_3_2 = "granite_3_2"  # two sentences
 
 
 # What of GatewaySettings may change while it runs.

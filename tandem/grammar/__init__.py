@@ -9,7 +9,7 @@
 The mask depends on nothing but the grammar and the tokens before. llguidance does the work.
 """
 
-from tandem.grammar.asked import KINDS, MAX_CHOICES, STACK_BYTES, grammar_of
+from tandem.grammar.asked import KINDS, MAX_CHOICES, STACK_BYTES, Behind, grammar_of
 from tandem.grammar.build import (
     behind_thoughts,
     check,
@@ -27,6 +27,7 @@ __all__ = [
     "KINDS",
     "MAX_CHOICES",
     "STACK_BYTES",
+    "Behind",
     "Grammars",
     "Guide",
     "InvalidGrammar",

@@ -23,11 +23,14 @@ NESTED = ("properties", "patternProperties", "$defs", "definitions")
 INSIDE = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems")
 
 
-def grammar_of(kind: str, value: Any, behind: str | int | None = None) -> str:
+Behind = str | int | Mapping[str, str | int] | None
+
+
+def grammar_of(kind: str, value: Any, behind: Behind = None) -> str:
     """
     Args:
-        kind: one of KINDS, or "calls".
-        behind: the text or special token that ends the thoughts before the answer.
+        kind: one of KINDS, or "calls" or "channel_call".
+        behind: the text or special token that ends the thoughts before the answer, or gpt-oss' marks of messages.
 
     Raises:
         InvalidGrammar
@@ -43,15 +46,28 @@ def grammar_of(kind: str, value: Any, behind: str | int | None = None) -> str:
         raise InvalidGrammar(str(error)) from None
 
 
-def _grammar_of(kind: str, value: Any, behind: str | int | None) -> str:
+def _grammar_of(kind: str, value: Any, behind: Behind) -> str:
     if len(value if isinstance(value, str) else json.dumps(value)) > MAX_LENGTH:
         raise InvalidGrammar(f"must have at most {MAX_LENGTH} characters")
-    made = BUILDERS[kind](value)
-    if behind is not None:
-        made = build.behind_thoughts(made, behind)
+    made = begin = _made(kind, value, behind)
     build.check(made)
-    build.check_begin(made)
+    if kind == "channel_call":  # its beginning is looked at without the model's tokens
+        begin = _made(kind, {**value, "marks": _spelled(value["marks"])}, behind)
+    elif isinstance(behind, Mapping):
+        begin = _made(kind, value, _spelled(behind))
+    build.check_begin(begin)
     return made
+
+
+def _made(kind: str, value: Any, behind: Behind) -> str:
+    made = BUILDERS[kind](value)
+    if isinstance(behind, Mapping):
+        return build.behind_channels(made, behind)
+    return made if behind is None else build.behind_thoughts(made, behind)
+
+
+def _spelled(marks: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {name: f"<|{name}|>" for name in marks}
 
 
 def _json(value: Any) -> str:
@@ -108,9 +124,14 @@ def _calls(value: Any) -> str:
     return build.of_calls(value["schemas"], None if value["parallel"] else 1)
 
 
+def _channel_call(value: Any) -> str:
+    return build.of_channel_call(value["schemas"], value["marks"])
+
+
 BUILDERS: Mapping[str, Callable[[Any], str]] = {
     **dict(zip(KINDS, (_json, _regex, _choice, _own, _json_object, _structural_tag), strict=True)),
     "calls": _calls,
+    "channel_call": _channel_call,
 }
 
 

@@ -88,13 +88,57 @@ def of_calls(schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
 
 def behind_thoughts(grammar: str, end: str | int) -> str:
     """The same, behind any text that ends with `end`, a text or a special token."""
-    answer = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
-    answer["grammars"][0]["name"] = "answer"
+    answer = _named(grammar)
     if isinstance(end, int):
         thoughts = f"start: thoughts <[{end}]> /\\s*/ @answer\nthoughts: /(.|\\n)*/\n"
     else:
         thoughts = f"start: thoughts /\\s*/ @answer\nthoughts[suffix={json.dumps(end)}]: /(.|\\n)*/\n"
     return json.dumps({**answer, "grammars": [{"lark_grammar": thoughts}, *answer["grammars"]]})
+
+
+def behind_channels(grammar: str, marks: Mapping[str, str | int]) -> str:
+    """The same, as the final message of gpt-oss, perhaps behind thoughts. `marks`: its special tokens by name."""
+    answer = _named(grammar)
+    head = f'start: thoughts? {_mark(marks["channel"])} "final" {_mark(marks["message"])} @answer\n'
+    return json.dumps({**answer, "grammars": [{"lark_grammar": head + _thoughts(marks)}, *answer["grammars"]]})
+
+
+def of_channel_call(schemas: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str | int]) -> str:
+    """One call as gpt-oss writes it, perhaps behind thoughts; its end is the end of the answer.
+
+    Raises:
+        InvalidGrammar
+    """
+    rules = ["start: thoughts? (" + " | ".join(f"call_{i}" for i in range(len(schemas))) + ")"]
+    for i, (name, schema) in enumerate(schemas.items()):
+        check_schema(schema)
+        to = json.dumps(f"commentary to=functions.{name} ")
+        head = f'{_mark(marks["channel"])} {to} {_mark(marks["constrain"])} "json" {_mark(marks["message"])}'
+        spaced = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        rules += [f"call_{i}: {head} arguments_{i}", f"arguments_{i}: %json {_json(spaced)}"]
+    return LLMatcher.grammar_from_lark("\n".join(rules) + "\n" + _thoughts(marks))
+
+
+def _thoughts(marks: Mapping[str, str | int]) -> str:
+    """Rules of a message with thoughts, and of the beginning of the next one."""
+    end, begin = marks["end"], f'{_mark(marks["channel"])} "analysis" {_mark(marks["message"])}'
+    next_one = f'{_mark(marks["start"])} "assistant"'
+    if isinstance(end, int):
+        return f"thoughts: {begin} thought <[{end}]> {next_one}\nthought: /(.|\\n)*/\n"
+    return f"thoughts: {begin} thought {next_one}\nthought[suffix={json.dumps(end)}]: /(.|\\n)*/\n"
+
+
+def _mark(mark: str | int) -> str:
+    return f"<[{mark}]>" if isinstance(mark, int) else json.dumps(mark)
+
+
+def _named(grammar: str) -> dict[str, Any]:
+    """As `@answer`."""
+    answer: dict[str, Any] = (
+        json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    )
+    answer["grammars"][0]["name"] = "answer"
+    return answer
 
 
 def check(grammar: str) -> None:

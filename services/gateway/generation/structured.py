@@ -14,8 +14,8 @@ from typing import Any
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.text import Tokenizer
-from services.gateway.tools import CallReader, ReadingPlan, ToolUse
-from tandem.grammar import KINDS
+from services.gateway.tools import CallFormat, ReadingPlan, ToolUse
+from tandem.grammar import KINDS, Behind
 
 CALLS = "tools.function.parameters"
 
@@ -25,13 +25,18 @@ class Structure:
     kind: str
     value: Any
     param: str  # the client's name of the field
-    behind: str | int | None = None  # the text or special token that ends the thoughts before it
+    behind: Behind = None  # what ends the thoughts before it
 
 
 def held_to(
     use: ToolUse | None, said: Structure | None, reading: ReadingPlan | None, tokenizer: Tokenizer
 ) -> Structure | None:
     """The structure of an answer behind its thoughts: calls that must be made, else what the client said."""
+    if reading and reading.calls and reading.calls.messages:
+        marks = reading.calls.messages
+        if marks["message"] in reading.written:  # the prompt ends within an answer
+            return said
+        return _in_messages(use, said, {name: tokenizer.mark(mark) for name, mark in marks.items()})
     structure = (_of_calls(use) if use else None) or said
     if structure is None and use and reading and reading.calls and use.strict:
         structure = _of_strict(use, reading.calls)
@@ -40,7 +45,14 @@ def held_to(
     return replace(structure, behind=tokenizer.mark(reading.thoughts_end))
 
 
-def _of_strict(use: ToolUse, calls: type[CallReader]) -> Structure | None:
+def _in_messages(use: ToolUse | None, said: Structure | None, marks: Mapping[str, str | int]) -> Structure | None:
+    """In a format with messages calls are held to it: one an answer, for the end of a call ends the answer."""
+    if use and (use.required or use.named is not None):
+        return Structure("channel_call", {"schemas": use.schemas, "marks": marks}, CALLS)
+    return replace(said, behind=marks) if said else None
+
+
+def _of_strict(use: ToolUse, calls: type[CallFormat]) -> Structure | None:
     """Free text, and calls whose arguments follow their schemas; None where the format has no place to say so."""
     if calls.strict_tag is None:
         return None

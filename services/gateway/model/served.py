@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.gateway.text import MOST_TOKENS, ChatTemplate, Tokenizer
-from services.gateway.tools import FORMATS, TAGS, CallReader, Tags, detect_format, detect_tags
+from services.gateway.tools import FORMATS, TAGS, CallFormat, Tags, detect_format, detect_tags
 from tandem.adapters import AdapterRef
 from tandem.checkpoints import ContextFile, GenerationFile, end_tokens, read_file
 from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
@@ -30,7 +30,7 @@ class ServedModel:
     created: int  # Unix seconds
     adapter: AdapterRef | None = None
     parent: str = ""  # of an adapter: the model's name
-    calls: type[CallReader] | None = None  # how its calls of tools are written
+    calls: type[CallFormat] | None = None  # how its calls of tools are written
     thoughts: Tags | None = None
 
     def adapted(self, ref: AdapterRef) -> ServedModel:

@@ -1,7 +1,7 @@
 """A model's chat template: messages to the text the model was trained on.
 
 Rendered as Hugging Face does it: a sandboxed Jinja environment with trimmed blocks, `raise_exception`,
-`strftime_now`, a `tojson` that leaves characters alone, and the model's bos and eos tokens.
+`strftime_now`, `generation`, a `tojson` that leaves characters alone, and the model's bos and eos tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import ConfigDict
 
+from services.gateway.text.history import ChatShape
 from tandem.checkpoints import ModelFile, read_bytes, read_file
 
 # What clients call the roles, and what templates do.
@@ -53,6 +57,7 @@ class ChatTemplate:
         self.source = source
         self._tokens = dict(tokens)
         self._template = _compile(source, now)
+        self._shape = ChatShape(source)
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
@@ -99,12 +104,14 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template raised, or does not fit the messages.
         """
-        variables = {
-            **self._tokens, "tools": list(options.tools) or None, **options.variables, "messages": messages,
-            "add_generation_prompt": options.add_generation_prompt,
-        }  # fmt: skip
         try:
-            text = self._template.render(variables)
+            text = self._template.render(
+                {
+                    **self._tokens, **self._shape.variables(options.tools, options.variables),
+                    "messages": self._shape.messages(messages, options.tools),
+                    "add_generation_prompt": options.add_generation_prompt,
+                }
+            )  # fmt: skip
         except REFUSALS as error:
             raise TemplateRefused(str(error)) from None
         return _up_to(text, messages[-1]["content"]) if options.continue_final_message else text
@@ -118,9 +125,19 @@ def _up_to(text: str, content: str) -> str:
     raise TemplateRefused("the last message is not in the prompt as it is, so it cannot be continued")
 
 
+class _Generation(Extension):
+    """{% generation %}, which marks for training what an assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def _compile(source: str, now: Callable[[], datetime]) -> Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise

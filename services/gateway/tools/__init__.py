@@ -1,13 +1,13 @@
 """Answers that call tools and think aloud: text in, what was said, thought and called out. The gateway may enter.
 
     text -> Thinking -> CallReader of the model's format -> Reading
-            <think>     <tool_call>, [TOOL_CALLS], ...
+            <think>     <tool_call>, [TOOL_CALLS], ...     gpt-oss' thoughts are in its format
 
 Each format reads text as it comes, cut anywhere: a call in parts, as far as they are certain, and whole once it is
 complete. One that was cut off is none.
 """
 
-from services.gateway.tools.call import Call, CallPart, CallReader, Schemas, joined_parts, parsed
+from services.gateway.tools.call import Call, CallFormat, CallPart, CallReader, Schemas, joined_parts, parsed
 from services.gateway.tools.formats import FORMATS, detect_format
 from services.gateway.tools.plan import ReadingPlan, plan_reading
 from services.gateway.tools.reader import AnswerReader, Reading
@@ -20,6 +20,7 @@ __all__ = [
     "TAGS",
     "AnswerReader",
     "Call",
+    "CallFormat",
     "CallPart",
     "CallReader",
     "Reading",

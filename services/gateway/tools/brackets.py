@@ -14,6 +14,11 @@ class Brackets:
         self._depth = 0
         self._quote = ""
 
+    @property
+    def quoted(self) -> bool:
+        """True if the text ends within a string."""
+        return bool(self._quote)
+
     def end(self, text: str, start: int) -> int | None:
         """Behind the bracket that closes the one at `start`. `text` has only grown since the last call."""
         for found in self._marks.finditer(text, max(start, self._at)):

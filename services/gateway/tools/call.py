@@ -44,7 +44,12 @@ class CallPart:
     arguments: str
 
 
-Piece = str | Call | CallPart
+@dataclass(frozen=True, slots=True)
+class Thought:
+    text: str
+
+
+Piece = str | Thought | Call | CallPart
 
 
 def joined_parts(parts: Sequence[CallPart]) -> list[CallPart]:
@@ -64,21 +69,47 @@ class CompleteCall:
     calls: Sequence[Call] = ()
 
 
-class CallReader(ABC):
+class CallFormat(ABC):
     """One answer in one format."""
 
     begins: ClassVar[tuple[str, ...]] = ()  # a call begins with these, anywhere
-    opens: ClassVar[tuple[str, ...]] = ()  # and with these, as the first that is said
+    opens: Sequence[str] = ()  # and with these, as the first that is said
     closers: ClassVar[tuple[str, ...]] = ()  # may follow a call, and are not shown
     parts: ClassVar[tuple[str, ...]] = ()  # marks within a call
+    messages: ClassVar[Mapping[str, str]] = {}  # marks of messages, by name, where thoughts and answers are such
     ends_thinking: ClassVar[tuple[str, ...]] = ()  # a call within thoughts ends them
     strict_tag: ClassVar[tuple[str, str] | None] = None  # around the arguments of a call of {name}, in its own format
-    quotes: ClassVar[str] = '"'
-    separators: ClassVar[str] = ""
     id_form: ClassVar[str] = "call_{:.24}"  # of a call's id, made of one that is unique
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
+
+    @classmethod
+    def markers(cls) -> tuple[str, ...]:
+        """Marks that may be special tokens of the model."""
+        return (*cls.begins, *cls.parts, *cls.closers)
+
+    @property
+    def within_thoughts(self) -> bool:
+        return False
+
+    @abstractmethod
+    def feed(self, text: str) -> list[Piece]:
+        """Text and calls that are certain now, in order: each call behind its parts."""
+
+    @abstractmethod
+    def finish(self) -> list[Piece]:
+        """The rest, when nothing follows."""
+
+
+class CallReader(CallFormat):
+    """Text with calls in it."""
+
+    quotes: ClassVar[str] = '"'
+    separators: ClassVar[str] = ""
+
+    def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
         self._held = ""
         self._inside = False
         self._closing = False
@@ -87,11 +118,6 @@ class CallReader(ABC):
         self._brackets = Brackets(self.quotes, self.separators)
         self._num_calls = 0
         self._begun: list[Call] = []  # of the body, as far as parts have reported them
-
-    @classmethod
-    def markers(cls) -> tuple[str, ...]:
-        """Marks that may be special tokens of the model."""
-        return (*cls.begins, *cls.parts, *cls.closers)
 
     def _open(self) -> None:
         """A body begins."""
@@ -106,7 +132,6 @@ class CallReader(ABC):
         return ()
 
     def feed(self, text: str) -> list[Piece]:
-        """Text and calls that are certain now, in order: each call behind its parts."""
         self._held += text
         return self._pieces()
 
@@ -161,7 +186,7 @@ class CallReader(ABC):
     def _pass_text(self, pieces: list[Piece]) -> bool:
         """Up to the next begin, or as far as no begin can have begun."""
         text = self._held
-        opens = self.opens if self._silent else ()
+        opens = tuple(self.opens) if self._silent else ()
         start = len(text) - len(text.lstrip())
         if not opens or not text.startswith(opens, start):
             found = [at for begin in self.begins if (at := text.find(begin)) >= 0]
@@ -170,8 +195,8 @@ class CallReader(ABC):
             self._open()
         else:
             start = len(text) - (0 if self._ended else may_begin(text, self.begins))
-        if not self._ended and opens and not text[:start].strip():
-            start = start if self._inside else 0  # what is said first may still be a call
+        if not self._ended and not self._inside and _may_open(text, start, opens):
+            start = 0  # what is said first may still be a call
         self._say(text[:start], pieces)
         self._held = text[start:]
         return self._inside
@@ -194,6 +219,12 @@ class CallReader(ABC):
         if text:
             self._silent = self._silent and not text.strip()
             pieces.append(text)
+
+
+def _may_open(text: str, start: int, opens: Sequence[str]) -> bool:
+    """True if nothing is said before `start`, or only what one of `opens` begins with."""
+    said = text[:start].lstrip()
+    return any(mark.startswith(said) for mark in opens) if said else bool(opens)
 
 
 def may_begin(text: str, marks: Sequence[str]) -> int:

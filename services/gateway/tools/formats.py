@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from services.gateway.tools.call import CallReader
+from services.gateway.tools.call import CallFormat
+from services.gateway.tools.deepseek import DeepSeek
+from services.gateway.tools.glm4 import Glm4
+from services.gateway.tools.granite import Granite
+from services.gateway.tools.harmony import Harmony
 from services.gateway.tools.hermes import Hermes
 from services.gateway.tools.llama3_json import Llama3Json
 from services.gateway.tools.mistral import Mistral
+from services.gateway.tools.phi4_mini import Phi4Mini
 from services.gateway.tools.pythonic import Pythonic
 from services.gateway.tools.qwen3_coder import Qwen3Coder
 
-FORMATS: dict[str, type[CallReader]] = {
+FORMATS: dict[str, type[CallFormat]] = {
     "hermes": Hermes,
     "qwen3_coder": Qwen3Coder,
     "llama3_json": Llama3Json,
     "mistral": Mistral,
     "pythonic": Pythonic,
+    "deepseek": DeepSeek,
+    "granite": Granite,
+    "phi4_mini": Phi4Mini,
+    "glm4": Glm4,
+    "harmony": Harmony,
 }
 # The first format of which a template has a mark is the model's.
 MARKS = (
+    ("<|channel|>", "harmony"),
+    ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("请使用 Json 格式表示调用的参数", "glm4"),
+    ("<|/tool|>", "phi4_mini"),
+    ("<|tool_call|>", "granite"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),

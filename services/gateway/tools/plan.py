@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.tools.call import CallReader
+from services.gateway.tools.call import CallFormat
 from services.gateway.tools.forced import ForcedCalls, NamedCall
 from services.gateway.tools.reader import AnswerReader
 from services.gateway.tools.request import ToolUse
@@ -16,9 +16,10 @@ from services.gateway.tools.thinking import Tags, Thinking
 class ReadingPlan:
     tags: Tags | None
     opened: bool  # the prompt ends within thoughts
-    calls: type[CallReader] | None
+    calls: type[CallFormat] | None
     use: ToolUse | None
     id_form: str
+    written: str = ""  # of the answer's first message, in a format with messages, by the prompt
 
     @property
     def markers(self) -> frozenset[str]:
@@ -37,15 +38,17 @@ class ReadingPlan:
     def reader(self) -> AnswerReader:
         """A fresh one, for one answer."""
         thinking = calls = None
-        if self.tags:
+        messages = self.calls is not None and self.calls.messages
+        if self.tags and not messages:
             thinking = Thinking(self.tags, self.opened, self.calls.ends_thinking if self.calls else ())
-        if self.calls and self.use:
-            calls = self.calls(self.use.schemas)
+        if self.calls and (self.use or messages):
+            calls = self.calls(self.use.schemas if self.use else {})
+            calls.feed(self.written)
         return AnswerReader(thinking, calls, 1 if self.use and not self.use.parallel else None)
 
 
 def plan_reading(
-    tags: Tags | None, format_: type[CallReader] | None, use: ToolUse | None, prompt: str
+    tags: Tags | None, format_: type[CallFormat] | None, use: ToolUse | None, prompt: str
 ) -> ReadingPlan | None:
     """None where an answer is text and nothing else.
 
@@ -55,6 +58,9 @@ def plan_reading(
     Raises:
         InvalidRequest: the model's calls could not be read.
     """
+    if format_ is not None and format_.messages:
+        last = prompt.rfind(format_.messages["start"])
+        return ReadingPlan(tags, False, format_, use, format_.id_form, prompt[last:] if last >= 0 else "")
     if use is None and tags is None:
         return None
     calls = None
@@ -66,4 +72,4 @@ def plan_reading(
                 "tools: this model has no format for calls of its own (its chat template shows none, and tool-parser "
                 "names none), so tool_choice must be required or name a function", "tool_choice",
             )  # fmt: skip
-    return ReadingPlan(tags, tags is not None and tags.opened_by(prompt), calls, use, (format_ or CallReader).id_form)
+    return ReadingPlan(tags, tags is not None and tags.opened_by(prompt), calls, use, (format_ or CallFormat).id_form)

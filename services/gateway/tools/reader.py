@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.tools.call import Call, CallPart, CallReader, Piece
+from services.gateway.tools.call import Call, CallFormat, CallPart, Piece, Thought
 from services.gateway.tools.thinking import Thinking
 
 
@@ -24,18 +24,20 @@ class Reading:
 
 
 class AnswerReader:
-    def __init__(self, thinking: Thinking | None, calls: CallReader | None, most_calls: int | None = None) -> None:
+    def __init__(self, thinking: Thinking | None, calls: CallFormat | None, most_calls: int | None = None) -> None:
         """Calls beyond `most_calls` are dropped."""
         self._thinking = thinking
         self._calls = calls
         self._most = self._left = most_calls
         self._called = False
         self._said = False
+        self._reasoned = False
         self._space: list[str] = []  # white space that is a part of the answer only if text follows
 
     @property
     def within_thoughts(self) -> bool:
-        return self._thinking is not None and self._thinking.within
+        within = self._thinking is not None and self._thinking.within
+        return within or (self._calls is not None and self._calls.within_thoughts)
 
     def feed(self, text: str) -> Reading:
         thoughts, rest = self._thinking.feed(text) if self._thinking else ("", text)
@@ -54,14 +56,16 @@ class AnswerReader:
 
     @property
     def _thought(self) -> bool:
-        return self._thinking is not None and self._thinking.seen
+        return self._reasoned or (self._thinking is not None and self._thinking.seen)
 
     def _reading(self, thoughts: str, pieces: Iterable[Piece]) -> Reading:
         texts: list[str] = []
         calls: list[Call] = []
         parts: list[CallPart] = []
         for piece in pieces:
-            if isinstance(piece, str):
+            if isinstance(piece, Thought):
+                thoughts, self._reasoned = thoughts + piece.text, True
+            elif isinstance(piece, str):
                 texts.append(self._say(piece))
             elif isinstance(piece, CallPart):
                 if self._most is None or piece.index < self._most:

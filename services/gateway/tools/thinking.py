@@ -1,11 +1,12 @@
-"""Thoughts before an answer: <think>...</think>, [THINK]...[/THINK]."""
+"""Thoughts before an answer: <think>...</think>, [THINK]...[/THINK]; in Granite 3.3 <response>...</response> behind."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.gateway.tools.call import may_begin
+from services.gateway.tools.call import begun, may_begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class Tags:
 
     begin: str
     end: str
+    around: tuple[str, str] = ("", "")  # the answer behind thoughts; not shown
 
     def opened_by(self, prompt: str) -> bool:
         """True if a prompt's end is already within thoughts."""
@@ -21,11 +23,22 @@ class Tags:
 
 
 # By the names that --reasoning-parser takes.
-TAGS = {"think": Tags("<think>", "</think>"), "mistral": Tags("[THINK]", "[/THINK]")}
+TAGS = {
+    "granite": Tags("<think>", "</think>", around=("<response>", "</response>")),
+    "think": Tags("<think>", "</think>"),
+    "mistral": Tags("[THINK]", "[/THINK]"),
+    "harmony": Tags("<|channel|>analysis<|message|>", "<|end|>"),
+    "granite_3_2": Tags("Here is my thought process:", "Here is my response:"),
+}
 
 
 def detect_tags(template: str) -> str | None:
-    return next((name for name, tags in TAGS.items() if tags.begin in template or tags.end in template), None)
+    """By either mark; "<|end|>" is in other templates, too."""
+    for name, tags in TAGS.items():
+        shown = tags.begin in template or (tags.end in template and tags.end != "<|end|>")
+        if shown and tags.around[0] in template:
+            return name
+    return None
 
 
 class Thinking:
@@ -42,6 +55,7 @@ class Thinking:
         self._held = ""
         self._state = "thinking" if opened else "before"
         self._begun = False
+        self._answer = _Unwrapped(*tags.around) if tags.around[0] else None
         self.seen = opened
 
     @property
@@ -57,10 +71,12 @@ class Thinking:
         if self._state != "after":
             return thoughts, ""
         rest, self._held = self._held, ""
-        return thoughts, rest
+        return thoughts, self._answer.feed(rest) if self._answer and self.seen else rest
 
     def finish(self) -> tuple[str, str]:
         held, self._held = self._held, ""
+        if self._state == "after" and self._answer:
+            return "", self._answer.finish()
         return (self._shown(held.rstrip()), "") if self._state == "thinking" else ("", held)
 
     def _look_for_begin(self) -> None:
@@ -88,3 +104,32 @@ class Thinking:
             text = text.lstrip()
             self._begun = bool(text)
         return text
+
+
+class _Unwrapped:
+    """An answer without the marks around it."""
+
+    def __init__(self, begin: str, end: str) -> None:
+        self._begin, self._held = begin, ""
+        self._may_end = re.compile(rf"(?:{re.escape(end)}\s*|{begun(end)})$")
+        self._end = re.compile(rf"{re.escape(end)}\s*$")
+        self._entered = False
+
+    def feed(self, text: str) -> str:
+        self._held += text
+        if not self._entered:
+            said = self._held.lstrip()
+            if self._begin.startswith(said) and said != self._begin:
+                return ""
+            self._entered = True
+            self._held = said.removeprefix(self._begin) if said.startswith(self._begin) else self._held
+        return self._take(self._may_end)
+
+    def finish(self) -> str:
+        return self._take(self._end) if self._entered else self._held
+
+    def _take(self, end: re.Pattern[str]) -> str:
+        found = end.search(self._held)
+        shown = self._held[: found.start()] if found else self._held
+        self._held = self._held[len(shown) :]
+        return shown

@@ -94,10 +94,21 @@ class UpSettings(ClusterSettings):
     disaggregation: Literal["require", "prefer", "auto"] = Field(
         "auto", description="who prefills prompts: prefill workers, those if there are any, or what costs less"
     )
-    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic"] = Field(
-        "auto", description="how the model writes calls of tools; auto: as its chat template shows"
-    )
-    reasoning_parser: Literal["auto", "none", "think", "mistral"] = Field(
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "mistral",
+        "pythonic",
+        "deepseek",
+        "granite",
+        "phi4_mini",
+        "glm4",
+        "harmony",
+    ] = Field("auto", description="how the model writes calls of tools; auto: as its chat template shows")
+    reasoning_parser: Literal["auto", "none", "think", "mistral", "harmony", "granite", "granite_3_2"] = Field(
         "auto", description="what the model writes around its thoughts; auto: as its chat template shows"
     )
     prefill_kv_memory: ByteSize | None = Field(

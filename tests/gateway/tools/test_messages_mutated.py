@@ -14,6 +14,7 @@ from services.gateway.tools import FORMATS
 from tests.fuzzing import collected
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_messages_fields import anthropic
+from tests.gateway.tiny_model import EOS
 from tests.gateway.tools.test_calls import says
 from tests.gateway.tools.test_parts import SCHEMAS
 from tests.gateway.tools.test_whole_and_streamed import MARKS, written
@@ -51,7 +52,7 @@ async def test_mutated_calls(gateway: Gateway, peers: Peers, anthropic: AsyncAnt
 async def test_text_that_looks_like_a_call_is_shown(peers: Peers, anthropic: AsyncAnthropic, says: Any) -> None:
     """Asked without tools all of it is text; with tools so is what is none in the model's own format."""
     peers.decode.step_s = 0.0
-    for mark in MARKS:
+    for mark in (mark for mark in MARKS if EOS not in mark):
         text = f"see {mark} tag here"
         says(text)
         for tools in ([], TOOLS):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.tools import FORMATS, Call, CallPart, CallReader
+from services.gateway.tools import FORMATS, Call, CallFormat, CallPart
 from services.gateway.tools.forced import ForcedCalls, NamedCall
 
 pytestmark = pytest.mark.fast
@@ -41,7 +41,22 @@ def python(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-WRITTEN: dict[str, tuple[type[CallReader], Callable[[Said], str]]] = {
+def fenced(name: str, arguments: Mapping[str, Any]) -> str:
+    return (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
+    )
+
+
+def plain(name: str, arguments: Mapping[str, Any]) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+
+
+def channelled(name: str, arguments: Mapping[str, Any]) -> str:
+    head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"{head}{json.dumps(arguments)}<|call|>"
+
+
+WRITTEN: dict[str, tuple[type[CallFormat], Callable[[Said], str]]] = {
     "hermes": (FORMATS["hermes"], lambda calls: "\n".join(f"<tool_call>{as_json(*c)}</tool_call>" for c in calls)),
     "llama3_json": (FORMATS["llama3_json"], lambda calls: as_json(*calls[0])),
     "mistral": (FORMATS["mistral"], lambda calls: f"[TOOL_CALLS] [{', '.join(as_json(*c) for c in calls)}]"),
@@ -50,11 +65,32 @@ WRITTEN: dict[str, tuple[type[CallReader], Callable[[Said], str]]] = {
     ),
     "qwen3_coder": (FORMATS["qwen3_coder"], lambda calls: "\n".join(tagged(*c) for c in calls)),
     "pythonic": (FORMATS["pythonic"], lambda calls: f"[{', '.join(python(*c) for c in calls)}]"),
+    "deepseek": (
+        FORMATS["deepseek"],
+        lambda calls: f"<｜tool▁calls▁begin｜>{chr(10).join(fenced(*c) for c in calls)}<｜tool▁calls▁end｜>",
+    ),
+    "deepseek 3.1": (
+        FORMATS["deepseek"],
+        lambda calls: f"<｜tool▁calls▁begin｜>{''.join(plain(*c) for c in calls)}<｜tool▁calls▁end｜>",
+    ),
+    "granite": (FORMATS["granite"], lambda calls: f"<|tool_call|>[{', '.join(as_json(*c) for c in calls)}]"),
+    "phi4_mini": (
+        FORMATS["phi4_mini"],
+        lambda calls: f"<|tool_call|>[{', '.join(as_json(*c) for c in calls)}]<|/tool_call|>",
+    ),
+    "phi4_mini alone": (
+        FORMATS["phi4_mini"], lambda calls: "".join(f"<|tool_call|>{as_json(*c)}<|/tool_call|>" for c in calls)
+    ),
+    "glm4": (
+        FORMATS["glm4"], lambda calls: "<|assistant|>".join(f"{n}\n{json.dumps(a)}" for n, a in calls)
+    ),
+    "glm4 in lines": (FORMATS["glm4"], lambda calls: "\n".join(f"{n}\n{json.dumps(a)}" for n, a in calls)),
+    "harmony": (FORMATS["harmony"], lambda calls: "<|start|>assistant".join(channelled(*c) for c in calls)),
     "required": (ForcedCalls, lambda calls: f"[{', '.join(as_json(*c) for c in calls)}]"),
 }  # fmt: skip
 
 
-def read(reader: CallReader, pieces: Sequence[str]) -> tuple[list[Call], list[list[CallPart]]]:
+def read(reader: CallFormat, pieces: Sequence[str]) -> tuple[list[Call], list[list[CallPart]]]:
     """All calls, and the parts that each piece has brought."""
     calls, parts = [], []
     for said in [*map(reader.feed, pieces), reader.finish()]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.tools import FORMATS, TAGS, AnswerReader, Call, CallPart, CallReader, Thinking
+from services.gateway.tools import FORMATS, TAGS, AnswerReader, Call, CallFormat, CallPart, CallReader, Thinking
 from services.gateway.tools.forced import ForcedCalls, NamedCall
 from tests.fuzzing import fuzzed
 from tests.gateway.tools.test_parts import CALLS, SCHEMAS, WRITTEN
@@ -19,12 +19,17 @@ from tests.gateway.tools.test_parts import CALLS, SCHEMAS, WRITTEN
 pytestmark = pytest.mark.fast
 
 FORCED = {"required": ForcedCalls, "named": NamedCall}
-KINDS: dict[str, type[CallReader]] = {**FORMATS, **FORCED}
+KINDS: dict[str, type[CallFormat]] = {**FORMATS, **FORCED}
 # What mutations put in: what could be mistaken for something else, and what breaks a call.
 MARKS = [
     "<tool_call>", "</tool_call>", "<function=", "<function=f>", "</function>", "<parameter=", "<parameter=n>",
     "</parameter>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|python_start|>", "<|python_end|>",
-    "<think>", "</think>", '{"name": "f", "arguments": {"city": Paris}}', '{"city": Paris}', "f(city=Paris)",
+    "<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>", "```", "<|tool_call|>", "<|/tool_call|>", "<|assistant|>", "f\n{",
+    "<|start|>", "<|channel|>",
+    "<|start|>assistant", "<|channel|>final", "<|channel|>analysis<|message|>", "<|message|>", "<|end|>", "<|call|>",
+    "<|constrain|>", " to=functions.f",
+    '{"name": "f", "arguments": {"city": Paris}}', '{"city": Paris}', "f(city=Paris)",
     "f(n=1, x)",
 ]  # fmt: skip
 SMALL = ["\n", " ", '"', "'", "\\", "{", "}", "[", "]", "(", ")", ",", ":", ";", "=", "a", "1", "é", "\\u12", "\\ud800"]
@@ -61,7 +66,7 @@ def cut(draw: st.DrawFn, text: str) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(places)]
 
 
-def reader_of(name: str) -> CallReader:
+def reader_of(name: str) -> CallFormat:
     return KINDS[name]({"f": SCHEMAS["f"]} if name == "named" else SCHEMAS)
 
 
@@ -100,13 +105,16 @@ def test_mutated_calls_say_the_same_whole_and_streamed(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if issubclass(kind, CallReader)])
 def test_nothing_vanishes_but_calls(name: str) -> None:
     @fuzzed(60)
     @given(written(name))
     def check(text: str) -> None:
         reader = reader_of(name)
-        between = {*reader.closers, ",", "]"} if name in ("mistral", "required") else {*reader.closers}
+        assert isinstance(reader, CallReader)
+        listed = name in ("mistral", "required", "granite", "phi4_mini")
+        between = {*reader.closers, ",", "]"} if listed else {*reader.closers}
         between |= {"["} if name == "required" else set()
         gone, begun = "", False
         for character in text:
