@@ -26,7 +26,11 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:  # some damage makes the library panic, which is no Exception
         raise ValueError(f"{file}: {error}") from None
-    # Left from training: a prompt is neither as long as others that are encoded with it, nor cut.
+    return as_served(tokenizer)
+
+
+def as_served(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Without what is left from training: a prompt is neither as long as others that come with it, nor cut."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

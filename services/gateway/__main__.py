@@ -11,7 +11,6 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from functools import partial
 from secrets import token_hex
 
@@ -20,7 +19,7 @@ import uvloop
 from services.gateway import bodies
 from services.gateway.access import Access
 from services.gateway.http import HttpServer, Room, raise_limit
-from services.gateway.model import ModelFolders, ServedModel
+from services.gateway.model import ModelFolders, ModelReader
 from services.gateway.routing import Router
 from services.gateway.server import Gateway, GatewayPorts, Tune, no_tuning
 from services.gateway.settings import GatewaySettings
@@ -28,8 +27,8 @@ from tandem import rpc
 from tandem.checkpoints import TextFiles
 from tandem.containment import Sandbox
 from tandem.liveness import CpuPressure, dead_here
-from tandem.process import WorkThreads, ends_where_it_stands_still, telemetry
-from tandem.registry import ModelKey, Registry
+from tandem.process import ends_where_it_stands_still, telemetry
+from tandem.registry import Registry
 from tandem.settings import load
 from tandem.store import Store
 
@@ -92,10 +91,11 @@ def make_gateway(
         HttpServer, header_timeout_s=settings.header_timeout_s, most=room.http // (1 + settings.shares_ports)
     )
     connect = partial(rpc.channel, security=settings.security)
+    sandbox = Sandbox((*bodies.MODULES, "tandem.grammar"))
     ports = GatewayPorts(
         registry=_registry(settings),
         connect=connect,
-        read_model=partial(_read_model, settings, ModelFolders(connect, TextFiles()), WorkThreads("model", 1)),
+        read_model=ModelReader(settings, ModelFolders(connect, TextFiles()), sandbox, time.time),
         serve=partial(
             rpc.serve,
             max_receive_bytes=settings.max_body_bytes,
@@ -109,26 +109,13 @@ def make_gateway(
         hostname=socket.gethostname(),
         pressure=CpuPressure(),
         dead_here=dead_here,
-        sandbox=Sandbox((*bodies.MODULES, "tandem.grammar")),
+        sandbox=sandbox,
         store=Store(settings.store_url, settings.namespace, STORE_WAIT_S) if settings.store_url else None,
         access=Access(settings.api_keys, settings.share_prefixes),
         recent=recent or telemetry.RecentSpans(),
         tune=tune,
     )
     return Gateway(settings, ports, make_router)
-
-
-async def _read_model(
-    settings: GatewaySettings, folders: ModelFolders, thread: WorkThreads, key: ModelKey, addresses: Sequence[str]
-) -> ServedModel:
-    """
-    Raises:
-        Unavailable: no worker gives its files.
-        OSError | ValueError: they are malformed.
-    """
-    folder = await folders.folder(key.fingerprint, addresses)
-    parsers = settings.tool_parser, settings.reasoning_parser
-    return await thread.run(ServedModel.load, folder, key.name, int(time.time()), *parsers)
 
 
 def _registry(settings: GatewaySettings) -> Registry:

@@ -46,6 +46,7 @@ class FrontMetrics:
         self._exposed.register(_Together(self))
         self._classes, self._max_tenants, self._prices = classes, max_tenants, prices or {}
         self.of_models: dict[str, Metrics] = {}
+        self._of_the_gone: dict[str, float] = {}  # so that totals never fall
         self.genai = GenAIMetrics()
         requests = GATEWAY["tandem_requests"].counter(self.registry)
         self._errors = GATEWAY["tandem_errors"].counter(self.registry)
@@ -90,19 +91,17 @@ class FrontMetrics:
         reached.set_function(lambda: float(not view.stale))
 
     def totals(self) -> Totals:
-        """As of now, of all models and tenants; cheap, as few series are looked at."""
-        found: dict[str, float] = {}
-        of_models = list(self.of_models.values())
-        registries = self.registry, *(model.registry for model in of_models)
-        looked = (registry.restricted_registry(LOOKED_AT) for registry in registries)
-        for part in (*looked, *(model.written for model in of_models)):
-            for family in part.collect():
-                for sample in family.samples:
-                    outcome = sample.labels.get("outcome", "")
-                    key = sample.labels.get("le") or ("met" if outcome == "met" else "")
-                    name = f"{sample.name} {key}"
-                    found[name] = found.get(name, 0.0) + sample.value
+        """As of now, of all tenants and all models, those that have left, too; cheap, as few series are looked at."""
+        found = dict(self._of_the_gone)
+        _add(found, self.registry.restricted_registry(LOOKED_AT))
+        for model in list(self.of_models.values()):
+            model.add_to(found)
         return Totals(found)
+
+    def forget(self, model: str) -> None:
+        """Expose it no longer."""
+        if (metrics := self.of_models.pop(model, None)) is not None:
+            metrics.add_to(self._of_the_gone)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """As the header `accept` asks for it, and its content type."""
@@ -192,7 +191,12 @@ class Metrics:
         self._admissions.remove(admission)
         self._pools.remove(pool)
         if not self._pools:
-            self._front.of_models.pop(self._model, None)
+            self._front.forget(self._model)
+
+    def add_to(self, found: dict[str, float]) -> None:
+        """Its part of the totals."""
+        _add(found, self.registry.restricted_registry(LOOKED_AT))
+        _add(found, self.written)
 
     def _watch(self) -> None:
         """Report who waits, who is inside and how full KV caches are, as of when Prometheus asks."""
@@ -217,6 +221,15 @@ class Metrics:
         decodes = [worker for worker in self._workers() if worker.info.role is Role.DECODE]
         blocks = sum(worker.info.num_blocks for worker in decodes)
         return 1 - sum(worker.load.free_blocks for worker in decodes) / blocks if blocks else 0.0
+
+
+def _add(found: dict[str, float], part: Collector) -> None:
+    """By series and bucket, or if a target was met."""
+    for family in part.collect():
+        for sample in family.samples:
+            key = sample.labels.get("le") or ("met" if sample.labels.get("outcome") == "met" else "")
+            name = f"{sample.name} {key}"
+            found[name] = found.get(name, 0.0) + sample.value
 
 
 def _num_waiting(kind: PriorityClass, admission: Admission) -> int:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.gateway.peers import CONTEXT, Peers, folder_of, peers_on
 from tests.gateway.tiny_model import byte_level_tokenizer
 
 T = TypeVar("T")
+OTHER = "other"
 TEXT = "the quick brown fox 狐狸 jumps over 🦊 the lazy dog"
 
 
@@ -137,3 +140,41 @@ async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
     base = f"http://127.0.0.1:{gateway.settings.http_port}"
     async with httpx.AsyncClient(base_url=base, timeout=60) as client:
         yield client
+
+
+def with_permuted_vocabulary(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    said = json.loads((to / "tokenizer.json").read_text())
+    words = said["model"]["vocab"]
+    first, second = list(words)[40:42]
+    words[first], words[second] = words[second], words[first]
+    (to / "tokenizer.json").write_text(json.dumps(said))
+    return to
+
+
+@pytest.fixture
+async def others(settings: GatewaySettings, gateway: Gateway, tmp_path: Path) -> AsyncIterator[Peers]:
+    """Workers of another model in the same namespace: other tokens, another template, a shorter context."""
+    folder = with_permuted_vocabulary(folder_of(CONTEXT), tmp_path / "other")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}other:{{ m['content'] }}{% endfor %}")
+    tokenizer = Tokenizer.load(folder)
+    registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
+    words = list(await tokenizer.encode(TEXT, add_special_tokens=False))
+    async with peers_on(registry, lambda spec: words) as peers:
+        peers.model, peers.folder, peers.max_model_len = OTHER, folder, 128
+        await peers.add_decode("other-d")
+        await peers.add_prefill("other-p")
+        yield peers
+
+
+async def joined(gateway: Gateway, name: str = OTHER) -> None:
+    def ready() -> bool:
+        return bool(gateway.front.readiness()[1]["models"].get(name, {}).get("ready"))
+
+    await eventually(ready)
+
+
+async def leave(peers: Peers, *names: str) -> None:
+    for name in names:
+        await peers.workers[name].die()
+        await peers.registry.deregister(name, peers.workers.pop(name).info.incarnation)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +13,15 @@ import orjson
 import pytest
 from grpc import aio
 
-from services.gateway import Gateway, GatewaySettings
-from services.gateway.text import Tokenizer
-from tandem.registry import Registry
+from services.gateway import Gateway
+from services.gateway.console.history import TTFT, rates
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.gateway.conftest import TEXT, eventually, with_settings
-from tests.gateway.peers import CONTEXT, MODEL, REVISION, Peers, folder_of, peers_on
+from tests.gateway.conftest import OTHER, TEXT, eventually, joined, leave, with_settings
+from tests.gateway.peers import MODEL, REVISION, Peers
 
 BODY = {"model": MODEL, "prompt": "once upon", "max_tokens": 5}
 CHAT = {"messages": [{"role": "user", "content": "once upon"}], "max_tokens": 5}
-OTHER = "other"
 SOON_S = 2.0
-
-
-def with_permuted_vocabulary(folder: Path, to: Path) -> Path:
-    shutil.copytree(folder, to)
-    said = json.loads((to / "tokenizer.json").read_text())
-    words = said["model"]["vocab"]
-    first, second = list(words)[40:42]
-    words[first], words[second] = words[second], words[first]
-    (to / "tokenizer.json").write_text(json.dumps(said))
-    return to
-
-
-@pytest.fixture
-async def others(settings: GatewaySettings, gateway: Gateway, tmp_path: Path) -> AsyncIterator[Peers]:
-    """Workers of another model in the same namespace: other tokens, another template, a shorter context."""
-    folder = with_permuted_vocabulary(folder_of(CONTEXT), tmp_path / "other")
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}other:{{ m['content'] }}{% endfor %}")
-    tokenizer = Tokenizer.load(folder)
-    registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
-    words = list(await tokenizer.encode(TEXT, add_special_tokens=False))
-    async with peers_on(registry, lambda spec: words) as peers:
-        peers.model, peers.folder, peers.max_model_len = OTHER, folder, 128
-        await peers.add_decode("other-d")
-        await peers.add_prefill("other-p")
-        yield peers
-
-
-async def joined(gateway: Gateway, name: str = OTHER) -> None:
-    def ready() -> bool:
-        return bool(gateway.front.readiness()[1]["models"].get(name, {}).get("ready"))
-
-    await eventually(ready)
-
-
-async def leave(peers: Peers, *names: str) -> None:
-    for name in names:
-        await peers.workers[name].die()
-        await peers.registry.deregister(name, peers.workers.pop(name).info.incarnation)
 
 
 def names_of(listed: httpx.Response) -> list[str]:
@@ -202,6 +159,25 @@ async def test_a_flood_of_one_model_keeps_no_other_waiting(
     for task in flood:
         task.cancel()
     await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_a_model_that_is_gone_for_good_takes_nothing_with_it(
+    gateway: Gateway, http: httpx.AsyncClient, others: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its series go; what the gateway has done in all does not, of which the console shows rates."""
+    monkeypatch.setattr("services.gateway.roster.GONE_S", 0.5)
+    await joined(gateway)
+    for _ in range(3):
+        assert (await http.post("/v1/completions", json=BODY | {"model": OTHER})).status_code == 200
+    before = gateway.front.metrics.totals()
+    assert before.buckets(TTFT)[-1] == 3
+    await leave(others, "other-d", "other-p")
+    await eventually(lambda: OTHER not in gateway.front.names)
+    assert f'"{OTHER}"' not in (await http.get("/metrics")).text
+    assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+    after = gateway.front.metrics.totals()
+    assert (after.buckets(TTFT)[-1], after.count("tandem_requests")) == (4, 4)
+    assert rates(before, after, 1.0)["requests_per_s"] == 1.0
 
 
 @with_settings(models=(MODEL,))

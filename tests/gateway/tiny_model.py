@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -41,3 +42,21 @@ def write_model(folder: Path, context: int = 512) -> Path:
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context, "eos_token_id": 0}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "temperature": 0.6, "top_k": 20}))
     return folder
+
+
+def large_tokenizer(num_words: int, seed: int = 0) -> Tokenizer:
+    """A byte-level BPE of so many words, merged of random ones before them."""
+    random, alphabet = Random(seed), sorted(pre_tokenizers.ByteLevel.alphabet())
+    words, merges = dict.fromkeys(alphabet), []
+    known = list(words)
+    while len(known) < num_words:
+        left, right = random.choice(known), random.choice(known)
+        if left + right not in words and len(left + right) <= 16:
+            words[left + right] = None
+            known.append(left + right)
+            merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(known)}, merges, ignore_merges=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS, known[300]])
+    return tokenizer

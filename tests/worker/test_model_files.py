@@ -17,8 +17,12 @@ from services.gateway.model.fetch import ModelFolders, gathered
 from services.gateway.model.served import ServedModel
 from tandem import rpc
 from tandem.checkpoints import TEXT_FILES, TextFiles, text_file
+from tandem.checkpoints.gguf import as_folder
 from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.vocabulary import load_tokenizer
 from tandem.worker.model_files import PART, ModelFilesService
+from tests.engine.gguf_files import TEMPLATE as GGUF_TEMPLATE
+from tests.engine.gguf_files import make_file
 from tests.fuzzing import fuzzed
 from tests.gateway.tiny_model import write_model
 
@@ -60,6 +64,24 @@ async def test_a_gateway_has_what_its_worker_has(folder: Path, folders: ModelFol
     ours, theirs = ServedModel.load(found, "tiny", 0), ServedModel.load(folder, "tiny", 0)
     assert await ours.tokenizer.encode("once upon", True) == await theirs.tokenizer.encode("once upon", True)
     assert (ours.max_model_len, ours.defaults) == (theirs.max_model_len, theirs.defaults)
+
+
+async def test_of_a_gguf_file_a_gateway_gets_the_words_that_are_in_it(folders: ModelFolders, tmp_path: Path) -> None:
+    """None of its weights, and the template and defaults that its metadata say."""
+    says = {"general.sampling.temp": 0.25, "tokenizer.chat_template": GGUF_TEMPLATE}
+    make_file(tmp_path / "m.gguf", "qwen2", "Q8_0", says)
+    folder = as_folder(tmp_path / "m.gguf")
+    service = ModelFilesService(folder)
+    async with serving(service) as address:
+        found = await folders.folder(service.fingerprint, [address])
+    assert {file.name for file in found.iterdir()} <= set(TEXT_FILES)
+    served = ServedModel.load(found, "m", 0)
+    ids = await served.tokenizer.encode("hello hell", False)
+    assert [served.tokenizer.token_bytes(i) for i in ids] == [b"hello", b" ", b"hell"]
+    assert list(ids) == load_tokenizer(folder).encode("hello hell", add_special_tokens=False).ids
+    assert (served.eos_token_ids, served.max_model_len, served.defaults["temperature"]) == ((1,), 128, 0.25)
+    assert served.chat_template is not None
+    assert served.chat_template.render([{"role": "user", "content": "hello"}]) == "user: hello\n"
 
 
 async def test_a_worker_of_another_model_is_passed_by(folder: Path, folders: ModelFolders, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.gateway.text import MOST_TOKENS, ChatTemplate, Tokenizer
+from services.gateway.text import MOST_TOKENS, ChatTemplate, Tokenizer, TokenizerParts
 from services.gateway.tools import FORMATS, TAGS, CallFormat, Tags, detect_format, detect_tags
 from tandem.adapters import AdapterRef
 from tandem.checkpoints import ContextFile, GenerationFile, end_tokens, read_file
@@ -38,11 +38,13 @@ class ServedModel:
 
     @classmethod
     def load(
-        cls, folder: Path, name: str, created: int, tool_parser: str = "auto", reasoning_parser: str = "auto"
-    ) -> ServedModel:
+        cls, folder: Path, name: str, created: int, tool_parser: str = "auto", reasoning_parser: str = "auto",
+        parts: TokenizerParts | None = None,
+    ) -> ServedModel:  # fmt: skip
         """
         Args:
             tool_parser, reasoning_parser: a name, "auto" for what the chat template shows, or "none".
+            parts: its tokenizer.json, where that was taken apart.
 
         Raises:
             FileNotFoundError: the folder lacks tokenizer.json or config.json.
@@ -56,7 +58,7 @@ class ServedModel:
         max_model_len = read_file(ContextFile, folder / "config.json").max_position_embeddings
         return cls(
             name=name,
-            tokenizer=Tokenizer.load(folder, max(MOST_TOKENS, max_model_len)),
+            tokenizer=Tokenizer.load(folder, max(MOST_TOKENS, max_model_len), parts),
             chat_template=template,
             eos_token_ids=end_tokens(folder),
             defaults=_defaults(generation) if generation.is_file() else {},

@@ -8,12 +8,16 @@ from services.gateway.text.batches import Batches
 from services.gateway.text.chat_template import ROLES, ChatTemplate, TemplateOptions, TemplateRefused
 from services.gateway.text.checked_ids import CheckedIds
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.gateway.text.parts import LIMITS as PARTS_LIMITS
+from services.gateway.text.parts import SMALL_BYTES, TokenizerParts, parts_of
 from services.gateway.text.stop import StopStrings
 from services.gateway.text.tokenizer import MOST_TOKENS, Tokenizer, TooManyTokens
 
 __all__ = [
     "MOST_TOKENS",
+    "PARTS_LIMITS",
     "ROLES",
+    "SMALL_BYTES",
     "Batches",
     "ByteDetokenizer",
     "ChatTemplate",
@@ -23,6 +27,8 @@ __all__ = [
     "TemplateOptions",
     "TemplateRefused",
     "Tokenizer",
+    "TokenizerParts",
     "TooManyTokens",
     "WindowDetokenizer",
+    "parts_of",
 ]

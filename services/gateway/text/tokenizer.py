@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -12,7 +12,8 @@ import tokenizers
 from services.gateway.text.batches import Batches, Outcome, result
 from services.gateway.text.checked_ids import CheckedIds
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from tandem.vocabulary import Vocabulary, load_tokenizer
+from services.gateway.text.parts import TokenizerParts
+from tandem.vocabulary import Vocabulary, as_served, load_tokenizer
 
 # Longer texts are tokenized in batches on a thread: the event loop serves other requests meanwhile.
 LONG_TEXT = 4096
@@ -25,9 +26,16 @@ class TooManyTokens(ValueError):
 
 
 class Tokenizer:
-    def __init__(self, tokenizer: tokenizers.Tokenizer, most: int = MOST_TOKENS) -> None:
-        """`most`: of a text. To read more of them out of the library would take too long."""
+    def __init__(self, tokenizer: tokenizers.Tokenizer, most: int = MOST_TOKENS, longest_token: int = 0) -> None:
+        """
+        Args:
+            most: of a text. To read more of them out of the library would take too long.
+            longest_token: in characters, where that is known.
+        """
         self._tokenizer, self._most = tokenizer, most
+        words = tokenizer.get_vocab(with_added_tokens=True) if not longest_token else ()
+        # A text has at least its length divided by this in tokens.
+        self.longest_token = longest_token or max(map(len, words))
         self._vocabulary = Vocabulary(tokenizer)
         self.token_bytes = self._vocabulary.token_bytes
         self._texts: dict[frozenset[int], dict[int, str]] = {}  # by the tokens that are hidden
@@ -36,21 +44,20 @@ class Tokenizer:
         )
 
     @classmethod
-    def load(cls, folder: Path, most: int = MOST_TOKENS) -> Tokenizer:
-        """
+    def load(cls, folder: Path, most: int = MOST_TOKENS, parts: TokenizerParts | None = None) -> Tokenizer:
+        """`parts`: its tokenizer.json, taken apart.
+
         Raises:
             FileNotFoundError: the folder has no tokenizer.json.
+            ValueError: it is malformed.
         """
+        if parts is not None:
+            return cls(as_served(parts.assemble()), most, parts.longest_token)
         return cls(load_tokenizer(folder), most)
 
     @property
     def vocab_size(self) -> int:
         return self._vocabulary.size
-
-    @cached_property
-    def longest_token(self) -> int:
-        """In characters. A text has at least its length divided by this in tokens."""
-        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     async def encode(self, text: str, add_special_tokens: bool) -> CheckedIds:
         if len(text) < LONG_TEXT:
