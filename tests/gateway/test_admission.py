@@ -148,6 +148,26 @@ async def test_beyond_the_count_one_at_a_time_is_let_in_as_long_as_blocks_are_fo
     await line.close()
 
 
+async def test_beyond_the_count_nobody_is_let_in_whose_deadline_blocks_came_too_late_for() -> None:
+    line, probe = AdmissionLine(admission_of(max_tokens=None)), work()
+    await line.begin(work(), work())
+    for one in line.inside:
+        line.admission.wrote(one, 1)
+    await line.begin(probe)
+    await asyncio.sleep(0.3)
+    line.admission.wrote(probe, 1)
+    now = asyncio.get_running_loop().time()
+    hasty, patient = work(deadline=now + 0.25), work(deadline=now + 60)
+    await line.begin(hasty)
+    assert hasty not in line.inside, "it would wait 0.3 s for its blocks, as the one before it did"
+    await line.begin(patient)
+    assert patient not in line.inside, "it does not overtake one of its class"
+    line.tasks[hasty].cancel()
+    await settle()
+    assert patient in line.inside
+    await line.close()
+
+
 async def test_an_urgent_one_does_not_wait_behind_one_that_looks_for_blocks() -> None:
     line = AdmissionLine(admission_of(max_tokens=None))
     works = [work(BATCH) for _ in range(4)]
@@ -338,11 +358,16 @@ def test_decode_workers_that_prefill_beside_others_have_room_for_prompts_too() -
     assert capacity_of([D, D], 50, None, decodes_prefill=True) == capacity_of([D, D], 50, None, decodes_prefill=False)
 
 
+FULL = {"blocks": {"tokens": 2000}, "seats": {"tokens": 20_000, "sequences": 4}}
+
+
 @pytest.mark.parametrize("seed", range(40))
-async def test_a_more_urgent_one_is_not_refused_where_a_less_urgent_one_is_not(seed: int) -> None:
-    """Both have one size, after any history, while the cluster's blocks are full of `flex` and more of it waits."""
+@pytest.mark.parametrize("of", FULL)
+async def test_a_more_urgent_one_is_not_refused_where_a_less_urgent_one_is_not(of: str, seed: int) -> None:
+    """Both have one size, after any history, while the cluster's blocks or seats are full of `flex` and more of it
+    waits."""
     rng, loop = random.Random(seed), asyncio.get_running_loop()
-    admission = admission_of(tokens=2000, max_tokens=None)
+    admission = admission_of(max_tokens=None, **FULL[of])
     for _ in range(rng.randint(1, 20)):  # long answers: they entered that long ago
         done = work(rng.choice([INTERACTIVE, BATCH]), new=rng.randint(100, 900))
         await admission.enter(done)
@@ -370,9 +395,10 @@ async def test_a_more_urgent_one_is_not_refused_where_a_less_urgent_one_is_not(s
     await line.close()
 
 
-async def test_a_priority_request_is_let_in_though_flex_answers_are_long() -> None:
+@pytest.mark.parametrize("of", FULL)
+async def test_a_priority_request_is_let_in_though_flex_answers_are_long(of: str) -> None:
     loop = asyncio.get_running_loop()
-    admission = admission_of(tokens=2000, max_tokens=None)
+    admission = admission_of(max_tokens=None, **FULL[of])
     for _ in range(4):
         done = work(BATCH)
         await admission.enter(done)
@@ -386,4 +412,25 @@ async def test_a_priority_request_is_let_in_though_flex_answers_are_long() -> No
     admission.check(urgent)
     await line.begin(urgent)
     assert urgent in line.inside
+    await line.close()
+
+
+async def test_urgent_ones_pass_a_flex_one_that_has_no_seat_and_it_has_its_turn_all_the_same() -> None:
+    admission = admission_of(tokens=100_000, sequences=4, max_tokens=None)
+    line = AdmissionLine(admission)
+    await line.begin(*(work(BATCH, new=200) for _ in range(5)))
+    waiting = next(one for one in line.tasks if one not in line.inside)
+    urgent = [work(REALTIME, prompt=50, new=50) for _ in range(40)]
+    await line.begin(*urgent)
+    assert [one in line.inside for one in urgent] == [True] * 4 + [False] * 36, "as many as there are seats"
+    passed = set[Work]()
+    while ending := [one for one in line.inside if one in urgent]:
+        passed |= {*ending}
+        admission.wrote(ending[0], 50)
+        line.end(ending[0])
+        await settle()
+    assert 8 * waiting.cost // 100 <= len(passed) <= 8 * waiting.cost // 100 + 2, "as much as its turn is worth"
+    line.end(next(one for one in line.inside))
+    await settle()
+    assert waiting in line.inside
     await line.close()

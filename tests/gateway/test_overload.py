@@ -165,8 +165,35 @@ def test_who_is_refused_is_told_when_to_come_again() -> None:
     refusals = [error for error in task.result() if isinstance(error, Overloaded)]
     assert refusals
     assert {error.code for error in refusals} == {"too_late"}
-    assert max(int(error.headers["retry-after"]) for error in refusals) >= 1
+    assert max(int(error.headers["retry-after"]) for error in refusals) > 1
     assert any("would come in about" in error.message for error in refusals)
+
+
+def test_a_full_queue_says_when_it_has_moved_on() -> None:
+    """1,000 choices are inside or wait: some 24 s of the cluster's work."""
+    with World(2) as world:
+        overload = Overload(world, None, spread=False)
+        process = world.process("gateway")
+        world.run(process, overload.run(PEAK))
+        overload.admission.take_over(Weights(WEIGHTS), 1000)
+        works = [Work(INTERACTIVE, "t", 1e9, 100, TOKENS, None) for _ in range(1040)]
+
+        async def flood() -> list[BaseException | None]:
+            entering = [asyncio.create_task(overload.admission.enter(work)) for work in works]
+            await asyncio.sleep(0.1)
+            errors = [task.exception() for task in entering if task.done()]
+            for task, work in zip(entering, works, strict=True):
+                task.cancel()
+                overload.admission.leave(work)
+            return errors
+
+        task = process.spawn(flood())
+        while not task.done():
+            world.step()
+    full = [error for error in task.result() if isinstance(error, Overloaded)]
+    assert {error.code for error in full} == {"queue_full"}
+    told = {int(error.headers["retry-after"]) for error in full}
+    assert 12 <= min(told) <= max(told) <= 48, told
 
 
 def test_an_idle_cluster_takes_what_a_bad_time_would_have_refused() -> None:

@@ -70,7 +70,7 @@ class Admission:
         Raises:
             Overloaded
         """
-        if (self._queue or not self.admitted.fits(work)) and (late := self._too_late(work)):
+        if (self._queue or not self._fits(work)) and (late := self._too_late(work)):
             raise late
 
     async def enter(self, work: Work) -> None:
@@ -88,7 +88,8 @@ class Admission:
         self._queue.push(work)
         self._let_in()
         if len(self._queue) > self._room:
-            self._refuse(self._queue.last(), self._full())
+            last = self._queue.last()
+            self._refuse(last, self._full(last))
         if not turn.done() and (late := self._too_late(work)):
             self._refuse(work, late)
         if not turn.done():
@@ -155,11 +156,25 @@ class Admission:
     # --- turns ---
 
     def _let_in(self) -> None:
-        while (first := self._queue.first()) is not None and self.admitted.fits(first):
-            self._queue.take()
-            first.entered_at = asyncio.get_running_loop().time()
-            self.admitted.enter(first)
-            self._turns.pop(first).set_result(None)
+        while (work := self._next()) is not None:
+            self._queue.take(work)
+            work.entered_at = now = asyncio.get_running_loop().time()
+            work.hurries, work.is_probe = self._forecast.hurries(work, now), self.admitted.is_probe(work)
+            self.admitted.enter(work)
+            self._turns.pop(work).set_result(None)
+
+    def _next(self) -> Work | None:
+        """The first one, or where there is no room for it one that has room by being more urgent."""
+        first = self._queue.first()
+        if first is None or self._fits(first):
+            return first
+        return next(filter(self._fits, self._queue.passing()), None)
+
+    def _fits(self, work: Work) -> bool:
+        if not self.admitted.fits(work):
+            return False
+        now = asyncio.get_running_loop().time()
+        return not self.admitted.is_probe(work) or not self._forecast.is_cut_as_probe(work, now)
 
     def _refuse(self, work: Work, error: GatewayError) -> None:
         self._withdraw(work).set_result(error)
@@ -195,10 +210,9 @@ class Admission:
 
         return turn_s(now + turn_s(inf))
 
-    def _full(self) -> Overloaded:
-        return Overloaded(
-            f"{self._room} choices wait already, and this one's tenant has most of them", code="queue_full"
-        )
+    def _full(self, work: Work) -> Overloaded:
+        said = f"{self._room} choices wait already, and this one's tenant has most of them"
+        return Overloaded(said, "queue_full", wait_s=self._turn_s(work, asyncio.get_running_loop().time()))
 
     async def _until(self, turn: asyncio.Future[GatewayError | None], work: Work) -> None:
         began = asyncio.get_running_loop().time()
@@ -211,6 +225,6 @@ class Admission:
             if work.deadline <= work.start_by:
                 late = "the request's deadline passed while it waited for its turn"
                 raise TimedOut(late, code="queue_timeout") from None
-            waited_s = asyncio.get_running_loop().time() - began
-            said = f"it has waited {waited_s:.1f} s, and its turn would come too late for its target or its deadline"
-            raise Overloaded(said, "too_late") from None
+            now = asyncio.get_running_loop().time()
+            said = f"it has waited {now - began:.1f} s, and its turn would come too late for its target or its deadline"
+            raise Overloaded(said, "too_late", wait_s=self._turn_s(work, now)) from None

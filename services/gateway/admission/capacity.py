@@ -1,7 +1,8 @@
 """How much may be in the cluster at once, and how much is.
 
     tokens          KV blocks of the decode workers: a choice may come to hold its prompt and all that it may write
-    sequences       seats in the decode workers' batches, and those whose prompts are prefilled meanwhile
+    sequences       seats in the decode workers' batches, and those whose prompts are prefilled meanwhile; more urgent
+                    work gets them from less urgent that has time
     prompt tokens   sent to workers that prefill and not prefilled yet: more would only wait there, out of order. Some
                     prompts each are let through whatever their length: much of them may be cached
 
@@ -101,19 +102,25 @@ class Admitted:
         capacity = self.capacity
         if capacity is None or not self._inside:
             return True
-        if len(self._inside) >= capacity.sequences:
+        if not self._has_seat(work.priority_class, capacity.sequences):
             return False
         if capacity.max_tokens is not None and self.tokens + work.cost > capacity.max_tokens:
             return False
         many = len(self._prefilling) >= capacity.prompts
         if many and self.prompt_tokens + work.prompt_tokens > capacity.prompt_tokens:
             return False
-        return self.tokens + work.cost <= capacity.tokens or not self._is_probed(work.priority_class)
+        return not self.is_probe(work) or not self._is_probed(work.priority_class)
+
+    def is_probe(self, work: Work) -> bool:
+        """True if it goes beyond the blocks that are counted on."""
+        if self.capacity is None or not self._inside:
+            return False
+        return self.tokens + work.cost > self.capacity.tokens
 
     def yielded_to(self, kind: PriorityClass) -> int:
-        """Tokens of less urgent work, whose blocks work of this class may have; it gets no seat from them here."""
+        """Tokens of less urgent work, whose blocks work of this class may have."""
         capacity = self.capacity
-        if capacity is None or len(self._inside) >= capacity.sequences or capacity.max_tokens is not None:
+        if capacity is None or capacity.max_tokens is not None or not self._has_seat(kind, capacity.sequences):
             return 0
         return sum(work.cost for work in self._inside if work.priority_class > kind)
 
@@ -142,6 +149,14 @@ class Admitted:
             "prefilling and not inside": (len(self._prefilling - self._inside.keys()), 0),
         }
         return [f"{name}: {is_} where {should} should be" for name, (is_, should) in sums.items() if is_ != should]
+
+    def _has_seat(self, kind: PriorityClass, seats: int) -> bool:
+        """In engines less urgent work leaves its seat to more urgent, too: which of it, they choose. So none is counted
+        on while some of it might miss its deadline then."""
+        if len(self._inside) < seats:
+            return True
+        less_urgent = [work for work in self._inside if work.priority_class > kind]
+        return len(self._inside) - len(less_urgent) < seats and not any(work.hurries for work in less_urgent)
 
     def _is_probed(self, kind: PriorityClass) -> bool:
         return any(work.priority_class <= kind for work in self._prefilling)

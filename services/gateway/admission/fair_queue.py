@@ -48,6 +48,8 @@ class Work:
     arrival: int = 0  # set by the queue
     entered_at: float = 0.0  # on the event loop's clock, as is
     first_at: float = 0.0  # when its first token came
+    is_probe: bool = False  # let in beyond the blocks that were counted on
+    hurries: bool = False  # once inside, it might miss its deadline if it had to wait for others
 
     @property
     def cost(self) -> int:
@@ -87,6 +89,9 @@ class _Class(Party):
     def tokens(self) -> int:
         """Tokens of all that waits."""
         return sum(tenant.tokens for tenant in self.tenants.values())
+
+    def first(self) -> Work:
+        return self.share.waiting[0].works[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +170,24 @@ class FairQueue:
         group.num_waiting += 1
 
     def first(self) -> Work | None:
-        """The item that `take` would take."""
-        if not self._share.waiting:
-            return None
-        return self._share.waiting[0].share.waiting[0].works[-1]
+        """The one whose turn it is."""
+        return self._share.waiting[0].first() if self._share.waiting else None
 
-    def take(self) -> Work:
-        """The first one, charged to its tenant and class."""
-        group = self._share.waiting[0]
-        tenant = group.share.waiting[0]
-        work = tenant.works[-1]
+    def passing(self) -> Iterator[Work]:
+        """The first ones of more urgent classes, which may go before the first where that has no room and they have:
+        until they are as far ahead as its own turn takes, so it waits for no more than twice as much of others."""
+        if self._share.waiting:
+            group = self._share.waiting[0]
+            until = group.start + group.first().cost / group.weight
+            for other in self._share.waiting[1:]:
+                if other.rank < group.rank and other.start <= until:
+                    yield other.first()
+
+    def take(self, passing: Work | None = None) -> Work:
+        """The first one, or one that passes it, charged to its tenant and class."""
+        work = passing or self._share.waiting[0].first()
+        group = self._classes[work.priority_class]
+        tenant = group.tenants[work.tenant]
         for other in self._classes.values():
             other.given *= FADES
         group.given += work.cost

@@ -51,9 +51,9 @@ class FairShare(Generic[P]):
             self.virtual_time = self._latest
 
     def take(self, party: P, tokens: int) -> None:
-        """The first party, and so many tokens of its work."""
+        """The first party, or one that passes it, and so many tokens of its work."""
+        self.virtual_time = self.waiting[0].start
         self._remove(party)
-        self.virtual_time = party.start
         party.start += tokens / party.weight
         self._latest = max(self._latest, party.start)
         insort(self.waiting, party, key=_order)

@@ -19,6 +19,10 @@ from services.gateway.admission.fair_queue import Work
 from services.gateway.admission.priority import PriorityClass
 
 WEIGHT = 1 / 16
+# A probe whose deadline leaves no time to wait for blocks is let in again so long after the last one's first token.
+PROBE_AGAIN_S = 10.0
+# Work whose deadline leaves it less than so many times as long as it needs hurries.
+PATIENCE = 10
 
 
 class Average:
@@ -45,13 +49,18 @@ class Average:
 
 class Forecast:
     def __init__(self) -> None:
-        self._inside_s, self._first_s = Average(), Average()
+        self._inside_s, self._first_s, self._probe_first_s = Average(), Average(), Average()
+        self._probed_at = -inf
         self._token_s, self._used = Average(), Average()
 
     def prefilled(self, work: Work, now: float) -> None:
         """Its first token has come."""
         work.first_at = now
-        self._first_s.add(now - work.entered_at)
+        if work.is_probe:
+            self._probe_first_s.add(now - work.entered_at)
+            self._probed_at = now
+        else:
+            self._first_s.add(now - work.entered_at)
 
     def ended(self, work: Work, now: float) -> None:
         if not work.new_tokens:
@@ -73,13 +82,25 @@ class Forecast:
     def first_token_s(self, turn_s: float) -> float:
         return turn_s + self._first_s.high
 
+    def hurries(self, work: Work, now: float) -> bool:
+        return work.deadline - now < PATIENCE * self.last_token_s(0.0, work)
+
+    def is_cut_as_probe(self, work: Work, now: float) -> bool:
+        """True if it would end too late should it wait for blocks as long as others did that were beyond the count."""
+        if now > self._probed_at + PROBE_AGAIN_S:
+            return False
+        return self._probe_first_s.high + self._writing_s(work) > work.deadline - now
+
     def start_by(self, work: Work, now: float) -> float:
         """When its turn has to come, at the latest, for its target and its deadline; now at the earliest."""
         target = inf if work.ttft_s is None else now + work.ttft_s - self.first_token_s(0.0)
         return max(min(target, work.deadline - self.last_token_s(0.0, work)), now)
 
     def last_token_s(self, turn_s: float, work: Work) -> float:
-        return self.first_token_s(turn_s) + self._used.mean * work.max_new_tokens * self._token_s.mean
+        return self.first_token_s(turn_s) + self._writing_s(work)
+
+    def _writing_s(self, work: Work) -> float:
+        return self._used.mean * work.max_new_tokens * self._token_s.mean
 
 
 def _makes_room(tokens: int, inside: Admitted) -> Work:
