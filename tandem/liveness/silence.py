@@ -2,8 +2,10 @@
 
     every INTERVAL_S    each side sends a ping, whatever else it sends, and says how starved it is (starvation.py)
     silence             time since anything was heard, in which this side itself was awake
-    the peer is lost    after LIMIT_S x (1 + own + peer's starvation) of silence, at most MOST_S; after MOST_S where
-                        nobody could take its place, for then giving it up early would only make work run twice
+    the peer is lost    after LIMIT_S x (1 + own + peer's starvation) of silence, at most MOST_S, where what the peer
+                        said counts for less the longer it is silent; after MOST_S where nobody could take its place,
+                        for then giving it up early would only make work run twice
+    doubtful            the peer would be lost had it not said that it is starved: others are preferred
     unheard             what is sent here does not reach the peer, which is heard, and says that it hears nothing
 
 As in Lifeguard (arXiv 1707.00788), a process that was not run itself blames nobody for it. No clock of its own.
@@ -21,6 +23,8 @@ MOST_S = 20.0
 # A process that looks less often than this was not run: only so much of the pause counts as silence.
 LOOK_S = 0.5
 LEAST_S = 0.001
+# What a peer said of its starvation counts half after so long a silence: pings of a starved one come in between.
+FADES_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,8 @@ class Liveness:
     @property
     def usual_limit_s(self) -> float:
         """As starved as both are, by when one hears of the other."""
-        return min(LIMIT_S * (1 + self._starvation() + self._peer), MOST_S)
+        peer: float = self._peer * 0.5 ** (self.quiet_s / FADES_S)
+        return min(LIMIT_S * (1 + self._starvation() + peer), MOST_S)
 
     @property
     def limit_s(self) -> float:
@@ -93,6 +98,9 @@ class Liveness:
         """True if pings have been sent for so long that the peer, were they to arrive, would have heard one."""
         awake_s = now - self._awake_since
         return min(self.unheard_s, awake_s - INTERVAL_S) >= self.usual_limit_s
+
+    def doubtful(self, now: float) -> bool:
+        return self.silent_s(now) >= min(LIMIT_S * (1 + self._starvation()), MOST_S)
 
     def lost(self, now: float) -> bool:
         return self.silent_s(now) >= self.limit_s

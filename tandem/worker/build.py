@@ -297,11 +297,11 @@ class Worker:
     async def _watch_engine(self) -> None:
         """
         Raises:
-            EngineStuck: a step takes longer than `max_step_s`.
+            EngineStuck: a step takes longer than `max_step_s`; on a busy machine, so many times as long.
             EngineDied: there will be no other.
         """
         engine, longest = self._ports.engine, self.context.settings.max_step_s
-        while engine.busy_s <= longest:
+        while engine.busy_s <= longest * (1 + self._starvation.now()):
             if self._is_stuck() is not self._told_stuck:
                 self._lease.renew_now()
             engine.engine.crash_page.note_oom_kills(self._ports.oom_kills())

@@ -114,7 +114,10 @@ class WorkerSettings(ClusterSettings):
     )
     lease_ttl_s: float = Field(2.0, gt=0.2, description="a worker silent for so long is taken for dead")
     max_step_s: float = Field(
-        30.0, gt=0, description="a worker ends when one engine step takes longer; its requests go on elsewhere"
+        30.0,
+        gt=0,
+        description="a worker ends when one engine step takes longer, on a busy machine so many times as long; "
+        "its requests go on elsewhere",
     )
     drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for running requests to end; then they move")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")

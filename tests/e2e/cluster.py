@@ -55,6 +55,12 @@ class RunningCluster:
             return False
 
 
+def metric(address: str, name: str) -> float:
+    """Sum of a metric's values at an http address."""
+    lines = httpx.get(f"{address}/metrics", timeout=BOUND_S).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+
+
 def runs(process: psutil.Process, service: str) -> bool:
     try:
         return f"services.{service}" in process.cmdline()

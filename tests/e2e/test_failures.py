@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, metric, running_cluster
 from tests.stalls import running_time
 
 CLUSTER = """
@@ -32,6 +32,7 @@ gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregat
 redis: {{{{port: {{redis}}}}}}
 """
 LATE = 30
+ROUTED = "tandem_route_seconds_count"
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,12 @@ def test_the_only_decode_worker_killed_in_mid_stream(cluster: RunningCluster) ->
     ("path", "asked", "end"),
     [
         ("/v1/completions", {"prompt": "def ", "ignore_eos": True}, '"type":"timeout"'),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "def "}]}, '"type":"timeout_error"'),
+        pytest.param(
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "def "}]},
+            '"type":"timeout_error"',
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_event(
@@ -109,8 +115,8 @@ def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_even
     assert cluster.pids("decode") != [pid]
 
 
-def test_prefill_killed_while_prompts_are_read(cluster: RunningCluster) -> None:
-    (pid,) = cluster.pids("prefill")
+def test_prefill_killed_while_prompts_are_prefilled(cluster: RunningCluster) -> None:
+    (pid,), routed = cluster.pids("prefill"), metric(cluster.http, ROUTED)
     with grpc.insecure_channel(cluster.grpc) as channel:
         service = llm_pb2_grpc.LLMServiceStub(channel)
         calls = [
@@ -119,7 +125,7 @@ def test_prefill_killed_while_prompts_are_read(cluster: RunningCluster) -> None:
             )
             for i in range(8)
         ]
-        time.sleep(0.05)
+        eventually(lambda: metric(cluster.http, ROUTED) - routed == len(calls), BOUND_S, "the prompts have a worker")
         os.kill(pid, signal.SIGKILL)
         assert {call.code() for call in calls} == {grpc.StatusCode.OK}
         assert any("; after " in call.result().path.reason for call in calls)

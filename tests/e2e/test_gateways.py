@@ -18,7 +18,7 @@ from grpc import aio
 from tandem.api_keys import Keys, Tier, text_of, write_keys
 from tandem.local import free_ports
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.e2e.cluster import RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import RunningCluster, eventually, metric, running_cluster
 
 pytestmark = pytest.mark.long
 BOUND_S = 60.0
@@ -36,7 +36,7 @@ class GatewayFleet:
 
     def served(self) -> list[float]:
         """Answers so far, of each process that answers now."""
-        return [answered(address) for address in self.own]
+        return [metric(address, "vllm:request_success_total") for address in self.own]
 
     def ready(self) -> bool:
         try:
@@ -68,11 +68,6 @@ def two_ports() -> int:
         first, second = free_ports(2)
         if second == first + 1:
             return first
-
-
-def answered(address: str) -> float:
-    lines = httpx.get(f"{address}/metrics", timeout=60.0).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:request_success_total{"))
 
 
 def test_one_port_is_served_by_all_processes(fleet: GatewayFleet) -> None:

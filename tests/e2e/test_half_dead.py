@@ -35,13 +35,13 @@ pools:
 gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: require}}}}}}}}
 redis: {{{{port: {{redis}}}}}}
 """
-# Each decode step of one of two takes a minute, and it may take that long.
+# Each decode step of one of two takes a minute, which ends it after a while.
 SLOW = """
 models: [{{{{id: m, name: "null", weights: {{{{path: {model}}}}}}}}}]
 workers: {{{{settings: {{{{engine: "null", kv_memory: 8MiB}}}}}}}}
 pools:
 - {{{{name: d, role: decode, model: m}}}}
-- {{{{name: stuck, role: decode, model: m, settings: {{{{null_step: {{{{decode_step_s: 60}}}}, max_step_s: 12}}}}}}}}
+- {{{{name: stuck, role: decode, model: m, settings: {{{{null_step: {{{{decode_step_s: 60}}}}, max_step_s: 4}}}}}}}}
 gateway: {{{{settings: {{{{http_port: {{http}}, grpc_port: {{grpc}}, disaggregation: prefer}}}}}}}}
 redis: {{{{port: {{redis}}}}}}
 """

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 
-import httpx
 import psutil
 import pytest
 
 from tandem.engine import EngineConfig, Request, SamplingParams, StepTime
 from tandem.process.child_process import dying_with_parent
-from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, metric, running_cluster
 from tests.e2e.test_migration import Answers, all_linked, service, undisturbed
 
 pytestmark = pytest.mark.alone
@@ -111,11 +110,6 @@ async def worked(cluster: RunningCluster) -> BusyWork:
     return work
 
 
-def migrations(cluster: RunningCluster) -> float:
-    lines = httpx.get(f"{cluster.http}/metrics", timeout=30.0).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("tandem_migrations_total"))
-
-
 def computed(logs: Path) -> dict[str, int]:
     """Tokens that all workers have read and written, by what they say as they end."""
     total = {"prefilled": 0, "written": 0}
@@ -139,7 +133,7 @@ async def test_nothing_fails_or_is_computed_twice(
         eventually(lambda: all_linked(cluster, decodes), BOUND_S, "every pair is linked")
         with hindered(cluster):
             work = await worked(cluster)
-        work.migrations = migrations(cluster)
+        work.migrations = metric(cluster.http, "tandem_migrations_total")
     total, asked = computed(tmp_path / "logs"), len(work.asked)
     print(f"{asked} answers, {work.migrations:.0f} migrations, {total}, prompts {asked * PROMPT_TOKENS}")
     assert work.tokens == undisturbed(

@@ -144,6 +144,10 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
     def abort(self, request_id: str) -> None:
         raise AssertionError("an abort came that was not expected")
 
+    def ping(self, starvation: float) -> None:
+        for stream_id in self._streams:
+            self._say(stream_id, worker_pb2.WorkResponse(pulse=worker_pb2.Pulse(starvation=starvation)))
+
     def ended(self) -> None:
         """A stream has ended."""
 

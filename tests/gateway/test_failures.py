@@ -245,6 +245,23 @@ async def test_a_worker_that_cancels_its_stream_has_not_crashed(
     assert [spec.alone_until for spec in peers.decode.seen] == [0, 0]
 
 
+async def test_one_that_answers_is_chosen_before_a_silent_one_that_was_starved(
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway
+) -> None:
+    """The silent one is waited for only where no other answers."""
+    pool = gateway.front.llm_of(None).pool
+    peers.decode.ping(starvation=15.0)
+    await eventually(lambda: bool(pool.doubtful()))
+    answers = [await post(http, SHORT)]
+    await peers.add_decode("d2")
+    await eventually(lambda: gateway.front.readiness()[1]["linked_pairs"] == 2)
+    await eventually(lambda: pool.doubtful() == {peers.decode.incarnation})
+    answers += [await post(http, SHORT) for _ in range(4)]
+    workers = [answer.json()["usage"]["tandem"][0]["decode_worker"] for answer in answers]
+    assert workers == ["d", *["d2"] * 4]
+    assert not pool.lost()
+
+
 async def test_decode_dies_while_the_prompt_is_prefilled(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:

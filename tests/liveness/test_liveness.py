@@ -25,11 +25,29 @@ def test_silence_on_a_quiet_machine_is_death_after_the_limit() -> None:
     assert silence(Liveness(0.0)) == pytest.approx(LIMIT_S, abs=0.11)
 
 
-@pytest.mark.parametrize(("own", "peer"), [(2.0, 0.0), (0.0, 2.0), (1.0, 1.0)])
-def test_both_sides_starvation_stretches_it(own: float, peer: float) -> None:
-    liveness = Liveness(0.0, lambda: own)
-    liveness.heard(peer, 0.0)
-    assert silence(liveness) == pytest.approx(3 * LIMIT_S, abs=0.11)
+def test_its_own_starvation_stretches_it() -> None:
+    assert silence(Liveness(0.0, lambda: 2.0)) == pytest.approx(3 * LIMIT_S, abs=0.11)
+
+
+@pytest.mark.parametrize("starvation", [1.0, 4.0, 8.0, 20.0])
+def test_a_starved_peer_has_time_for_its_next_ping(starvation: float) -> None:
+    liveness = Liveness(0.0)
+    liveness.heard(starvation, 0.0)
+    assert silence(liveness) > max(1.5 * INTERVAL_S * (1 + starvation), 1.5 * LIMIT_S)
+
+
+def test_starvation_of_long_ago_excuses_no_silence() -> None:
+    liveness = Liveness(0.0)
+    liveness.heard(MOST_S, 0.0)
+    assert silence(liveness) < 11.0
+
+
+def test_a_starved_peer_is_doubtful_before_it_is_lost() -> None:
+    liveness = Liveness(0.0)
+    liveness.heard(4.0, 0.0)
+    looks = [(liveness.doubtful(tick * 0.1), liveness.lost(tick * 0.1)) for tick in range(100)]
+    assert looks.index((True, False)) == pytest.approx(LIMIT_S / 0.1, abs=1)
+    assert looks[-1] == (True, True)
 
 
 @pytest.mark.parametrize("starvation", [1000.0, inf, nan, -5.0])

@@ -152,14 +152,14 @@ class Attempt:
         return route
 
     async def _answering(self, request: RouteRequest, exclude: Collection[str]) -> Route:
-        """Among the workers that answer now; a first attempt, if there are none, among those that may be back soon."""
-        lost, exclude = self._cluster.pool.lost(), self._cluster.pool.foreign | set(exclude)
-        try:
-            return await self._cluster.router.choose(request, lost | exclude)
-        except Unavailable:
-            if not lost or self._choice.migrated:
-                raise
-        return await self._cluster.router.choose(request, exclude)
+        """Among the workers that answer now, else among silent ones, too; a first attempt then waits for lost ones."""
+        pool, exclude = self._cluster.pool, self._cluster.pool.foreign | set(exclude)
+        lost, doubtful, back_soon = pool.lost(), pool.doubtful(), not self._choice.migrated
+        *tiers, last = dict.fromkeys(map(frozenset, (lost | doubtful, lost, () if back_soon else lost)))
+        for left_out in tiers:
+            with suppress(Unavailable):
+                return await self._cluster.router.choose(request, left_out | exclude)
+        return await self._cluster.router.choose(request, last | exclude)
 
     async def _reserve(
         self, decode: WorkerConnection, prefill: WorkerInfo | None, decoding: Span

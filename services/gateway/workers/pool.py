@@ -123,6 +123,10 @@ class WorkerPool:
         """Incarnations that have stopped answering: dead already, whatever their lease in the registry says."""
         return {connection.info.incarnation for connection in self._connections.values() if connection.lost}
 
+    def doubtful(self) -> set[str]:
+        """Incarnations that have been silent for so long that one which answers is the better choice."""
+        return {one.info.incarnation for one in self._connections.values() if one.stream.doubtful}
+
     async def run(self) -> None:
         """Follow the view until cancelled."""
         while True:

@@ -288,6 +288,12 @@ class WorkerStream:
         now = asyncio.get_running_loop().time()
         return self.open.is_set() and now - self._liveness.heard_at < SUSPECT_S
 
+    @property
+    def doubtful(self) -> bool:
+        """True while it is open and nothing but what its worker said of its starvation speaks for the worker's life."""
+        liveness = self._liveness
+        return self.open.is_set() and liveness.pings and liveness.doubtful(asyncio.get_running_loop().time())
+
     def _heard(self, message: worker_pb2.WorkResponse) -> None:
         now = asyncio.get_running_loop().time()
         self._liveness.heard_at = now
