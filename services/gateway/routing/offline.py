@@ -1,6 +1,7 @@
 """Choosing workers while Redis is gone: from what this gateway last saw, and from what it has sent itself.
 
-    work = own requests there, each counted as this prompt + what each would have to prefill or be sent of this prompt
+    work = own requests there, each counted as this prompt + what each would have to prefill or be sent of this prompt,
+           sending counted by how much longer it takes so far
 
 Nothing is reserved and other gateways are not seen, so this is only as good as one gateway can do alone.
 """
@@ -12,10 +13,12 @@ from collections.abc import Collection, Mapping
 
 from services.gateway.errors import Unavailable
 from services.gateway.routing.route_request import RouteRequest
-from tandem.registry import ClusterView, Fallback, LiveWorker, ModelKey, Place, Role, Route
+from tandem.registry import ClusterView, Distance, Fallback, LiveWorker, ModelKey, Place, Role, Route
 
 # As in the registry's costs: prefilling a token delays the next request, too.
 OWN_WORK = 16
+# And where nobody has measured it yet, each distance takes so many times as long as the next shorter one.
+FARTHER = 2
 
 
 class OfflineRouter:
@@ -54,7 +57,7 @@ class OfflineRouter:
         pairs = [(p, d) for p in usable if p.info.role is Role.PREFILL for d in decodes if _linked(p, d)]
         reason = f"chosen from the last view, {why}"
 
-        def work(worker: LiveWorker, tokens_times: int) -> float:
+        def work(worker: LiveWorker, tokens_times: float) -> float:
             missing = request.prompt_tokens - held.get(worker.generation, 0)
             return self._own[worker.info.worker_id] * request.prompt_tokens + tokens_times * missing
 
@@ -62,7 +65,9 @@ class OfflineRouter:
             return Place(worker.info, held.get(worker.generation, 0))
 
         if pairs:
-            prefill, decode = min(pairs, key=lambda pair: (_stuck(*pair), work(pair[0], OWN_WORK) + work(pair[1], 1)))
+            prefill, decode = min(
+                pairs, key=lambda pair: (_stuck(*pair), work(pair[0], OWN_WORK) + work(pair[1], _way(*pair)))
+            )
             return Route.of([place(decode), place(prefill)], "", reason, fallback)
         if not self._may_be_local:
             raise Unavailable(
@@ -83,6 +88,15 @@ def _usable(worker: LiveWorker, exclude: Collection[str]) -> bool:
 
 def _stuck(*workers: LiveWorker) -> bool:
     return any(worker.load.stuck for worker in workers)
+
+
+def _way(prefill: LiveWorker, decode: LiveWorker) -> float:
+    """How many times as long KV goes from one to the other as to the nearest."""
+    load = prefill.load
+    rates = (load.transfer_tokens_per_s, load.zone_transfer_tokens_per_s, load.far_transfer_tokens_per_s)
+    distance = prefill.info.location.distance_to(decode.info.location)
+    measured = rates[Distance.NEAR] and rates[distance]
+    return max(1.0, rates[Distance.NEAR] / rates[distance]) if measured else float(FARTHER**distance)
 
 
 def _fits(worker: LiveWorker, request: RouteRequest) -> bool:
