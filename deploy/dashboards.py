@@ -165,6 +165,10 @@ WORKERS = Board(
                 "{{worker}} preempted": rate("vllm:num_preemptions_total", "worker"),
                 "{{worker}} blocks evicted": rate("tandem_evicted_blocks_total", "worker"),
             }),
+            Plot("KV tiers", "ops", {
+                "{{worker}} written to {{tier}}": rate("tandem_kv_tier_written_blocks_total", "worker, tier"),
+                "{{worker}} restored from {{tier}}": rate("tandem_kv_tier_restored_blocks_total", "worker, tier"),
+            }, "Blocks, where prefill workers have `kv_host` or `kv_disk`."),
             Plot("Aborts", "ops", {
                 "{{worker}}": rate("tandem_aborted_sequences_total", "worker"),
                 "{{worker}} blocks freed": rate("tandem_aborted_blocks_total", "worker"),

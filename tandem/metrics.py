@@ -231,6 +231,16 @@ def _worker() -> Iterator[Series]:
     yield Series("tandem_aborted_blocks", counter, "KV blocks that aborted sequences released.", labels)
     text = "Cached KV blocks that were overwritten, as no other was free."
     yield Series("tandem_evicted_blocks", counter, text, labels)
+    tier = (*labels, "tier")
+    text = "1 where KV of a tier below the cache (host, disk) is used; 0 for a while after it failed or did not answer."
+    yield Series("tandem_kv_tier_up", gauge, text, tier)
+    yield Series("tandem_kv_tier_blocks", gauge, "KV blocks that a tier has.", tier)
+    yield Series("tandem_kv_tier_written_blocks", counter, "KV blocks written to a tier.", tier)
+    text = "KV blocks restored from a tier. None for long, where many are written: it is of no use."
+    yield Series("tandem_kv_tier_restored_blocks", counter, text, tier)
+    yield Series("tandem_kv_tier_damaged_blocks", counter, "KV blocks that were damaged, and removed.", tier)
+    text = "Of this worker's start: its process, weights, kernels with KV, and a prefill worker's first link."
+    yield Series("tandem_cold_start_seconds", gauge, text, (*labels, "part"))
     yield Series("tandem_adapters", gauge, "LoRA adapters in memory.", labels)
     text = "Tokens of an engine step, prompt tokens and decoded ones."
     yield Series("vllm:iteration_tokens_total", MetricKind.HISTOGRAM, text, labels, TOKENS)

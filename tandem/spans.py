@@ -137,6 +137,10 @@ CATALOGUE = (
         | {"kv.transfer.peer": "the worker that had it", "kv.transfer.peer_incarnation": "its incarnation"},
     ),
     CataloguedSpan(
+        "any worker", "kv.restore", "from looking for the prompt's blocks on disk until they are in the cache",
+        {"kv.restored_blocks": "blocks of the prompt"},
+    ),
+    CataloguedSpan(
         "decode", "decode", "the answer on the worker, from its reservation on", _DECODE,
         {"landed": ("kv.transfer.bytes",), "step": ("decode.tokens", *STEP)},
     ),

@@ -34,7 +34,7 @@ for module in pkgutil.walk_packages(room.__path__, "services.{room}."):
 # directly in `tandem/` are the ground, and the commands of `tandem` are above all.
 FLOORS = (
     ("tandem.process", "tandem.liveness", "tandem.containment", "tandem.checkpoints", "tandem.vocabulary"),
-    ("tandem.rpc", "tandem.registry", "tandem.store", "tandem.transfer", "tandem.grammar"),
+    ("tandem.rpc", "tandem.registry", "tandem.store", "tandem.tiers", "tandem.transfer", "tandem.grammar"),
     ("tandem.engine.types", "tandem.engine.step_cost", "tandem.engine.step_time", "tandem.engine.device"),
     ("tandem.engine.scheduling", "tandem.engine.quantization"),
     ("tandem.engine.kv", "tandem.engine.models"),

@@ -89,6 +89,7 @@ class DecodeWorker:
         sequence, timeout_s = conversion.request_of(entry.sequence), entry.sequence.timeout_ms / 1000
         await self._context.ports.engine.prepare(sequence, timeout_s)
         if entry.local_prefill:
+            await self._kv.fetcher.complete(sequence, None, timeout_s)
             self._sequences.add(sequence, stream_id, timeout_s)
         else:
             self._sequences.reserve(sequence, stream_id, timeout_s, entry.prefill_incarnation)

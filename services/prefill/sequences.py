@@ -1,7 +1,7 @@
 """The sequences of a prefill worker. One of them:
 
 1 link      to the ticket's decode worker, open already or opened now
-  fetch     what another worker has more of it in its cache, where the gateway names one
+  fetch     what another worker has more of it in its cache, where the gateway names one, and what the tiers have
 2 queue     until the engine's scheduler takes the prompt up
 3 compute   in chunks; each layer of each chunk is pushed as it is computed
 4 commit    the first token is sampled: it goes to the decode worker behind the KV, and to the caller
@@ -53,7 +53,7 @@ class Prefilled:
 
 
 class PrefillSequences:
-    """`link_to` opens links; `fetcher` brings KV from other caches. `payload` is what the decode worker gets of the
+    """`link_to` opens links; `fetcher` brings KV from other places. `payload` is what the decode worker gets of the
     first token; `now` works on any thread."""
 
     def __init__(
@@ -124,7 +124,7 @@ class PrefillSequences:
         try:
             # The decode worker knows by now that it begins: to read an adapter may take longer than it waits for that.
             await self._engine.prepare(request, timeout_s)
-            fetched = await self._fetcher.fetch(request, holder, timeout_s) if holder else 0
+            fetched = await self._fetcher.complete(request, holder, timeout_s)
             output = await self._compute(request, ticket, push)
             push.commit(self._payload(output))
         except BaseException as error:

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from tandem.worker.fetching import Holder, KVFetcher, LinkTo
     from tandem.worker.kv_links import KVLinks
     from tandem.worker.links import LinkState, fell_back
-    from tandem.worker.process import process_ports, run_measured, run_worker, tuned_by
+    from tandem.worker.process import (
+        loaded_engine,
+        probed_worker,
+        process_ports,
+        run_measured,
+        run_worker,
+        tuned_by,
+    )
     from tandem.worker.streams import Streams
     from tandem.worker.suspects import SuspectTurns
     from tandem.worker.work import BUG, Entry, WorkService, failure_of
@@ -52,7 +59,9 @@ __all__ = [
     "WorkerSettings",
     "failure_of",
     "fell_back",
+    "loaded_engine",
     "open_crash_page",
+    "probed_worker",
     "process_ports",
     "run_measured",
     "run_worker",
@@ -68,7 +77,7 @@ _WITH_TORCH = {
     "fetching": ("Holder", "KVFetcher", "LinkTo"),
     "kv_links": ("KVLinks",),
     "links": ("LinkState", "fell_back"),
-    "process": ("process_ports", "run_measured", "run_worker", "tuned_by"),
+    "process": ("loaded_engine", "probed_worker", "process_ports", "run_measured", "run_worker", "tuned_by"),
     "streams": ("Streams",),
     "suspects": ("SuspectTurns",),
     "work": ("BUG", "Entry", "WorkService", "failure_of"),

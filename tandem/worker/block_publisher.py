@@ -18,6 +18,7 @@ import structlog
 from tandem.engine import BlockRemoved, BlockStored
 from tandem.registry import Registry, RegistryUnavailable, StaleIncarnation
 from tandem.worker.engine_port import EnginePort
+from tandem.worker.kv_tiers import KVTiers
 
 EVERY_S = 0.25
 # Sooner where an answer has ended, for the next turn of its conversation may come at once; but not more often.
@@ -28,9 +29,10 @@ log = structlog.get_logger(__name__)
 
 
 class BlockPublisher:
-    def __init__(self, engine: EnginePort, registry: Registry, worker_id: str, incarnation: str) -> None:
-        self._engine = engine
-        self._registry = registry
+    def __init__(
+        self, engine: EnginePort, registry: Registry, worker_id: str, incarnation: str, tiers: KVTiers | None = None
+    ) -> None:
+        self._engine, self._registry, self._tiers = engine, registry, tiers
         self._owner = (worker_id, incarnation)
         self._ended = asyncio.Event()
         self._held: set[bytes] = set()
@@ -59,6 +61,8 @@ class BlockPublisher:
     def note(self, events: Iterable[BlockStored | BlockRemoved]) -> None:
         for event in events:
             gained, lost, change = self._stored, self._removed, self._held.update
+            if self._tiers is not None and isinstance(event, BlockStored):
+                self._tiers.stored(event.hashes)
             if isinstance(event, BlockRemoved):
                 gained, lost, change = self._removed, self._stored, self._held.difference_update
             change(event.hashes)

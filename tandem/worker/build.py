@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from tandem.worker.adapters import AdapterService
 from tandem.worker.block_publisher import BlockPublisher
 from tandem.worker.engine_port import EngineDied, EnginePort, EngineStuck, Event
 from tandem.worker.integrity import check_worker
+from tandem.worker.kv_tiers import KVTiers
 from tandem.worker.lease import Lease
 from tandem.worker.metrics import WorkerCollector
 from tandem.worker.model_files import ModelFilesService
@@ -69,12 +70,14 @@ class WorkerPorts:
     new_id: Callable[[], str]
     hostname: str
     secret: ClusterSecret = NO_SECRET
+    tiers: KVTiers | None = None  # below the cache
     process: str = ""  # as others of this host know it
     is_gone: Callable[[str], bool] = lambda process: False  # what this host's kernel says of such a process
     pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
     oom_kills: Callable[[], int] = lambda: 0  # of this machine's kernel, so far
     recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
     set_log_level: Callable[[str], None] = lambda level: None
+    cold_start: Mapping[str, float] = field(default_factory=dict)  # seconds of its parts, as far as it has come
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,7 @@ class Worker:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
         self._told_stuck = False
+        self._cold_start, self._held_at = dict(ports.cold_start), 0.0
         self._draining: asyncio.Task[bool] | None = None
         self._files = ModelFilesService(settings.model_path)
         self._running = RunningSettings(
@@ -168,12 +172,11 @@ class Worker:
         self._service = build(self.context)
         self.context.metrics.register(
             WorkerCollector(
-                lambda: ports.engine.stats,
-                ports.engine.steps,
-                lambda: len(self._adapters_held()),
-                self.context.labels(self._service.role),
+                lambda: ports.engine.stats, ports.engine.steps, lambda: len(self._adapters_held()),
+                self.context.labels(self._service.role), lambda: ports.tiers.stats if ports.tiers else {},
+                lambda: self._cold_start,
             )
-        )
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Serve until `stop` or a failure, then drain and close.
@@ -242,7 +245,9 @@ class Worker:
 
     def _start(self, server: RunningServer) -> list[asyncio.Task[None]]:
         context, registry = self.context, self._ports.registry
-        publisher = BlockPublisher(self._ports.engine, registry, context.worker_id, context.incarnation)
+        publisher = BlockPublisher(
+            self._ports.engine, registry, context.worker_id, context.incarnation, tiers=self._ports.tiers
+        )
         info = _info(context, self._service, self._files.fingerprint, server.port, self.metrics_port)
         self.address = info.grpc_address
         self._lease = Lease(
@@ -267,6 +272,7 @@ class Worker:
     async def _announce(self, server: RunningServer) -> None:
         """Healthy once registered, or linked, and gateways of another release are gone; not while draining."""
         await self._lease.held.wait()
+        self._held_at = asyncio.get_running_loop().time()
         while self.context.settings.ready_when == "linked" and not await self._any_of(self._is_linked):
             await asyncio.sleep(LINK_CHECK_S)
         await succeed(self._ports.registry)
@@ -341,9 +347,11 @@ class Worker:
         engine = self._ports.engine
         stats, rates = engine.stats, engine.rates
         self._told_stuck = self._is_stuck()
+        if (linked := self._service.linked()) and self._held_at:
+            self._cold_start.setdefault("link", asyncio.get_running_loop().time() - self._held_at)
         return WorkerLoad(
             free_blocks=stats.free_blocks, num_waiting=stats.num_waiting, num_running=stats.num_running,
-            queued_tokens=stats.queued_tokens, draining=self._leaving.is_set(), linked=self._service.linked(),
+            queued_tokens=stats.queued_tokens, draining=self._leaving.is_set(), linked=linked,
             prefill_tokens_per_s=rates.prefill_tokens_per_s, step_s=rates.step_s,
             transfer_tokens_per_s=rates.transfer_tokens_per_s(Distance.NEAR),
             zone_transfer_tokens_per_s=rates.transfer_tokens_per_s(Distance.ZONE),
@@ -371,22 +379,11 @@ def _info(
     settings, engine, hostname = context.settings, context.engine, context.ports.hostname
     host = settings.reachable_host(hostname)
     return WorkerInfo(
-        worker_id=context.worker_id,
-        role=service.role,
-        incarnation=context.incarnation,
-        grpc_address=rpc.address(host, grpc_port),
-        transfer_address=service.transfer_address,
-        model=settings.served_name,
-        revision=engine.layout.revision,
-        layout_hash=engine.layout.hash,
-        block_size=settings.block_size,
-        num_blocks=context.ports.engine.stats.num_blocks,
-        max_num_seqs=engine.max_num_seqs,
-        max_model_len=engine.model_config.max_model_len,
-        transports=settings.kv_transports,
-        host=hostname,
-        process=context.ports.process,
-        fingerprint=fingerprint,
-        metrics_address=rpc.address(host, metrics_port) if metrics_port else "",
-        **context.location._asdict(),
-    )
+        worker_id=context.worker_id, role=service.role, incarnation=context.incarnation,
+        grpc_address=rpc.address(host, grpc_port), transfer_address=service.transfer_address,
+        model=settings.served_name, revision=engine.layout.revision, layout_hash=engine.layout.hash,
+        block_size=settings.block_size, num_blocks=context.ports.engine.stats.num_blocks,
+        max_num_seqs=engine.max_num_seqs, max_model_len=engine.model_config.max_model_len,
+        transports=settings.kv_transports, host=hostname, process=context.ports.process, fingerprint=fingerprint,
+        metrics_address=rpc.address(host, metrics_port) if metrics_port else "", **context.location._asdict(),
+    )  # fmt: skip

@@ -14,18 +14,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import structlog
 from opentelemetry import trace
 
-from tandem.block_hash import block_hashes, root_hash
 from tandem.engine import Engine, Request
 from tandem.process import WorkThreads
 from tandem.spans import TRUNCATED
 from tandem.transfer import Fetch, KVSource, Link, LinkPeer, TransferError
 from tandem.v1 import worker_pb2
-from tandem.worker.engine_port import EngineDied, EnginePort, Event
+from tandem.worker.beside_engine import at_once, block_chain, land, release
+from tandem.worker.engine_port import EngineDied, EnginePort
+from tandem.worker.kv_tiers import KVTiers
 
 # A fetch takes milliseconds: who waits for longer had better compute.
 FETCH_S = 1.0
@@ -38,7 +39,6 @@ LENDING_THREADS = 2
 
 log = structlog.get_logger(__name__)
 tracer = trace.get_tracer("tandem.worker")
-T = TypeVar("T")
 LinkTo = Callable[[LinkPeer, str], Awaitable[Link]]
 
 
@@ -70,9 +70,10 @@ class KVFetcher:
     """Completes this worker's cache. `address`: where its own receiver is reached. `stuck`: why it cannot go on."""
 
     def __init__(
-        self, engine: EnginePort, receiver: KVLandings, link_to: LinkTo, *, address: str, new_id: Callable[[], str]
-    ) -> None:
-        self._engine, self._receiver, self._link_to = engine, receiver, link_to
+        self, engine: EnginePort, receiver: KVLandings, link_to: LinkTo, *, address: str, new_id: Callable[[], str],
+        tiers: KVTiers | None = None,
+    ) -> None:  # fmt: skip
+        self._engine, self._receiver, self._link_to, self._tiers = engine, receiver, link_to, tiers
         self._address, self._new_id = address, new_id
         self._under_way: set[str] = set()
         self.stuck = ""
@@ -80,11 +81,18 @@ class KVFetcher:
     def transfer_ids(self) -> set[str]:
         return set(self._under_way)
 
+    async def complete(self, request: Request, holder: Holder | None, timeout_s: float) -> int:
+        """Bring what `holder` and the tiers have of the prompt. Returns how many of its tokens the holder sent."""
+        fetched = await self.fetch(request, holder, timeout_s) if holder else 0
+        if self._tiers is not None:
+            await self._tiers.restore(request, timeout_s)
+        return fetched
+
     async def fetch(self, request: Request, holder: Holder, timeout_s: float) -> int:
         """How many of the prompt's tokens were fetched; none where that did not come about."""
-        chain, transfer_id = self._chain(request), self._new_id()
+        chain, transfer_id = block_chain(self._engine.engine.layout, request), self._new_id()
         with tracer.start_as_current_span("kv.fetch") as span:
-            room = await _at_once(self._engine, transfer_id, lambda engine: _expect(engine, transfer_id, chain))
+            room = await at_once(self._engine, transfer_id, lambda engine: _expect(engine, transfer_id, chain))
             num_blocks = 0
             if room is not None:
                 num_blocks = await self._landed(transfer_id, chain, room, holder, min(timeout_s, FETCH_S))
@@ -138,23 +146,12 @@ class KVFetcher:
 
     def _end(self, transfer_id: str, num_cached: int, num_blocks: int) -> None:
         """Nothing is written to its blocks any more. On any thread."""
-
-        def end(engine: Engine) -> Sequence[Event]:
-            engine.moving.land(transfer_id, num_cached, num_blocks)
-            return ()
-
         self._under_way.discard(transfer_id)
-        self._engine.submit(transfer_id, end)
+        land(self._engine, transfer_id, num_cached, num_blocks)
 
     def _look_at_fence(self, transfer_id: str) -> None:
         if transfer_id in self._under_way:
             self.stuck = f"transfer {transfer_id} is still being written after {FENCE_WAIT_S} s"
-
-    def _chain(self, request: Request) -> list[bytes]:
-        """Root and names of the prompt's blocks, but that of its last token, which is computed."""
-        layout, lora = self._engine.engine.layout, request.lora.revision if request.lora else ""
-        root = root_hash(layout.model, layout.revision, lora, request.cache_salt)
-        return [root, *block_hashes(root, request.token_ids[:-1], layout.block_size)]
 
     @property
     def _block_bytes(self) -> int:
@@ -214,13 +211,13 @@ class KVLender:
 
     async def _lend(self, name: str, peer: LinkPeer, fetch: Fetch) -> None:
         names, timeout_s = fetch.block_names(), min(fetch.timeout_ms / 1000, FETCH_S)
-        blocks = await _at_once(self._engine, name, lambda engine: engine.moving.lend(name, names))
+        blocks = await at_once(self._engine, name, lambda engine: engine.moving.lend(name, names))
         try:
             async with asyncio.timeout(timeout_s):
                 link = await self._link_to(peer, fetch.address)
                 await self._push(link, fetch.transfer_id, blocks, timeout_s)
         finally:
-            _release(self._engine, name)
+            release(self._engine, name)
 
     async def _push(self, link: Link, transfer_id: str, blocks: Sequence[int], timeout_s: float) -> None:
         """Until they have been verified there. The blocks may be written again as soon as this returns or raises."""
@@ -257,27 +254,6 @@ class KVLender:
 
 def _expect(engine: Engine, transfer_id: str, chain: Sequence[bytes]) -> tuple[int, list[int]] | None:
     return engine.moving.expect(transfer_id, chain, engine.stats().num_running)
-
-
-def _release(port: EnginePort, name: str) -> None:
-    def release(engine: Engine) -> Sequence[Event]:
-        engine.moving.release(name)
-        return ()
-
-    port.submit(name, release)
-
-
-async def _at_once(port: EnginePort, name: str, fn: Callable[[Engine], T]) -> T:
-    """Result of `fn`, which takes blocks for `name`: beside a step where that is to be had, for they are free or
-    cached already. A caller that is cancelled gets nothing, and nothing stays taken."""
-    done = port.beside_step(lambda engine: [fn(engine)])
-    if done is not None:
-        return done[0]
-    try:
-        return await port.call(fn)
-    except BaseException:
-        _release(port, name)
-        raise
 
 
 def _settle(landed: asyncio.Future[tuple[int, str]], num_bytes: int, error: str) -> None:

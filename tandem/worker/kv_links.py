@@ -43,16 +43,19 @@ class KVLinks:
         self.keeper = LinkKeeper(self.sender, self._view, context.location, engine.layout.hash, others, changed)
         ports.engine.rates.distance_to = self.keeper.distance_to
         self.fetcher = KVFetcher(
-            ports.engine, self.receiver, self.keeper.link_to, address=self.address, new_id=ports.new_id
-        )
+            ports.engine, self.receiver, self.keeper.link_to, address=self.address, new_id=ports.new_id,
+            tiers=ports.tiers,
+        )  # fmt: skip
         self.lender = KVLender(
             ports.engine, self.keeper.link_to, new_id=ports.new_id, now=ports.links.driver.now,
             concurrent=ports.links.driver.concurrent,
         )  # fmt: skip
         self.receiver.on_fetch = self.lender.asked
+        self._disk = ports.tiers
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._view.run(), self.keeper.keep(), self._watch()]
+        disk = [self._disk.run()] if self._disk else []
+        return [self._view.run(), self.keeper.keep(), self._watch(), *disk]
 
     def check_integrity(self, pushed: set[str], expected: set[str]) -> IntegrityReport:
         """`pushed` and `expected`: transfers of sequences."""
@@ -65,6 +68,8 @@ class KVLinks:
 
     async def close(self) -> None:
         await self.lender.close()
+        if self._disk:
+            self._disk.close()
         self.sender.close()
         self.receiver.close()
 

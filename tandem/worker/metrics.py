@@ -5,13 +5,14 @@ Read from the engine's last statistics when Prometheus asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 from tandem.engine import EngineStats
 from tandem.metrics import WORKER, BucketCounts
+from tandem.tiers import TierStats
 
 
 class StepCounts:
@@ -37,9 +38,12 @@ class WorkerCollector(Collector):
         steps: StepCounts,
         num_adapters: Callable[[], int],
         labels: Sequence[str],
+        tiers: Callable[[], Mapping[str, TierStats]],
+        cold_start: Callable[[], Mapping[str, float]],
     ) -> None:
-        """`labels`: values of WORKER_LABELS."""
+        """`labels`: values of WORKER_LABELS; `cold_start`: seconds of its parts."""
         self._stats, self._steps, self._num_adapters, self._labels = stats, steps, num_adapters, labels
+        self._tiers, self._cold_start = tiers, cold_start
 
     def collect(self) -> Iterator[Metric]:
         values = {**_values(self._stats()), "tandem_adapters": self._num_adapters()}
@@ -47,7 +51,30 @@ class WorkerCollector(Collector):
             family = WORKER[name].family()
             family.add_metric(self._labels, value)
             yield family
+        family = WORKER["tandem_cold_start_seconds"].family()
+        for part, seconds in self._cold_start().items():
+            family.add_metric([*self._labels, part], seconds)
+        yield family
+        yield from self._of_tiers()
         yield from self._steps.families(self._labels)
+
+    def _of_tiers(self) -> Iterator[Metric]:
+        tiers = {tier: _of_tier(stats) for tier, stats in self._tiers().items()}
+        for name in _of_tier(TierStats()):
+            family = WORKER[name].family()
+            for tier, values in tiers.items():
+                family.add_metric([*self._labels, tier], values[name])
+            yield family
+
+
+def _of_tier(stats: TierStats) -> dict[str, float]:
+    return {
+        "tandem_kv_tier_up": stats.up,
+        "tandem_kv_tier_blocks": stats.held,
+        "tandem_kv_tier_written_blocks": stats.written,
+        "tandem_kv_tier_restored_blocks": stats.restored,
+        "tandem_kv_tier_damaged_blocks": stats.damaged,
+    }
 
 
 def _values(stats: EngineStats) -> dict[str, float]:

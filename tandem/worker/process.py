@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +21,7 @@ from tqdm import tqdm
 
 from tandem import rpc
 from tandem.containment import oom_kills_here
-from tandem.engine import Engine
+from tandem.engine import Engine, KVLayout
 from tandem.garbage import settled
 from tandem.liveness import CpuPressure, gone_here, this_process
 from tandem.process import (
@@ -31,11 +34,13 @@ from tandem.process import (
 )
 from tandem.registry import Registry, Role
 from tandem.rpc import DrainService
+from tandem.tiers import BlockFiles, HostBlocks, KVTier
 from tandem.transfer import LinkRuntime
 from tandem.worker.build import Worker, WorkerContext, WorkerPorts, WorkerService
 from tandem.worker.crash import open_crash_page
 from tandem.worker.engine_port import EngineStuck
 from tandem.worker.engine_thread import EngineThread
+from tandem.worker.kv_tiers import KVTiers
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -47,13 +52,40 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
     worker_id = settings.worker_id or f"{role}-{socket.gethostname()}-{settings.grpc_port or uuid4().hex[:6]}"
     traces = telemetry.set_up(f"tandem-{role}", worker_id, settings.log_level, telemetry.Traces.FOLLOWED)
     try:
-        page = open_crash_page(settings, worker_id)
-        engine = Engine(settings.engine_config(), on_progress=_Progress(worker_id), crash_page=page)
-        uvloop.run(_run(settings, worker_id, process_ports(settings, engine, traces.recent, tuned_by(traces)), build))
+        process_s = process_age_s()
+        engine, start = loaded_engine(settings, worker_id, _Progress(worker_id))
+        ports = process_ports(settings, engine, traces.recent, tuned_by(traces))
+        uvloop.run(_run(settings, worker_id, replace(ports, cold_start={"process": process_s, **start}), build))
     except (OSError, ValueError, EngineStuck) as error:
         raise SystemExit(f"{worker_id}: {error}") from error
     finally:
         traces.close()
+
+
+def process_age_s() -> float:
+    """Seconds that this process has lived; 0 where the kernel does not say."""
+    try:
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, AttributeError):
+        return 0.0
+
+
+def loaded_engine(
+    settings: WorkerSettings, worker_id: str, on_progress: Callable[[str, int, int], None] | None = None
+) -> tuple[Engine, dict[str, float]]:
+    """The worker's engine, and how many seconds its weights and what follows them, kernels and KV, have taken."""
+    began = weights_at = time.monotonic()
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal weights_at
+        weights_at = time.monotonic()
+        if on_progress:
+            on_progress(what, done, total)
+
+    page = open_crash_page(settings, worker_id)
+    engine = Engine(settings.engine_config(), on_progress=progress, crash_page=page)
+    return engine, {"weights": weights_at - began, "kernels": time.monotonic() - weights_at}
 
 
 def tuned_by(own: telemetry.Telemetry) -> Callable[[str], None]:
@@ -66,9 +98,11 @@ def process_ports(
 ) -> WorkerPorts:
     """A thread for the engine, sockets for everything else. For any process, an actor's too."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=settings.registry_wait_s)
+    port = EngineThread(engine)
     return WorkerPorts(
-        engine=EngineThread(engine),
+        engine=port,
         registry=registry,
+        tiers=KVTiers(port, tiers, lambda: uuid4().hex) if (tiers := _tiers(settings, engine.layout)) else None,
         serve=partial(rpc.serve, security=settings.security, known_as=settings.reachable_host(socket.gethostname())),
         links=LinkRuntime(),
         new_id=lambda: uuid4().hex,
@@ -83,12 +117,28 @@ def process_ports(
     )
 
 
-async def _run(
-    settings: WorkerSettings,
-    worker_id: str,
-    ports: WorkerPorts,
-    build: Callable[[WorkerContext], WorkerService],
-) -> None:
+def _tiers(settings: WorkerSettings, layout: KVLayout) -> list[KVTier]:
+    """Those that are set, the quickest first."""
+    block_bytes, tiers = layout.block_bytes * layout.num_layers, []
+    try:
+        if settings.kv_host:
+            tiers.append(KVTier("host", HostBlocks(block_bytes=block_bytes, budget_bytes=int(settings.kv_host))))
+        if settings.kv_disk:
+            folder, budget_bytes = settings.kv_disk_folder.expanduser(), int(settings.kv_disk)
+            files = BlockFiles(folder, layout.hash, block_bytes=block_bytes, budget_bytes=budget_bytes)
+            tiers.append(KVTier("disk", files))
+    except MemoryError as error:
+        raise ValueError(f"kv_host: {error}") from None
+    except OSError as error:
+        raise ValueError(f"kv_disk_folder: {error}") from None
+    return tiers
+
+
+def probed_worker(
+    settings: WorkerSettings, worker_id: str, ports: WorkerPorts, build: Callable[[WorkerContext], WorkerService]
+) -> Worker:
+    """One whose server answers probes, too, where settings name a port for them."""
+
     async def serve(servicers: Sequence[rpc.Servicer], host: str, port: int) -> rpc.Server:
         server = await rpc.serve(
             servicers, host, port, security=settings.security, known_as=settings.reachable_host(socket.gethostname())
@@ -98,6 +148,13 @@ async def _run(
         return server
 
     worker = Worker(settings, worker_id, build, replace(ports, serve=serve))
+    return worker
+
+
+async def _run(
+    settings: WorkerSettings, worker_id: str, ports: WorkerPorts, build: Callable[[WorkerContext], WorkerService]
+) -> None:
+    worker = probed_worker(settings, worker_id, ports, build)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     await run_measured(worker)

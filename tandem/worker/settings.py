@@ -75,6 +75,15 @@ class WorkerSettings(ClusterSettings):
     swap_memory: ByteSize = Field(
         ByteSize(256 * 2**20), ge=0, description="host memory for KV of preempted answers; 0: it is computed again"
     )
+    kv_host: ByteSize = Field(
+        ByteSize(0), ge=0, description="host memory for KV blocks that leave a GPU's cache, such as 16GiB; 0: none"
+    )
+    kv_disk: ByteSize = Field(
+        ByteSize(0), ge=0, description="disk for KV blocks that outlive memory and restarts, such as 20GiB; 0: none"
+    )
+    kv_disk_folder: Path = Field(
+        Path("~/.cache/tandem/kv"), description="folder for them: prompts can be guessed from it, as from memory"
+    )
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="token budget of one engine step (default: 512; on GPUs 8192 from 70 GiB on, else 2048)"

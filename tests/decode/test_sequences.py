@@ -18,6 +18,7 @@ from tandem.engine import EngineConfig, Request, SampledToken, SamplingParams, S
 from tandem.transfer import LinkPeer, LocalPeer, Push, Receiver, Sender, TransferError
 from tandem.v1 import worker_pb2
 from tandem.worker import InlineEngine, SequenceFailed, Streams
+from tandem.worker.beside_engine import land, release
 from tests.spans import attributes, catalogued, seen
 
 BLOCKS, BLOCK, WHOLE = 8, 16, 8 * 16 - 8
@@ -324,3 +325,30 @@ async def test_an_aborted_sequence_says_that_it_was_truncated(decode: Decode, sp
     await decode.sequences.abort("a")
     (span,) = spans.get_finished_spans()
     assert (attributes(span)["decode.finish_reason"], attributes(span)["tandem.truncated"]) == ("abort", True)
+
+
+CHAIN = [bytes([number]) * 16 for number in range(5)]  # a root and four blocks
+
+
+async def test_who_waits_for_blocks_gets_those_that_were_restored(decode: Decode) -> None:
+    assert await decode.engine.call(lambda engine: engine.moving.expect("restored", CHAIN, 0))
+    waiting = asyncio.create_task(decode.reserve("a"))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    land(decode.engine, "restored", 0, 4)
+    await asyncio.wait_for(waiting, 10)
+    await decode.disconnect("g")
+    await decode.released()
+
+
+async def test_who_waits_for_blocks_gets_those_that_were_lent(decode: Decode) -> None:
+    assert await decode.engine.call(lambda engine: engine.moving.expect("restored", CHAIN, 0))
+    land(decode.engine, "restored", 0, 4)
+    assert len(await decode.engine.call(lambda engine: engine.moving.lend("lent", CHAIN[1:]))) == 4
+    waiting = asyncio.create_task(decode.reserve("a"))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    release(decode.engine, "lent")
+    await asyncio.wait_for(waiting, 10)
+    await decode.disconnect("g")
+    await decode.released()

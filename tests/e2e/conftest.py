@@ -23,9 +23,10 @@ def config_only(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> P
 
 @pytest.fixture(scope="package")
 def shm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """float32, KV over shared memory."""
+    """float32, KV over shared memory, evicted KV kept in host memory."""
     folder = tmp_path_factory.mktemp("shm")
-    with running_cluster(folder, "--dtype=float32", "--transports=shm", "--disaggregation=require") as cluster:
+    settings = "--dtype=float32", "--transports=shm", "--disaggregation=require"
+    with running_cluster(folder, *settings, env={"TANDEM_KV_HOST": "64MiB"}) as cluster:
         yield cluster
 
 

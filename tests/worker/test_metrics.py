@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from tandem.engine import EngineStats
 from tandem.metrics import WORKER, WORKER_LABELS
 from tandem.process import IntegrityReport, metrics_server
+from tandem.tiers import TierStats
 from tandem.worker.metrics import StepCounts, WorkerCollector
 
 LABELS = ("m", "decode", "d0")
@@ -27,7 +28,12 @@ def read(host: str, port: int) -> dict[str, float]:
     text = httpx.get(f"http://{host}:{port}/metrics").text
     labels = ",".join(f'{name}="{value}"' for name, value in sorted(zip(WORKER_LABELS, LABELS, strict=True)))
     lines = (line.split() for line in text.splitlines() if not line.startswith("#") and "_bucket{" not in line)
+    of_tier = labels.replace(",worker=", ',tier="disk",worker=')
+    of_part = labels.replace(",role=", ',part="weights",role=')
+    both = {f"{{{one}}}" for one in (of_tier, of_part)}
     said = {name.replace(f"{{{labels}}}", ""): float(value) for name, value in lines}
+    for one in both:
+        said = {name.replace(one, ""): value for name, value in said.items()}
     return {name.removesuffix("_sum"): value for name, value in said.items() if not name.endswith("_count")}
 
 
@@ -37,7 +43,8 @@ def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None
     registry = CollectorRegistry()
     steps = StepCounts()
     steps.add(48, 3)
-    registry.register(WorkerCollector(lambda: now[0], steps, lambda: 2, LABELS))
+    tiers = {"disk": TierStats(9, 12, 3, 1, 1)}
+    registry.register(WorkerCollector(lambda: now[0], steps, lambda: 2, LABELS, lambda: tiers, lambda: {"weights": 7}))
     with metrics_server.serving(registry, lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, 0) as port:
         assert set(read(url, port)) == {series.exposed_as for series in WORKER.values()}
         assert read(url, port) == {
@@ -46,7 +53,9 @@ def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None
             "tandem_swapped_preemptions_total": 4, "tandem_aborted_sequences_total": 3,
             "tandem_aborted_blocks_total": 12, "tandem_proposed_tokens_total": 9, "tandem_accepted_tokens_total": 8,
             "tandem_evicted_blocks_total": 5, "tandem_adapters": 2, "vllm:iteration_tokens_total": 48,
-            "tandem_batch_sequences": 3,
+            "tandem_batch_sequences": 3, "tandem_kv_tier_up": 1, "tandem_kv_tier_blocks": 9,
+            "tandem_kv_tier_written_blocks_total": 12, "tandem_kv_tier_restored_blocks_total": 3,
+            "tandem_kv_tier_damaged_blocks_total": 1, "tandem_cold_start_seconds": 7,
         }  # fmt: skip
         now[0] = stats(free_blocks=0, queued_tokens=0)
         assert read(url, port)["tandem_kv_usage"] == 1

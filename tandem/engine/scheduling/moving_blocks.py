@@ -30,6 +30,16 @@ class MovingBlocks:
         """Blocks of these names, up to the first that is not cached."""
         return self._hold(transfer_id, self._pool.take(0, self._pool.match(names)) or [])
 
+    def lend_each(self, transfer_id: str, names: Sequence[bytes]) -> dict[bytes, int]:
+        """Blocks of those of these names that are cached, by their names."""
+        found = {name: block for name in names for block in self._pool.match([name])}
+        self._hold(transfer_id, self._pool.take(0, list(found.values())) or [])
+        return found
+
+    def num_cached(self, names: Sequence[bytes]) -> int:
+        """Blocks of these names that are cached, up to the first that is not."""
+        return len(self._pool.match(names))
+
     def expect(self, transfer_id: str, chain: Sequence[bytes], spare: int) -> tuple[int, list[int]] | None:
         """Room for what is not cached of `chain`, a root and the names behind it: how many blocks are cached, and the
         new ones. None where all are, or where fewer than `spare` blocks would stay free."""

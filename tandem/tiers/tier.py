@@ -1,0 +1,113 @@
+"""One place below the cache, on a thread of its own. One that fails or does not answer is left alone for PAUSE_S."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import structlog
+
+from tandem.process import WorkThreads
+
+# Work of at most 8 MiB that takes longer is a tier that does not answer.
+ANSWER_S, PAUSE_S = 1.0, 30.0
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+class BlockStore(Protocol):
+    """Blocks by name. One thread calls; `in` and `len` are for any."""
+
+    num_damaged: int
+
+    def __len__(self) -> int: ...
+    def __contains__(self, name: bytes) -> bool: ...
+    def write(self, name: bytes, block: memoryview) -> None: ...
+    def read(self, name: bytes, block: memoryview) -> bool: ...
+    def touch(self, names: Iterable[bytes]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Blocks held now; blocks written, restored and found damaged so far; 1 if the tier is used, 0 while it is not."""
+
+    held: int = 0
+    written: int = 0
+    restored: int = 0
+    damaged: int = 0
+    up: int = 0
+
+
+class KVTier:
+    """Rows are the bytes of one block each. `name` is for logs and metrics."""
+
+    def __init__(self, name: str, store: BlockStore) -> None:
+        self.name = name
+        self.num_restored = 0  # counted by who restores
+        self._store = store
+        self._thread = WorkThreads(f"kv-{name}", 1)
+        self._num_written = 0
+        self._is_up = True
+
+    def __contains__(self, block: bytes) -> bool:
+        return self._is_up and block in self._store
+
+    @property
+    def stats(self) -> TierStats:
+        store = self._store
+        return TierStats(len(store), self._num_written, self.num_restored, store.num_damaged, int(self._is_up))
+
+    def lacks(self, block: bytes) -> bool:
+        """True if it should be written."""
+        return self._is_up and block not in self._store
+
+    async def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> None:
+        """Last ones first, so that a chain loses its end before what leads there."""
+        self._num_written += await self._ask(lambda: self._write(blocks)) or 0
+
+    async def read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Fill each row with its block; returns how many there are, up to the first that is not to be had."""
+        return await self._ask(lambda: self._read(blocks)) or 0
+
+    async def touch(self, names: Iterable[bytes]) -> None:
+        """They have been used, the last one most recently."""
+        await self._ask(lambda: self._store.touch(names))
+
+    def close(self) -> None:
+        self._thread.close()
+        self._store.close()
+
+    def _write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+        for name, row in reversed(blocks):
+            self._store.write(name, row)
+        return len(blocks)
+
+    def _read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+        return next((i for i, (name, row) in enumerate(blocks) if not self._store.read(name, row)), len(blocks))
+
+    async def _ask(self, fn: Callable[[], T]) -> T | None:
+        """Result of `fn` on the tier's thread; None where it fails or does not answer: it is paused then."""
+        if not self._is_up:
+            return None
+        done = self._thread.run(fn)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.shield(done)
+        except TimeoutError:
+            done.add_done_callback(lambda late: late.cancelled() or late.exception())
+            self._pause(f"it has not answered in {ANSWER_S} s")
+        except (OSError, MemoryError) as error:
+            self._pause(str(error))
+        return None
+
+    def _pause(self, reason: str) -> None:
+        if self._is_up:
+            log.warning("KV blocks of a tier are not used for a while", tier=self.name, seconds=PAUSE_S, reason=reason)
+            asyncio.get_running_loop().call_later(PAUSE_S, self._resume)
+        self._is_up = False
+
+    def _resume(self) -> None:
+        self._is_up = True

@@ -1,0 +1,222 @@
+"""Tiers below a worker's prefix cache: what is cached is written to each, and restored for prompts that lack it.
+
+    cached ──> queue ──> lent for a copy in memory ──> each tier that lacks it        (run)
+    a tier ──> a copy in memory ──> into blocks of their own ──> cached               (restore)
+
+The engine takes no part: blocks are held for copies in memory alone, never while a tier is waited for. A block comes
+from the first tier that has it, and only where that is as quick as computing it, by what both took of late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+from opentelemetry import trace
+from torch import Tensor
+
+from tandem.engine import Engine, Request
+from tandem.process import WorkThreads
+from tandem.spans import TRUNCATED
+from tandem.tiers import KVTier, TierStats
+from tandem.worker.beside_engine import at_once, block_chain, land, release
+from tandem.worker.engine_port import EnginePort
+from tandem.worker.rates import Line
+
+# Bytes that are read, or copied to be written, at once.
+CHUNK_BYTES = 8 << 20
+# Blocks that wait to be written; beyond that the oldest are not.
+MAX_PENDING = 4096
+# Prompts whose blocks were used and whose tiers have not heard of it; beyond that the oldest are forgotten.
+MAX_USED = 256
+# Of restores that seemed slower than computing, one of so many is tried: what was slow once may not be now.
+TRY_EVERY = 16
+tracer = trace.get_tracer("tandem.worker")
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Blocks `first` to `end` of a prompt, which one tier has: no more than are restored at once."""
+
+    tier: KVTier
+    first: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+
+class KVTiers:
+    """Those of one worker, the quickest first. `run` writes; `restore` reads. `close` it."""
+
+    def __init__(self, engine: EnginePort, tiers: Sequence[KVTier], new_id: Callable[[], str]) -> None:
+        self._engine, self._tiers, self._new_id = engine, tiers, new_id
+        self._layout = layout = engine.engine.layout
+        self._chunk = max(1, CHUNK_BYTES // (layout.block_bytes * layout.num_layers))
+        self._copies = WorkThreads("kv-copy", 1)  # they do not wait behind a tier: blocks are held for them
+        self._pending: dict[bytes, None] = {}
+        self._used: deque[Sequence[bytes]] = deque(maxlen=MAX_USED)
+        self._woken = asyncio.Event()
+        self._speeds = {tier.name: Line() for tier in tiers}  # of restoring, in tokens
+        self._skipped = 0
+
+    @property
+    def stats(self) -> dict[str, TierStats]:
+        return {tier.name: tier.stats for tier in self._tiers}
+
+    def stored(self, names: Iterable[bytes]) -> None:
+        """These blocks are cached now."""
+        self._pending.update((name, None) for name in names if self._lacked(name))
+        while len(self._pending) > MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Write what waits, and tell the tiers what was used, until cancelled."""
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            while self._used:
+                chain = self._used.popleft()
+                for tier in self._tiers:
+                    await tier.touch(reversed(chain[1:]))
+            while self._pending:
+                names = list(self._pending)[: self._chunk]
+                for name in names:
+                    del self._pending[name]
+                await self._write([name for name in names if self._lacked(name)])
+
+    async def restore(self, request: Request, timeout_s: float) -> int:
+        """How many of the prompt's tokens are cached now that were not."""
+        now = asyncio.get_running_loop().time
+        chain, until = block_chain(self._layout, request), now() + timeout_s
+        if all(self._holder(name) is None for name in chain[1:]):
+            return 0
+        self._used.append(chain)
+        self._woken.set()
+        first = await at_once(self._engine, self._new_id(), lambda engine: engine.moving.num_cached(chain[1:]))
+        stretches = [*takewhile(self._is_quicker, self._stretches(chain, first))]
+        if not stretches:
+            return 0
+        with tracer.start_as_current_span("kv.restore") as span:
+            reached = first
+            for stretch in stretches:
+                started = now()
+                if started >= until or await self._restore(chain, stretch) < len(stretch):
+                    break
+                self._speeds[stretch.tier.name].add(len(stretch) * self._layout.block_size, now() - started)
+                stretch.tier.num_restored += len(stretch)
+                reached = stretch.end
+            span.set_attribute("kv.restored_blocks", reached - first)
+            if reached < stretches[-1].end:
+                span.set_attribute(TRUNCATED, True)
+        return (reached - first) * self._layout.block_size
+
+    def close(self) -> None:
+        self._copies.close()
+        for tier in self._tiers:
+            tier.close()
+
+    # --- into the cache ---
+
+    def _stretches(self, chain: Sequence[bytes], first: int) -> Iterator[Stretch]:
+        """From the prompt's block `first` on, up to one that no tier has."""
+        stretch: Stretch | None = None
+        for place, name in enumerate(chain[1 + first :], first):
+            tier = self._holder(name)
+            if stretch is not None and (tier is not stretch.tier or len(stretch) == self._chunk):
+                yield stretch
+                stretch = None
+            if tier is None:
+                return
+            stretch = stretch or Stretch(tier, place, place)
+            stretch.end += 1
+        if stretch is not None:
+            yield stretch
+
+    async def _restore(self, chain: Sequence[bytes], stretch: Stretch) -> int:
+        """How many of its blocks are cached now."""
+        names, name = chain[1 + stretch.first : 1 + stretch.end], self._new_id()
+        staged = self._staging(len(names))
+        staged = staged[: await stretch.tier.read(list(zip(names, _rows(staged), strict=True)))]
+        if not len(staged):
+            return 0
+        chain = chain[: 1 + stretch.first + len(staged)]
+        room = await at_once(self._engine, name, lambda engine: engine.moving.expect(name, chain, _spare(engine)))
+        if room is None:
+            return 0
+        num_cached, blocks = room
+        if num_cached < stretch.first:  # what it follows has been evicted meanwhile
+            land(self._engine, name, num_cached, 0)
+            return 0
+        copied = self._copies.run(_copy_in, self._engine.engine.kv_cache, staged[num_cached - stretch.first :], blocks)
+        copied.add_done_callback(lambda done: land(self._engine, name, num_cached, _landed(done, len(blocks))))
+        await asyncio.shield(copied)
+        return len(staged)
+
+    # --- out of the cache ---
+
+    async def _write(self, names: Sequence[bytes]) -> None:
+        if not names:
+            return
+        name = self._new_id()
+        lent = await at_once(self._engine, name, lambda engine: engine.moving.lend_each(name, names))
+        if not lent:
+            release(self._engine, name)
+            return
+        staged = self._staging(len(lent))
+        copied = self._copies.run(_copy_out, self._engine.engine.kv_cache, list(lent.values()), staged)
+        copied.add_done_callback(lambda done: release(self._engine, name))
+        await asyncio.shield(copied)
+        blocks = list(zip(lent, _rows(staged), strict=True))
+        for tier in self._tiers:
+            await tier.write([(block, row) for block, row in blocks if tier.lacks(block)])
+
+    def _staging(self, num_blocks: int) -> Tensor:
+        """Pinned where there is a device, which copies from and to such memory several times as fast."""
+        of_layer = self._layout.block_shape(num_blocks)[1:]
+        shape, on_device = (num_blocks, self._layout.num_layers, *of_layer), self._engine.engine.kv_cache[0].is_cuda
+        return torch.empty(shape, dtype=self._layout.kv_dtype, pin_memory=on_device)
+
+    # --- whether to use it ---
+
+    def _holder(self, name: bytes) -> KVTier | None:
+        return next((tier for tier in self._tiers if name in tier), None)
+
+    def _lacked(self, name: bytes) -> bool:
+        return any(tier.lacks(name) for tier in self._tiers)
+
+    def _is_quicker(self, stretch: Stretch) -> bool:
+        speed, computing = self._speeds[stretch.tier.name].per_second, self._engine.rates.prefill_tokens_per_s
+        if not speed or not computing or speed >= computing:
+            return True
+        self._skipped += 1
+        return self._skipped % TRY_EVERY == 0
+
+
+def _spare(engine: Engine) -> int:
+    return engine.stats().num_running
+
+
+def _landed(copied: asyncio.Future[None], num_blocks: int) -> int:
+    return 0 if copied.cancelled() or copied.exception() else num_blocks
+
+
+def _copy_in(kv_cache: Sequence[Tensor], staged: Tensor, blocks: Sequence[int]) -> None:
+    for layer, kv in enumerate(kv_cache):
+        kv[list(blocks)] = staged[:, layer].to(kv.device)
+
+
+def _copy_out(kv_cache: Sequence[Tensor], blocks: Sequence[int], staged: Tensor) -> None:
+    for layer, kv in enumerate(kv_cache):
+        staged[:, layer] = kv[list(blocks)].to(staged.device)
+
+
+def _rows(staged: Tensor) -> Iterator[memoryview]:
+    """Each block's bytes."""
+    for block in staged:
+        yield memoryview(block.view(torch.uint8).numpy().reshape(-1))
