@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 from rich.console import Console
@@ -28,14 +29,21 @@ class DetachedSettings(Settings):
 
 
 def status(arguments: list[str]) -> None:
-    asyncio.run(_status(load(DetachedSettings, arguments, "tandem status")))
+    _run(_status(load(DetachedSettings, arguments, "tandem status")))
 
 
 def down(arguments: list[str]) -> None:
     if not any(argument.startswith("--ray") for argument in arguments):
         down_here(arguments)
         return
-    asyncio.run(_down(load(DetachedSettings, with_ray_address(arguments), "tandem down")))
+    _run(_down(load(DetachedSettings, with_ray_address(arguments), "tandem down")))
+
+
+def _run(command: Coroutine[Any, Any, None]) -> None:
+    try:
+        asyncio.run(command)
+    except ConnectionError as error:
+        raise SystemExit(str(error)) from None
 
 
 def with_ray_address(arguments: list[str]) -> list[str]:
@@ -50,7 +58,7 @@ def with_ray_address(arguments: list[str]) -> list[str]:
 async def _status(settings: DetachedSettings) -> None:
     from tandem.local.ray import RayLauncher, connect
 
-    connect(settings.ray, settings.ray_namespace)
+    await connect(settings.ray, settings.ray_namespace)
     console = Console()
     launcher = RayLauncher(print, detached=True)
     states = await launcher.states()
@@ -92,7 +100,7 @@ async def _gateways(launcher: RayLauncher) -> list[str]:
 async def _down(settings: DetachedSettings) -> None:
     from tandem.local.ray import RayLauncher, connect
 
-    connect(settings.ray, settings.ray_namespace)
+    await connect(settings.ray, settings.ray_namespace)
     launcher = RayLauncher(print, detached=True)
     names = sorted(launcher.names)
     await launcher.stop()

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ STOP_WAIT_S = 10.0
 # What ends so soon after its start waits before it is started again: twice as long each time.
 MIN_LIFE_S = 5.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+# Of a service that is waited for: ended so often, it is not going to run.
+MOST_ENDS = 3
 MAX_DOUBLINGS = 16  # more would not fit a float after some hours
 LAST_LINES = 15
 MAX_LINE = 2**20
@@ -68,8 +70,14 @@ class Launcher(Protocol):
     def loading(self) -> Mapping[str, tuple[int, int]]:
         """Weights that each service has loaded, and of how many; (0, 0) before it has begun."""
 
-    async def stop(self) -> None:
-        """End all services, in bounded time."""
+    async def hosts(self) -> Mapping[str, str]:
+        """Addresses of gateways by name, if not of this machine."""
+
+    async def given_up(self, names: Iterable[str]) -> str:
+        """Why one of these is not going to run, in a line; empty while they may."""
+
+    async def stop(self, names: Iterable[str] | None = None) -> None:
+        """End these services, or all, in bounded time."""
 
 
 async def unless_failed(launcher: Launcher, awaited: Coroutine[Any, Any, T]) -> T:
@@ -105,15 +113,25 @@ class LocalLauncher:
         self._on_death = on_death
         self._oom_kills = OomKills()
         self._stages: list[list[_Process]] = []
+        self._logged: set[str] = set()  # services that have begun their log
         self._ended: asyncio.Queue[_Process] = asyncio.Queue()
 
     async def start(self, services: Sequence[Service]) -> None:
         stage: list[_Process] = []
         self._stages.append(stage)
         for service in services:
-            process = _Process(service, self._logs / f"{service.name}.log", self._ended.put_nowait)
+            process = _Process(service, self._begun_log(service.name), self._ended.put_nowait)
             await process.start()
             stage.append(process)
+
+    def _begun_log(self, name: str) -> Path:
+        """Its log, emptied of what another cluster wrote."""
+        path = self._logs / f"{name}.log"
+        if name not in self._logged:
+            self._logged.add(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"")
+        return path
 
     async def watch(self, *, restart: bool) -> None:
         while True:
@@ -136,16 +154,36 @@ class LocalLauncher:
                     return await self._ended.get()
 
     def loading(self) -> Mapping[str, tuple[int, int]]:
-        return {process.service.name: process.loading for stage in self._stages for process in stage}
+        return {process.service.name: process.loading for process in self._processes}
 
-    async def stop(self) -> None:
+    @property
+    def _processes(self) -> list[_Process]:
+        return [process for stage in self._stages for process in stage]
+
+    async def hosts(self) -> Mapping[str, str]:
+        return {}
+
+    async def given_up(self, names: Iterable[str]) -> str:
+        wanted = set(names)
+        for process in self._processes:
+            if process.service.name in wanted and process.num_ends >= MOST_ENDS:
+                said = process.last_lines[-1] if process.last_lines else "nothing"
+                return f"{process.service.name} ended {process.num_ends} times; its last words: {said}"
+        return ""
+
+    async def stop(self, names: Iterable[str] | None = None) -> None:
+        wanted = {process.service.name for process in self._processes} if names is None else set(names)
         for stage in reversed(self._stages):
-            for process in stage:
+            ending = [process for process in stage if process.service.name in wanted]
+            for process in ending:
                 process.terminate()
-            lives = [process.life for process in stage]
+            lives = [process.life for process in ending]
             if lives and (await asyncio.wait(lives, timeout=STOP_WAIT_S))[1]:
                 self._say("killing what did not stop in time")
-            await asyncio.gather(*(process.kill() for process in stage))
+            await asyncio.gather(*(process.kill() for process in ending))
+            stage[:] = [process for process in stage if process not in ending]
+            if ending and not stage:
+                self._stages = [other for other in self._stages if other is not stage]
 
     def _say(self, text: str) -> None:
         with suppress(OSError):  # a terminal that is gone ends no cluster
@@ -173,10 +211,10 @@ class _Process:
         self.loading = (0, 0)
         self._quick_deaths = 0
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.num_ends = 0
         self._log_path = log_path
         self._ended = ended
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        log_path.write_bytes(b"")
+        self._stopping = False
 
     @property
     def pause_s(self) -> float:
@@ -190,11 +228,12 @@ class _Process:
 
     def start_again(self, pause_s: float) -> None:
         """`life` begins with the pause, which ends with it."""
-        self._live(self._after(pause_s))
+        if not self._stopping:
+            self._live(self._after(pause_s))
 
     def _live(self, life: Coroutine[Any, Any, int]) -> None:
         self.life = asyncio.create_task(life, name=self.service.name)
-        self.life.add_done_callback(lambda _: self._ended(self))
+        self.life.add_done_callback(lambda _: self._stopping or self._ended(self))
 
     async def _after(self, pause_s: float) -> int:
         await asyncio.sleep(pause_s)
@@ -214,10 +253,13 @@ class _Process:
         """After its end: the exit status. Children that it left behind are killed."""
         self._kill_group()
         age = asyncio.get_running_loop().time() - self._started_at
+        self.num_ends += 1
         self._quick_deaths = self._quick_deaths + 1 if age < MIN_LIFE_S else 0
         return await self.life
 
     def terminate(self) -> None:
+        """From now on its end is nobody's concern."""
+        self._stopping = True
         if self._child.returncode is None:
             self._child.terminate()
         elif not self.life.done():

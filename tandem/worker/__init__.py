@@ -10,7 +10,6 @@ from tandem.worker.settings import FOLLOWED, WorkerSettings
 
 if TYPE_CHECKING:
     from tandem.worker.build import RunningServer, Worker, WorkerContext, WorkerPorts, WorkerService
-    from tandem.worker.crash import open_crash_page
     from tandem.worker.engine_inline import InlineEngine
     from tandem.worker.engine_port import Added, Ended, EngineDied, EnginePort, EngineStuck, Event
     from tandem.worker.engine_thread import EngineThread
@@ -60,7 +59,6 @@ __all__ = [
     "failure_of",
     "fell_back",
     "loaded_engine",
-    "open_crash_page",
     "probed_worker",
     "process_ports",
     "run_measured",
@@ -69,7 +67,6 @@ __all__ = [
 ]
 _WITH_TORCH = {
     "build": ("RunningServer", "Worker", "WorkerContext", "WorkerPorts", "WorkerService"),
-    "crash": ("open_crash_page",),
     "engine_inline": ("InlineEngine",),
     "engine_port": ("Added", "Ended", "EngineDied", "EnginePort", "EngineStuck", "Event"),
     "engine_thread": ("EngineThread",),

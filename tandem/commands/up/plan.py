@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tandem.cluster import Cluster
@@ -19,6 +19,7 @@ class ClusterPlan:
     kvstore: Service
     workers: list[Service]
     gateways: list[Service]
+    hosts: Mapping[str, str] = field(default_factory=dict)  # by gateway: where one is that is elsewhere
 
     @classmethod
     def of(
@@ -30,5 +31,5 @@ class ClusterPlan:
         return cls(cluster, redis_url, replace(kvstore, environment=environment), workers, gateways)
 
     def url(self, gateway: Service, port: str = "http_port") -> str:
-        host = str(gateway.settings.get("host", "127.0.0.1"))
+        host = self.hosts.get(gateway.name) or str(gateway.settings.get("host", "127.0.0.1"))
         return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{gateway.settings[port]}"

@@ -7,10 +7,11 @@ import atexit
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import httpx
 from rich.console import Console
@@ -26,6 +27,9 @@ from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher, LocalLauncher, ServiceFailed, report_death, unless_failed, until_set
 from tandem.process import LogOutput, descriptor_of
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable
+
+if TYPE_CHECKING:
+    from tandem.local.ray import RayLauncher
 
 
 async def up_here(settings: UpSettings, cluster: Cluster, environment: Mapping[str, str]) -> None:
@@ -43,9 +47,14 @@ async def up_here(settings: UpSettings, cluster: Cluster, environment: Mapping[s
 async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping[str, str]) -> None:
     from tandem.local.ray import RayLauncher, connect, kvstore_on_ray, service_address, store_address
 
-    connect(settings.ray, settings.ray_namespace, cluster.ray.runtime_env)
     console = _console()
-    launcher = RayLauncher(lambda text: console.print(escape(text), style="yellow"), detached=settings.detach)
+
+    def report(text: str) -> None:
+        console.print(escape(text), style="yellow")
+
+    env, wait_s = cluster.ray.runtime_env, settings.ready_timeout_s
+    await connect(settings.ray, settings.ray_namespace, env, wait_s=wait_s, report=report)
+    launcher = RayLauncher(report, detached=settings.detach)
     running = await launcher.kvstore()
     if running:
         cluster = cluster.in_namespace(str(running.settings.get("namespace", DEFAULT_NAMESPACE)))
@@ -63,8 +72,31 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping
     except ServiceFailed:
         await launcher.stop(launcher.names - before)
         raise
+    await _roll(settings, plan, launcher, console)
     wanted = {service.name for service in (plan.kvstore, *plan.workers, *plan.gateways)}
     await launcher.stop(launcher.names - wanted)
+
+
+async def _roll(settings: UpSettings, plan: ClusterPlan, launcher: RayLauncher, console: Console) -> None:
+    """Replaces what runs with other settings, one place after another: what has a second like it is not missed."""
+
+    async def again(names: Collection[str]) -> None:
+        try:
+            async with asyncio.timeout(settings.ready_timeout_s):
+                while not await launcher.are_ready(names):
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{', '.join(names)} did not get ready with changed settings; the rest is as it was"
+            ) from None
+        await _wait_until_ready(settings, plan, launcher, console)
+
+    for place in await launcher.changed([*plan.workers, *plan.gateways]):
+        names = [service.name for service in place]
+        console.print(f"changes {', '.join(names)}")
+        await launcher.stop(names)
+        await launcher.start(place)
+        await unless_failed(launcher, again(names))
 
 
 def _console() -> Console:
@@ -99,7 +131,7 @@ async def _start(settings: UpSettings, plan: ClusterPlan, launcher: Launcher, co
     await unless_failed(launcher, _registry_answers(settings, plan.redis_url))
     await launcher.start(plan.workers)
     await launcher.start(plan.gateways)
-    await unless_failed(launcher, _wait_until_ready(settings, plan, launcher, console))
+    plan = await unless_failed(launcher, _wait_until_ready(settings, plan, launcher, console))
     console.print(status(settings, plan, now() - started, await capacities(plan)))
     if settings.sample and not plan.cluster.gateway.settings.get("api_keys"):
         await stream_sample(settings, plan, console)
@@ -121,8 +153,14 @@ async def _registry_answers(settings: UpSettings, url: str) -> None:
         await registry.close()
 
 
-async def _wait_until_ready(settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console) -> None:
-    """Until each gateway says that every worker is there and every prefill-decode pair has moved a real block."""
+async def _wait_until_ready(
+    settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console
+) -> ClusterPlan:
+    """Until each gateway says that every worker is there and every prefill-decode pair has moved a real block.
+
+    Returns:
+        The plan, with where each gateway is.
+    """
     missing = "no gateway answers"
     try:
         async with asyncio.timeout(settings.ready_timeout_s), httpx.AsyncClient(timeout=2.0) as client:
@@ -133,10 +171,12 @@ async def _wait_until_ready(settings: UpSettings, plan: ClusterPlan, launcher: L
                     while missing := await _missing(client, plan.url(gateway, port), expected):
                         live.update(progress(launcher))
                         await asyncio.sleep(0.1)
+                        plan = replace(plan, hosts=await launcher.hosts())
     except TimeoutError:
         raise TimeoutError(
             f"not ready after {settings.ready_timeout_s:.0f} s: {missing}; logs are in {settings.logs}"
         ) from None
+    return plan
 
 
 async def _missing(client: httpx.AsyncClient, address: str, expected: dict[str, dict[str, int]]) -> str:

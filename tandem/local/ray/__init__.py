@@ -7,6 +7,7 @@ Removing one drains it first. Tokens and KV never pass through Ray, and only thi
 """
 
 from tandem.local.ray.actor import ActorState, service_address, store_address
-from tandem.local.ray.launcher import RayLauncher, connect, kvstore_on_ray
+from tandem.local.ray.head import connect
+from tandem.local.ray.launcher import RayLauncher, kvstore_on_ray
 
 __all__ = ["ActorState", "RayLauncher", "connect", "kvstore_on_ray", "service_address", "store_address"]

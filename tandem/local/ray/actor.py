@@ -23,6 +23,7 @@ from tandem.local.launcher import LocalLauncher, Service, is_setting, threads_en
 # How long a failed service shows its error before its actor ends and Ray starts another.
 SHOW_ERROR_S = 3.0
 ROLES = ("services.prefill", "services.decode")
+EVERYWHERE = ("0.0.0.0", "::")
 # Ray's own name of a zone, and ours of an NVLink domain.
 LABELS = {"zone": "ray.io/availability-zone", "nvlink_domain": "nvlink-domain"}
 
@@ -33,6 +34,8 @@ class ActorState:
 
     name: str
     module: str
+    model: str  # "" of what serves all
+    resources: Mapping[str, float]
     address: str
     incarnation: str
     node: str
@@ -77,9 +80,11 @@ class ServiceActor:
         life, service = self._life, self._service
         ready = life.ready and self._thread.is_alive() and not self._stopping
         node = ray.get_runtime_context().get_node_id()
+        model = str(service.settings.get("model_name", ""))
         return ActorState(
-            service.name, service.module, life.address, life.incarnation, node, os.getpid(), ready, self._error
-        )
+            service.name, service.module, model, service.resources, life.address, life.incarnation, node, os.getpid(),
+            ready, self._error,
+        )  # fmt: skip
 
     def stop(self) -> None:
         """Drain and end it; returns when it has ended. The caller keeps Ray from starting another."""
@@ -107,9 +112,9 @@ class _WorkerLife:
 
     def __init__(self, service: Service) -> None:
         starting()
-        from tandem.engine import Engine
+        began = time.monotonic()
         from tandem.process import telemetry
-        from tandem.worker import open_crash_page
+        from tandem.worker import loaded_engine
 
         self._name, role = service.name, service.module.rpartition(".")[2].title()
         settings_type = getattr(import_module(f"{service.module}.settings"), f"{role}Settings")
@@ -117,14 +122,16 @@ class _WorkerLife:
         self._settings = settings_type(**{"host": node_address(), **location_here(), **service.settings})
         traces = telemetry.Traces.FOLLOWED
         self._own = telemetry.set_up(f"tandem-{role.lower()}", service.name, self._settings.log_level, traces)
-        page = open_crash_page(self._settings, service.name)
-        self._engine = Engine(self._settings.engine_config(), crash_page=page)
+        process_s = time.monotonic() - began  # Ray's own processes may have waited for long before
+        self._engine, start = loaded_engine(self._settings, service.name)
+        self._cold_start = {"process": process_s, **start}
 
     async def run(self) -> None:
-        from tandem.worker import Worker, process_ports, run_measured, tuned_by
+        from tandem.worker import probed_worker, process_ports, run_measured, tuned_by
 
         ports = process_ports(self._settings, self._engine, self._own.recent, tuned_by(self._own))
-        self._worker = Worker(self._settings, self._name, self._build, ports)
+        ports = replace(ports, cold_start=self._cold_start)
+        self._worker = probed_worker(self._settings, self._name, ports, self._build)
         self.incarnation = self._worker.context.incarnation
         announcing = asyncio.create_task(self._announce())
         try:
@@ -181,7 +188,7 @@ def service_address(service: Service) -> str:
     if service.module == "services.kvstore":
         return settings.get("redis_url") or _own_redis(settings, "redis_port")
     host = settings.get("host", "127.0.0.1")
-    return f"{node_address() if host in ('0.0.0.0', '::') else host}:{settings['http_port']}"
+    return f"{node_address() if host in EVERYWHERE else host}:{settings['http_port']}"
 
 
 def store_address(kvstore: Service) -> str:
@@ -196,6 +203,6 @@ def _own_redis(settings: Mapping[str, str], port: str) -> str:
 
 def _advertised(service: Service) -> Service:
     """A gateway that listens at every address of its node is reached at the one that Ray knows."""
-    if service.module != "services.gateway" or service.settings.get("host") not in ("0.0.0.0", "::"):
+    if service.module != "services.gateway" or service.settings.get("host") not in EVERYWHERE:
         return service
     return replace(service, settings={"advertise_host": node_address(), **service.settings})

@@ -1,13 +1,19 @@
-"""Placement of actors: what each needs of a node, and which two share one."""
+"""Placement of actors: what each needs of a node, which two share one, and on which node each is.
+
+a worker     where the fewest of its role and model are, then the fewest of all; without room it waits
+a gateway    likewise, where it listens beyond its own machine; the first, and the kvstore, on the node that starts them
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import ray
 
 from tandem.local.launcher import Service
-from tandem.local.ray.actor import ROLES
+from tandem.local.ray.actor import EVERYWHERE, ROLES
 
 RESOURCES = {"cpu": "CPU", "nvidia.com/gpu": "GPU", "memory": "memory"}
 # Transports that reach no other machine.
@@ -23,6 +29,49 @@ def places(services: Sequence[Service]) -> list[tuple[Service, ...]]:
         pairs += zip(*by_role, strict=False)
     paired = {service.name for pair in pairs for service in pair}
     return [*pairs, *((service,) for service in services if service.name not in paired)]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A service's part of a node."""
+
+    node: str
+    kind: tuple[str, str]  # module and model
+    resources: Mapping[str, float]
+
+    @classmethod
+    def by(cls, service: Service, node: str) -> Placed:
+        return cls(node, (service.module, str(service.settings.get("model_name", ""))), service.resources)
+
+
+def node_for(place: Sequence[Service], nodes: Mapping[str, Mapping[str, float]], taken: Iterable[Placed]) -> str:
+    """The node with room where the fewest of the same kind are, then the fewest of all. `nodes`: resources of each.
+
+    "" where none has room: then Ray places it once it can.
+    """
+    taken = tuple(taken)
+    room = {node: Counter(total) for node, total in nodes.items()}
+    for one in taken:
+        room.get(one.node, Counter()).subtract(ray_names(one.resources))
+    needed: Counter[str] = Counter()
+    for service in place:
+        needed.update(ray_names(service.resources))
+    kinds = {Placed.by(service, "").kind for service in place}
+
+    def crowd(node: str) -> tuple[int, int]:
+        here = Counter(one.kind for one in taken if one.node == node)
+        return max(here[kind] for kind in kinds), here.total()
+
+    usable = [node for node, free in room.items() if all(free[name] >= amount for name, amount in needed.items())]
+    return min(usable, key=crowd, default="")
+
+
+def stays_with_starter(service: Service) -> bool:
+    """The kvstore, and gateways that others could not reach elsewhere; of several the first stays, too."""
+    if service.module in ROLES:
+        return False
+    reachable = service.settings.get("host") in EVERYWHERE
+    return service.module != "services.gateway" or not reachable or service.name in ("gateway", "gateway-0")
 
 
 def shortage(resources: Mapping[str, float]) -> str:

@@ -1,0 +1,84 @@
+"""The way to a Ray cluster: its head is waited for, with one line, before Ray's own client tries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+import ray
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray._private.services import canonicalize_bootstrap_address_or_die, find_gcs_addresses
+from ray.exceptions import RayError, RuntimeEnvSetupError
+
+LOOK_S, ANSWER_S = 0.5, 2.0
+NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+async def connect(
+    address: str,
+    namespace: str,
+    runtime_env: Mapping[str, Any] | None = None,
+    *,
+    wait_s: float = 20.0,
+    report: Callable[[str], None] = print,
+) -> None:
+    """To the Ray cluster at `address`; "auto": this machine's; "local": one that is started here and ends with this.
+
+    Actors that are then started have `runtime_env`.
+
+    Raises:
+        ConnectionError: there is none, or it does not answer within `wait_s`.
+        ValueError: Ray does not take the address or the runtime_env.
+    """
+    if address != "local":
+        address = await _head(address, wait_s, report)
+    try:
+        ray.init(
+            address=address, namespace=namespace, runtime_env=dict(runtime_env or {}), ignore_reinit_error=True,
+            log_to_driver=False, configure_logging=False,
+        )  # fmt: skip
+    except (TypeError, ValueError, RuntimeEnvSetupError) as error:
+        raise ValueError(f"ray.runtime_env: {error}") from None
+    except (RuntimeError, RayError) as error:
+        raise ConnectionError(f"Ray's head at {address} answers, but: {' '.join(str(error).split())}") from None
+
+
+async def _head(address: str, wait_s: float, report: Callable[[str], None]) -> str:
+    """Address of a head that answers: Ray's client ends the process that it does not answer, with a page of text."""
+    said = False
+    try:
+        async with asyncio.timeout(wait_s):
+            while not await _answers(found := _found(address)):
+                if not said:
+                    said = True
+                    report(f"waits for Ray's head at {found or address}, for {wait_s:g} s at most")
+                await asyncio.sleep(LOOK_S)
+            return found
+    except TimeoutError:
+        raise ConnectionError(
+            f"Ray's head at {address} did not answer within {wait_s:g} s; `ray start --head` starts one"
+        ) from None
+
+
+def _found(address: str) -> str:
+    """Host and port; "" where none is known yet."""
+    find_gcs_addresses.cache_clear()  # type: ignore[attr-defined]
+    try:
+        return str(canonicalize_bootstrap_address_or_die(address))
+    except ConnectionError:
+        return ""
+
+
+async def _answers(address: str) -> bool:
+    """True if anything of gRPC does; a refusal is an answer."""
+    if not address:
+        return False
+    async with aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            return error.code() not in NO_ANSWER
+    return True
