@@ -80,23 +80,25 @@ class Keys(Part):
         """The key that this is, if it is one of these. Takes as long whatever part of the secret is wrong."""
         prefix, _, rest = text.partition("-")
         name, _, secret = rest.partition("-")
-        digest = sha256(secret.encode()).hexdigest()
+        said = digest(secret)
         for key in self.keys:
             if key.id == name:
-                return key if prefix == PREFIX and hmac.compare_digest(key.sha256, digest) else None
+                return key if prefix == PREFIX and hmac.compare_digest(key.sha256, said) else None
         return None
 
-    def add(self, id: str, secret: str, tenant: str, tier: str, created: str, names_tenants: bool) -> Keys:
+    def add(self, key: ApiKey) -> Keys:
         """
         Raises:
-            ValueError: the tenant or the tier is none.
+            ValueError: the tier is none of these.
         """
-        digest = sha256(secret.encode()).hexdigest()
-        key = ApiKey(id=id, sha256=digest, tenant=tenant, tier=tier, created=created, names_tenants=names_tenants)
         return Keys(tiers=self.tiers, keys=(*self.keys, key))
 
     def without(self, id: str) -> Keys:
         return Keys(tiers=self.tiers, keys=tuple(key for key in self.keys if key.id != id))
+
+
+def digest(secret: str) -> str:
+    return sha256(secret.encode()).hexdigest()
 
 
 def read_keys(path: Path) -> Keys:

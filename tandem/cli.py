@@ -24,6 +24,7 @@ commands:
   generate   send a prompt to a running cluster and stream the answer
   drain      have the service on this machine finish what it has, before it is stopped
   keys       add, list or revoke API keys; what their tenants used
+  models     what a cluster serves; have one name answered by several models, by weights
   fetch      a model's files from the Hub, S3 or elsewhere, checked by their digests
   render     write a cluster.yaml as values of the Helm chart, or as a compose file
   doctor     check a running cluster: Redis, workers, a block over every prefill-decode pair, the gateway
@@ -45,6 +46,7 @@ COMMANDS = {
     "generate": "generate:main",
     "drain": "drain:main",
     "keys": "keys:main",
+    "models": "models:main",
     "fetch": "fetch:main",
     "render": "render:main",
     "doctor": "doctor:main",

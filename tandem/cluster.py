@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tandem.aliases import Alias
 from tandem.checkpoints import HUB, WHEELS, is_name
 from tandem.local import Service
 from tandem.security import ClusterSettings
@@ -85,6 +86,8 @@ class Model(_Part):
     id: Name
     name: str = Field(min_length=1)
     weights: ModelWeights
+    # Names that it answers to beside others: the weight of each, or "fallback".
+    aliases: dict[str, float | Literal["fallback"]] = {}
 
 
 class Replicas(_Part):
@@ -142,6 +145,8 @@ class Cluster(_Part):
                 raise ValueError(f"{what}: {', '.join(sorted(twice))} is there twice")
         for model in self.models:
             self._check_brought(model)
+        for name, targets in self.aliases.items():
+            Alias(name, targets)
         for pool in self.pools:
             if pool.model not in known:
                 raise ValueError(f"pools.{pool.name}.model: {pool.model!r} is not an id of models: {', '.join(known)}")
@@ -151,6 +156,15 @@ class Cluster(_Part):
         if missing := [name for name in known if name not in served]:
             raise ValueError(f"pools: no decode pool has model {', '.join(missing)}")
         return self
+
+    @property
+    def aliases(self) -> dict[str, dict[str, float | Literal["fallback"]]]:
+        """Targets of each, gathered from the models."""
+        found: dict[str, dict[str, float | Literal["fallback"]]] = {}
+        for model in self.models:
+            for alias, weight in model.aliases.items():
+                found.setdefault(alias, {})[model.name] = weight
+        return found
 
     @property
     def http_port(self) -> int:
@@ -201,11 +215,12 @@ class Cluster(_Part):
     def gateway_services(self, redis_url: str) -> list[Service]:
         """Gateways, each of all models, with ports that count up from those of the settings; where those have an
         own_http_port that alone does, and the others are shared."""
+        aliases: dict[str, object] = {"aliases": self.aliases} if self.aliases else {}
         return [
             Service(
                 "gateway" if self.gateway.replicas == 1 else f"gateway-{number}",
                 "services.gateway",
-                self._shared(redis_url) | self.gateway.settings | self._gateway_ports(number),
+                self._shared(redis_url) | aliases | self.gateway.settings | self._gateway_ports(number),
                 resources=self.gateway.resources.amounts(),
             )
             for number in range(self.gateway.replicas)

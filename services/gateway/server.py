@@ -244,7 +244,7 @@ class Gateway:
             view=view,
             metrics=self._make_metrics(view),
             access=ports.access,
-            adapters=ServedAdapters(ports.registry),
+            adapters=ServedAdapters(ports.registry.adapters),
             allowances=Allowances(ports.registry, self._background),
             spans=tracing.tracer(),
             new_id=ports.new_id,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
 
+from tandem.aliases import MOST_ALIASES, Alias, Targets
 from tandem.api_keys import check_exposed
 from tandem.registry import Role
 from tandem.security import ClusterSettings
@@ -53,7 +54,7 @@ class ReasoningParser(StrEnum):
 FOLLOWED = frozenset(
     {
         "classes", "tenant_weights", "max_queued", "max_admitted_tokens", "prefill_queue_tokens", "max_choices",
-        "timeout_s", "log_level", "trace_sampling",
+        "timeout_s", "log_level", "trace_sampling", "aliases",
     }
 )  # fmt: skip
 
@@ -83,6 +84,10 @@ class GatewaySettings(ClusterSettings):
         (),
         description="other names of the model, where one is served; answers have the one that was asked for",
     )
+    aliases: dict[str, Targets] = Field(
+        {}, description="names that several models answer to: of each its models or adapters, with a weight or "
+        '"fallback"; what `tandem models alias` says goes before',
+    )  # fmt: skip
     tool_parser: ToolParser = Field(
         ToolParser.AUTO, description="how the model writes calls of tools; auto: as its chat template shows"
     )
@@ -174,6 +179,15 @@ class GatewaySettings(ClusterSettings):
         defaults = {name: default.model_dump() for name, default in CLASSES.items()}
         changed = {name: defaults.get(name, {}) | said for name, said in given.items() if isinstance(said, dict)}
         return defaults | given | changed
+
+    @field_validator("aliases")
+    @classmethod
+    def _are_aliases(cls, aliases: dict[str, Targets]) -> dict[str, Targets]:
+        if len(aliases) > MOST_ALIASES:
+            raise ValueError(f"at most {MOST_ALIASES} aliases, got {len(aliases)}")
+        for name, targets in aliases.items():
+            Alias(name, targets)
+        return aliases
 
     @field_validator("cors_origins")
     @classmethod

@@ -9,7 +9,7 @@ import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tandem.api_keys import DEFAULT_TIER, Keys, read_keys, text_of, write_keys
+from tandem.api_keys import DEFAULT_TIER, ApiKey, Keys, digest, read_keys, text_of, write_keys
 from tandem.commands import UP_ADDRESSES, with_own_password
 from tandem.registry import Registry, RegistryUnavailable
 
@@ -31,6 +31,12 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--tenant", required=True, help="whose requests these are: shares and limits are for a tenant")
     add.add_argument("--tier", default=DEFAULT_TIER, help="what it may use, as the file's tiers say")
     add.add_argument("--names-tenants", action="store_true", help="a proxy's key: its requests may name other tenants")
+    add.add_argument(
+        "--model", action="append", help="a model, alias or adapter that it may use; again for each; default: all"
+    )
+    add.add_argument(
+        "--manages-models", action="store_true", help="it may load adapters and set what the cluster follows"
+    )
     listing = actions.add_parser("list", help="show the keys, without their secrets")
     revoke = actions.add_parser("revoke", help="end a key")
     revoke.add_argument("id", help="as `tandem keys list` shows it")
@@ -55,14 +61,19 @@ def _add(said: argparse.Namespace) -> None:
     name, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
     today = datetime.now(UTC).date().isoformat()
     said.file.parent.mkdir(parents=True, exist_ok=True)
-    write_keys(said.file, keys.add(name, secret, said.tenant, said.tier, today, said.names_tenants))
+    may = {"names_tenants": said.names_tenants, "manages_models": said.manages_models}
+    key = ApiKey(
+        id=name, sha256=digest(secret), tenant=said.tenant, tier=said.tier, created=today, models=said.model, **may
+    )
+    write_keys(said.file, keys.add(key))
     print(text_of(name, secret))
 
 
 def _list(said: argparse.Namespace) -> None:
-    print(f"{'id':<10}{'tenant':<24}{'tier':<16}created")
+    print(f"{'id':<10}{'tenant':<24}{'tier':<16}{'created':<12}models")
     for key in read_keys(said.file).keys:
-        print(f"{key.id:<10}{key.tenant:<24}{key.tier:<16}{key.created}")
+        models = "all" if key.models is None else ", ".join(sorted(key.models))
+        print(f"{key.id:<10}{key.tenant:<24}{key.tier:<16}{key.created:<12}{models}")
 
 
 def _revoke(said: argparse.Namespace) -> None:

@@ -54,7 +54,11 @@ def helm_values(cluster: Cluster) -> dict[str, Any]:
     """
     _check_movable(cluster)
     values: dict[str, Any] = {
-        "models": [{"id": one.id, "name": one.name, "weights": _chart_weights(one)} for one in cluster.models],
+        "models": [
+            {"id": one.id, "name": one.name, "weights": _chart_weights(one)}
+            | ({"aliases": dict(one.aliases)} if one.aliases else {})
+            for one in cluster.models
+        ],
         "gateway": {"replicas": cluster.gateway.replicas} | _container(cluster.gateway),
         "pools": [
             {"name": pool.name, "role": pool.role, "model": pool.model, "replicas": pool.replicas,

@@ -1,7 +1,7 @@
 """Who is in the cluster, how loaded they are, and who goes where: on Redis. Anyone but the engine may enter."""
 
 from tandem.registry.address import RedisAddress
-from tandem.registry.answers import Adapters, Demand, Demands, GatewayAddress, Snapshot, Swept
+from tandem.registry.answers import Demand, Demands, GatewayAddress, Snapshot, Swept
 from tandem.registry.errors import (
     IncompatibleLayout,
     NoProvenLink,
@@ -15,6 +15,7 @@ from tandem.registry.errors import (
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.location import Distance, Location
 from tandem.registry.master import Master
+from tandem.registry.named import Named, NamedList
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry
 from tandem.registry.releases import THIS_RELEASE, OtherRelease
@@ -25,7 +26,6 @@ from tandem.registry.worker import Fallback, LiveWorker, ModelKey, Place, Role, 
 
 __all__ = [
     "THIS_RELEASE",
-    "Adapters",
     "Argument",
     "BlockReplica",
     "ClusterView",
@@ -40,6 +40,8 @@ __all__ = [
     "Location",
     "Master",
     "ModelKey",
+    "Named",
+    "NamedList",
     "NoProvenLink",
     "NoWorkers",
     "OtherRelease",

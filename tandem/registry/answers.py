@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
-from tandem.adapters import AdapterRef
 from tandem.registry.worker import LiveWorker
 
 
@@ -55,22 +53,3 @@ class Snapshot:
 
     epoch: str
     workers: list[LiveWorker]
-
-
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """By name; `epoch` as in Snapshot."""
-
-    epoch: str
-    by_name: dict[str, AdapterRef]
-
-    @classmethod
-    def of(cls, answer: tuple[str, Sequence[str]]) -> Adapters:
-        epoch, flat = answer
-        texts = zip(flat[::2], flat[1::2], strict=True)
-        return cls(epoch, {name: AdapterRef(name, *json.loads(text)[:3]) for name, text in texts})
-
-
-def text_of_adapter(ref: AdapterRef) -> str:
-    """As Redis keeps it."""
-    return json.dumps([ref.path, ref.revision, ref.model])

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict
 from itertools import chain, count
 from typing import Any, Literal, TypeAlias
 
-from tandem.adapters import AdapterRef
 from tandem.containment import Death
 from tandem.liveness import stretched
 from tandem.process import IntegrityReport
-from tandem.registry.answers import Adapters, Demand, Demands, GatewayAddress, Snapshot, Swept, text_of_adapter
+from tandem.registry import named
+from tandem.registry.answers import Demand, Demands, GatewayAddress, Snapshot, Swept
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, RedisConnection, RegistryConnection
@@ -60,6 +60,7 @@ class Registry:
         self._client_lease_s = client_lease_s
         self._starvation: Callable[[], float] = lambda: 0.0
         self.block_feed, self.releases = BlockFeed(connection), Releases(connection)
+        self.adapters, self.aliases = named.adapters(connection), named.aliases(connection)
         self._connection = connection
         self._announced: Callable[[], tuple[GatewayAddress, Demands]] | None = None
         self._others: list[Demands] = []
@@ -152,22 +153,6 @@ class Registry:
     async def snapshot(self) -> Snapshot:
         epoch, *rows = await self._connection.call("workers")
         return Snapshot(epoch, [decode(row) for row in rows])
-
-    async def adapters(self) -> Adapters:
-        """The LoRA adapters that the cluster serves."""
-        return Adapters.of(await self._connection.call("adapters"))
-
-    async def put_adapter(self, ref: AdapterRef) -> Adapters:
-        """Serve it; another one of that name no longer. Returns what there is then."""
-        return Adapters.of(await self._connection.call("adapters", "put", ref.name, text_of_adapter(ref)))
-
-    async def restore_adapters(self, refs: Iterable[AdapterRef]) -> Adapters:
-        """Serve those whose names are unknown: Redis has lost its memory."""
-        names = chain.from_iterable((ref.name, text_of_adapter(ref)) for ref in refs)
-        return Adapters.of(await self._connection.call("adapters", "restore", *names))
-
-    async def drop_adapter(self, name: str) -> Adapters:
-        return Adapters.of(await self._connection.call("adapters", "drop", name))
 
     async def report_death(self, death: Death) -> None:
         """Report the death of a worker's process. What was said of that incarnation before stays."""

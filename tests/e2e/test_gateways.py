@@ -15,7 +15,7 @@ import psutil
 import pytest
 from grpc import aio
 
-from tandem.api_keys import Keys, Tier, text_of, write_keys
+from tandem.api_keys import ApiKey, Keys, Tier, digest, text_of, write_keys
 from tandem.local import free_ports
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, metric, running_cluster
@@ -54,7 +54,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayFleet]:
     folder: Path = tmp_path_factory.mktemp("gateways")
     keys = Keys(tiers={"default": Tier(), **TIERS})
     for tier in TIERS:
-        keys = keys.add(f"{len(tier) + 1:08x}", f"{tier}!", tier, tier, "", names_tenants=True)
+        name, secret = f"{len(tier) + 1:08x}", digest(f"{tier}!")
+        keys = keys.add(ApiKey(id=name, sha256=secret, tenant=tier, tier=tier, names_tenants=True))
     write_keys(folder / "keys.json", keys)
     own = two_ports()
     options = ("--engine=null", "--null-speedup=10", "--gateways=2", f"--own-http-port={own}")

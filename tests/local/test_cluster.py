@@ -50,6 +50,27 @@ def test_workers_without_a_cpu_resource_share_the_machine(tmp_path: Path) -> Non
     assert [service.threads for service in services] == [max(1, (os.cpu_count() or 1) // 2)] * 2
 
 
+def test_gateways_are_told_the_aliases_that_models_name() -> None:
+    two = [MODEL | {"aliases": {"fast": 0.9}}, MODEL | {"id": "o", "name": "other", "aliases": {"fast": "fallback"}}]
+    pools = [DECODE, DECODE | {"name": "others", "model": "o"}]
+    (gateway,) = Cluster.model_validate(cluster(models=two, pools=pools)).gateway_services("redis://here")
+    assert gateway.settings["aliases"] == {"fast": {"tandem-demo": 0.9, "other": "fallback"}}
+    for wrong, said in (({"fast": -1}, "must be above 0"), ({"fa st": 1}, "is no name"), ({"fast": "no"}, "aliases")):
+        with pytest.raises(ValidationError, match=said):
+            Cluster.model_validate(cluster(models=[MODEL | {"aliases": wrong}]))
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [("stop", 300), ({"stop": "10m"}, 600), ({"stop": 90}, 90), ({"stop": "1.5h"}, 5400)]
+)  # fmt: skip
+def test_a_model_may_stop_when_it_is_idle(said: Any, seconds: float) -> None:
+    made = Cluster.model_validate(cluster(models=[MODEL | {"idle": said}], awake={"models": 1, "memory": "2GiB"}))
+    (model,) = made.on_demand
+    assert model.idle is not None
+    assert model.idle.stop == seconds
+    assert (made.awake.models, made.awake.memory) == (1, 2 * 2**30)
+
+
 def test_gateways_of_all_models_have_ports_that_count_up() -> None:
     two = [MODEL, MODEL | {"id": "other", "name": "other"}]
     pools = [DECODE, DECODE | {"name": "others", "model": "other"}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.adapters import AdapterRef
-from tandem.registry import Adapters, Registry, Role
+from tandem.registry import Named, Registry, Role
 from tests.registry.cluster import BLOCK_SIZE, MODEL, TTL, register_pool, worker_info, worker_load
 
 
@@ -12,13 +12,13 @@ def ref(name: str, revision: str = "r1") -> AdapterRef:
 
 
 async def test_one_list_for_all(registry: Registry) -> None:
-    assert await registry.adapters() == Adapters("", {})
-    await registry.put_adapter(ref("a"))
-    await registry.put_adapter(ref("b"))
-    found = await registry.put_adapter(ref("a", "r2"))
+    assert await registry.adapters.all() == Named("", {})
+    await registry.adapters.put("a", ref("a"))
+    await registry.adapters.put("b", ref("b"))
+    found = await registry.adapters.put("a", ref("a", "r2"))
     assert found.by_name == {"a": ref("a", "r2"), "b": ref("b")}
-    assert await registry.drop_adapter("b") == await registry.adapters()
-    restored = await registry.restore_adapters([ref("a", "old"), *(ref(f"n{i}") for i in range(5000))])
+    assert await registry.adapters.drop("b") == await registry.adapters.all()
+    restored = await registry.adapters.restore({"a": ref("a", "old"), **{f"n{i}": ref(f"n{i}") for i in range(5000)}})
     assert len(restored.by_name) == 5001
     assert restored.by_name["a"] == ref("a", "r2")
 

@@ -15,8 +15,9 @@ from redis.asyncio import Redis
 
 from tandem.adapters import AdapterRef
 from tandem.local import RedisServer
-from tandem.registry import THIS_RELEASE, Adapters, GatewayAddress, NoWorkers, OtherRelease, Registry, Role
+from tandem.registry import THIS_RELEASE, GatewayAddress, NoWorkers, OtherRelease, Registry, Role
 from tandem.registry.connection import RedisConnection
+from tandem.registry.named import parse_adapter
 from tandem.registry.scripts import FORMAT, key_prefix
 from tandem.worker.succession import succeed
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
@@ -107,19 +108,19 @@ async def has_gateways(registry: Registry) -> bool:
 
 async def test_the_first_worker_finds_the_adapters_of_the_release_before(registry: Registry, newer: Registry) -> None:
     await register_pool(registry)
-    await registry.put_adapter(AdapterRef("a", "/a", "r", "demo"))
-    assert (await newer.adapters()).by_name == {}
+    await registry.adapters.put("a", AdapterRef("a", "/a", "r", "demo"))
+    assert (await newer.adapters.all()).by_name == {}
     await register_pool(newer)
-    assert (await newer.adapters()).by_name == {"a": AdapterRef("a", "/a", "r", "demo")}
-    await newer.drop_adapter("a")
+    assert (await newer.adapters.all()).by_name == {"a": AdapterRef("a", "/a", "r", "demo")}
+    await newer.adapters.drop("a")
     await newer.register(worker_info("d9", Role.DECODE), worker_load(), TTL)
-    assert (await newer.adapters()).by_name == {}
+    assert (await newer.adapters.all()).by_name == {}
     await newer.close()
 
 
 def test_what_a_newer_release_says_more_is_not_read() -> None:
     assert GatewayAddress.of('{"model": "m", "http": "h", "grpc": "g", "more": 1}') == GatewayAddress("m", "h", "g")
-    assert Adapters.of(("", ["a", '["/a", "r", "m", 1]'])).by_name == {"a": AdapterRef("a", "/a", "r", "m")}
+    assert parse_adapter("a", '["/a", "r", "m", 1]') == AdapterRef("a", "/a", "r", "m")
 
 
 async def test_the_last_release_is_left_alone_or_understood(

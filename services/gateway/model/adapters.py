@@ -1,48 +1,31 @@
 """The LoRA adapters that this cluster serves, each as a model of its own.
 
-    load     every connected worker of the model reads the folder; all agree on what it holds ──> Redis ──> all
-             gateways, in POLL_S
-    request  carries name, folder and revision to its workers: any of them can read the adapter, a new one too
-    unload   Redis forgets the name; workers let the weights go once no sequence uses them
-
-A Redis that has lost its memory is given what this gateway knows.
+load     every connected worker of the model reads the folder; all agree on what it holds ──> Redis ──> all
+         gateways, in POLL_S
+request  carries name, folder and revision to its workers: any of them can read the adapter, a new one too
+unload   Redis forgets the name; workers let the weights go once no sequence uses them
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import structlog
 
 from services.gateway.errors import GatewayError, InvalidRequest, ModelNotFound, Unavailable, WorkerLost
+from services.gateway.model.followed import FollowedNames
 from services.gateway.workers import WorkerConnection
 from tandem.adapters import AdapterRef
-from tandem.registry import Adapters, Registry, RegistryUnavailable
+from tandem.aliases import NAME
 from tandem.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
-POLL_S = 1.0
 READ_TIMEOUT_S = 60.0
-NAME = re.compile(r"[\w][\w./:@+-]{0,255}")
 
 
-class ServedAdapters:
-    """`run` follows Redis."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self._known = Adapters("", {})
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._known.by_name)
-
-    def find(self, name: str) -> AdapterRef | None:
-        return self._known.by_name.get(name)
-
+class ServedAdapters(FollowedNames[AdapterRef]):
     async def load(
         self, name: str, path: str, model: str, taken: Collection[str], workers: Sequence[WorkerConnection]
     ) -> None:
@@ -64,7 +47,7 @@ class ServedAdapters:
             raise Unavailable("no worker could be asked to read the adapter", code="no_workers")
         if len(found) > 1:
             raise InvalidRequest(f"lora_path: workers find different adapters in {path!r}", "lora_path")
-        await self._change(self._registry.put_adapter(replace(found.pop(), model=model)))
+        await self._change(self._kept.put(name, replace(found.pop(), model=model)))
         log.info("adapter loaded", name=name, path=path)
 
     async def unload(self, name: str, workers: Sequence[WorkerConnection]) -> None:
@@ -79,32 +62,10 @@ class ServedAdapters:
         ref = self.find(name)
         if ref is None:
             raise ModelNotFound(f"adapter {name!r} is not loaded", "lora_name", "model_not_found")
-        await self._change(self._registry.drop_adapter(name))
+        await self._change(self._kept.drop(name))
         if not any(other.revision == ref.revision for other in self._known.by_name.values()):
             await asyncio.gather(*(self._drop(connection, ref) for connection in workers))
         log.info("adapter unloaded", name=name)
-
-    async def run(self) -> None:
-        """Follow Redis until cancelled."""
-        while True:
-            try:
-                await self.refresh()
-            except RegistryUnavailable as error:
-                log.debug("adapters not read", error=str(error))
-            await asyncio.sleep(POLL_S)
-
-    async def refresh(self) -> None:
-        """Raises RegistryUnavailable."""
-        found = await self._registry.adapters()
-        if found.epoch != self._known.epoch and self._known.by_name:
-            found = await self._registry.restore_adapters(self._known.by_name.values())
-        self._known = found
-
-    async def _change(self, changing: Coroutine[None, None, Adapters]) -> None:
-        try:
-            self._known = await changing
-        except RegistryUnavailable as error:
-            raise Unavailable(f"registry unavailable: {error}", code="registry_unavailable") from None
 
     async def _read(self, connection: WorkerConnection, request: worker_pb2.ReadAdapterRequest) -> AdapterRef | None:
         """None where the worker does not answer: it will read the adapter when a request needs it."""

@@ -30,7 +30,8 @@
 --   inside:<tenant>        sorted set: requests of a tenant (take.lua)
 --   death:<incarnation>    how a worker's process died, and who was computed then (JSON)
 --   deaths                 list: incarnations of those, the latest last
---   adapters               hash: name of a LoRA adapter -> its folder, revision and model
+--   adapters               hash: name of a LoRA adapter -> its folder, revision and model (JSON)
+--   aliases                hash: name -> models that answer to it, and their weights (JSON)
 --   epoch                  when this Redis began to be filled; changes when it lost its memory (epoch.lua)
 --   generation             the latest one; each lease taken gets one of its own, higher than any before
 --   turn                   counts choices, so that equals take turns

@@ -356,7 +356,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Path(_message.Message):
-    __slots__ = ("kind", "prefill_worker", "decode_worker", "transfer_bytes", "transport", "reason", "migrated", "refused_transports", "fetched_tokens", "fetched_from")
+    __slots__ = ("kind", "prefill_worker", "decode_worker", "transfer_bytes", "transport", "reason", "migrated", "refused_transports", "fetched_tokens", "fetched_from", "model", "model_reason")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Path.Kind]
@@ -382,6 +382,8 @@ class Path(_message.Message):
     REFUSED_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_FROM_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_REASON_FIELD_NUMBER: _ClassVar[int]
     kind: Path.Kind
     prefill_worker: str
     decode_worker: str
@@ -392,7 +394,9 @@ class Path(_message.Message):
     refused_transports: _containers.ScalarMap[str, str]
     fetched_tokens: int
     fetched_from: str
-    def __init__(self, kind: _Optional[_Union[Path.Kind, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., migrated: _Optional[int] = ..., refused_transports: _Optional[_Mapping[str, str]] = ..., fetched_tokens: _Optional[int] = ..., fetched_from: _Optional[str] = ...) -> None: ...
+    model: str
+    model_reason: str
+    def __init__(self, kind: _Optional[_Union[Path.Kind, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., migrated: _Optional[int] = ..., refused_transports: _Optional[_Mapping[str, str]] = ..., fetched_tokens: _Optional[int] = ..., fetched_from: _Optional[str] = ..., model: _Optional[str] = ..., model_reason: _Optional[str] = ...) -> None: ...
 
 class GenerateUnaryRequest(_message.Message):
     __slots__ = ("generate",)
@@ -433,13 +437,26 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "max_model_len", "parent", "fingerprint")
+    __slots__ = ("id", "max_model_len", "parent", "fingerprint", "weights", "fallbacks", "state")
+    class WeightsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     id: str
     max_model_len: int
     parent: str
     fingerprint: str
-    def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., parent: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    weights: _containers.ScalarMap[str, float]
+    fallbacks: _containers.RepeatedScalarFieldContainer[str]
+    state: str
+    def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., parent: _Optional[str] = ..., fingerprint: _Optional[str] = ..., weights: _Optional[_Mapping[str, float]] = ..., fallbacks: _Optional[_Iterable[str]] = ..., state: _Optional[str] = ...) -> None: ...

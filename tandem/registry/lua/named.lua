@@ -1,0 +1,8 @@
+-- Names that the cluster serves besides its models. ARGV: the list, 'adapters' or 'aliases'; then nothing; 'put', name,
+-- text; 'restore', name, text, name, text, …: those whose names are unknown; or 'drop', name.
+-- Returns the epoch (empty if nothing was ever registered), and {name, text, …} of all there are then.
+local list = key(ARGV[1])
+if ARGV[2] == 'put' then redis.call('HSET', list, ARGV[3], ARGV[4])
+elseif ARGV[2] == 'restore' then for i = 3, #ARGV, 2 do redis.call('HSETNX', list, ARGV[i], ARGV[i + 1]) end
+elseif ARGV[2] == 'drop' then redis.call('HDEL', list, ARGV[3]) end
+return {redis.call('GET', key('epoch')) or '', redis.call('HGETALL', list)}
