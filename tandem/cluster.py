@@ -22,7 +22,7 @@ from socket import gethostname
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from tandem.aliases import Alias
 from tandem.checkpoints import HUB, WHEELS, is_name
@@ -35,6 +35,23 @@ DEFAULT_NAMESPACE = "tandem"  # of every service
 RESERVED = ("gateway", "kvstore")
 UNITS: dict[str, Fraction | int] = {"": 1, "m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+TIMES = {"": 1, "s": 1, "m": 60, "h": 3600}
+# A model that stops when it is idle has this long, if nothing else is said.
+IDLE_S = 300.0
+
+
+def seconds_of(said: Any) -> Any:
+    """90, 90s, 10m or 1h as seconds; anything else is left for its reader to refuse."""
+    text = str(said)
+    number = text.rstrip("smh")
+    unit = TIMES.get(text.removeprefix(number))
+    try:
+        return float(number) * unit if unit else said
+    except ValueError:
+        return said
+
+
+Seconds = Annotated[float, BeforeValidator(seconds_of), Field(gt=0, allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
@@ -82,10 +99,25 @@ class ModelWeights(_Part):
         return self
 
 
+class Idle(_Part):
+    """A model that has workers only while it is asked for: they stop after so long without a request."""
+
+    stop: Seconds = IDLE_S
+
+
+class AwakeLimits(_Part):
+    """The most that models with `idle` may take at once, weights and KV of their workers; None: what is there."""
+
+    models: int | None = Field(default=None, ge=1)
+    memory: ByteSize | None = Field(default=None, gt=0)
+
+
 class Model(_Part):
     id: Name
     name: str = Field(min_length=1)
     weights: ModelWeights
+    # None: pinned, its workers always run; "stop" alone stops them after IDLE_S.
+    idle: Annotated[Idle | None, BeforeValidator(lambda said: {} if said == "stop" else said)] = None
     # Names that it answers to beside others: the weight of each, or "fallback".
     aliases: dict[str, float | Literal["fallback"]] = {}
 
@@ -119,6 +151,7 @@ class Ray(_Part):
 
 class Cluster(_Part):
     models: list[Model] = Field(min_length=1)
+    awake: AwakeLimits = AwakeLimits()
     workers: Replicas = Replicas()
     pools: list[Pool] = Field(min_length=1)
     gateway: Replicas = Replicas()
@@ -145,6 +178,8 @@ class Cluster(_Part):
                 raise ValueError(f"{what}: {', '.join(sorted(twice))} is there twice")
         for model in self.models:
             self._check_brought(model)
+            if model.idle and [other.name for other in self.models].count(model.name) > 1:
+                raise ValueError(f"models.{model.id}.idle: {model.name} is two models, which start and stop together")
         for name, targets in self.aliases.items():
             Alias(name, targets)
         for pool in self.pools:
@@ -231,6 +266,11 @@ class Cluster(_Part):
         redis: dict[str, object] = {"redis_url": self.redis.url} if self.redis.url else {"redis_port": self.redis.port}
         settings = {**redis, **own_redis, **self._own_namespace(), "grpc_port": 0, "metrics_port": 0, **self.security}
         return Service("kvstore", "services.kvstore", settings)
+
+    @property
+    def on_demand(self) -> list[Model]:
+        """Models that have workers only while they are asked for."""
+        return [model for model in self.models if model.idle]
 
     def expected(self, model: str) -> dict[str, int]:
         """The worker counts of a model, by its name, that gateways report when all is ready."""

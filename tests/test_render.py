@@ -77,6 +77,10 @@ def test_gpus_get_their_images_and_devices() -> None:
             "models.demo.weights.kind",
         ),
         (
+            {"models": [{"id": "demo", "name": "d", "weights": {"path": "t"}, "idle": "stop"}]},
+            "models.demo.idle",
+        ),
+        (
             {"models": [{"id": "demo", "name": "d", "weights": {"kind": "download", "url": "hf://a/b"}}]},
             "models.demo.weights.files",
         ),

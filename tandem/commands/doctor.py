@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tandem.checkpoints import described, machine_memory, misfit, weights_bytes
 from tandem.commands import UP_ADDRESSES, with_own_password
 from tandem.commands.up import UpSettings
 from tandem.process import IntegrityReport
-from tandem.registry import LiveWorker, RedisAddress, Registry, RegistryUnavailable, Role
+from tandem.registry import LiveWorker, ModelStatus, RedisAddress, Registry, RegistryUnavailable, Role, Wakefulness
 from tandem.security import ClusterSettings
 from tandem.settings import load
 from tandem.v1 import llm_pb2, llm_pb2_grpc, prefill_pb2, prefill_pb2_grpc, process_pb2, process_pb2_grpc
@@ -32,7 +33,7 @@ class DoctorSettings(ClusterSettings):
 
     redis_url: str = Field("", description="the registry: checks it, the workers, and every prefill-decode pair")
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
-    model: str = Field("", description="check only the workers of this model; if not given, all")
+    model: str = Field("", description="check only the workers of this model, or of those of this alias; default: all")
     gateway_url: str = Field("", description="the gateway's HTTP address: checks whether it is ready")
     grpc_address: str = Field("", description="the gateway's gRPC address: checks whether it serves a model")
     api_key: str = Field("", description="as `tandem keys add` printed it, where the gateway asks for one")
@@ -116,8 +117,10 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
     try:
         registry = Registry.connect(settings.redis_url, namespace=settings.namespace)
         try:
-            workers = [w for w in await registry.workers() if settings.model in ("", w.info.model)]
-            gateways = [g for g in await registry.gateways() if settings.model in ("", *g.model.split(", "))]
+            names = await _meant(registry, settings)
+            workers = [w for w in await registry.workers() if not names or w.info.model in names]
+            gateways = [g for g in await registry.gateways() if not names or names & {*g.model.split(", ")}]
+            sleeping = [one for one in (await registry.on_demand.ask({})).values() if not names or one.name in names]
             held, releases = await registry.check_integrity(), await registry.releases.others()
         finally:
             await registry.close()
@@ -128,8 +131,10 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
     findings += [Finding("another release", True, str(release)) for release in releases]
     if settings.integrity:
         findings.append(_whole("redis", held))
+    findings += [Finding(one.name, one.state is not Wakefulness.FAILED, _sleeps(one)) for one in sleeping]
+    all_asleep = bool(sleeping) and not workers
     for role, of_role in by_role.items():
-        if not of_role:
+        if not of_role and not all_asleep:
             findings.append(Finding(f"{role.value} workers", False, "none is registered: start one, or read its log"))
     checks: list[Awaitable[Finding]] = [_worker(w, settings) for w in workers]
     meant = [(p, d) for p in by_role[Role.PREFILL] for d in by_role[Role.DECODE] if _same_weights(p, d)]
@@ -142,6 +147,24 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
         others = sorted(address for address in own if f"http://{address}" != settings.gateway_url)
         checks += [_gateway_integrity(f"gateway {address}", f"http://{address}", settings) for address in others]
     return [*findings, *await asyncio.gather(*checks)]
+
+
+async def _meant(registry: Registry, settings: DoctorSettings) -> set[str]:
+    """Names of the models to check; empty: all. Aliases of a cluster.yaml are known to gateways alone."""
+    name = settings.model
+    alias = (await registry.aliases.all()).by_name.get(name)
+    targets = list(alias.targets) if alias else []
+    if not targets and name and settings.grpc_address:
+        with suppress(aio.AioRpcError):
+            listed = {model.id: model for model in (await _listed_models(settings)).models}
+            targets = [*listed[name].weights, *listed[name].fallbacks] if name in listed else []
+    adapters = (await registry.adapters.all()).by_name
+    bases = {adapters[one].model if one in adapters else one for one in targets or [name]}
+    return bases - {""}
+
+
+def _sleeps(status: ModelStatus) -> str:
+    return f"starts when it is asked for; {status.state}" + (f": {status.reason}" if status.reason else "")
 
 
 def _same_weights(prefill: LiveWorker, decode: LiveWorker) -> bool:
@@ -227,11 +250,17 @@ async def _grpc(settings: DoctorSettings) -> Finding:
         async with rpc.channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=settings.timeout_s)
-            service = llm_pb2_grpc.LLMServiceStub(channel)
-            key = [("authorization", f"Bearer {settings.api_key}")] if settings.api_key else []
-            listed = await service.ListModels(llm_pb2.ListModelsRequest(), timeout=settings.timeout_s, metadata=key)
+        listed = await _listed_models(settings)
     except aio.AioRpcError as error:
         return Finding(what, False, f"{address}: {error.code().name}: {error.details()}")
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     models = ", ".join(model.id for model in listed.models) or "no model"
     return Finding(what, serving and bool(listed.models), f"{address}: {'' if serving else 'not '}serving {models}")
+
+
+async def _listed_models(settings: DoctorSettings) -> llm_pb2.ListModelsResponse:
+    """Raises AioRpcError."""
+    key = [("authorization", f"Bearer {settings.api_key}")] if settings.api_key else []
+    async with rpc.channel(settings.grpc_address) as channel:
+        service = llm_pb2_grpc.LLMServiceStub(channel)
+        return await service.ListModels(llm_pb2.ListModelsRequest(), timeout=settings.timeout_s, metadata=key)

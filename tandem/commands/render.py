@@ -98,6 +98,8 @@ def _check_movable(cluster: Cluster) -> None:
             if settings.get(name):
                 raise ValueError(f"{what}.{name}: is a file of this machine; the chart and compose bring their own")
     for model in cluster.models:
+        if model.idle:
+            raise ValueError(f"models.{model.id}.idle: only `tandem up` starts models when they are asked for")
         if model.weights.kind == "runtime_env":
             raise ValueError(f"models.{model.id}.weights.kind: runtime_env is what Ray alone brings")
 

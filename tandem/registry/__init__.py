@@ -16,6 +16,7 @@ from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.location import Distance, Location
 from tandem.registry.master import Master
 from tandem.registry.named import Named, NamedList
+from tandem.registry.on_demand import ModelStatus, ModelUse, OnDemandModels, Wakefulness
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.registry import PrefillPolicy, Registry
 from tandem.registry.releases import THIS_RELEASE, OtherRelease
@@ -40,10 +41,13 @@ __all__ = [
     "Location",
     "Master",
     "ModelKey",
+    "ModelStatus",
+    "ModelUse",
     "Named",
     "NamedList",
     "NoProvenLink",
     "NoWorkers",
+    "OnDemandModels",
     "OtherRelease",
     "Place",
     "PrefillPolicy",
@@ -61,6 +65,7 @@ __all__ = [
     "Swept",
     "Taken",
     "Usage",
+    "Wakefulness",
     "Wire",
     "WorkerIdTaken",
     "WorkerInfo",

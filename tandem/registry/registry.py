@@ -32,6 +32,7 @@ from tandem.registry.errors import REFUSALS, NoWorkers, RegistryUnavailable, Sta
 from tandem.registry.late_releases import LateReleases
 from tandem.registry.limits import Limits, Taken, Usage
 from tandem.registry.memory import RedisMemory
+from tandem.registry.on_demand import OnDemandModels
 from tandem.registry.prefix import PromptPrefix
 from tandem.registry.refusals import id_taken, incompatible_layout
 from tandem.registry.releases import Releases
@@ -61,6 +62,7 @@ class Registry:
         self._starvation: Callable[[], float] = lambda: 0.0
         self.block_feed, self.releases = BlockFeed(connection), Releases(connection)
         self.adapters, self.aliases = named.adapters(connection), named.aliases(connection)
+        self.on_demand = OnDemandModels(connection)
         self._connection = connection
         self._announced: Callable[[], tuple[GatewayAddress, Demands]] | None = None
         self._others: list[Demands] = []

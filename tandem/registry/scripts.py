@@ -15,6 +15,7 @@ from tandem import __version__
 NAMES = (
     "lease", "deregister", "workers", "select", "release", "abandon", "publish", "locate", "heads", "page", "renew",
     "sweep", "check", "take", "settle", "usage", "named", "gateways", "death", "releases",
+    "on_demand",
 )  # fmt: skip
 # What processes must agree on that find each other here: rows and keys, and the calls and frames between them. Another
 # number where they could not, beside a process of the last release; tests/registry/test_formats.py compares.

@@ -136,6 +136,17 @@ def test_ports_that_meet_are_named(settings: dict[str, int], words: str) -> None
             "download: url must be",
         ),
         ({"models": [MODEL | {"weights": {"url": "org/it"}}]}, "models.0.weights: baked: a path is needed"),
+        ({"models": [MODEL | {"idle": "start"}]}, "models.0.idle: Input should be"),
+        ({"models": [MODEL | {"idle": {"stop": "soon"}}]}, "models.0.idle.stop: Input should be a valid number"),
+        ({"models": [MODEL | {"idle": {"stop": 0}}]}, "models.0.idle.stop: Input should be greater than 0"),
+        (
+            {
+                "models": [MODEL | {"idle": "stop"}, MODEL | {"id": "b"}],
+                "pools": [DECODE, DECODE | {"name": "d", "model": "b"}],
+            },
+            "models.demo.idle: tandem-demo is two models",
+        ),
+        ({"awake": {"models": 0}}, "awake.models: Input should be greater than or equal to 1"),
         ({"nodes": 3}, "nodes: Extra inputs are not permitted"),
     ],
 )

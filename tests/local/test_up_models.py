@@ -43,6 +43,17 @@ def test_several_models_have_pools_of_their_own(other: Path) -> None:
     assert len(made.gateway_services("redis://here")) == 1
 
 
+def test_one_may_stop_when_it_is_idle(other: Path) -> None:
+    made = cluster(f"--model={other}", f"--model=demo={DEMO_MODEL}", "--idle-stop=demo=10m", "--awake-models=1")
+    assert [(model.name, model.idle and model.idle.stop) for model in made.models] == [
+        ("Other.Model", None), ("demo", 600.0),
+    ]  # fmt: skip
+    assert (made.awake.models, made.awake.memory) == (1, None)
+    (model,) = cluster(str(DEMO_MODEL), "--idle-stop=tandem-demo").on_demand
+    assert model.idle is not None
+    assert model.idle.stop == 300.0
+
+
 def test_two_of_one_model_under_two_names() -> None:
     made = cluster(f"--model=a.b={DEMO_MODEL}", f"--model=a-b={DEMO_MODEL}")
     assert [(model.id, model.name) for model in made.models] == [("a-b-0", "a.b"), ("a-b-1", "a-b")]
@@ -54,6 +65,8 @@ def test_two_of_one_model_under_two_names() -> None:
         ((f"--model=a={DEMO_MODEL}", f"--model=a={DEMO_MODEL}"), "--model: a is there twice"),
         ((f"--model=a={DEMO_MODEL}", "--decode=b=2"), "--decode: b is no model; there is a"),
         ((f"--model=a={DEMO_MODEL}", str(DEMO_MODEL)), "--model: names all models; NAME"),
+        ((f"--model=a={DEMO_MODEL}", "--idle-stop=b"), "--idle-stop: b is no model; there is a"),
+        ((f"--model=a={DEMO_MODEL}", "--idle-stop=a=soon"), "idle.stop"),
         (("--model=a=/nowhere/at/all",), "/nowhere/at/all: is no folder or file here"),
     ],
 )

@@ -20,6 +20,10 @@ def check(settings: UpSettings, cluster: Cluster) -> None:
         _check_model(settings, cluster, model)
     if settings.file is not None:
         _check_settings(cluster)
+    if settings.detach and settings.ray and cluster.on_demand:
+        raise ValueError(
+            f"models.{cluster.on_demand[0].id}.idle: with --ray --detach nobody is left who would start it"
+        )
     gateway = cluster.gateway.settings
     check_exposed(gateway.get("host", "127.0.0.1"), gateway.get("api_keys"), bool(gateway.get("insecure")))
     if not (settings.detach and settings.ray):

@@ -40,6 +40,8 @@ async def capacities(plan: ClusterPlan) -> dict[str, str]:
             found = (await client.get(f"http://{plan.url(plan.gateways[0])}/health/ready")).json()
             for model, said in found["models"].items():
                 at_once[model] = f"{said['sequences']:,} answers, {said['kv_tokens']:,} tokens of KV; more wait"
+                if said.get("state") == "asleep":
+                    at_once[model] = "none: it sleeps until it is asked for"
     return at_once
 
 

@@ -59,10 +59,13 @@ def _misfit(cluster: Cluster, model_id: str, weights: int) -> str:
     needs: list[MemoryNeed] = []
     for pool in cluster.pools:
         if pool.model == model_id:
-            needs += [_need(pool.settings, weights)] * pool.replicas
+            needs += [need_of(pool.settings, weights)] * pool.replicas
     return misfit(needs, machine_memory())
 
 
-def _need(settings: dict[str, Any], weights: int) -> MemoryNeed:
+def need_of(settings: dict[str, Any], weights: int) -> MemoryNeed:
+    """Memory of one worker with such settings, of weights of so many bytes in the checkpoint."""
+    if settings.get("engine") == "null":
+        weights = 0
     held = held_weights(weights, str(settings.get("dtype", "auto")), str(settings.get("quantization", "none")))
     return MemoryNeed(held, int(TypeAdapter(ByteSize).validate_python(settings.get("kv_memory") or DEFAULT_KV)))

@@ -12,12 +12,13 @@ from tandem.local import Service
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """Services in the order of their start, and their addresses."""
+    """Services in the order of their start, and their addresses. `sleeping`: workers of models that start on demand."""
 
     cluster: Cluster
     redis_url: str
     kvstore: Service
     workers: list[Service]
+    sleeping: list[Service]
     gateways: list[Service]
     hosts: Mapping[str, str] = field(default_factory=dict)  # by gateway: where one is that is elsewhere
 
@@ -28,7 +29,10 @@ class ClusterPlan:
         """`environment`: variables of settings that no service's own settings name."""
         workers = [replace(one, environment=environment) for one in cluster.worker_services(redis_url, folder)]
         gateways = [replace(one, environment=environment) for one in cluster.gateway_services(redis_url)]
-        return cls(cluster, redis_url, replace(kvstore, environment=environment), workers, gateways)
+        on_demand = {model.name for model in cluster.on_demand}
+        sleeping = [one for one in workers if one.settings["model_name"] in on_demand]
+        pinned = [one for one in workers if one not in sleeping]
+        return cls(cluster, redis_url, replace(kvstore, environment=environment), pinned, sleeping, gateways)
 
     def url(self, gateway: Service, port: str = "http_port") -> str:
         host = self.hosts.get(gateway.name) or str(gateway.settings.get("host", "127.0.0.1"))

@@ -21,10 +21,11 @@ from rich.markup import escape
 from tandem.cluster import DEFAULT_NAMESPACE, Cluster
 from tandem.commands.running import noted
 from tandem.commands.up.display import capacities, lines_to_try, note_of, progress, status, stream_sample
+from tandem.commands.up.on_demand import on_demand
 from tandem.commands.up.plan import ClusterPlan
 from tandem.commands.up.redis import redis_of, store_of
 from tandem.commands.up.settings import UpSettings
-from tandem.local import Launcher, LocalLauncher, ServiceFailed, report_death, unless_failed, until_set
+from tandem.local import Launcher, LocalLauncher, OnDemand, ServiceFailed, report_death, unless_failed, until_set
 from tandem.process import LogOutput, descriptor_of
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable
 
@@ -118,12 +119,21 @@ async def _until_stopped(life: Coroutine[Any, Any, None], launcher: Launcher, co
 
 
 async def _serve(settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console) -> None:
-    await _start(settings, plan, launcher, console)
-    with noted(note_of(settings, plan)):
-        await launcher.watch(restart=True)
+    def report(text: str) -> None:
+        console.print(escape(text), style="yellow")
+
+    async with on_demand(plan, launcher, report, settings.ready_timeout_s, bool(settings.ray)) as waking:
+        await _start(settings, plan, launcher, console, waking)
+        with noted(note_of(settings, plan)):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(launcher.watch(restart=True))
+                if waking:
+                    tasks.create_task(waking.run())
 
 
-async def _start(settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console) -> None:
+async def _start(
+    settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console, waking: OnDemand | None = None
+) -> None:
     """A service that ends before the cluster is ready ends it; from then on it is started again."""
     now = asyncio.get_running_loop().time
     started = now()
@@ -131,6 +141,8 @@ async def _start(settings: UpSettings, plan: ClusterPlan, launcher: Launcher, co
     await unless_failed(launcher, _registry_answers(settings, plan.redis_url))
     await launcher.start(plan.workers)
     await launcher.start(plan.gateways)
+    if waking:
+        await waking.tell(settings.ready_timeout_s)
     plan = await unless_failed(launcher, _wait_until_ready(settings, plan, launcher, console))
     console.print(status(settings, plan, now() - started, await capacities(plan)))
     if settings.sample and not plan.cluster.gateway.settings.get("api_keys"):
@@ -165,7 +177,8 @@ async def _wait_until_ready(
     try:
         async with asyncio.timeout(settings.ready_timeout_s), httpx.AsyncClient(timeout=2.0) as client:
             with Live(console=console, refresh_per_second=8, transient=True) as live:
-                expected = {model.name: plan.cluster.expected(model.name) for model in plan.cluster.models}
+                pinned = (model.name for model in plan.cluster.models if not model.idle)
+                expected = {name: plan.cluster.expected(name) for name in pinned}
                 for gateway in plan.gateways:
                     port = "own_http_port" if "own_http_port" in gateway.settings else "http_port"
                     while missing := await _missing(client, plan.url(gateway, port), expected):

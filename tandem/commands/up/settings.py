@@ -61,6 +61,14 @@ class UpSettings(ClusterSettings):
     model_name: str = Field("", description="name to serve it under; if not given, tandem-demo or the folder's name")
     prefill: Counts = Field({"": 1}, description="number of prefill workers of each model, or of one: smollm2=2")
     decode: Annotated[Counts, AfterValidator(_some)] = Field({"": 1}, description="number of decode workers, likewise")
+    idle_stop: Listed = Field(
+        (), description="a model that has workers only while it is asked for: NAME, or NAME=10m; docs/models.md"
+    )
+    awake_models: int | None = Field(None, ge=1, description="most of those that have workers at once")
+    awake_memory: ByteSize | None = Field(
+        None,
+        description="most memory of all of those, weights and KV; if not given, what the others leave of the machine",
+    )
     gateways: int = Field(1, ge=1, description="number of gateway processes, which share the ports")
     host: str = Field("127.0.0.1", description="address that the gateway listens on")
     api_keys: Path | None = Field(
@@ -163,7 +171,11 @@ class UpSettings(ClusterSettings):
         }  # fmt: skip
         return Cluster.model_validate(
             {
-                "models": [{"id": id_, "name": name, "weights": {"path": path}} for id_, name, path in self._models()],
+                "models": [
+                    {"id": id_, "name": name, "weights": {"path": path}} | self._idle(name)
+                    for id_, name, path in self._models()
+                ],
+                "awake": {"models": self.awake_models, "memory": self.awake_memory},
                 "workers": {"settings": self._worker_settings()},
                 "pools": [
                     self._pool(role, id_, name, environment)
@@ -209,7 +221,8 @@ class UpSettings(ClusterSettings):
             return self._misfit([*before, *needs])
 
         found = find_model(model, misfitting)
-        before += needs
+        if not self._idle(name or found.name):
+            before += needs
         return f"{name or found.name}={as_folder(found.path)}"
 
     def _misfit(self, needs: list[MemoryNeed]) -> str:
@@ -222,6 +235,11 @@ class UpSettings(ClusterSettings):
         needs = {role: MemoryNeed(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}
         return [need for role, need in needs.items() for _ in range(self._count(role, model))]
 
+    def _idle(self, model: str) -> dict[str, object]:
+        """As a cluster.yaml says it of the model."""
+        said = dict(one.partition("=")[::2] for one in self.idle_stop)
+        return {"idle": {"stop": said[model]} if said[model] else "stop"} if model in said else {}
+
     def _count(self, role: str, model: str) -> int:
         counts: dict[str, int] = getattr(self, role)
         return counts.get(model, counts.get("", 1))
@@ -233,11 +251,13 @@ class UpSettings(ClusterSettings):
             ValueError: two have one name, or workers are counted of a model that is none of them.
         """
         if not self.model:
+            self._check_idle([self.served_name])
             return [("model", self.served_name, self.model_path)]
         named = [given.partition("=") for given in self.model]
         names = [name for name, _, _ in named]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"--model: {', '.join(sorted(twice))} is there twice")
+        self._check_idle(names)
         for option, counts in (("--prefill", self.prefill), ("--decode", self.decode)):
             if unknown := counts.keys() - {"", *names}:
                 raise ValueError(f"{option}: {', '.join(sorted(unknown))} is no model; there is {', '.join(names)}")
@@ -246,6 +266,14 @@ class UpSettings(ClusterSettings):
             (id_ if ids.count(id_) == 1 else f"{id_}-{number}", name, Path(folder))
             for number, (id_, (name, _, folder)) in enumerate(zip(ids, named, strict=True))
         ]
+
+    def _check_idle(self, names: list[str]) -> None:
+        """
+        Raises:
+            ValueError: one that is to stop is none of these.
+        """
+        if unknown := {one.partition("=")[0] for one in self.idle_stop} - {*names}:
+            raise ValueError(f"--idle-stop: {', '.join(sorted(unknown))} is no model; there is {', '.join(names)}")
 
     def _own_ports(self) -> dict[str, object]:
         if self.own_http_port is None and self.gateways == 1:

@@ -32,6 +32,9 @@
 --   deaths                 list: incarnations of those, the latest last
 --   adapters               hash: name of a LoRA adapter -> its folder, revision and model (JSON)
 --   aliases                hash: name -> models that answer to it, and their weights (JSON)
+--   on_demand              hash: model -> what its launcher says of it (JSON)
+--   on_demand_ends         sorted set: model -> how long that holds (ms)
+--   on_demand_used         hash: ran:<model> or wanted:<model> -> when gateways last said so (ms)
 --   epoch                  when this Redis began to be filled; changes when it lost its memory (epoch.lua)
 --   generation             the latest one; each lease taken gets one of its own, higher than any before
 --   turn                   counts choices, so that equals take turns
