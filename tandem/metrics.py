@@ -168,6 +168,8 @@ def _gateway() -> Iterator[Series]:
     yield Series("tandem_requests", counter, text, ("path", "status"))
     text = "Requests by the model's fingerprint; there are two while other files of a model are rolled out."
     yield Series("tandem_model_requests", counter, text, (*MODEL, "fingerprint"))
+    text = "Requests that named an alias, by the model that answers, chosen by weight or as fallback."
+    yield Series("tandem_alias_requests", counter, text, ("alias", *MODEL, "chosen_by"))
     text = "Requests that ended with an error, by HTTP status and the error's code (docs/api.md)."
     yield Series("tandem_errors", counter, text, ("status", "reason"))
     text = "Choosing a pair of workers and reserving there, each time."
@@ -185,6 +187,15 @@ def _gateway() -> Iterator[Series]:
     text = "KV blocks forgotten because more were reported than fit."
     yield Series("tandem_replica_dropped_blocks", counter, text)
     yield Series("tandem_replica_rereads", counter, "Workers whose blocks were read anew, whole.")
+
+
+def _on_demand() -> Iterator[Series]:
+    text = "1 while a model that starts when it is asked for has its workers, else 0."
+    yield Series("tandem_on_demand_awake", MetricKind.GAUGE, text, MODEL)
+    text = "Its last start, as its launcher measured it; 0 before."
+    yield Series("tandem_on_demand_start_seconds", MetricKind.GAUGE, text, MODEL)
+    text = "Time that a request waited for its model to start, if it then was served or not."
+    yield Series("tandem_on_demand_wait_seconds", MetricKind.HISTOGRAM, text, MODEL, E2E)
 
 
 def _tenants() -> Iterator[Series]:
@@ -281,7 +292,7 @@ def _kvstore() -> Iterator[Series]:
     yield Series("tandem_redis_deaths", counter, "Times that the redis-server started here died, and came back empty.")
 
 
-GATEWAY = _by_name(chain(_choices(), _gateway(), _tenants(), _cluster()))
+GATEWAY = _by_name(chain(_choices(), _gateway(), _on_demand(), _tenants(), _cluster()))
 PROCESS = _by_name(_process())
 WORKER = _by_name(_worker())
 TRANSFERS, LINKS = _by_name(_transfers()), _by_name(_links())

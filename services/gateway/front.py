@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from opentelemetry.trace import Tracer
@@ -32,26 +33,41 @@ from services.gateway.generation import (
     tracing,
 )
 from services.gateway.metrics import FrontMetrics
-from services.gateway.model import ServedAdapters, ServedModel
+from services.gateway.model import ModelAsked, ServedAdapters, ServedAliases, ServedModel, Via, choose
+from services.gateway.on_demand import Asleep, Sleepers
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers import WorkerConnection
-from tandem.registry import ClusterView, ModelKey
+from tandem.aliases import Alias
+from tandem.registry import ClusterView, ModelKey, ModelStatus
 from tandem.store import Store
 
 if TYPE_CHECKING:
     from services.gateway.llm import LLM
 
 MAX_TIMEOUT_S = 24 * 3600.0
-NameOf = Callable[[bytes], Any]
+AskedIn = Callable[[bytes], ModelAsked]
+# Told now and then to a request that waits for a model; True where it is to be answered by a stream.
+Progress = Callable[[bool, ModelStatus], Awaitable[None]]
+T = TypeVar("T")
 
 
-def name_in(body: bytes) -> Any:
-    """Whatever a JSON body says as its model; None where it says nothing that could be read."""
+def asked_in(body: bytes) -> ModelAsked:
+    """Read a JSON body; nothing where that fails."""
     try:
-        found = orjson.loads(body)
+        return ModelAsked.of(orjson.loads(body))
     except orjson.JSONDecodeError:
-        return None
-    return found.get("model") if isinstance(found, dict) else None
+        return ModelAsked()
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model, an adapter or an alias, as clients see it."""
+
+    model: ServedModel
+    llm: LLM
+    max_model_len: int
+    ready: bool
+    alias: Alias | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +77,8 @@ class FrontDesk:
     metrics: FrontMetrics
     access: Access
     adapters: ServedAdapters
+    aliases: ServedAliases
+    sleepers: Sleepers
     allowances: Allowances
     new_id: Callable[[], str]
     spans: Tracer
@@ -85,29 +103,64 @@ class FrontDesk:
 
     @property
     def names(self) -> list[str]:
-        """Names of the models themselves."""
-        return sorted({key.name for key in self.llms})
+        """Names of the models themselves, those that are asleep included."""
+        return sorted({*(key.name for key in self.llms), *(status.name for status in self.sleepers.statuses)})
 
-    async def llm_for(self, body: bytes, caller: str, name_of: NameOf = name_in) -> LLM:
+    async def llm_for(self, body: bytes, caller: str, session: str = "", read: AskedIn = asked_in) -> LLM:
         """The one that the body names. Of a body that names none that is served, or is malformed, any: its reader
         refuses it.
+
+        Args:
+            session: as its headers name it; requests of one have one model.
 
         Raises:
             GatewayError
         """
-        if len(self.names) < 2:
+        if len(self.names) < 2 and not self.aliases.names and not self.sleepers.statuses:
             return self.llm_of(None)
-        if name_of is not name_in or is_large(body):
-            return self.llm_of(await self.bodies.read(name_of, body, caller=caller))
-        return self.llm_of(name_of(body))
+        if read is not asked_in or is_large(body):
+            asked = await self.bodies.read(read, body, caller=caller)
+        else:
+            asked = read(body)
+        try:
+            return self.llm_of(asked.model, session or asked.user)
+        except Asleep as asleep:
+            asleep.streamed = asked.streamed
+            raise
 
-    def llm_of(self, name: Any) -> LLM:
-        """The one of that name; of two fingerprints, by the share of seats; of an unknown name, any.
+    def llm_of(self, name: Any, user: str = "") -> LLM:
+        """The one of that name; of an alias, as it is for this user; of an unknown name, any.
 
         Raises:
+            Asleep: it would have to be woken first.
             Unavailable: there is no model at all.
         """
-        found = self.versions(self.base_of(name)) or list(self.llms.values())
+        alias = self.aliases.find(name) if isinstance(name, str) else None
+        if alias is None:
+            return self._any_of(self._awake(self.base_of(name), name), name)
+        return self._through(alias, user or str(self.seeds.getrandbits(64)))
+
+    def _through(self, alias: Alias, user: str) -> LLM:
+        via = choose(alias, user, self._serves, lambda model: bool(self.versions(self.base_of(model))))
+        return replace(self._any_of(self._awake(self.base_of(via.model), alias.name, user), alias.name), via=via)
+
+    def _serves(self, model: str) -> bool:
+        base = self.base_of(model)
+        if base is not None and self.sleepers.is_asleep(base):
+            return self.sleepers.may_be_woken(base)
+        return any(llm.seats for llm in self.versions(base))
+
+    def _any_of(self, base: str | None, asked: Any) -> LLM:
+        """One of two fingerprints by the share of seats; where there is none, any model.
+
+        Raises:
+            ModelNotFound: there is none that is awake to say so.
+            Unavailable: there is no model at all.
+        """
+        found = self.versions(base) or list(self.llms.values())
+        if not found and self.sleepers.statuses:
+            self.check_named(asked)
+            raise ModelNotFound(f"model {asked!r} is not served here", "model", "model_not_found")
         if not found:
             missing = "; ".join(["no worker has registered a model", *self.refusals()])
             raise Unavailable(missing, code="no_workers")
@@ -115,6 +168,54 @@ class FrontDesk:
             return found[0]
         seats = [llm.seats for llm in found]
         return self.seeds.choices(found, seats)[0] if any(seats) else found[0]
+
+    def _awake(self, base: str | None, asked: Any, user: str = "") -> str | None:
+        """The same model, unless it is asleep. Raises Asleep."""
+        if base is not None and self.sleepers.is_asleep(base):
+            raise Asleep(base, str(asked), user)
+        return base
+
+    async def once_awake(
+        self, attempt: Callable[[str], Awaitable[T]], client: Caller, deadline: float, progress: Progress
+    ) -> T:  # fmt: skip
+        """The attempt's result; where a model that it needs is asleep, that of the next one, once the model is awake.
+
+        Args:
+            attempt: of a user; "": of its own.
+
+        Raises:
+            GatewayError: the attempt's, or that its model will not be awake by the deadline.
+        """
+        user = ""
+        while True:
+            try:
+                return await attempt(user)
+            except Asleep as asleep:
+                if not self.allows(client, asleep.asked):
+                    raise self.unknown(asleep.asked, client) from None
+                user, said, now = asleep.user, partial(progress, asleep.streamed), asyncio.get_running_loop().time
+                began = now()
+                try:
+                    await self.sleepers.until_awake(asleep.model, deadline, said)
+                finally:
+                    self.metrics.waited(asleep.model, now() - began)
+
+    def answers_elsewhere(self, via: Via | None) -> bool:
+        """Another model of the alias has workers, and the one that was chosen has lost its own."""
+        alias = self.aliases.find(via.alias) if via else None
+        if alias is None or via is None or self._serves(via.model):
+            return False
+        return alias.choose("", self._serves) is not None
+
+    def is_ready(self, name: str) -> bool:
+        """A request for the model of this name would be served."""
+        return any(llm.readiness()[0]["ready"] for llm in self.versions(name))
+
+    def running_models(self) -> set[str]:
+        """Names of the models that answer requests now."""
+        asked = (answer.request.model for answer in self.running)
+        named = {model.via.model if model.via else model.name for model in asked}
+        return {base for base in map(self.base_of, named) if base is not None}
 
     def versions(self, name: str | None) -> list[LLM]:
         return [llm for key, llm in self.llms.items() if key.name == name]
@@ -131,16 +232,43 @@ class FrontDesk:
             return None
         return adapter.model if adapter.model in names else names[0] if len(names) == 1 else None
 
-    def models(self, client: Caller) -> list[tuple[ServedModel, LLM]]:
-        """Those that have workers and that the client may use, adapters included."""
+    def models(self, client: Caller) -> list[Listed]:
+        """Those that have workers and that the client may use, adapters and aliases included."""
         others = self.settings.served_names if len(self.names) == 1 else ()
-        found = []
-        for name in dict.fromkeys((*self.names, *others, *self.adapters.names)):
-            versions = [llm for llm in self.versions(self.base_of(name)) if llm.pool.workers]
-            llm = max(versions, key=lambda one: one.seats, default=None)
-            if llm is not None and self.allows(client, name):
-                found.append((llm.served(name), llm))
-        return found
+        names = dict.fromkeys((*self.names, *others, *self.adapters.names, *self.aliases.names))
+        listed = (
+            self._listed(name) for name in names if self.allows(client, name) and not self.sleepers.is_asleep(name)
+        )
+        return [one for one in listed if one is not None]
+
+    def asleep(self, client: Caller) -> list[ModelStatus]:
+        """Models, and aliases of nothing else, that a request would have to wait for."""
+        sleeping = [one for one in self.sleepers.statuses if self.sleepers.is_asleep(one.name)]
+        aliases = (
+            alias for alias in map(self.aliases.find, self.aliases.names) if alias and not self._listed(alias.name)
+        )
+        behind = [
+            replace(status, name=alias.name)
+            for alias in aliases
+            for status in sleeping
+            if status.name == alias.choose("", lambda name: name in {one.name for one in sleeping})
+        ]
+        return [one for one in (*sleeping, *behind) if self.allows(client, one.name)]
+
+    def _listed(self, name: str) -> Listed | None:
+        alias = self.aliases.find(name)
+        behind = [self._largest(model) for model in (alias.targets if alias else (name,))]
+        llms = [llm for llm in behind if llm is not None]
+        if not llms:
+            return None
+        longest, ready = min(llm.max_model_len for llm in llms), any(llm.readiness()[0]["ready"] for llm in llms)
+        model = replace(llms[0].model, name=name) if alias else llms[0].served(name)
+        return Listed(model, llms[0], longest, ready, alias)
+
+    def _largest(self, name: str) -> LLM | None:
+        """The version with most seats, of those that have workers."""
+        versions = [llm for llm in self.versions(self.base_of(name)) if llm.pool.workers]
+        return max(versions, key=lambda one: one.seats, default=None)
 
     def shares(self, name: str) -> dict[str, float]:
         """The part of the model's requests that each fingerprint gets."""
@@ -154,7 +282,8 @@ class FrontDesk:
         return client.may_use(name) or (is_other and client.may_use(self.base_of(name) or name))
 
     def unknown(self, name: str, client: Caller = ANYONE) -> ModelNotFound:
-        known = [repr(one) for one in self.names if self.allows(client, one)]
+        names = dict.fromkeys((*self.names, *self.aliases.names))
+        known = [repr(one) for one in names if self.allows(client, one)]
         there = f"model {known[0]} is" if len(known) == 1 else f"models {', '.join(known)} are" if known else "none is"
         return ModelNotFound(f"model {name!r} is not served here; {there}", "model", "model_not_found")
 
@@ -166,8 +295,8 @@ class FrontDesk:
         self.check_said(base, "base_model_name")
         if base is not None and base not in self.names:
             raise self.unknown(base)
-        model = self.llm_of(base).key.name
-        taken = {*self.names, *self.settings.served_names}
+        model = self.llm_of(None).key.name if base is None else base
+        taken = {*self.names, *self.settings.served_names, *self.aliases.names}
         workers = [connection for llm in self.versions(model) for connection in llm.pool.all_connected()]
         await self.adapters.load(name, path, model, taken, workers)
 
@@ -183,7 +312,15 @@ class FrontDesk:
         Raises:
             InvalidRequest: of several models none is named.
         """
-        if name is None and len(self.names) > 1:
+        if len(self.names) > 1:
+            self.check_named(name, param)
+
+    def check_named(self, name: Any, param: str = "model") -> None:
+        """
+        Raises:
+            InvalidRequest: no model is named.
+        """
+        if name is None:
             raise InvalidRequest(f"{param} is required: one of {', '.join(self.names)}", param)
 
     # --- what both doors share ---
@@ -231,7 +368,10 @@ class FrontDesk:
             counts, lacks = llm.readiness()
             by_name.setdefault(key.name, Counter()).update(counts)
             missing += lacks
-        ready = not (self.leaving or self.stopping) and any(one["ready"] for one in by_name.values())
+        for status in self.sleepers.statuses:
+            by_name.setdefault(status.name, Counter())
+        served = any(one["ready"] or self.sleepers.may_be_woken(name) for name, one in by_name.items())
+        ready = served and not (self.leaving or self.stopping)
         refused = self.refusals()
         if not ready:
             missing = missing or ["; ".join(["decode: no worker with an open stream", *refused])]
@@ -245,6 +385,7 @@ class FrontDesk:
             "registry_reached": not self.view.stale,
             "models": {
                 name: {"ready": bool(one["ready"]), **{what: one[what] for what in counted}}
+                | ({"state": sleeper.state} if (sleeper := self.sleepers.find(name)) else {})
                 for name, one in by_name.items()
             },
         }

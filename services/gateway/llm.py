@@ -24,7 +24,7 @@ from services.gateway.generation import (
     read_sampling,
 )
 from services.gateway.metrics import Metrics
-from services.gateway.model import ServedModel
+from services.gateway.model import ServedModel, Via
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.text import CheckedIds, TemplateOptions, TooManyTokens
 from services.gateway.workers import WorkerPool
@@ -42,6 +42,7 @@ class LLM:
     admission: Admission
     metrics: Metrics
     front: FrontDesk
+    via: Via | None = None  # of a request that named an alias, which has an LLM of its own
     _longest: tuple[Sequence[LiveWorker] | None, int] = (None, 0)
 
     @property
@@ -92,17 +93,22 @@ class LLM:
         return sum(worker.info.max_num_seqs for worker in decodes if not worker.load.draining)
 
     def served(self, name: str, client: Caller = ANYONE) -> ServedModel:
-        """The model, by whichever of its names, or one of its adapters.
+        """The model, by whichever of its names, or one of its adapters, or by the alias that has led here.
 
         Raises:
             ModelNotFound: also where the client's key does not allow it.
+            Unavailable: nothing of the alias has workers.
         """
-        if not self.front.allows(client, name) or self.front.base_of(name) != self.key.name:
+        via = self.via if self.via and self.via.alias == name else None
+        if via and not via.model and self.front.allows(client, name):
+            raise Unavailable(f"model {name!r} is an alias, and none of its models has workers", code="no_workers")
+        meant = via.model if via else name
+        if not self.front.allows(client, name) or self.front.base_of(meant) != self.key.name:
             raise self.front.unknown(name, client)
-        adapter = None if name == self.key.name else self.front.adapters.find(name)
-        if adapter is not None and name not in self.settings.served_names:
-            return self.model.adapted(adapter)
-        return self.model if name == self.model.name else replace(self.model, name=name)
+        adapter = None if meant == self.key.name else self.front.adapters.find(meant)
+        if adapter is not None and meant not in self.settings.served_names:
+            return replace(self.model.adapted(adapter), name=name, via=via)
+        return self.model if name == self.model.name and not via else replace(self.model, name=name, via=via)
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> CheckedIds:
         """
@@ -187,7 +193,10 @@ class LLM:
         if front.stopping:
             raise Unavailable("the gateway is stopping", code="stopping")
         front.accepted += 1
+        front.sleepers.note_use(self.key.name)
         self.metrics.of_fingerprint(self.key.fingerprint).inc()
+        if via := request.model.via:
+            front.metrics.alias(via.alias, via.model, "fallback" if via.lacking else "weight")
         longest = self.max_model_len
         for prompt in request.prompts:
             check_length(prompt, request.given.get("max_tokens"), longest, param)

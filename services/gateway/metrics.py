@@ -22,7 +22,7 @@ from services.gateway.tenant_metrics import TenantMetrics
 from services.gateway.workers import WorkerPool
 from tandem.metrics import GATEWAY, ITL, BucketCounts
 from tandem.process import metrics_server
-from tandem.registry import BlockReplica, ClusterView, LiveWorker, Role
+from tandem.registry import BlockReplica, ClusterView, LiveWorker, ModelStatus, Role, Wakefulness
 from tandem.v1 import llm_pb2
 
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
@@ -56,6 +56,8 @@ class FrontMetrics:
         # Looked up once for each value of a label, not for each request.
         self._requests = cache(lambda path, status: requests.labels(path, str(status)))
         self._transfer_bytes = cache(transfer_bytes.labels)
+        self._aliases = GATEWAY["tandem_alias_requests"].counter(self.registry)
+        self._waits = GATEWAY["tandem_on_demand_wait_seconds"].histogram(self.registry)
 
     def of(self, model: str) -> Metrics:
         """Made when the model is first served."""
@@ -71,6 +73,14 @@ class FrontMetrics:
         """A request has ended with it."""
         self._errors.labels(str(error.status), error.code or error.type).inc()
 
+    def alias(self, name: str, model: str, chosen_by: str) -> None:
+        """One request that named an alias is answered by the model."""
+        self._aliases.labels(name, model, chosen_by).inc()
+
+    def waited(self, model: str, seconds: float) -> None:
+        """One request has waited so long for its model to start."""
+        self._waits.labels(model).observe(seconds)
+
     def refused(self, seconds: float, model: str = "") -> None:
         """One request got a 429, so long after it had arrived."""
         self._refused.labels(model).observe(seconds)
@@ -85,6 +95,9 @@ class FrontMetrics:
     def watch_replica(self, replica: BlockReplica) -> None:
         """Report what is known of prefix caches, as of when Prometheus asks."""
         self.registry.register(_ReplicaCollector(replica))
+
+    def watch_sleepers(self, statuses: Callable[[], Iterable[ModelStatus]]) -> None:
+        self.registry.register(_SleepersCollector(statuses))
 
     def watch_view(self, view: ClusterView) -> None:
         reached = GATEWAY["tandem_registry_reached"].gauge(self.registry)
@@ -351,6 +364,18 @@ class _TokenCollector(Collector):
         tokens.add_metric(self._labels, self.num_tokens)
         yield tokens
         yield self.gaps.family(self._labels)
+
+
+class _SleepersCollector(Collector):
+    def __init__(self, statuses: Callable[[], Iterable[ModelStatus]]) -> None:
+        self._statuses = statuses
+
+    def collect(self) -> Iterator[Metric]:
+        awake, start = (GATEWAY[f"tandem_on_demand_{name}"].family() for name in ("awake", "start_seconds"))
+        for status in self._statuses():
+            awake.add_metric((status.name,), float(status.state is Wakefulness.AWAKE))
+            start.add_metric((status.name,), status.start_s)
+        yield from (awake, start)
 
 
 class _ReplicaCollector(Collector):

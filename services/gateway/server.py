@@ -52,7 +52,8 @@ from services.gateway.http import build_app
 from services.gateway.integrity import check_gateway
 from services.gateway.llm import LLM
 from services.gateway.metrics import FrontMetrics
-from services.gateway.model import ServedAdapters, ServedModel
+from services.gateway.model import ServedAdapters, ServedAliases, ServedModel
+from services.gateway.on_demand import Sleepers
 from services.gateway.roster import ReadModel, Roster
 from services.gateway.routing import Router
 from services.gateway.settings import FOLLOWED, Disaggregation, GatewaySettings
@@ -210,7 +211,12 @@ class Gateway:
         self.front = self._make_front(view)
         with suppress(RegistryUnavailable):
             await self.front.adapters.refresh()
+            await self.front.aliases.refresh()
+            await self.front.sleepers.refresh()
         self._run(self.front.adapters.run())
+        self._run(self.front.aliases.run())
+        self._run(self.front.sleepers.run())
+        self.front.metrics.watch_sleepers(lambda: self.front.sleepers.statuses)
         roster = Roster(self.front, self._ports.read_model, self._make_llm, self._tasks_of)
         self._stack.push_async_callback(roster.close)
         self._run(roster.run())
@@ -245,6 +251,13 @@ class Gateway:
             metrics=self._make_metrics(view),
             access=ports.access,
             adapters=ServedAdapters(ports.registry.adapters),
+            aliases=ServedAliases(ports.registry.aliases, lambda: self.front.settings.aliases),
+            sleepers=Sleepers(
+                ports.registry.on_demand,
+                settings.models,
+                lambda: self.front.running_models(),
+                lambda name: self.front.is_ready(name),
+            ),
             allowances=Allowances(ports.registry, self._background),
             spans=tracing.tracer(),
             new_id=ports.new_id,

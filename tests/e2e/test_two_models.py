@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,6 +108,40 @@ def test_commands_take_a_model(cluster: RunningCluster, name: str) -> None:
     others = {DEMO, TINY} - {name}
     assert not any(f"{other}-decode-0" in said["doctor"] for other in others)
     assert f"{name}-decode" in said["chat"]
+
+
+def test_each_user_of_an_alias_is_answered_by_one_engine(cluster: RunningCluster, engines: dict[str, Engine]) -> None:
+    """By weights set at run time; the answer says which model it is of, and is that one's to the last token."""
+    tandem("models", "alias", f"both={DEMO}:1,{TINY}:1", "--redis-url", cluster.redis_url)
+    plain: dict[str, Any] = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+    sampling = llm_pb2.SamplingParams(**plain, repetition_penalty=1.0, top_p=1.0)
+    found: dict[str, str] = {}
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        stub = llm_pb2_grpc.LLMServiceStub(channel)
+        wait_listed(stub, "both")
+        for number in range(24):
+            user, prompt = f"user {number % 12}", f"{PROMPT} {number}"
+            request = llm_pb2.GenerateRequest(model="both", prompt=prompt, sampling=sampling, tenant=user)
+            whole = stub.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=request), timeout=60)
+            name = whole.path.model
+            assert (whole.model, found.setdefault(user, name)) == ("both", name)
+            tokens = httpx.post(f"{cluster.http}/tokenize", json={"model": name, "prompt": prompt}).json()["tokens"]
+            assert list(whole.token_ids) == oracle(engines[name], tokens, SamplingParams(**plain))[0]
+    assert set(found.values()) == {DEMO, TINY}
+    said = tandem("doctor", "--model=both", "--redis-url", cluster.redis_url, "--grpc-address", cluster.grpc).stdout
+    assert all(f"{name}-decode-0" in said for name in (DEMO, TINY))
+    tandem("models", "alias", f"both={TINY}:1", "--redis-url", cluster.redis_url)
+    said = tandem("doctor", "--model=both", "--redis-url", cluster.redis_url).stdout
+    assert (f"{DEMO}-decode-0" in said, f"{TINY}-decode-0" in said) == (False, True)
+    tandem("models", "unalias", "both", "--redis-url", cluster.redis_url)
+
+
+def wait_listed(stub: Any, name: str) -> None:
+    """Gateways follow within two seconds."""
+    end = time.monotonic() + 10
+    while name not in {model.id for model in stub.ListModels(llm_pb2.ListModelsRequest(), timeout=10).models}:
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def tandem(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

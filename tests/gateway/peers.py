@@ -104,6 +104,7 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
         self.generator = generator
         self.seen: list[worker_pb2.SequenceSpec] = []
         self.refuse: grpc.StatusCode | None = None
+        self.refusal = "refused for the test"
         self.num_sent = self.num_passed_on = 0
         self._streams: dict[str, asyncio.Queue[worker_pb2.WorkResponse | None]] = {}
         self.cancels = False  # its streams where it ends them, as a worker does whose gateway is silent
@@ -155,7 +156,7 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
         self._streams[stream_id].put_nowait(message)
 
     def _refuse(self, stream_id: str, request_id: str, refusal: grpc.StatusCode) -> None:
-        failure = worker_pb2.Failure(code=refusal.name, message="refused for the test")
+        failure = worker_pb2.Failure(code=refusal.name, message=self.refusal)
         output = worker_pb2.SequenceOutput(request_id=request_id, failure=failure)
         self._say(stream_id, worker_pb2.WorkResponse(outputs=[output]))
 

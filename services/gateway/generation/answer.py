@@ -94,7 +94,7 @@ class Answer:
 
     def path_headers(self) -> dict[str, str]:
         """The request's path and its reason, as far as they are known, as HTTP headers or gRPC trailers."""
-        path = self.path
+        path, via = self.path, self.request.model.via
         said = {
             "x-tandem-path": PATHS.get(path.kind, "none"),
             "x-tandem-prefill-worker": path.prefill_worker,
@@ -105,6 +105,8 @@ class Answer:
             "x-tandem-refused-transports": "; ".join(f"{name}: {why}" for name, why in path.refused_transports.items()),
             "x-tandem-reason": path.reason,
             "x-tandem-migrated": str(path.migrated or ""),
+            "x-tandem-model": via.model if via else "",
+            "x-tandem-model-reason": via.reason if via else "",
         }
         return {name: _header_value(value) for name, value in said.items() if value} | self._limit_headers
 

@@ -269,10 +269,10 @@ class Attempt:
 
     def _note_route(self, route: Route) -> None:
         reason = f"{route.reason}; after {self._choice.lost}" if self._choice.lost else route.reason
-        moved = self._choice.path.transfer_bytes
+        moved, via = self._choice.path.transfer_bytes, self._choice.request.model.via
         path = self._choice.path = llm_pb2.Path(
             decode_worker=route.decode.info.worker_id, reason=reason, transfer_bytes=moved,
-            migrated=self._choice.migrated,
+            migrated=self._choice.migrated, model=via.model if via else "", model_reason=via.reason if via else "",
         )  # fmt: skip
         self._choice.decode_incarnation = route.decode.info.incarnation
         self._choice.revision = route.decode.info.revision

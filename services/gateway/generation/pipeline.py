@@ -112,6 +112,8 @@ class Pipeline:
                     choice.lost, crashed = error.message, attempt.crashed(error)
                     migration.lost(error, attempt.lost_incarnations(error), attempt.span, len(choice.written))
                 except Unavailable as error:
+                    if choice.request.elsewhere():
+                        raise
                     await migration.pause(error, cluster.pool.answers(Role.DECODE))
                 finally:
                     cluster.in_background(attempt.close())

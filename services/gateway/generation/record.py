@@ -107,7 +107,9 @@ def _cost(answer: Answer) -> float:
 
 
 def _asked(request: Generation) -> dict[str, str]:
+    via = request.model.via
     return {
+        "answered_by": via.model if via else "",
         "request_id": request.request_id,
         "operation": request.operation,
         "model": request.model.name,

@@ -7,7 +7,7 @@ prompts x n                       ->  one SequenceSpec per choice, sent to worke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class Generation:
     streamed: bool = False
     reading: ReadingPlan | None = None  # of answers that are more than text
     parent: Context | None = None
+    elsewhere: Callable[[], bool] = lambda: False  # another model would answer, and this one has no workers
 
     @property
     def num_choices(self) -> int:

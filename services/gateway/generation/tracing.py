@@ -75,7 +75,7 @@ def start_root(spans: Tracer, request: Generation) -> Span:
             "gen_ai.request.id": request.request_id,
             "gen_ai.response.id": request.request_id,
             TENANT: request.tenant,
-            "gen_ai.response.model": model,
+            "gen_ai.response.model": request.model.via.model if request.model.via else model,
             "gen_ai.request.choice.count": request.num_choices,
             "gen_ai.request.n": request.n,
         }

@@ -12,6 +12,7 @@ from services.gateway.bodies import LARGE, MANY, MOST_BESIDE, Incoming, PromptBo
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import check_prompt, truncated
 from services.gateway.grpc.messages import messages_of, options_of, tools_of
+from services.gateway.model import ModelAsked
 from services.gateway.text import ChatTemplate
 from tandem.grammar import MAX_CHOICES
 from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, given_in
@@ -56,20 +57,21 @@ def unary(data: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> I
     return _reduced(llm_pb2.GenerateUnaryRequest, data, lambda request: request.generate, bounds, template)
 
 
-def name_in_streamed(data: bytes) -> str:
-    """The model's name; empty where that cannot be read."""
-    return _name_in(llm_pb2.GenerateRequest, data, lambda request: request)
+def asked_in_streamed(data: bytes) -> ModelAsked:
+    return _asked_in(llm_pb2.GenerateRequest, data, lambda request: request)
 
 
-def name_in_unary(data: bytes) -> str:
-    return _name_in(llm_pb2.GenerateUnaryRequest, data, lambda request: request.generate)
+def asked_in_unary(data: bytes) -> ModelAsked:
+    return _asked_in(llm_pb2.GenerateUnaryRequest, data, lambda request: request.generate)
 
 
-def _name_in(kind: Any, data: bytes, inside: Callable[[Any], Any]) -> str:
+def _asked_in(kind: Any, data: bytes, inside: Callable[[Any], Any]) -> ModelAsked:
+    """Nothing where it cannot be read."""
     try:
-        return str(inside(kind.FromString(data)).model)
+        request = inside(kind.FromString(data))
     except DecodeError:
-        return ""
+        return ModelAsked()
+    return ModelAsked.of({"model": request.model, "user": request.tenant})
 
 
 def _reduced(

@@ -32,10 +32,11 @@ from services.gateway.grpc.messages import (
     tools_of,
 )
 from services.gateway.llm import LLM
-from services.gateway.model import budget_of
+from services.gateway.model import SESSION, budget_of
 from services.gateway.text import CheckedIds
 from services.gateway.tools import ReadingPlan, ToolUse, plan_reading
 from tandem import rpc
+from tandem.registry import ModelStatus
 from tandem.sampling import given_in
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
@@ -101,10 +102,16 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             raise _refused(error, context, {}) from None
         models = [
             llm_pb2.Model(
-                id=model.name, max_model_len=llm.max_model_len, parent=model.parent, fingerprint=llm.key.fingerprint
+                id=one.model.name,
+                max_model_len=one.max_model_len,
+                parent=one.model.parent,
+                fingerprint=one.llm.key.fingerprint,
+                weights=one.alias.shares if one.alias else {},
+                fallbacks=one.alias.fallbacks if one.alias else (),
             )
-            for model, llm in self._front.models(client)
+            for one in self._front.models(client)
         ]
+        models += [llm_pb2.Model(id=one.name, state=one.state) for one in self._front.asleep(client)]
         return llm_pb2.ListModelsResponse(models=models)
 
     async def LoadLoraAdapter(
@@ -136,14 +143,27 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
                 llm, request, prompt = await self._reduced(request, context, within)
                 generation, param = await self._read(llm, request, prompt, context, arrived)
             else:
-                self._front.access.authenticate(_metadata(context))
-                llm = self._front.llm_of(request.model)
+                llm = await self._found(request, context)
                 generation, param = await self._read(llm, request, None, context, arrived)
             return llm.answer(generation, param)
         except GatewayError as error:
             named = "" if isinstance(request, bytes) else request.request_id[:128]
             self._front.refuse(_metadata(context), named or self._front.new_id(), error, arrived)
             raise _refused(error, context, {}) from None
+
+    async def _found(self, request: llm_pb2.GenerateRequest, context: Context) -> LLM:
+        """
+        Raises:
+            GatewayError
+        """
+        client = self._front.access.authenticate(_metadata(context))
+        own = _metadata(context).get(SESSION, "") or request.tenant
+
+        async def find(user: str) -> LLM:
+            return self._front.llm_of(request.model or None, user or own)
+
+        deadline = self._front.deadline(_left(context), "grpc-timeout")
+        return await self._front.once_awake(find, client, deadline, _Waking(context).tell)
 
     async def _reduced(
         self, data: bytes, context: Context, within: bool
@@ -159,8 +179,12 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         try:
             with self._front.deadlines.until(deadline):
                 reduce = large_messages.unary if within else large_messages.streamed
-                name_of = large_messages.name_in_unary if within else large_messages.name_in_streamed
-                llm = await self._front.llm_for(data, tenant, name_of)
+                asked_in = large_messages.asked_in_unary if within else large_messages.asked_in_streamed
+
+                async def find(user: str) -> LLM:
+                    return await self._front.llm_for(data, tenant, user or metadata.get(SESSION, ""), asked_in)
+
+                llm = await self._front.once_awake(find, client, deadline, _Waking(context).tell)
                 found = await llm.reduced(reduce, data, tenant)
         except TimeoutError:
             raise TimedOut("the request's deadline passed while it was read") from None
@@ -295,6 +319,19 @@ async def _with_trailers(answer: Answer, context: Context) -> AsyncIterator[None
         context.set_trailing_metadata(tuple(answer.path_headers().items()))
         raise
     context.set_trailing_metadata(tuple(answer.path_headers().items()))
+
+
+class _Waking:
+    """A call that waits for a model to start: its first metadata say so."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._said = context, False
+
+    async def tell(self, streamed: bool, status: ModelStatus) -> None:
+        if not self._said:
+            self._said = True
+            said = ("x-tandem-model-state", str(status.state)), ("x-tandem-starts-in-s", f"{status.left_s:.1f}")
+            await self._context.send_initial_metadata(said)
 
 
 def _left(context: Context) -> float | None:

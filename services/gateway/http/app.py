@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 import structlog
@@ -20,18 +19,17 @@ from services.gateway.http import large
 from services.gateway.http.adapters import load_adapter, unload_adapter
 from services.gateway.http.chat import read_chat
 from services.gateway.http.completions import read_completion
-from services.gateway.http.dialect import OPENAI
+from services.gateway.http.dialect import OPENAI, RESPONSES
 from services.gateway.http.endpoint import AdminEndpoint, GenerateEndpoint, TextEndpoint
 from services.gateway.http.exchange import request_id_of
 from services.gateway.http.messages import Anthropic, count_tokens, read_messages_body, reduce_messages
+from services.gateway.http.models import add_models
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
 from services.gateway.http.responses import kept_routes, read_response, reduce_response
 from services.gateway.http.running_settings import SettingsEndpoint
 from services.gateway.http.targets import scrape_targets
 from services.gateway.http.tokenize import detokenize, tokenize
-from services.gateway.llm import LLM
-from services.gateway.model import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.gateway.traces import RecentRequests
 from tandem import __version__
@@ -60,7 +58,8 @@ def build_app(
     app = DescribedApp(title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain)
     cors = cors_of(front.settings)
     for path, read, reduce in GENERATING:
-        endpoint = GenerateEndpoint(front, read, reduce, wall)
+        dialect = RESPONSES if read is read_response else OPENAI
+        endpoint = GenerateEndpoint(front, read, reduce, wall).speaking(dialect)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
     anthropic = Anthropic(wall)
@@ -74,7 +73,7 @@ def build_app(
         app.router.routes.append(Route(path, TextEndpoint(front, respond, reduce), methods=["POST"]))
     _add_admin(app, front, running)
     _add_errors(app, front, anthropic)
-    _add_models(app, front)
+    add_models(app, front)
     _add_health(app, front)
     if cors:
         app.add_middleware(CORSMiddleware, **cors)
@@ -113,39 +112,6 @@ def cors_of(settings: GatewaySettings) -> dict[str, Any]:
     return {
         "allow_origins": settings.cors_origins, "allow_methods": every, "allow_headers": every, "expose_headers": every
     }  # fmt: skip
-
-
-def _add_models(app: FastAPI, front: FrontDesk) -> None:
-    def card(model: ServedModel, llm: LLM) -> dict[str, Any]:
-        created = datetime.fromtimestamp(model.created, UTC).isoformat()
-        ready, _ = llm.readiness()
-        return {
-            "id": model.name, "object": "model", "created": model.created, "owned_by": "tandem",
-            "root": model.adapter.path if model.adapter else llm.key.name, "parent": model.parent or None,
-            "max_model_len": llm.max_model_len, "state": "ready" if ready["ready"] else "not ready",
-            "fingerprint": llm.key.fingerprint, "fingerprints": front.shares(llm.key.name),
-            # As Anthropic's clients want it.
-            "type": "model", "display_name": model.name, "created_at": created, "lifecycle": "active",
-            "max_input_tokens": llm.max_model_len,
-        }  # fmt: skip
-
-    @app.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
-        """The models served here, LoRA adapters included; for OpenAI's clients and Anthropic's."""
-        cards = [card(*one) for one in front.models(front.access.authenticate(request.headers))]
-        return {
-            "object": "list", "data": cards, "has_more": False,
-            "first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None,
-        }  # fmt: skip
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str, request: Request) -> dict[str, Any]:
-        """One model."""
-        client = front.access.authenticate(request.headers)
-        for one, llm in front.models(client):
-            if one.name == name:
-                return card(one, llm)
-        raise front.unknown(name, client)
 
 
 def _add_health(app: FastAPI, front: FrontDesk) -> None:

@@ -42,7 +42,6 @@ async def parse_chat(
     Raises:
         GatewayError
     """
-    llm.served(found.model)
     given = budget_of(found.reasoning_effort, llm.model) | given
     llm.bounds.check_choices(1, found.n or 1)
     caller = check_turn(found, found.max_completion_tokens or given.get("max_tokens"))

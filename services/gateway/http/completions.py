@@ -26,7 +26,6 @@ async def read_completion(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pa
         GatewayError
     """
     found, given = schema.read(schema.CompletionBody, body.fields)
-    llm.served(found.model)
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     caller = check_turn(found, given["max_tokens"])
     with_logprobs, n = bool({"logprobs", "logprob_token_ids"} & given.keys()), _choices(found)

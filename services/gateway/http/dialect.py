@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from services.gateway.errors import GatewayError
 
 
@@ -22,8 +24,21 @@ class Dialect:
         """`status`: another than the error's own."""
         return error.body()
 
+    def failure(self, error: GatewayError, request_id: str) -> bytes:
+        """The last event of a stream whose answer has not begun."""
+        return b"data: %b\n\n" % orjson.dumps(self.body(error, request_id))
+
     def headers(self, said: Mapping[str, str]) -> Mapping[str, str]:
         return said
 
 
+class ResponsesDialect(Dialect):
+    """POST /v1/responses' own: its events have a type."""
+
+    def failure(self, error: GatewayError, request_id: str) -> bytes:
+        said = {"code": error.code or error.type, "message": error.message, "param": error.param}
+        return b"event: error\ndata: %b\n\n" % orjson.dumps({"type": "error", **said, "sequence_number": 0})
+
+
 OPENAI = Dialect()
+RESPONSES = ResponsesDialect()

@@ -25,7 +25,7 @@ from services.gateway.access import Caller
 from services.gateway.admission import NO_TARGETS, priority_of, targets_of
 from services.gateway.bodies import Incoming, Reduce, is_large
 from services.gateway.deadlines import STALLED_S
-from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, unexpected
+from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, Unavailable, unexpected
 from services.gateway.front import FrontDesk
 from services.gateway.generation import (
     CLIENT_LEFT,
@@ -40,7 +40,9 @@ from services.gateway.http.dialect import OPENAI, Dialect
 from services.gateway.http.exchange import ClientLeft, Exchange, check_left
 from services.gateway.http.format import CheckTurn, Framing, ParsedBody
 from services.gateway.http.schema import GenerationBody
+from services.gateway.http.waking import Waking
 from services.gateway.llm import LLM
+from services.gateway.model import SESSION
 
 log = structlog.get_logger(__name__)
 ADMIN_BYTES = 64 * 1024
@@ -116,9 +118,15 @@ class TextEndpoint(Endpoint):
                 body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, front.deadlines)
                 left = deadline - asyncio.get_running_loop().time()
                 counted = front.allowances.one(client, tenant, exchange.request_id, left)
-                async with counted as headers, front.text_turns.turn(tenant, len(body), deadline):
-                    llm = await front.llm_for(body, tenant)
-                    answer = await self._respond(llm, await llm.incoming(self._reduce, body, tenant), client)
+
+                async def respond(user: str) -> Any:
+                    """Not in its turn while a model is woken."""
+                    async with front.text_turns.turn(tenant, len(body), deadline):
+                        llm = await front.llm_for(body, tenant, user or exchange.headers.get(SESSION, ""))
+                        return await self._respond(llm, await llm.incoming(self._reduce, body, tenant), client)
+
+                async with counted as headers:
+                    answer = await front.once_awake(respond, client, deadline, Waking(exchange).tell)
         except TimeoutError:
             raise TimedOut("the request's deadline passed") from None
         await exchange.json(200, answer, headers)
@@ -146,9 +154,7 @@ class GenerateEndpoint(Endpoint):
                 await front.intake.begin()
                 body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, front.deadlines)
                 check_left(asked.deadline)  # whose timer may be late itself
-                llm = await asked.choose(body)
-                found = await self._read(llm, await asked.incoming(self._reduce, body), asked.check_turn)
-            answer = llm.answer(asked.generation(found), found.param)
+                found, answer = await self._begin(asked, body)
         except TimeoutError:
             late = TimedOut("the request's deadline passed while its body was read")
             self._note_refused(exchange, late)
@@ -157,17 +163,44 @@ class GenerateEndpoint(Endpoint):
             self._note_refused(exchange, error)
             raise
         try:
-            detach = found.detach and found.detach(exchange, found.framing(answer, int(self._wall())), answer)
-            await self._supervise(exchange, detach or self._write(exchange, found, answer), asked.deadline)
+            while not await self._answered(exchange, found, answer, asked):
+                with front.deadlines.until(asked.deadline):
+                    found, answer = await self._begin(asked, body)
+        except TimeoutError:
+            raise TimedOut("the request's deadline passed") from None
         except GatewayError as error:
             await exchange.fail(error, answer.path_headers())
+
+    async def _begin(self, asked: _Asked, body: bytes) -> tuple[ParsedBody, Answer]:
+        """
+        Raises:
+            GatewayError
+        """
+        llm = await asked.choose(body)
+        found = await self._read(llm, await asked.incoming(self._reduce, body), asked.check_turn)
+        return found, llm.answer(asked.generation(found), found.param)
+
+    async def _answered(self, exchange: Exchange, found: ParsedBody, answer: Answer, asked: _Asked) -> bool:
+        """False where its model lost all workers before anything was sent, and another one of its alias has some.
+
+        Raises:
+            GatewayError
+        """
+        try:
+            detach = found.detach and found.detach(exchange, found.framing(answer, int(self._wall())), answer)
+            await self._supervise(exchange, detach or self._write(exchange, found, answer), asked.deadline)
+        except Unavailable:
+            if not asked.elsewhere():
+                raise
+            return False
+        return True
 
     def _note_refused(self, exchange: Exchange, error: GatewayError) -> None:
         self._front.refuse(exchange.headers, exchange.request_id, error, exchange.arrived)
 
     async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
         """Write the answer for as long as there is anyone to write it to."""
-        left = asyncio.create_task(exchange.wait_left())
+        left = exchange.left()
         bound = self._front.deadlines.until(deadline + STALLED_S)
 
         def stop(_: asyncio.Task[None]) -> None:
@@ -185,8 +218,6 @@ class GenerateEndpoint(Endpoint):
                 raise
             if not left.done():
                 raise TimedOut("the request's deadline passed") from None
-        finally:
-            left.cancel()
 
     async def _write(self, exchange: Exchange, found: ParsedBody, answer: Answer) -> None:
         envelope = found.framing(answer, int(self._wall()))
@@ -195,7 +226,7 @@ class GenerateEndpoint(Endpoint):
             async with self._opened_early(exchange, envelope, answer, begin):
                 first = await anext(deltas)
             if answer.request.streamed:
-                if not exchange.started:
+                if not exchange.opened:
                     await self._open(exchange, envelope, answer, begin)
                 await self._write_event(exchange, envelope, first)
                 answer.write_at_once(partial(self._write_at_once, exchange, envelope))
@@ -224,7 +255,7 @@ class GenerateEndpoint(Endpoint):
         try:
             yield
         finally:
-            if not exchange.started:
+            if not exchange.opened:
                 opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
 
@@ -272,14 +303,29 @@ class _Asked:
         self.deadline = exchange.deadline(front)
         self._by_headers = front.access.tenant(self.client, exchange.headers, "", "user")  # the body may name another
         self._tenant, self._priority, self._targets = "", 0, NO_TARGETS
+        self._llm: LLM | None = None
 
     async def choose(self, body: bytes) -> LLM:
         """
         Raises:
             GatewayError
         """
-        self._llm = await self._front.llm_for(body, self._by_headers)
-        return self._llm
+        session = self._exchange.headers.get(SESSION, "")
+
+        async def find(user: str) -> LLM:
+            return await self._front.llm_for(body, self._by_headers, user or session)
+
+        before = self._llm.via if self._llm else None
+        llm = await self._front.once_awake(find, self.client, self.deadline, Waking(self._exchange).tell)
+        if before and llm.via:
+            llm.via = replace(llm.via, left=before.model)
+        self._llm = llm
+        return llm
+
+    def elsewhere(self) -> bool:
+        """Another model of its alias would answer, and the chosen one has lost its workers; nothing was sent yet."""
+        via = self._llm.via if self._llm else None
+        return via is not None and not self._exchange.started and self._front.answers_elsewhere(via)
 
     async def incoming(self, reduce: Reduce, body: bytes) -> Incoming:
         """
@@ -289,6 +335,7 @@ class _Asked:
         tenant = self._by_headers
         if not is_large(body):  # as nearly all are
             return Incoming(body, owner=tenant)
+        assert self._llm is not None
         return replace(await self._llm.reduced(reduce, body, tenant), owner=tenant)
 
     def check_turn(self, body: GenerationBody, max_tokens: int | None) -> str:
@@ -298,6 +345,8 @@ class _Asked:
             GatewayError: its answer would come too late, or what it says of itself is wrong.
         """
         llm, headers = self._llm, self._exchange.headers
+        assert llm is not None
+        llm.served(body.model, self.client)
         self._tenant = llm.access.tenant(self.client, headers, body.user or "", "user")
         self._priority = priority_of(body.service_tier, body.priority)
         self._targets = targets_of(headers, self._priority, llm.settings)
@@ -307,6 +356,7 @@ class _Asked:
     def generation(self, found: ParsedBody) -> Generation:
         """Once its turn was checked."""
         body, llm, exchange = found.body, self._llm, self._exchange
+        assert llm is not None
         return Generation(
             operation=found.operation,
             request_id=exchange.request_id,
@@ -326,4 +376,5 @@ class _Asked:
             streamed=bool(body.stream),
             reading=found.reading,
             parent=tracing.incoming(exchange.headers),
+            elsewhere=self.elsewhere,
         )

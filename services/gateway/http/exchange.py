@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -57,7 +58,10 @@ class Exchange:
         self._event: Message = {"type": "http.response.body", "more_body": True}  # one for all: it is read at once
         self._unwritten: _Begun | None = None
         self._pings = Pings(self._dialect.ping, send)
+        self._left: asyncio.Task[None] | None = None
+        self.also: dict[str, str] = {}  # headers beside those of the response
         self.started = False
+        self.opened = False  # a stream that has its own words for a failure
 
     def deadline(self, front: FrontDesk) -> float:
         """By x-request-timeout-ms or x-request-timeout (seconds), from when the request came, or the default.
@@ -105,8 +109,13 @@ class Exchange:
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    async def wait_left(self) -> None:
-        """Until the client has left. Only after `body`."""
+    def left(self) -> asyncio.Task[None]:
+        """Done once the client has left. Only after `body`; it ends with the exchange."""
+        if self._left is None:
+            self._left = asyncio.create_task(self._wait_left())
+        return self._left
+
+    async def _wait_left(self) -> None:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -118,9 +127,16 @@ class Exchange:
 
     async def open(self, headers: Mapping[str, str], failure: Callable[[GatewayError], bytes]) -> None:
         """Begin a stream of events. `failure`: what its last one is after an error."""
-        self._failure = failure
-        await self._start(200, "text/event-stream; charset=utf-8", {**headers, "cache-control": "no-cache"})
+        self._failure, self.opened = failure, True
+        await self._start_events(headers)
         self._pings.begin()
+
+    async def comment(self, text: str) -> None:
+        """Say what no client shows, in a stream that may have yet to begin."""
+        if self._failure is None:
+            self._failure = partial(self._dialect.failure, request_id=self.request_id)
+            await self._start_events({})
+        await self._write(f": {text}\n\n".encode(), more=True)
 
     async def event(self, event: bytes) -> None:
         self._pings.put_off()
@@ -173,11 +189,21 @@ class Exchange:
     def abandon(self) -> None:
         """Nothing is written any more."""
         self._pings.abandon()
+        self._failure = None  # it refers to the answer, which may refer to this
+        if self._left is not None:
+            self._left.cancel()
+            self._left = (
+                None  # what it ends with refers to this: together they would be garbage that only a search finds
+            )
+
+    async def _start_events(self, headers: Mapping[str, str]) -> None:
+        if not self.started:
+            await self._start(200, "text/event-stream; charset=utf-8", {**headers, "cache-control": "no-cache"})
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
         named = {"content-type": content_type, self._dialect.id_header: self.request_id}
-        named |= self._dialect.headers(headers)
+        named |= self._dialect.headers({**headers, **self.also})
         if self._keeps_alive and (self._last or self._leaving()):
             named["connection"] = "close"
         raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in named.items()]

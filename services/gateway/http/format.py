@@ -290,6 +290,7 @@ def _path(choice: Choice) -> dict[str, Any]:
         "fetched_from": path.fetched_from or None,
         "reason": path.reason,
         "migrated": path.migrated,
+        **({"model": path.model, "model_reason": path.model_reason or None} if path.model else {}),
     }
 
 

@@ -1,16 +1,22 @@
 """The served model as clients see it: words, chat format, defaults, adapters, thinking. The gateway may enter."""
 
 from services.gateway.model.adapters import ServedAdapters
+from services.gateway.model.aliases import SESSION, ModelAsked, ServedAliases, Via, choose
 from services.gateway.model.fetch import ModelFolders
 from services.gateway.model.reader import ModelReader
 from services.gateway.model.reasoning import budget_of, template_variables
 from services.gateway.model.served import ServedModel
 
 __all__ = [
+    "SESSION",
+    "ModelAsked",
     "ModelFolders",
     "ModelReader",
     "ServedAdapters",
+    "ServedAliases",
     "ServedModel",
+    "Via",
     "budget_of",
+    "choose",
     "template_variables",
 ]

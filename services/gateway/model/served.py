@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from services.gateway.model.aliases import Via
 from services.gateway.text import MOST_TOKENS, ChatTemplate, Tokenizer, TokenizerParts
 from services.gateway.tools import FORMATS, TAGS, CallFormat, Tags, detect_format, detect_tags
 from tandem.adapters import AdapterRef
@@ -32,6 +33,7 @@ class ServedModel:
     parent: str = ""  # of an adapter: the model's name
     calls: type[CallFormat] | None = None  # how its calls of tools are written
     thoughts: Tags | None = None
+    via: Via | None = None  # where an alias was asked for
 
     def adapted(self, ref: AdapterRef) -> ServedModel:
         return replace(self, name=ref.name, adapter=ref, parent=self.name)

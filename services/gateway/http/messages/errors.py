@@ -43,6 +43,9 @@ class Anthropic(Dialect):
     def body(self, error: GatewayError, request_id: str, status: int = 0) -> dict[str, Any]:
         return error_body(error, request_id, status or status_of(error))
 
+    def failure(self, error: GatewayError, request_id: str) -> bytes:
+        return b"event: error\n" + super().failure(error, request_id)
+
     def headers(self, said: Mapping[str, str]) -> Mapping[str, str]:
         worded = (self._header(*item) if item[0].startswith(LIMITS) else item for item in said.items())
         return dict(worded)

@@ -1,0 +1,60 @@
+"""GET /v1/models: what is served here, for OpenAI's clients and Anthropic's."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from services.gateway.front import FrontDesk, Listed
+from tandem.registry import ModelStatus
+
+
+def add_models(app: FastAPI, front: FrontDesk) -> None:
+    def cards(request: Request) -> list[dict[str, Any]]:
+        client = front.access.authenticate(request.headers)
+        return [_card(one, front) for one in front.models(client)] + [_card_asleep(one) for one in front.asleep(client)]
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        """The models served here, LoRA adapters included; for OpenAI's clients and Anthropic's."""
+        found = cards(request)
+        return {
+            "object": "list", "data": found, "has_more": False,
+            "first_id": found[0]["id"] if found else None, "last_id": found[-1]["id"] if found else None,
+        }  # fmt: skip
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, request: Request) -> dict[str, Any]:
+        """One model."""
+        for card in cards(request):
+            if card["id"] == name:
+                return card
+        raise front.unknown(name, front.access.authenticate(request.headers))
+
+
+def _card(listed: Listed, front: FrontDesk) -> dict[str, Any]:
+    model, llm = listed.model, listed.llm
+    behind = {"weights": listed.alias.shares, "fallbacks": listed.alias.fallbacks} if listed.alias else {}
+    return {
+        **_named(model.name, model.created), "root": model.adapter.path if model.adapter else llm.key.name,
+        "parent": model.parent or None, "max_model_len": listed.max_model_len,
+        "state": "ready" if listed.ready else "not ready", "fingerprint": llm.key.fingerprint,
+        "fingerprints": front.shares(llm.key.name), "max_input_tokens": listed.max_model_len, **behind,
+    }  # fmt: skip
+
+
+def _card_asleep(status: ModelStatus) -> dict[str, Any]:
+    """Its workers would say more of it."""
+    starts = {"state": status.state, "starts_in_s": status.left_s, "reason": status.reason or None}
+    return {**_named(status.name, 0), "root": status.name, "parent": None, **starts}
+
+
+def _named(name: str, created: int) -> dict[str, Any]:
+    """Its name, as OpenAI's clients want it and as Anthropic's do."""
+    at = datetime.fromtimestamp(created, UTC).isoformat()
+    return {
+        "id": name, "object": "model", "created": created, "owned_by": "tandem", "type": "model", "display_name": name,
+        "created_at": at, "lifecycle": "active",
+    }  # fmt: skip

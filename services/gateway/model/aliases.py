@@ -1,0 +1,88 @@
+"""The choice of a model for a request that names an alias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.model.followed import FollowedNames
+from tandem.aliases import Alias, Targets
+from tandem.registry import NamedList
+
+SESSION = "x-session-id"
+MAX_USER_LENGTH = 1024
+# Fields of a body that say whose it is, or of which conversation; the first one that is there counts.
+USER_FIELDS = ("user", "safety_identifier", "prompt_cache_key", "conversation", "metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAsked:
+    """A body's words for the model that it wants, and for its user; None and "" where it says nothing."""
+
+    model: Any = None
+    user: str = ""
+    streamed: bool = False
+
+    @classmethod
+    def of(cls, fields: Any) -> ModelAsked:
+        """Take them from a body's fields, whatever these are."""
+        if not isinstance(fields, dict):
+            return cls()
+        users = (_user(fields.get(name)) for name in USER_FIELDS)
+        user = next(filter(None, users), "")[:MAX_USER_LENGTH]
+        return cls(fields.get("model"), user, fields.get("stream") is True)
+
+
+@dataclass(frozen=True, slots=True)
+class Via:
+    """How a request came to its model."""
+
+    alias: str
+    model: str  # or adapter; empty where none of them has workers
+    lacking: str = ""  # those that have none, where this one is their fallback
+    left: str = ""  # the one that had the request before, and has lost its workers
+
+    @property
+    def reason(self) -> str:
+        """As the response says it; empty where weights alone have chosen."""
+        if self.lacking:
+            return f"fallback of {self.alias}: no workers of {self.lacking}"
+        return f"{self.alias}: {self.left} has lost its workers" if self.left else ""
+
+
+class ServedAliases(FollowedNames[Alias]):
+    """The registry's go before those of the gateway's own settings."""
+
+    def __init__(self, kept: NamedList[Alias], settings: Callable[[], Mapping[str, Targets]]) -> None:
+        super().__init__(kept)
+        self._settings = settings
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({*self._known.by_name, *self._settings()})
+
+    def find(self, name: str) -> Alias | None:
+        if (known := super().find(name)) is not None:
+            return known
+        targets = self._settings().get(name)
+        return Alias(name, targets) if targets else None
+
+
+def choose(alias: Alias, user: str, serves: Callable[[str], bool], known: Callable[[str], bool]) -> Via:
+    """
+    Args:
+        serves: a model has workers.
+        known: it had some a moment ago, which may be started again.
+    """
+    found = alias.choose(user, serves) or alias.choose(user, known)
+    if found is None:
+        return Via(alias.name, "")
+    return Via(alias.name, found, "" if found in alias.weights else ", ".join(alias.weights))
+
+
+def _user(said: Any) -> str:
+    """Conversations have an id, Anthropic's metadata a user_id."""
+    if isinstance(said, dict):
+        said = said.get("id") or said.get("user_id")
+    return said if isinstance(said, str) else ""
