@@ -100,6 +100,20 @@ class PrefillSequences:
             except TransferError as error:
                 raise SequenceFailed(error.code, f"KV transfer: {error}") from None
 
+    async def embed(self, request: Request, timeout_s: float) -> SequenceOutput:
+        """
+        Raises:
+            SequenceFailed
+        """
+        with tracer.start_as_current_span("embed") as span, _truncated_if_raised(span):
+            span.set_attributes({"tandem.worker": self._worker_id, "prefill.tokens": len(request.token_ids)})
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._engine.prepare(request, timeout_s)
+                    return await self._compute(request, None)
+            except TimeoutError:
+                raise SequenceFailed("DEADLINE_EXCEEDED", "the request's deadline passed in prefill") from None
+
     async def abort(self, request_id: str) -> None:
         """Return once a sequence whose `prefill` was cancelled holds nothing any more."""
         await self._engine.call(lambda engine: engine.abort(request_id))
@@ -125,7 +139,7 @@ class PrefillSequences:
             # The decode worker knows by now that it begins: to read an adapter may take longer than it waits for that.
             await self._engine.prepare(request, timeout_s)
             fetched = await self._fetcher.complete(request, holder, timeout_s)
-            output = await self._compute(request, ticket, push)
+            output = await self._compute(request, push, ticket.num_cached_blocks)
             push.commit(self._payload(output))
         except BaseException as error:
             push.abort(f"prefill ended: {type(error).__name__}")
@@ -162,7 +176,7 @@ class PrefillSequences:
         moved = partial(self._engine.rates.moved, link.remote.worker_id)
         return TracedPush(push, link, span, moved, self._now, self._metrics)
 
-    async def _compute(self, request: Request, ticket: Ticket, push: TracedPush) -> SequenceOutput:
+    async def _compute(self, request: Request, push: TracedPush | None, first_block: int = 0) -> SequenceOutput:
         request_id = request.request_id
         if request_id in self._computing:
             raise SequenceFailed("ALREADY_EXISTS", f"request_id: {request_id!r} is being prefilled")
@@ -170,7 +184,7 @@ class PrefillSequences:
         self._computing[request_id] = computed
 
         def add(engine: Engine) -> Sequence[Event]:
-            engine.add(request, sink=push, first_block=ticket.num_cached_blocks, prefill_only=True)
+            engine.add(request, sink=push, first_block=first_block, prefill_only=True)
             return [Added(request_id)]
 
         def abort(engine: Engine) -> Sequence[Event]:
@@ -187,7 +201,7 @@ class PrefillSequences:
             raise
         finally:
             del self._computing[request_id]
-        if push.failure is not None:
+        if push is not None and push.failure is not None:
             raise push.failure
         if output.error:
             raise SequenceFailed("INTERNAL", output.error)

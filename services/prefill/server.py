@@ -90,6 +90,12 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
     async def _begin(self, stream_id: str, entry: Entry) -> None:
         if not isinstance(entry, worker_pb2.Prefill):
             raise SequenceFailed("UNIMPLEMENTED", "reservations: this is a prefill worker")
+        if entry.sequence.HasField("embedding"):
+            embedded = await self._sequences.embed(
+                conversion.request_of(entry.sequence), entry.sequence.timeout_ms / 1000
+            )
+            self._streams.prefilled(stream_id, worker_pb2.Prefilled(output=conversion.output_to_proto(embedded)))
+            return
         if not conversion.is_signed(entry.ticket, self._secret):
             raise SequenceFailed("PERMISSION_DENIED", "ticket: no worker of this cluster has signed it")
         prompt_blocks = -(-len(entry.sequence.token_ids) // self._block_size)

@@ -25,6 +25,7 @@ from tandem.checkpoints.model_files import (
     read_file,
 )
 from tandem.checkpoints.model_path import ModelPath
+from tandem.checkpoints.pooling import PoolingRule, read_pooling
 from tandem.checkpoints.text_files import (
     MAX_TEXT_BYTES,
     TEXT_FILES,
@@ -48,6 +49,7 @@ __all__ = [
     "MemoryNeed",
     "ModelFile",
     "ModelPath",
+    "PoolingRule",
     "TextFiles",
     "as_folder",
     "described",
@@ -62,6 +64,7 @@ __all__ = [
     "misfit",
     "read_bytes",
     "read_file",
+    "read_pooling",
     "text_file",
     "text_fingerprint",
     "wanted_files",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 BESIDE_WEIGHTS = (
     "config.json", GENERATION_FILE, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "model.safetensors.index.json",
+    "model.safetensors.index.json", "modules.json", "1_Pooling/config.json",
 )  # fmt: skip
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 HUB = "hf://"

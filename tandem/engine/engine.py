@@ -23,6 +23,7 @@ from tandem.engine.cores import Cores
 from tandem.engine.device import open_device
 from tandem.engine.fitting import sized
 from tandem.engine.kv import KVLayout, SwapSpace
+from tandem.engine.pooling import Poolings
 from tandem.engine.sampling import NamedGuide
 from tandem.engine.scheduling import (
     AnswerLengths,
@@ -102,7 +103,7 @@ class Engine:
         )
         config.speculative.check(self._speculator.methods)
         self._speculative, self._now, self.moving = config.speculative, now, self._blocks.moving
-        self._live: dict[str, Sequence] = {}
+        self._live, self._poolings = dict[str, Sequence](), Poolings(config, self.model_config.hidden_size)
         self._num_arrived = self._num_computed = self._num_written = self._num_aborted = self._num_aborted_blocks = 0
         self._lengths = AnswerLengths(config.likely_answer)
 
@@ -120,6 +121,8 @@ class Engine:
         seq.sink, seq.num_pushed_blocks, seq.prefill_only = sink, first_block, prefill_only
         if request.sampling.prompt_logprobs is not None and not request.num_prior_tokens:
             seq.num_prompt_logprobs = seq.num_prompt_tokens - 1
+        if request.dimensions is not None:
+            seq.pool = self._poolings.pooling(request.dimensions)
         self._scheduler.add(seq)
         self._live[seq.request_id] = seq
 
@@ -362,6 +365,7 @@ class Engine:
             output = SequenceOutput(seq.request_id, index, tokens[:new], reason, cached, finished=finished)
             if is_prefill:
                 output.prompt_logprobs = seq.prompt_logprobs
+                output.embedding = seq.pool.vector() if seq.pool else []
             output.num_proposed_tokens, output.num_accepted_tokens = seq.num_proposed_tokens, seq.num_accepted_tokens
         if output.finished:
             self._remove(seq)

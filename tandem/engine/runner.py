@@ -21,6 +21,7 @@ from tandem.engine.completed_blocks import completed_blocks
 from tandem.engine.device import fetched, sent
 from tandem.engine.forward import Chunk, Forward, Observer, StepInput, step_input
 from tandem.engine.launched import Launched, tokens_of
+from tandem.engine.pooling import StatePooling
 from tandem.engine.sampling import Choose, chosen, reported, sample
 from tandem.engine.scheduling import Ahead, Row, Scheduled, Sequence
 from tandem.engine.types import SampledToken
@@ -77,6 +78,8 @@ class Runner:
             blocks.done()
         if self._observer is not None:
             self._observer.observe(list(map(_chunk, batch)), hidden)
+        if any(item.seq.pool for item in batch):
+            self._pool(batch, hidden)
         if any(item.seq.num_prompt_logprobs for item in batch):
             self._report_prompts(batch, hidden)
         return self._sample(batch, hidden)
@@ -114,6 +117,13 @@ class Runner:
         chunks = [Chunk(seq, start + 1, end + 1) for seq, start, end in ahead]
         ids = step.ids if len(kept) == len(step.chunks) else step.ids[sent(torch.tensor(kept), step.ids.device)]
         return self._launch(chunks, ids, [Ahead(chunk.seq, 1) for chunk in chunks])
+
+    def _pool(self, batch: list[Scheduled], hidden: Tensor) -> None:
+        row = 0
+        for seq, num_tokens, _ in batch:
+            if isinstance(seq.pool, StatePooling):
+                seq.pool.take(seq.num_computed_tokens, hidden[row : row + num_tokens], self._forward.normed)
+            row += num_tokens
 
     def _report_prompts(self, batch: list[Scheduled], hidden: Tensor) -> None:
         row = 0

@@ -44,7 +44,8 @@ class Request:
     in chunks that leave no more than `itl_target_s` between its tokens, where that is not 0 and can be kept.
 
     `choice_id` names it in the crash page, whatever engine it runs on; by default its request id. A suspect, of which
-    an engine may have died, computes alone until there are `alone_until` tokens of its answer.
+    an engine may have died, computes alone until there are `alone_until` tokens of its answer. With `dimensions`, 0 for
+    all, the prompt's embedding is wanted.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class Request:
     itl_target_s: float = 0.0
     choice_id: str = ""
     alone_until: int = 0
+    dimensions: int | None = None
 
 
 class SampledToken(NamedTuple):
@@ -95,6 +97,7 @@ class SequenceOutput:
     prompt_logprobs: list[SampledToken] = field(default_factory=list)
     batch_size: int = 0
     kv_usage: float = 0.0
+    embedding: list[float] = field(default_factory=list)
 
 
 class KVSink(Protocol):

@@ -41,6 +41,7 @@ def request_of(spec: worker_pb2.SequenceSpec) -> Request:
         itl_target_s=spec.itl_target_ms / 1000,
         choice_id=spec.choice_id,
         alone_until=spec.alone_until,
+        dimensions=spec.embedding.dimensions if spec.HasField("embedding") else None,
     )
 
 
@@ -78,6 +79,7 @@ def output_to_proto(output: SequenceOutput) -> worker_pb2.SequenceOutput:
         prompt_logprobs=map(_logprobs, output.prompt_logprobs),
         batch_size=output.batch_size,
         kv_usage=output.kv_usage,
+        embedding=output.embedding,
     )
     if output.error:
         proto.failure.CopyFrom(worker_pb2.Failure(code="INTERNAL", message=output.error))

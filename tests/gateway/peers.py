@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -250,6 +250,16 @@ class DecodePeer(WorkingPeer):
             sequence.task.cancel()
 
 
+def embedding_of(token_ids: Sequence[int]) -> list[float]:
+    """No model's, but of all tokens in their order."""
+    return [
+        sum((i + 1) * token for i, token in enumerate(token_ids)) / 8,
+        float(len(token_ids)),
+        -0.5,
+        token_ids[-1] / 4,
+    ]
+
+
 class PrefillPeer(WorkingPeer, prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(
         self, incarnation: str, layout_hash: str, generator: Generator, decodes: Callable[[str], DecodePeer]
@@ -269,7 +279,8 @@ class PrefillPeer(WorkingPeer, prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.ListLinksResponse(links=[link])
 
     def prefill(self, stream_id: str, request: worker_pb2.Prefill) -> None:
-        assert request.ticket.kv_layout_hash == self.layout_hash, "pushing to a worker of another KV layout"
+        if not request.sequence.HasField("embedding"):
+            assert request.ticket.kv_layout_hash == self.layout_hash, "pushing to a worker of another KV layout"
         self.seen.append(request.sequence)
         self.running[request.sequence.request_id] = asyncio.create_task(self._prefill(stream_id, request))
 
@@ -292,6 +303,11 @@ class PrefillPeer(WorkingPeer, prefill_pb2_grpc.PrefillServiceServicer):
             del self.running[spec.request_id]
         if self.refuse is not None:
             self._refuse(stream_id, spec.request_id, self.refuse)
+            return
+        if spec.HasField("embedding"):
+            vector = embedding_of(spec.token_ids)[: spec.embedding.dimensions or None]
+            embedded = worker_pb2.SequenceOutput(request_id=spec.request_id, token_ids=[5], embedding=vector)
+            self._say(stream_id, worker_pb2.WorkResponse(prefilled=[worker_pb2.Prefilled(output=embedded)]))
             return
         output = self.generator.output(spec, spec.num_prior_tokens)
         output.num_cached_tokens = 3

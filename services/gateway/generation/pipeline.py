@@ -22,6 +22,7 @@ from services.gateway.errors import Overloaded, Poison, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess
 from services.gateway.generation.choice import Choice
+from services.gateway.generation.embedding import EmbeddingAttempt
 from services.gateway.generation.migration import Migration, MigrationLimits
 from services.gateway.generation.record import RequestRecords
 from services.gateway.generation.shared_prompt import SharedPrompt
@@ -135,7 +136,7 @@ class Pipeline:
         _continue_behind(sequence, choice.written)
         sequence.request_id = f"{choice.name}-{self._nonce()}"
         choice.migrated = number
-        return Attempt(self.cluster, choice)
+        return (EmbeddingAttempt if sequence.HasField("embedding") else Attempt)(self.cluster, choice)
 
     async def _wait_turn(self, choice: Choice) -> None:
         now, work = asyncio.get_running_loop().time, choice.work

@@ -48,6 +48,7 @@ class Generation:
     speculative: Speculative | None = None
     streamed: bool = False
     reading: ReadingPlan | None = None  # of answers that are more than text
+    dimensions: int | None = None  # of embeddings, which are wanted instead of answers; 0: all
     parent: Context | None = None
     elsewhere: Callable[[], bool] = lambda: False  # another model would answer, and this one has no workers
 
@@ -83,6 +84,8 @@ class Generation:
             spec.speculative.method, spec.speculative.num_tokens = self.speculative.method, self.speculative.num_tokens
         if (ref := self.model.adapter) is not None:
             spec.adapter.name, spec.adapter.path, spec.adapter.revision = ref.name, ref.path, ref.revision
+        if self.dimensions is not None:
+            spec.embedding.dimensions = self.dimensions
         begin, end = self._thinking(prompt)
         asked = spec.sampling
         sampling.to_proto(asked)

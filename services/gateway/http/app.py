@@ -20,6 +20,7 @@ from services.gateway.http.adapters import load_adapter, unload_adapter
 from services.gateway.http.chat import read_chat
 from services.gateway.http.completions import read_completion
 from services.gateway.http.dialect import OPENAI, RESPONSES
+from services.gateway.http.embeddings import read_embeddings
 from services.gateway.http.endpoint import AdminEndpoint, GenerateEndpoint, TextEndpoint
 from services.gateway.http.exchange import request_id_of
 from services.gateway.http.messages import Anthropic, count_tokens, read_messages_body, reduce_messages
@@ -28,6 +29,7 @@ from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
 from services.gateway.http.responses import kept_routes, read_response, reduce_response
 from services.gateway.http.running_settings import SettingsEndpoint
+from services.gateway.http.scores import read_rerank, read_score
 from services.gateway.http.targets import scrape_targets
 from services.gateway.http.tokenize import detokenize, tokenize
 from services.gateway.settings import GatewaySettings
@@ -41,6 +43,9 @@ GENERATING = (
     ("/v1/chat/completions", read_chat, large.chat),
     ("/v1/completions", read_completion, large.completion),
     ("/v1/responses", read_response, reduce_response),
+    ("/v1/embeddings", read_embeddings, large.embeddings),
+    ("/v1/score", read_score, large.score),
+    ("/v1/rerank", read_rerank, large.rerank),
 )
 
 

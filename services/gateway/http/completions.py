@@ -139,7 +139,7 @@ def _choices(body: schema.CompletionBody) -> int:
     return best_of
 
 
-def prompts_of(prompt: Any) -> Sequence[str | Sequence[int]]:
+def prompts_of(prompt: Any, param: str = "prompt") -> Sequence[str | Sequence[int]]:
     """One prompt or several, each text or token ids.
 
     Raises:
@@ -148,12 +148,12 @@ def prompts_of(prompt: Any) -> Sequence[str | Sequence[int]]:
     if isinstance(prompt, str) or _is_ids(prompt):
         return [prompt]
     if not isinstance(prompt, list):
-        raise InvalidRequest("prompt must be a string, a list of token ids, or a list of either", "prompt")
+        raise InvalidRequest(f"{param} must be a string, a list of token ids, or a list of either", param)
     if not prompt:
-        raise InvalidRequest("prompt must not be empty", "prompt")
+        raise InvalidRequest(f"{param} must not be empty", param)
     for i, part in enumerate(prompt):
         if not isinstance(part, str) and not _is_ids(part):
-            raise InvalidRequest(f"prompt[{i}] must be a string or a list of token ids", f"prompt[{i}]")
+            raise InvalidRequest(f"{param}[{i}] must be a string or a list of token ids", f"{param}[{i}]")
     return prompt
 
 

@@ -375,6 +375,7 @@ class _Asked:
             speculative=read_speculative(said.method, said.num_tokens) if (said := body.speculative) else None,
             streamed=bool(body.stream),
             reading=found.reading,
+            dimensions=found.dimensions,
             parent=tracing.incoming(exchange.headers),
             elsewhere=self.elsewhere,
         )

@@ -96,9 +96,10 @@ class ParsedBody:
     prompts: Sequence[Sequence[int]]
     param: str
     operation: str
-    format: Format
+    format: Format | None  # of `Envelope`
     with_prompt_logprobs: bool
     reading: ReadingPlan | None = None
+    dimensions: int | None = None  # of embeddings
     envelope: Callable[[ParsedBody, Answer, int], Framing] | None = None  # another than `Envelope`
     detach: Callable[[Exchange, Framing, Answer], Awaitable[None]] | None = None  # responds while the answer goes on
 
@@ -130,6 +131,7 @@ class Envelope(Framing):
     """The frame around every message of one answer."""
 
     def __init__(self, found: ParsedBody, answer: Answer, created: int) -> None:
+        assert found.format is not None
         self._form = form = found.format
         self._answer = answer
         self._n = found.body.n or 1

@@ -11,6 +11,8 @@ from services.gateway.generation import check_prompt, truncated
 from services.gateway.http import schema
 from services.gateway.http.chat import read_messages, template_options
 from services.gateway.http.completions import prompts_of
+from services.gateway.http.embeddings import check_embeddings, inputs_of
+from services.gateway.http.scores import take_rerank, take_score
 from services.gateway.text import ChatTemplate
 from services.gateway.tools import read_tools
 
@@ -28,6 +30,40 @@ def completion(body: bytes, bounds: PromptBounds, template: ChatTemplate | None)
     prompts = [_bounded(prompt, found.truncate_prompt_tokens, bounds, "prompt") for prompt in said]
     found.prompt = None
     return Incoming(_fields(found, "prompt"), prompts)
+
+
+def embeddings(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:
+    """
+    Raises:
+        InvalidRequest
+    """
+    found = schema.validated(schema.EmbeddingBody, body)
+    check_embeddings(found)
+    said = inputs_of(found, bounds)
+    prompts = [_bounded(prompt, found.truncate_prompt_tokens, bounds, "input") for prompt in said]
+    found.input = None
+    return Incoming(_fields(found, "input"), prompts)
+
+
+def score(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:
+    """
+    Raises:
+        InvalidRequest
+    """
+    found = schema.validated(schema.ScoreBody, body)
+    texts = take_score(found, bounds)
+    return Incoming(_fields(found, "text_2"), [_bounded(text, None, bounds, "text_2") for text in texts])
+
+
+def rerank(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:
+    """
+    Raises:
+        InvalidRequest
+    """
+    found = schema.validated(schema.RerankBody, body)
+    texts = take_rerank(found, bounds)
+    found.query = ""
+    return Incoming(_fields(found, "documents"), [_bounded(text, None, bounds, "documents") for text in texts])
 
 
 def chat(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:

@@ -21,6 +21,9 @@ STREAMED = {"description": "where `stream` is true"}
 BODIES: Mapping[str, tuple[type[schema.Body], str]] = {
     "/v1/chat/completions": (schema.with_sampling(schema.ChatBody), "Answer messages, as OpenAI does"),
     "/v1/completions": (schema.with_sampling(schema.CompletionBody), "Continue text or token ids, as OpenAI does"),
+    "/v1/embeddings": (schema.EmbeddingBody, "A vector of each text, as OpenAI does"),
+    "/v1/score": (schema.ScoreBody, "How alike texts are, as vLLM does"),
+    "/v1/rerank": (schema.RerankBody, "The documents most like a query, as Jina and vLLM do"),
     "/v1/responses": (ResponseBody, "Answer items with items, as OpenAI's Responses do"),
     "/v1/messages": (MessagesBody, "Answer messages, as Anthropic does"),
     "/v1/messages/count_tokens": (CountTokensBody, "Count tokens of messages, as Anthropic does"),

@@ -96,6 +96,31 @@ class CompletionBody(GenerationBody):
     best_of: int | None = None
 
 
+# Of GenerationBody, what an embedding has no use for.
+OF_ANSWERS = (
+    "stream", "stream_options", "n", "return_token_ids", "return_tokens_as_token_ids", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "speculative",
+)  # fmt: skip
+
+
+class EmbeddingBody(GenerationBody):
+    input: Any
+    encoding_format: str | None = None
+    dimensions: int | None = None
+
+
+class ScoreBody(GenerationBody):
+    text_1: Any
+    text_2: Any
+
+
+class RerankBody(GenerationBody):
+    query: str
+    documents: Any
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
 class ChatMessage(Body):
     role: str
     content: Any = None

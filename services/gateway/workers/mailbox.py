@@ -28,6 +28,7 @@ class Tokens:
     ids: list[int]
     logprobs: list[llm_pb2.TokenLogprobs]
     prompt_logprobs: Sequence[llm_pb2.TokenLogprobs] = ()
+    embedding: Sequence[float] = ()  # of the prompt, instead of an answer
 
     def add(self, new: Tokens) -> None:
         self.ids += new.ids

@@ -42,6 +42,14 @@ class Status(enum.Enum):
     RESERVED = "reserved"
 
 
+class Pooling(Protocol):
+    """Makes one vector of a prompt's hidden states; perhaps of all of them."""
+
+    reads_all: bool
+
+    def vector(self) -> list[float]: ...
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """A request's tokens, how many of them have KV, and where that KV lies.
@@ -93,6 +101,7 @@ class Sequence:
     guide: Guide | None = None
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[SampledToken] = field(default_factory=list)
+    pool: Pooling | None = None
     adapter: Adapter | None = None
     under_way: BlockUser | None = None  # the last step that was launched with it
     answer_start: int = field(init=False)
@@ -134,8 +143,9 @@ class Sequence:
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """True if cached blocks do not help: the logits of every prompt token are wanted."""
-        return len(self.prompt_logprobs) < self.num_prompt_logprobs
+        """True if cached blocks do not help: logits, or hidden states, of every prompt token are wanted."""
+        wants_states = self.pool is not None and self.pool.reads_all and self.is_prefilling
+        return len(self.prompt_logprobs) < self.num_prompt_logprobs or wants_states
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -1,0 +1,131 @@
+"""POST /v1/embeddings: texts or token ids in, a vector of each out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from dataclasses import replace
+from struct import pack
+from typing import Any
+
+from services.gateway.bodies import Incoming, PromptBounds
+from services.gateway.errors import InvalidRequest
+from services.gateway.generation import Answer, Delta, truncated
+from services.gateway.http import schema
+from services.gateway.http.completions import prompts_of
+from services.gateway.http.format import CheckTurn, Framing, ParsedBody, usage
+from services.gateway.llm import LLM
+
+ENCODINGS = ("float", "base64")
+MOST_DIMENSIONS = 2**16
+
+
+async def read_embeddings(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+    """
+    Raises:
+        GatewayError
+    """
+    found = schema.validated(schema.EmbeddingBody, body.fields)
+    check_embeddings(found)
+    caller = check_turn(found, 0)
+    said = inputs_of(found, llm.bounds) if body.prompts is None else body.checked()
+    return replace(
+        await pooled(llm, found, said, caller, "input"), dimensions=found.dimensions or 0, envelope=EmbeddingFrame
+    )
+
+
+async def pooled(
+    llm: LLM, found: schema.GenerationBody, said: Sequence[str | Sequence[int]], caller: str, param: str
+) -> ParsedBody:
+    """A vector of each of `said`; who asks for it adds the words.
+
+    Raises:
+        GatewayError
+    """
+    prompts = [truncated(prompt, found.truncate_prompt_tokens) for prompt in await llm.encode_each(said, param)]
+    given = {"max_tokens": 1}  # which nobody gets
+    return ParsedBody(
+        body=found,
+        n=1,
+        given=given,
+        sampling=await llm.sampling(given, {}, None, caller),
+        prompts=prompts,
+        param=param,
+        operation="embeddings",
+        format=None,
+        with_prompt_logprobs=False,
+        dimensions=0,
+    )
+
+
+def check_embeddings(body: schema.EmbeddingBody) -> None:
+    """
+    Raises:
+        InvalidRequest
+    """
+    if body.encoding_format not in (None, *ENCODINGS):
+        said = f"encoding_format must be {' or '.join(ENCODINGS)}, got {body.encoding_format!r}"
+        raise InvalidRequest(said, "encoding_format")
+    if body.dimensions is not None and not 1 <= body.dimensions <= MOST_DIMENSIONS:
+        raise InvalidRequest(f"dimensions must be between 1 and {MOST_DIMENSIONS}, got {body.dimensions}", "dimensions")
+    refuse_answers(body)
+
+
+def refuse_answers(body: schema.GenerationBody) -> None:
+    """
+    Raises:
+        InvalidRequest: it says how to answer, and no answer is written.
+    """
+    for name in schema.OF_ANSWERS:
+        if getattr(body, name) not in (None, False):
+            raise InvalidRequest(f"{name} is of answers, and none is written here", name)
+
+
+def inputs_of(body: schema.EmbeddingBody, bounds: PromptBounds) -> Sequence[str | Sequence[int]]:
+    """
+    Raises:
+        InvalidRequest
+    """
+    said = prompts_of(body.input, "input")
+    check_count(len(said), bounds, "input")
+    return said
+
+
+def check_count(count: int, bounds: PromptBounds, param: str) -> None:
+    """
+    Raises:
+        InvalidRequest
+    """
+    if count > bounds.prompts:
+        raise InvalidRequest(f"{param}: at most {bounds.prompts} texts, got {count}", param)
+
+
+def counted(answer: Answer) -> dict[str, Any]:
+    """Usage, of prompts alone."""
+    said = usage(answer)
+    return {name: said[name] for name in ("prompt_tokens", "total_tokens", "prompt_tokens_details", "tandem")}
+
+
+class EmbeddingFrame(Framing):
+    """All vectors as one body."""
+
+    def __init__(self, found: ParsedBody, answer: Answer, created: int) -> None:
+        assert isinstance(found.body, schema.EmbeddingBody)
+        self._answer, self._as_text = answer, found.body.encoding_format == "base64"
+
+    def gathered(self, choices: Sequence[Sequence[Delta]]) -> Sequence[Delta]:
+        return [deltas[-1] for deltas in choices]
+
+    async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        data = []
+        for index, delta in enumerate(deltas):
+            await asyncio.sleep(0)  # a vector is some thousand numbers
+            data.append({"object": "embedding", "index": index, "embedding": self._encoded(delta.tokens.embedding)})
+        frame = {"object": "list", "data": data, "model": self._answer.request.model.name}
+        return {**frame, "usage": counted(self._answer)}
+
+    def _encoded(self, vector: Sequence[float]) -> list[float] | str:
+        if not self._as_text:
+            return list(vector)
+        return base64.b64encode(pack(f"<{len(vector)}f", *vector)).decode()

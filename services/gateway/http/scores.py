@@ -1,0 +1,150 @@
+"""POST /v1/score and /v1/rerank: how alike texts are, by the cosine between their embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import hypot
+from operator import mul
+from typing import Any
+
+from services.gateway.bodies import Incoming, PromptBounds
+from services.gateway.errors import InvalidRequest
+from services.gateway.generation import Answer, Delta
+from services.gateway.http import schema
+from services.gateway.http.embeddings import check_count, counted, pooled, refuse_answers
+from services.gateway.http.format import CheckTurn, Framing, ParsedBody
+from services.gateway.llm import LLM
+
+
+async def read_score(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+    """
+    Raises:
+        GatewayError
+    """
+    found = schema.validated(schema.ScoreBody, body.fields)
+    refuse_answers(found)
+    caller = check_turn(found, 0)
+    said = take_score(found, llm.bounds) if body.prompts is None else body.checked()
+    return replace(await pooled(llm, found, said, caller, "text_2"), envelope=ScoreFrame)
+
+
+async def read_rerank(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+    """
+    Raises:
+        GatewayError
+    """
+    found = schema.validated(schema.RerankBody, body.fields)
+    refuse_answers(found)
+    caller = check_turn(found, 0)
+    said = take_rerank(found, llm.bounds) if body.prompts is None else body.checked()
+    found.documents = said[1:]
+    return replace(await pooled(llm, found, said, caller, "documents"), envelope=RerankFrame)
+
+
+def take_score(body: schema.ScoreBody, bounds: PromptBounds) -> list[str]:
+    """Its texts; the body keeps how many of them are its first.
+
+    Raises:
+        InvalidRequest
+    """
+    first, second = _texts(body.text_1, "text_1"), _texts(body.text_2, "text_2")
+    if len(first) not in (1, len(second)):
+        said = f"text_2 must have as many texts as text_1, or text_1 one: they have {len(second)} and {len(first)}"
+        raise InvalidRequest(said, "text_2")
+    check_count(len(first) + len(second), bounds, "text_2")
+    body.text_1, body.text_2 = len(first), None
+    return first + second
+
+
+def take_rerank(body: schema.RerankBody, bounds: PromptBounds) -> list[str]:
+    """Its query, and its documents.
+
+    Raises:
+        InvalidRequest
+    """
+    if not body.query:
+        raise InvalidRequest("query must be a text that is not empty", "query")
+    if body.top_n is not None and body.top_n < 1:
+        raise InvalidRequest(f"top_n must be at least 1, got {body.top_n}", "top_n")
+    documents = _texts(body.documents, "documents")
+    check_count(1 + len(documents), bounds, "documents")
+    body.documents = None
+    return [body.query, *documents]
+
+
+def _texts(said: Any, param: str) -> list[str]:
+    """A text or a list of them, each perhaps as {"text": ...}."""
+    found = said if isinstance(said, list) else [said]
+    if not found:
+        raise InvalidRequest(f"{param} must not be empty", param)
+    texts: list[str] = []
+    for i, one in enumerate(found):
+        text = one.get("text") if isinstance(one, dict) else one
+        if not isinstance(text, str) or not text:
+            where = f"{param}[{i}]" if isinstance(said, list) else param
+            raise InvalidRequest(f"{where} must be a text that is not empty", where)
+        texts.append(text)
+    return texts
+
+
+async def _cosines(first: Sequence[Delta], second: Sequence[Delta]) -> list[float]:
+    """One for each of the second: with its own of the first, or with the only one."""
+    left = [_unit(delta) for delta in first]
+    found = []
+    for i, delta in enumerate(second):
+        await asyncio.sleep(0)  # a vector is some thousand numbers
+        found.append(sum(map(mul, left[i if len(left) > 1 else 0], _unit(delta))))
+    return found
+
+
+def _unit(delta: Delta) -> list[float]:
+    vector = delta.tokens.embedding
+    length = max(hypot(*vector), 1e-12)
+    return [value / length for value in vector]
+
+
+class ScoreFrame(Framing):
+    """All scores as one body."""
+
+    def __init__(self, found: ParsedBody, answer: Answer, created: int) -> None:
+        assert isinstance(found.body, schema.ScoreBody)
+        self._answer, self._created, self._num_first = answer, created, int(found.body.text_1)
+
+    def gathered(self, choices: Sequence[Sequence[Delta]]) -> Sequence[Delta]:
+        return [deltas[-1] for deltas in choices]
+
+    async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        scores = await _cosines(deltas[: self._num_first], deltas[self._num_first :])
+        request = self._answer.request
+        return {
+            "id": f"score-{request.request_id}", "object": "list", "created": self._created,
+            "model": request.model.name, "usage": counted(self._answer),
+            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
+        }  # fmt: skip
+
+
+class RerankFrame(Framing):
+    """The best documents, best first, as one body."""
+
+    def __init__(self, found: ParsedBody, answer: Answer, created: int) -> None:
+        assert isinstance(found.body, schema.RerankBody)
+        self._answer, self._body = answer, found.body
+
+    def gathered(self, choices: Sequence[Sequence[Delta]]) -> Sequence[Delta]:
+        return [deltas[-1] for deltas in choices]
+
+    async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        scores = await _cosines(deltas[:1], deltas[1:])
+        request = self._answer.request
+        return {
+            "id": f"rerank-{request.request_id}", "model": request.model.name, "usage": counted(self._answer),
+            "results": list(self._results(scores)),
+        }  # fmt: skip
+
+    def _results(self, scores: Sequence[float]) -> Iterator[dict[str, Any]]:
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])
+        for i in best[: self._body.top_n]:
+            document = {} if self._body.return_documents is False else {"document": {"text": self._body.documents[i]}}
+            yield {"index": i, **document, "relevance_score": scores[i]}
