@@ -46,7 +46,7 @@ class Sample:
     memory: float
     fds: int
     tasks: int
-    keys: int
+    keys: int  # without those that expire: of deaths, fences and withdrawn reservations
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Soak:
         held = (await client.get("/debug/integrity")).json()
         self.violations += [f"gateway: {text}" for text in held["violations"]]
         async with Redis.from_url(self.cluster.redis_url) as redis:
-            keys = await redis.dbsize()
+            keys = [await redis.ttl(key) for key in [key async for key in redis.scan_iter()]].count(-1)
         memory = sum(p.memory_info().rss for p in lasting) / 2**20
         fds = sum(p.num_fds() for p in lasting)
         self.samples.append(Sample(time.monotonic(), memory, fds, held["held"]["tasks"], keys))

@@ -42,7 +42,7 @@ def test_no_schedule_breaks_the_contract(demo_model: Path) -> None:
     print(summary(report))
     assert report.failed == {}, summary(report)
     assert report.num_run == NUM_SCHEDULES
-    assert {*KINDS, "abort", "deadline", "slow reader"} <= set(report.fired)
+    assert {*KINDS, "abort", "deadline", "slow reader", "model joins", "model leaves"} <= set(report.fired)
     assert WAITS.keys() - RARE <= set(report.waits)
 
 

@@ -26,20 +26,25 @@ from services.gateway.generation.choice import Choice
 from services.gateway.generation.migration import Migration
 from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.suspicion import Suspicion
+from services.gateway.roster import Roster
 from services.gateway.routing import Router
 from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine.null_runner import NullRunner
 from tandem.engine.scheduling import sequence
 from tandem.liveness.silence import LIMIT_S, Liveness
 from tandem.process.log_output import LogOutput
+from tandem.registry import ModelKey
+from tandem.tiers import block_files
 from tandem.transfer.protocol.receiver import ReceiverProtocol
-from tandem.worker import Streams, Worker
+from tandem.worker import Streams, Worker, kv_tiers
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import AMPLE_BLOCKS, SHAPES, SOLE_PREFILL, schedule_of
+from tests.marks import long_but
 from tests.simulation.cluster import ClusterShape
 from tests.simulation.redis import RedisStore
 
 Patch = pytest.MonkeyPatch
+WITH_DISKS = [shape for shape in SHAPES if shape.disk_blocks]
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class Planted:
 
 
 PLANTED: dict[str, Planted] = {}
+# Found within seconds.
+AT_ONCE = ("commit_without_all_frames", "share_blocks_across_salts", "emit_twice", "lose_the_end_of_an_answer")
 
 
 def planted(
@@ -94,7 +101,7 @@ def commit_without_all_frames(patch: Patch) -> None:
     patch.setattr(ReceiverProtocol, "_commit", lambda self, landing, payload, _: self.landings.commit(landing, payload))
 
 
-@planted("KV is damaged", 20, "kv-corrupt")
+@planted("KV is damaged", 60, "kv-corrupt")
 def believe_a_damaged_frame(patch: Patch) -> None:
     written = ReceiverProtocol.written
     patch.setattr(ReceiverProtocol, "written", lambda self, write, _: written(self, write, write.message.payload_sum))
@@ -281,8 +288,39 @@ def prolong_the_deadline_at_each_migration(patch: Patch) -> None:
     patch.setattr(Attempt, "__init__", later)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", PLANTED)
+@planted(r"g\d: \d+ tasks where", 40)
+def a_model_that_has_left_keeps_its_tasks(patch: Patch) -> None:
+    async def drop(roster: Roster, key: ModelKey) -> None:
+        roster._lives.pop(key)
+        roster.front.llms.pop(key, None)
+
+    patch.setattr(Roster, "_drop", drop)
+
+
+@planted("is not served 2.0 s after", 120)
+def a_model_that_joins_waits(patch: Patch) -> None:
+    load = Roster._load
+
+    async def late(roster: Roster, key: ModelKey, addresses: Sequence[str]) -> None:
+        if key.name == "joining":
+            await asyncio.sleep(2.5)
+        await load(roster, key, addresses)
+
+    patch.setattr(Roster, "_load", late)
+
+
+@planted("KV is damaged", 60, "disk-damage", "kill", shapes=WITH_DISKS)
+def believe_a_damaged_file(patch: Patch) -> None:
+    patch.setattr(block_files, "xxh3_64_intdigest", lambda block: 0)
+
+
+@planted("blocks are not free", 5, "disk-late", shapes=WITH_DISKS)
+def keep_the_blocks_that_a_tier_copies(patch: Patch) -> None:
+    patch.setattr(kv_tiers, "release", lambda port, name: None)
+
+
+@pytest.mark.timeout(900)  # schedules are counted, not their seconds
+@pytest.mark.parametrize("name", long_but(AT_ONCE, PLANTED))
 def test_a_planted_bug_is_found(explorer: Explorer, monkeypatch: Patch, name: str) -> None:
     bug = PLANTED[name]
     bug.plant(monkeypatch)

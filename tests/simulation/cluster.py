@@ -12,6 +12,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -30,11 +32,14 @@ from services.prefill.settings import PrefillSettings
 from tandem import rpc
 from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams, StepTime
 from tandem.registry import ModelKey, Registry
+from tandem.tiers import KVTier
 from tandem.transfer import LinkRuntime
 from tandem.transfer.runtime.loop import LoopDriver
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tandem.worker import InlineEngine, Worker, WorkerPorts
+from tandem.worker.kv_tiers import KVTiers
 from tests.simulation.crashes import Crashes
+from tests.simulation.disk import SimulatedDisk, Strike
 from tests.simulation.grpc_client import PATIENT, Channel
 from tests.simulation.grpc_server import SimulatedServer
 from tests.simulation.kv import KVNetwork, Spoil
@@ -66,6 +71,7 @@ class ClusterShape:
     max_num_seqs: int = 16
     disaggregation: Disaggregation = Disaggregation.PREFER
     timeout_s: float = 20.0
+    disk_blocks: int = 0  # that each worker's disk keeps
     launched: bool = True  # by a launcher, which tells at once how a process died; else its next start does
 
 
@@ -81,10 +87,11 @@ class Prompt:
     cache_salt: str = ""
     priority: llm_pb2.Priority = llm_pb2.PRIORITY_INTERACTIVE
     patient: bool = False  # the client says its deadline, and waits for ever
+    model: str = MODEL
 
     def to_proto(self) -> llm_pb2.GenerateRequest:
         return llm_pb2.GenerateRequest(
-            model=MODEL,
+            model=self.model,
             token_ids=llm_pb2.TokenIds(ids=self.token_ids),
             sampling=llm_pb2.SamplingParams(
                 max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, ignore_eos=True
@@ -113,11 +120,21 @@ class Reply:
         return self.first_at - self.began_at
 
 
+@dataclass
+class Guest:
+    """A worker of another model: from when it has to be served, and when it went."""
+
+    model: str
+    served_at: float
+    left_at: float = inf
+
+
 class SimulatedCluster:
     def __init__(
-        self, world: World, store: RedisStore, model: ServedModel, settings: SimulationSettings, *, started: bool = True
-    ) -> None:
-        """`started`: or else Redis alone runs, and who needs the others starts them."""
+        self, world: World, store: RedisStore, model: ServedModel, settings: SimulationSettings, *,
+        started: bool = True, folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        """`started`: or else Redis alone runs, and who needs the others starts them. `folder`: for workers' disks."""
         self.world = world
         self.shape = settings.shape
         self.network = SimulatedNetwork(world)
@@ -131,8 +148,15 @@ class SimulatedCluster:
         self.servers: dict[Process, list[SimulatedServer]] = {}
         # Processes that ended by themselves, and the exception they ended with.
         self.exits: list[tuple[str, BaseException | None]] = []
+        # Workers of other models, by name, from when they join until they have left, or are told to.
+        self.guests: dict[str, Guest] = {}
         # What becomes of each KV message that a worker sends.
         self.spoil: Spoil | None = None
+        # And of each block that a disk reads or writes.
+        self.strike: Strike = str
+        self._folder = folder
+        self._disks: dict[str, SimulatedDisk] = {}
+        self.tiers: list[KVTier] = []  # of all starts of all workers
         self.crashes = Crashes(world, self.registry_of, self.shape.launched)
         self._settings = settings
         self._model = model
@@ -148,9 +172,29 @@ class SimulatedCluster:
         self.workers.pop(name, None)
         self.gateways.pop(name, None)
         self.crashes.started(name)
+        if disk := self._disks.pop(name, None):
+            disk.close()  # as the kernel does when a process ends
         main = process.spawn(self._gateway(name, process) if name[0] == "g" else self._worker(name, process))
         main.add_done_callback(partial(self._ended, name, process))
         return process
+
+    def join(self, name: str, model: str, within_s: float) -> None:
+        """A decode worker of another model comes."""
+        self.guests[name] = Guest(model, self.world.now + within_s)
+        self.start(name)
+
+    def leave(self, name: str, killed: bool) -> None:
+        """It goes, in order or by SIGKILL, and is not started again."""
+        process, worker = self.processes[name], self.workers.get(name)
+        self.guests[name].left_at = min(self.guests[name].left_at, self.world.now)
+        if killed or worker is None:
+            process.kill()
+        else:
+            process.deliver(worker.stop)
+
+    def close(self) -> None:
+        for disk in self._disks.values():
+            disk.close()
 
     async def ready(self) -> None:
         """Until a request would be served by every worker. Run it in the client."""
@@ -225,12 +269,15 @@ class SimulatedCluster:
         return serve
 
     async def _worker(self, name: str, process: Process) -> None:
-        settings, service = self._settings.worker(name), PrefillWorker if name[0] == "p" else DecodeWorker
+        guest = self.guests.get(name)
+        settings = self._settings.worker(name, guest.model if guest else MODEL)
+        service = PrefillWorker if name[0] == "p" else DecodeWorker
         engine = InlineEngine(settings.engine_config(), self.crashes.page_of(process))
         self.crashes.plant(engine.engine, process)
         ports = WorkerPorts(
             engine=engine,
             registry=self._registry(process, settings.registry_wait_s),
+            tiers=self._tiers(name, engine),
             serve=self._serve(process),
             links=LinkRuntime(
                 KVNetwork(self.network, process, self._spoiled),
@@ -244,6 +291,15 @@ class SimulatedCluster:
         worker = self.workers[name] = Worker(settings, name, service, ports)
         self.incarnations.append(worker.context.incarnation)
         await worker.run()
+
+    def _tiers(self, name: str, engine: InlineEngine) -> KVTiers | None:
+        if self._folder is None or not self.shape.disk_blocks:
+            return None
+        disk = self._disks[name] = SimulatedDisk(
+            self._folder / name, engine.engine.layout, self.shape.disk_blocks, lambda: self.strike()
+        )
+        self.tiers.append(KVTier("disk", disk))
+        return KVTiers(engine, self.tiers[-1:], self._new_id)
 
     async def _gateway(self, name: str, process: Process) -> None:
         ports = GatewayPorts(
@@ -263,7 +319,7 @@ class SimulatedCluster:
             await gateway.failed()
 
     async def _read_model(self, key: ModelKey, addresses: Sequence[str]) -> ServedModel:
-        return self._model
+        return replace(self._model, name=key.name)
 
     def _ended(self, name: str, process: Process, main: asyncio.Task[None]) -> None:
         """As a process whose main function has returned, or raised."""
@@ -286,17 +342,17 @@ class SimulationSettings:
         self._model_path = model_path
         self._made: dict[str, Any] = {}
 
-    def worker(self, name: str) -> Any:
-        return self._of(name, PrefillSettings if name[0] == "p" else DecodeSettings)
+    def worker(self, name: str, model: str = MODEL) -> Any:
+        return self._of(name, PrefillSettings if name[0] == "p" else DecodeSettings, model)
 
     def gateway(self, name: str) -> GatewaySettings:
         settings: GatewaySettings = self._of(name, GatewaySettings)
         return settings
 
-    def _of(self, name: str, kind: Any) -> Any:
+    def _of(self, name: str, kind: Any, model: str = MODEL) -> Any:
         if name not in self._made:
-            model = {"model_path": self._model_path, "model_name": MODEL}
-            own = self._gateway(name) if kind is GatewaySettings else self._worker(name) | model
+            served = {"model_path": self._model_path, "model_name": model}
+            own = self._gateway(name) if kind is GatewaySettings else self._worker(name) | served
             self._made[name] = kind(host=name, grpc_port=GRPC_PORT, drain_s=DRAIN_S, **own)
         return self._made[name]
 

@@ -197,6 +197,7 @@ class Process(asyncio.AbstractEventLoop):
         self.paused = False
         self.pauses = 0
         self.share = 1.0
+        self.disk_late_s = 0.0  # so long its disk takes for whatever it does
         self._turns_left = 0  # of its slice
         # Called with the process when it dies, pauses or resumes.
         self.watchers: list[Callable[[Process], None]] = []
@@ -354,12 +355,20 @@ class Process(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """At once and here: a thread would run at a moment that no seed knows."""
+        """Here, at once or when a slow disk comes to it: a thread would run at a moment that no seed knows."""
         future: asyncio.Future[T] = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:
-            future.set_exception(error)
+
+        def run() -> None:
+            if not future.cancelled():
+                try:
+                    future.set_result(func(*args))
+                except Exception as error:
+                    future.set_exception(error)
+
+        if self.disk_late_s and getattr(executor, "_thread_name_prefix", "") == "kv-disk":
+            self.call_later(self.disk_late_s, run)
+        else:
+            run()
         return future
 
     def get_debug(self) -> bool:

@@ -59,8 +59,9 @@ class Faults:
         self._random = random
         self._healed = False
         self._spoiling: list[Fault] = []
+        self._striking: list[Fault] = []
         self.poisons: dict[int, PoisonedRequest] = {}  # by id
-        cluster.spoil = self._spoil
+        cluster.spoil, cluster.strike = self._spoil, self._strike
         cluster.crashes.crashed = self._crashed
 
     def plan(self, fault: Fault) -> None:
@@ -84,18 +85,20 @@ class Faults:
         noticed_at = min(self.noticed_at, cluster.world.now + NOTICE_S[1])  # of what would have lasted longer
         self.noticed_at = max(noticed_at, self._over_at)
         self._spoiling.clear()
+        self._striking.clear()
         cluster.world.fill_log_disk(False)
         cluster.network.mend_all()
         for process in cluster.world.processes:
             if process.alive and process.paused:
                 process.resume()
             process.starve(1.0)
+            process.disk_late_s = 0.0
         cluster.redis.slowness_s = 0.0
         cluster.redis.clock_offset_s = max(0.0, cluster.redis.clock_offset_s)
         if not cluster.redis.process.alive:
             cluster.redis.start(empty=False)
         for name, process in list(cluster.processes.items()):
-            if not process.alive:
+            if not process.alive and name not in cluster.guests:
                 cluster.start(name)
 
     def _do(self, fault: Fault) -> None:
@@ -246,6 +249,32 @@ class Faults:
         damaged = bytearray(message)
         damaged[self._random.randrange(len(message))] ^= 1 << self._random.randrange(8)
         return [(0.0, bytes(damaged))]
+
+    # --- disks ---
+
+    def _disk_late(self, fault: Fault) -> bool:
+        """Those of all workers."""
+        late_s = self._random.choice((0.01, 0.2, 3.0))
+        for process in self._cluster.processes.values():
+            process.disk_late_s = late_s
+            self._later(fault.seconds, partial(setattr, process, "disk_late_s", 0.0))
+        return True
+
+    def _disk_fail(self, fault: Fault) -> bool:
+        self._striking.append(fault)
+        self._later(fault.seconds, lambda: self._striking.remove(fault))
+        return False  # counted for each block
+
+    _disk_lose = _disk_damage = _disk_fail
+
+    def _strike(self) -> str:
+        for fault in self._striking:
+            if self._random.random() < fault.chance:
+                self.fired[fault.kind] += 1
+                self.touched[fault.kind] += 1
+                self._cluster.world.log("fault", fault.kind)
+                return fault.kind
+        return ""
 
     # --- Redis ---
 

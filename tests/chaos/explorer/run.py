@@ -17,19 +17,30 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpc import StatusCode
 
 from services.gateway.model.served import ServedModel
+from services.gateway.roster import GONE_S
 from services.gateway.workers.stream import SUSPECT_S
 from tandem.registry import Registry
 from tandem.v1 import llm_pb2
 from tests.chaos.explorer.faults import SLOWEST_S, Faults
 from tests.chaos.explorer.schedule import AMPLE_BLOCKS, Schedule, ScheduledRequest, names
+from tests.chaos.explorer.visits import GONE, Visits
 from tests.chaos.explorer.waits import counted
 from tests.simulation.baseline import leftovers, orphans, registry_leftovers, sizes
-from tests.simulation.cluster import MODEL, ClusterShape, Prompt, Reference, Reply, SimulatedCluster, SimulationSettings
+from tests.simulation.cluster import (
+    MODEL,
+    ClusterShape,
+    Prompt,
+    Reference,
+    Reply,
+    SimulatedCluster,
+    SimulationSettings,
+)
 from tests.simulation.network import NOTICE_S
 from tests.simulation.redis import RedisStore
 from tests.simulation.world import Stuck, World
@@ -37,7 +48,7 @@ from tests.simulation.world import Stuck, World
 SETTLE_S = 2.0
 RECOVER_S = 10.0
 LOOK_S = 0.005
-LIMIT_S = 90.0
+LIMIT_S = 150.0
 # Deadlines this far away are met by a cluster that nothing happens to.
 AMPLE_S = 4.0
 # So late at most a request ends that its client does not end itself, before other guards of the gateway would end it.
@@ -47,6 +58,8 @@ NOTICED_S = 2.0
 # So often a request goes on elsewhere.
 MIGRATIONS = 8
 MOST_CRASHES = 2
+# Where workers' disks lie, so that they are quick.
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 @dataclass
@@ -75,15 +88,19 @@ class Explorer:
         if schedule.shape not in self._settings:
             self._settings[schedule.shape] = SimulationSettings(self._model_path, schedule.shape)
         settings = self._settings[schedule.shape]
-        with World(schedule.seed) as world, counted(result.waits):
-            run = Run(SimulatedCluster(world, self._store, self._model, settings), schedule, self.tokens, result)
+        with World(schedule.seed) as world, counted(result.waits), TemporaryDirectory(dir=MEMORY) as folder:
+            cluster = SimulatedCluster(world, self._store, self._model, settings, folder=Path(folder))
+            run = Run(cluster, schedule, self.tokens, result)
             try:
                 world.run(run.cluster.client, run.play(), limit_s=LIMIT_S)
             except Stuck as error:
                 result.violations.append(f"I1: {error}; {run.waiting()}")
+            finally:
+                cluster.close()
             result.violations += [f"unhandled: {error}" for error in world.errors]
             result.events, result.simulated_s = world.events, world.now
-            result.fired += run.faults.fired
+            result.fired += run.faults.fired + run.visits.fired
+            result.fired["restored block"] += sum(tier.num_restored for tier in cluster.tiers)
         return result
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -104,6 +121,7 @@ class Run:
         self.schedule = schedule
         self.result = result
         self.faults = Faults(cluster, Random(schedule.seed + 1))
+        self.visits = Visits(cluster, lambda: bool(self.faults.starved) or sum(self.faults.touched.values()) > 0)
         # All that was asked, the later turns of conversations behind the first ones.
         self.asked = [(request, Reply()) for request in schedule.requests]
         self._tokens = tokens
@@ -112,6 +130,7 @@ class Run:
         await self.cluster.ready()
         await asyncio.sleep(0.3)  # streams, links and loads settle
         before = sizes(self.cluster)
+        await self.visits.begin(self.schedule.visits)
         self._look()
         for fault in self.schedule.faults:
             self.faults.plan(fault)
@@ -123,12 +142,14 @@ class Run:
         self._judge()
         self._judge_readiness()
         self._judge_patience()
+        await self.visits.end()
         self.faults.heal()
         await self._recover()
         await asyncio.sleep(max(0.0, self.faults.noticed_at - self.world.now))
         await self._recover()  # also what stood still when it was told to end
         await self._probe()
         await self._settle(before)
+        self.result.violations += self.visits.violations
 
     def _look(self) -> None:
         """So often, at moments of no process: that no KV may land where it is expected no more."""
@@ -183,7 +204,7 @@ class Run:
             problems.append(f"I2: got {reply.token_ids}, where an undisturbed engine writes {expected}")
         if reply.code is StatusCode.OK and len(reply.token_ids) < len(expected):
             problems.append(f"I2: OK after {len(reply.token_ids)} of {len(expected)} tokens")
-        if reply.path and reply.cached_tokens and _is_alone(request) and "after" not in reply.path.reason:
+        if reply.path and reply.cached_tokens and self._is_alone(request, reply) and "after" not in reply.path.reason:
             problems.append(f"I4: {reply.cached_tokens} tokens of a salt that no other request has were cached")
         timeout_s = request.prompt.timeout_s or self.schedule.shape.timeout_s
         took = reply.ended_at - reply.began_at
@@ -191,25 +212,32 @@ class Run:
         end_s = PROMPT_S if request.prompt.patient and not reading else 1.0
         if took > timeout_s + end_s + reading + self._unheard_s(request.gateway):
             problems.append(f"I1: took {took:.3f} s with {timeout_s} s to its deadline")
-        problems += [f"I5: {text}" for text in self._unexplained(reply)]
+        problems += [f"I5: {text}" for text in self._unexplained(reply, request.prompt.model)]
         if reply.code not in (None, StatusCode.OK) and not self._is_excused(request, reply, took, timeout_s):
             problems.append(f"{reply.code.name if reply.code else ''}: {reply.details}")
         return problems
+
+    def _is_alone(self, request: ScheduledRequest, reply: Reply) -> bool:
+        """True if no other request may have left blocks that this one may use: a later one may overtake the first."""
+        salt = request.prompt.cache_salt
+        salted = [other for asked, other in self.asked if asked.prompt.cache_salt == salt and other is not reply]
+        earlier = [other for other in salted if other.began_at < reply.ended_at]
+        return salt.startswith("own-") and not request.is_later and not earlier
 
     def _unheard_s(self, gateway: str) -> float:
         """How much later a client may hear of its request's end."""
         return (NOTICE_S[1] if self._is_touched(gateway) else 0) + (SLOWEST_S if gateway in self.faults.starved else 0)
 
-    def _unexplained(self, reply: Reply) -> list[str]:
+    def _unexplained(self, reply: Reply, model: str) -> list[str]:
         """Violations in an answer's end: what it should say and does not, or says and is not so."""
         if reply.code is not StatusCode.OK:
             return [] if reply.code is None or reply.details else [f"{reply.code.name} without a reason"]
         path = reply.path
         if path is None or not path.kind or not path.reason:
             return [f"it does not say which path it took and why: {path}"]
-        known, remote = names(self.schedule.shape), path.kind == llm_pb2.Path.KIND_REMOTE_PREFILL
-        wrong = []
-        if path.decode_worker not in known or (path.prefill_worker or known[0]) not in known:
+        known = names(self.schedule.shape) if model == MODEL else [*self.visits.of_model(model), "nobody"]
+        remote, wrong = path.kind == llm_pb2.Path.KIND_REMOTE_PREFILL, []
+        if not {path.decode_worker, path.prefill_worker or known[0]} <= set(known):
             wrong.append(f"it names workers that there are not: {path}")
         if remote != bool(path.prefill_worker) or (remote and not (path.transfer_bytes and path.transport)):
             wrong.append(f"a remote prompt has a prefill worker, and KV that moved: {path}")
@@ -240,7 +268,7 @@ class Run:
     def _judge_readiness(self) -> None:
         """No worker's fault changes another's."""
         unready = {str(event[2]) for event in self.world.events if event[1] == "readiness" and not event[3]}
-        for name in sorted(unready & self.cluster.workers.keys()):
+        for name in sorted(unready & self.cluster.workers.keys() - self.cluster.guests.keys()):
             if not self._is_touched(name):
                 self._violation(f"R9: {name} is not ready, and nothing has happened to it")
 
@@ -277,12 +305,19 @@ class Run:
         # Where blocks are few, also for those that somebody holds who reads slowly.
         slow = any(one.read_pause_s > 0 for one in self.schedule.requests) if tight else request.read_pause_s > 0
         held_up = slow or sum(touched.values()) > 0 or bool(self.faults.starved)
+        if request.prompt.model != MODEL and self._may_be_gone(request, reply, held_up):
+            return reply.code in GONE
         if reply.code is StatusCode.DEADLINE_EXCEEDED:
             ample_s = 2 * AMPLE_S if tight else AMPLE_S
             return took >= timeout_s - 0.01 and (timeout_s < ample_s + self._hindered_s() or slow)
         if reply.code is StatusCode.RESOURCE_EXHAUSTED:  # by a forecast, made from what a fault may have slowed
             return not reply.token_ids and ((timeout_s < AMPLE_S and took < timeout_s) or held_up)
         return reply.code is StatusCode.UNAVAILABLE and self._may_be_unavailable(request, reply)
+
+    def _may_be_gone(self, request: ScheduledRequest, reply: Reply, held_up: bool) -> bool:
+        """True if there may have been a time without a worker of its model, none of which has a prefill worker."""
+        alone = self.schedule.shape.disaggregation == "require"
+        return held_up or alone or not self.visits.had_worker(request.prompt.model, reply)
 
     def _hindered_s(self) -> float:
         """How much later all may have come for what happened: each fault's own time, and until it was noticed."""
@@ -324,10 +359,11 @@ class Run:
 
     def _is_whole(self) -> bool:
         for name, process in list(self.cluster.processes.items()):
-            if not process.alive:
+            if not process.alive and name not in self.cluster.guests:
                 self.cluster.start(name)
-        stopping = any(worker._draining for worker in self.cluster.workers.values())
-        return self.cluster.is_ready() and not stopping
+        stopping = any(one._draining for name, one in self.cluster.workers.items() if name not in self.cluster.guests)
+        left = not any(self.cluster.processes[name].alive for name in self.cluster.guests)
+        return self.cluster.is_ready() and left and not stopping
 
     async def _probe(self) -> None:
         for i in range(self.schedule.shape.gateways):
@@ -338,18 +374,25 @@ class Run:
 
     async def _settle(self, before: dict[str, tuple[int, int]]) -> None:
         registry = self.cluster.registry_of(self.cluster.client)
-        end = self.world.now + SETTLE_S + self.faults.slowest_s
-        while held := await self._held(registry, before):
-            if self.world.now > end and (leftovers(self.cluster) or not await self._outlived(registry)):
-                self.result.violations += [f"I3: {text}" for text in held]
-                break
-            await asyncio.sleep(0.1)
+        await self._wait_released(registry, {} if self.cluster.guests else before)
+        if self.cluster.guests:
+            # Gateways remember a model for so long behind its last worker's lease, and nothing of it after.
+            await asyncio.sleep(SETTLE_S + GONE_S)
+            await self._wait_released(registry, before)
         await registry.close()
         if len(set(self.cluster.incarnations)) < len(self.cluster.incarnations):
             self._violation(f"I4: an incarnation is used again: {sorted(self.cluster.incarnations)}")
         for name, error in self.cluster.exits:
             if error is not None:
                 self._violation(f"{name} ended by itself: {error!r}")
+
+    async def _wait_released(self, registry: Registry, before: dict[str, tuple[int, int]]) -> None:
+        end = self.world.now + SETTLE_S + self.faults.slowest_s
+        while held := await self._held(registry, before):
+            if self.world.now > end and (leftovers(self.cluster) or not await self._outlived(registry)):
+                self.result.violations += [f"I3: {text}" for text in held]
+                break
+            await asyncio.sleep(0.1)
 
     async def _outlived(self, registry: Registry) -> bool:
         """True while a dead gateway's lease still holds reservations: that of a starved one lasts longer."""
@@ -361,17 +404,13 @@ class Run:
         held = leftovers(self.cluster) or await registry_leftovers(registry)
         if not held:
             for name, (tasks, ends) in sizes(self.cluster).items():
-                if tasks > before[name][0]:
-                    held.append(f"{name}: {tasks} tasks where {before[name][0]} were")
-                if ends > before[name][1]:
-                    held.append(f"{name}: {ends} connections where {before[name][1]} were")
+                most_tasks, most_ends = before.get(name, (inf, inf))
+                if tasks > most_tasks:
+                    held.append(f"{name}: {tasks} tasks where {most_tasks} were")
+                if ends > most_ends:
+                    held.append(f"{name}: {ends} connections where {most_ends} were")
         return held
 
 
 def _goes_on(event: tuple[Any, ...]) -> bool:
     return event[1] == "log" and event[4]["event"] == "going on elsewhere"
-
-
-def _is_alone(request: ScheduledRequest) -> bool:
-    """True if no other request may have left blocks that this one may use."""
-    return request.prompt.cache_salt.startswith("own-") and not request.is_later

@@ -26,10 +26,14 @@ OF_CLUSTERS = (
     "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock",
     "starve",
 )  # fmt: skip
-KINDS = (*OF_CLUSTERS, "poison", "log-full")
-CHANCE_OF_POISON, CHANCE_OF_LOG_FULL = 0.2, 0.2
+OF_DISKS = "disk-late", "disk-fail", "disk-lose", "disk-damage"
+KINDS = (*OF_CLUSTERS, *OF_DISKS, "poison", "log-full")
+CHANCE_OF_POISON, CHANCE_OF_LOG_FULL, CHANCE_OF_DISK = 0.2, 0.2, 0.5
 CHANCE_OF_KIND = 0.3
 CHANCE_OF_TURNS, MOST_TURNS = 0.3, 3
+CHANCE_OF_VISITS = 0.1
+# Prompts come again, when caches may have lost them and disks have not.
+CHANCE_OF_RETURN, RETURNS_S = 0.6, (0.5, 4.0)
 PRIORITIES = (llm_pb2.PRIORITY_REALTIME, *2 * (llm_pb2.PRIORITY_INTERACTIVE,), llm_pb2.PRIORITY_BATCH)
 
 
@@ -49,7 +53,7 @@ class ScheduledRequest:
     abort: Moment | None = None
     read_pause_s: float = 0.0
     turns: tuple[tuple[int, ...], ...] = ()  # what its client says behind each whole answer: the next turn's new tokens
-    is_later: bool = False  # a turn behind another one
+    is_later: bool = False  # its prompt, or its beginning, was asked before
 
     def next_turn(self, answer: Sequence[int]) -> ScheduledRequest | None:
         """Its prompt is this one's, the answer and what is new."""
@@ -70,11 +74,23 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Visit:
+    """A worker of another model joins and leaves; None: it is there from the start, or leaves at the end."""
+
+    name: str
+    model: str
+    joins_s: float | None
+    leaves_s: float | None
+    killed: bool
+
+
+@dataclass(frozen=True)
 class Schedule:
     seed: int
     shape: ClusterShape
     requests: tuple[ScheduledRequest, ...]
     faults: tuple[Fault, ...]
+    visits: tuple[Visit, ...] = ()
 
     def only(self, requests: frozenset[int], faults: frozenset[int], luck: int = 0) -> Schedule:
         """The same without the rest, its randomness another for each `luck`."""
@@ -96,9 +112,9 @@ SOLE_PREFILL = ClusterShape(decodes=2, disaggregation=Disaggregation.REQUIRE, **
 SHAPES = (
     ClusterShape(**SLOW),
     ClusterShape(decodes=2, launched=False),
-    ClusterShape(prefills=2, decodes=2, **SLOW),
+    ClusterShape(prefills=2, decodes=2, disk_blocks=256, **SLOW),
     ClusterShape(gateways=2, decodes=2),
-    ClusterShape(decodes=2, **TIGHT, **SLOW),
+    ClusterShape(decodes=2, disk_blocks=40, **TIGHT, **SLOW),
     ClusterShape(**TIGHT),
     ClusterShape(decodes=2, disaggregation=Disaggregation.AUTO),
     ClusterShape(prefills=2, decodes=2, disaggregation=Disaggregation.REQUIRE, **SLOW),
@@ -120,7 +136,31 @@ def schedule_of(seed: int, kinds: Sequence[str] = (), shapes: Sequence[ClusterSh
         faults.append(_fault(random, "poison", shape))
     if not kinds and random.random() < CHANCE_OF_LOG_FULL:
         faults.append(_fault(random, "log-full", shape))
-    return Schedule(seed, shape, _with_turns(Random(f"{seed} turns"), requests), tuple(faults))
+    if not kinds and shape.disk_blocks and random.random() < CHANCE_OF_DISK:
+        faults.append(_fault(random, random.choice(OF_DISKS), shape))
+    requests = _with_turns(Random(f"{seed} turns"), requests)
+    if shape.disk_blocks:
+        requests += _returning(Random(f"{seed} returns"), requests)
+    visits, requests = ((), requests) if kinds else _with_visits(Random(f"{seed} visits"), requests)
+    return Schedule(seed, shape, requests, tuple(faults), visits)
+
+
+def _with_visits(
+    random: Random, requests: tuple[ScheduledRequest, ...]
+) -> tuple[tuple[Visit, ...], tuple[ScheduledRequest, ...]]:
+    """One model joins and another one leaves; some of the requests are for these."""
+    if random.random() >= CHANCE_OF_VISITS:
+        return (), requests
+    joins_s, stays_s = random.uniform(0, BUSY_S), random.choice((None, random.uniform(0.1, 3.0)))
+    visits = (
+        Visit("x0", "joining", joins_s, stays_s and joins_s + stays_s, random.random() < 0.5),
+        Visit("y0", "leaving", None, random.uniform(0, BUSY_S), random.random() < 0.5),
+    )
+    models = [random.choice((None, None, *visits)) for _ in requests]
+    return visits, tuple(
+        replace(request, prompt=replace(request.prompt, model=visit.model)) if visit else request
+        for request, visit in zip(requests, models, strict=True)
+    )
 
 
 def _with_turns(random: Random, requests: tuple[ScheduledRequest, ...]) -> tuple[ScheduledRequest, ...]:
@@ -128,6 +168,14 @@ def _with_turns(random: Random, requests: tuple[ScheduledRequest, ...]) -> tuple
     said = [random.randint(1, MOST_TURNS) if random.random() < CHANCE_OF_TURNS else 0 for _ in requests]
     turns = [tuple(tuple(random.choices(range(3, VOCABULARY), k=random.randint(1, 6))) for _ in range(n)) for n in said]
     return tuple(replace(request, turns=more) for request, more in zip(requests, turns, strict=True))
+
+
+def _returning(random: Random, requests: tuple[ScheduledRequest, ...]) -> tuple[ScheduledRequest, ...]:
+    """Some of them once more, later."""
+    chosen = [request for request in requests if random.random() < CHANCE_OF_RETURN]
+    return tuple(
+        replace(one, at_s=round(one.at_s + random.uniform(*RETURNS_S), 3), abort=None, is_later=True) for one in chosen
+    )
 
 
 def names(shape: ClusterShape) -> list[str]:
@@ -174,7 +222,7 @@ def _fault(random: Random, kind: str, shape: ClusterShape) -> Fault:
     return Fault(
         kind=kind,
         moment=_moment(random, 0.0, BUSY_S),
-        targets=() if kind.startswith(("kv", "redis", "log")) else tuple(targets),
+        targets=() if kind.startswith(("kv", "redis", "log", "disk")) else tuple(targets),
         seconds=round(random.choice((random.uniform(0.001, 0.3), random.uniform(0.3, 3.0))), 3),
         chance=random.choice((0.02, 0.1, 0.5, 1.0)),
         empty=random.random() < 0.5,

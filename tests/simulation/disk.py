@@ -1,0 +1,62 @@
+"""A worker's disk tier: real files, which outlive its process. Their disk may be slow, fail, lose or damage them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tandem.engine import KVLayout
+from tandem.tiers import BlockFiles
+from tandem.tiers.block_files import HEADER
+
+# What becomes of an operation: "" or one of the kinds of faults.
+Strike = Callable[[], str]
+
+
+class SimulatedDisk:
+    """BlockFiles under `folder`, of up to `num_blocks` blocks; `strike` is asked before one is read or written."""
+
+    def __init__(self, folder: Path, layout: KVLayout, num_blocks: int, strike: Strike) -> None:
+        block_bytes = layout.block_bytes * layout.num_layers
+        budget_bytes = num_blocks * (HEADER.size + block_bytes)
+        self._files = BlockFiles(folder, layout.hash, block_bytes=block_bytes, budget_bytes=budget_bytes)
+        self._strike = strike
+
+    @property
+    def num_damaged(self) -> int:
+        return self._files.num_damaged
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._files
+
+    def write(self, name: bytes, block: memoryview) -> None:
+        self._struck(name)
+        self._files.write(name, block)
+
+    def read(self, name: bytes, block: memoryview) -> bool:
+        self._struck(name)
+        return self._files.read(name, block)
+
+    def touch(self, names: Iterable[bytes]) -> None:
+        self._files.touch(names)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _struck(self, name: bytes) -> None:
+        """
+        Raises:
+            OSError: the disk fails.
+        """
+        kind, path = self._strike(), self._files._path(name)
+        if kind == "disk-fail":
+            raise OSError("the disk fails")
+        if kind == "disk-lose":
+            path.unlink(missing_ok=True)
+        if kind == "disk-damage" and path.exists():
+            block = bytearray(path.read_bytes())
+            block[-1 - len(self._files) % len(block)] ^= 4
+            path.write_bytes(block)
