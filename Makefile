@@ -88,6 +88,12 @@ docs: $(VENV)/dev.stamp ## regenerate docs/settings.md, metrics.md, the values t
 	@$(BIN)/python -m deploy.generate
 	@$(BIN)/python -m deploy.dashboards
 
+lock: $(VENV)/dev.stamp ## the wheels of every image by version and hash, anew: deploy/docker/locks
+	@$(if $(WHEEL_INDEX),PIP_EXTRA_INDEX_URL=$(WHEEL_INDEX) )$(BIN)/python -m deploy.docker.lock
+
+pin: $(VENV)/dev.stamp ## the images that ours are built on, by the digest that their tags have now: a release begins with it (skopeo)
+	@$(BIN)/python -m deploy.docker.pin
+
 chart-lint: $(VENV)/dev.stamp $(VENV)/schemas.stamp ## the Helm chart alone: render, validate, check, and run its pods
 	@$(BIN)/python -m pytest -q tests/helm $(ARGS)
 

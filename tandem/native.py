@@ -44,7 +44,7 @@ def compiled(
         if missing := sorted(set(instructions) - found):
             raise NotCompiled(f"this CPU lacks {', '.join(missing)}")
         machine = [machine_flag(name) for name in (*instructions, *(also if found.issuperset(also) else ()))]
-        return _found_or_made(source, [*flags, *machine], cache or _cache())
+        return _found_or_made(source, [*flags, *machine], cache or cache_folder())
     except (OSError, subprocess.SubprocessError) as error:
         raise NotCompiled(str(error)) from error
 
@@ -62,7 +62,7 @@ def machine_flag(instruction: str) -> str:
     return "-m" + instruction.replace("_", "-" if instruction.startswith("amx") else "")
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "kernels"
 
 

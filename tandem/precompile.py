@@ -1,16 +1,24 @@
 """`python -m tandem.precompile`: the C of this tree, compiled into the cache while an image is built.
 
 A machine that runs the image may have other instructions than the one that builds it, so there is a library for each
-set of them that the code asks for; which one is loaded is decided where it runs.
+set of them that the code asks for; which one is loaded is decided where it runs. On arm64 torch computes everything.
 """
 
 from __future__ import annotations
 
+import platform
+
+from tandem import native
 from tandem.engine.kernels.build import AMX, INSTRUCTIONS, library_path
 from tandem.transfer.copy.copier import copier_path
 
+X86_64 = ("x86_64", "AMD64")
+
 
 def main() -> None:
+    native.cache_folder().mkdir(parents=True, exist_ok=True)
+    if platform.machine() not in X86_64:
+        return
     print(copier_path(cpu=frozenset({"avx2"})))
     for cpu in (INSTRUCTIONS, (*INSTRUCTIONS, *AMX)):
         print(library_path(cpu=frozenset(cpu)))

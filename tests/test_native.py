@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem import native
+from tandem import native, precompile
 
 SOURCE = "#include <math.h>\ndouble tandem_root(double x) { return sqrt(x); }\n"
 
@@ -21,3 +21,10 @@ def test_the_wheel_compiles_what_gcc_would(tmp_path: Path, monkeypatch: pytest.M
     root = ctypes.CDLL(str(native.compiled(source, (), cache=tmp_path / "cache"))).tandem_root
     root.argtypes, root.restype = [ctypes.c_double], ctypes.c_double
     assert root(2.25) == 1.5
+
+
+def test_an_image_for_arm64_has_a_cache_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    precompile.main()
+    assert [*native.cache_folder().iterdir()] == []
