@@ -3,13 +3,14 @@
 tandem.metrics ──> docs/metrics.md        tandem.spans ──> the tables in docs/tracing.md
 settings classes ──> docs/settings.md; `settings` in values.schema.json
 values.yaml ──> the table in docs/helm.md; descriptions in values.schema.json
-picture.py ──> docs/architecture.svg        tandem.__version__ ──> chart, images
+picture.py ──> docs/architecture.svg        tandem.__version__ ──> chart, images        the console's icon ──> chart
 """
 
 from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tandem.worker import WorkerSettings
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm"
+ICON = ROOT / "services" / "gateway" / "console" / "page" / "icon.svg"
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 SERVICES: dict[str, type[Settings]] = {
     "gateway": GatewaySettings, "prefill": PrefillSettings, "decode": DecodeSettings, "kvstore": KVStoreSettings,
@@ -46,8 +48,8 @@ SECTIONS: dict[str, tuple[str, type[Settings], type[Settings]]] = {
 # What the chart itself sets, from other values or from the pod; and own_http_port, for a pod is one process.
 SET_BY_CHART = {
     "redis_url", "redis_port", "redis_memory_mb", "namespace", "host", "http_port", "grpc_port", "transfer_port",
-    "health_port", "metrics_port", "model_path", "model_name", "models", "advertise_host", "worker_id", "ready_when",
-    "shared_cores", "api_keys", "insecure", "cluster_secret", "tls_cert", "tls_key", "tls_ca",
+    "health_port", "metrics_port", "model_path", "model_name", "models", "aliases", "advertise_host", "worker_id",
+    "ready_when", "shared_cores", "api_keys", "insecure", "cluster_secret", "tls_cert", "tls_key", "tls_ca",
     "redis_host", "redis_password", "own_http_port", "store_url", "store_port", "store_memory_mb",
 }  # fmt: skip
 Schema = dict[str, Any]
@@ -70,7 +72,7 @@ def documents() -> dict[Path, str]:
         DOCKERFILE: with_version(DOCKERFILE.read_text()),
         schema: with_descriptions(with_settings(json.loads(schema.read_text())), (CHART / "values.yaml").read_text()),
         ROOT / "docs" / "architecture.svg": architecture(),
-        CHART / "Chart.yaml": with_version((CHART / "Chart.yaml").read_text()),
+        CHART / "Chart.yaml": with_icon(with_version((CHART / "Chart.yaml").read_text()), ICON.read_bytes()),
     }
 
 
@@ -80,6 +82,11 @@ VERSIONS = r"(^version: |^appVersion: |^ARG VERSION=|ghcr\.io/tandem-llm/[^\s:]+
 def with_version(text: str) -> str:
     """The chart, images and their names have the package's version."""
     return re.sub(VERSIONS, rf"\g<1>{__version__}", text, flags=re.MULTILINE)
+
+
+def with_icon(chart: str, icon: bytes) -> str:
+    """The chart carries its picture, as an address that needs no host."""
+    return re.sub(r"(?m)^icon: .*$", f"icon: data:image/svg+xml;base64,{b64encode(icon).decode()}", chart)
 
 
 # --- settings ---
@@ -151,25 +158,35 @@ def with_settings(schema: Schema) -> Schema:
     """The chart's schema, in which a workload's settings are those of its service."""
     for service in ("gateway", "worker", "kvstore"):
         settings = SERVICES["prefill" if service == "worker" else service]
-        fields = {name: field for name, field in _fields(settings).items() if name not in SET_BY_CHART}
+        said = {name: field.description for name, field in settings.model_fields.items()}
+        fields = {
+            name: field | ({"description": said[name]} if said[name] else {})
+            for name, field in _fields(settings).items()
+            if name not in SET_BY_CHART
+        }
         known = {"type": "object", "additionalProperties": False, "properties": fields}
         schema["$defs"][f"{service}Settings"] = known
     return schema
 
 
 def with_descriptions(schema: Schema, values: str) -> str:
-    """The chart's schema, in which a value is described as in values.yaml: editors show it."""
+    """The chart's schema, in which a value is described as in values.yaml, and a pool's as of all: editors show it."""
+    described: dict[tuple[str, ...], str] = {}
     for path, comment in commented(values):
-        place = _place(schema, path)
-        if place is not None:
-            place.pop("description", None)
-            place |= {"description": comment} if comment else {}
+        described[path] = comment or described.get(path, "")
+        if path[0] == "workers":
+            described["pools", "[]", *path[1:]] = comment
+    for path, comment in described.items():
+        place = _place(schema, path, schema["$defs"])
+        if place is not None and comment:
+            place["description"] = comment
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
-def _place(at: Schema, path: tuple[str, ...]) -> Schema | None:
-    """The schema of a value; None if it is of a part that several values share, or of none."""
+def _place(at: Schema, path: tuple[str, ...], named: Schema) -> Schema | None:
+    """The schema of a value, or the one that it shares with others; None if there is none."""
     for part in path:
+        at = named[at["$ref"].rpartition("/")[2]] if "$ref" in at else at
         inner = at.get("items") if part == "[]" else at.get("properties", {}).get(part)
         if inner is None:
             return None

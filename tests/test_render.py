@@ -40,7 +40,7 @@ def cluster_of(path: str, **changed: Any) -> dict[str, Any]:
 def test_the_chart_takes_the_values(demo_model: Path) -> None:
     objects = render(helm_values(Cluster.model_validate(cluster_of("models/demo/target"))))
     found = {o["metadata"]["name"]: o for o in of_kind(objects, "Deployment")}
-    assert {"rel-gateway-demo", "rel-prefill", "rel-decode", "rel-kvstore"} <= found.keys()
+    assert {"rel-gateway", "rel-prefill", "rel-decode", "rel-kvstore"} <= found.keys()
     container = found["rel-decode"]["spec"]["template"]["spec"]["containers"][0]
     said = {one["name"]: one.get("value") for one in container["env"]}
     assert said["TANDEM_NUM_BLOCKS"] == "64"

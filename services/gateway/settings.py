@@ -124,7 +124,10 @@ class GatewaySettings(ClusterSettings):
     health_port: int | None = Field(
         None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
     )
-    disaggregation: Disaggregation = Disaggregation.AUTO
+    disaggregation: Disaggregation = Field(
+        Disaggregation.AUTO,
+        description="remote prefill always (require), where workers are linked (prefer), or where quicker (auto)",
+    )
     timeout_s: float = Field(600, gt=0, description="deadline of a request that brings none")
     drain_s: float = Field(30, ge=0, description="how long running requests may go on after SIGTERM")
     migration_limit: int = Field(
@@ -165,7 +168,7 @@ class GatewaySettings(ClusterSettings):
     replica_max_blocks: int = Field(
         2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"
     )
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="the least that is logged")
     trace_sampling: float = Field(1.0, ge=0, le=1, description="share of requests that are traced")
     followed: Path | None = Field(
         None, description="JSON file of settings that are followed while the gateway runs (see docs/run-time.md)"

@@ -42,4 +42,4 @@ class KVStoreSettings(ClusterSettings):
         None, ge=0, le=65535, description="port of Prometheus metrics, at /metrics; 0 takes a free one; none if not set"
     )
     sweep_s: float = Field(1.0, gt=0, description="seconds between two sweeps of what is past its time")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="the least that is logged")

@@ -129,7 +129,7 @@ class WorkerSettings(ClusterSettings):
         "its requests go on elsewhere",
     )
     drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for running requests to end; then they move")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="the least that is logged")
     followed: Path | None = Field(
         None, description="JSON file of settings that are followed while it runs, gateways' file (see docs/run-time.md)"
     )

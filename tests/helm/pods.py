@@ -2,12 +2,14 @@
 
 What a node would bring is brought otherwise: a pod's address is one of 127.0.0.0/8, a service's name is the address of
 its one pod, /app (the image's folder) is this repository or another tree of it, and a volume is a temporary folder.
+Run by root, a pod sees the file system as its container would: what it may write to is its volumes, and nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -26,6 +29,25 @@ from tests.helm.chart import NAMESPACE, Object, of_kind
 
 ROOT = Path(__file__).parents[2]
 ANY_ADDRESS = ("0.0.0.0", "::")
+# A container's root, for the program behind `--`: folders before it stay as they are.
+READ_ONLY_ROOT = """
+mount --make-rprivate /
+while [ "$1" != -- ]; do mount --bind "$1" "$1"; shift; done
+shift
+mount -o remount,bind,ro /
+exec "$@"
+"""
+
+
+def has_own_root() -> bool:
+    """True where a process here can be given a file system of its own."""
+    return os.geteuid() == 0 and bool(shutil.which("unshare"))
+
+
+@cache
+def compile_kernels(code: Path) -> None:
+    """Those of the image: pods have none of their own, and cannot write where these are."""
+    subprocess.run([sys.executable, "-m", "tandem.precompile"], cwd=code, check=True, capture_output=True, timeout=300)
 
 
 @dataclass
@@ -89,6 +111,7 @@ class Pod:
     template: Object
     code: Path
     process: subprocess.Popen[bytes] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)  # of its container, from its start on
 
     @property
     def labels(self) -> dict[str, str]:
@@ -117,15 +140,18 @@ class Pod:
     # --- life ---
 
     def start(self) -> None:
+        if self.component in ("prefill", "decode"):
+            compile_kernels(self.code)
         self.folder.mkdir()
         self._mount()
         for init in self.template["spec"].get("initContainers", ()):
             done = self.run(self._words(init), 200, init)
             assert done.returncode == 0, done.stderr
+        self.environment = self._environment(self.container)
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                self._command(self._words(self.container)),
-                env=self._environment(), cwd=self.code, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                self._command(self._words(self.container), self.container),
+                env=self.environment, cwd=self.code, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
     def wait_ready(self) -> None:
@@ -146,8 +172,9 @@ class Pod:
     ) -> subprocess.CompletedProcess[str]:
         """Beside the container's own process, with its environment."""
         return subprocess.run(
-            self._command(command), env=self._environment(container), cwd=self.code, timeout=timeout, check=False,
-            capture_output=True, text=True,
+            self._command(command, container or self.container),
+            env=self._environment(container) if container else self.environment,
+            cwd=self.code, timeout=timeout, check=False, capture_output=True, text=True,
         )  # fmt: skip
 
     def terminate(self) -> tuple[float, float]:
@@ -188,9 +215,11 @@ class Pod:
             time.sleep(0.1)
 
     def _mounts(self) -> dict[str, Path]:
+        return {mount["mountPath"]: self._place(mount) for mount in self.container["volumeMounts"]}
+
+    def _place(self, mount: Object) -> Path:
         nodes = {v["name"]: Path(v["hostPath"]["path"]) for v in self.template["spec"]["volumes"] if "hostPath" in v}
-        mounts = self.container["volumeMounts"]
-        return {m["mountPath"]: nodes.get(m["name"], self.folder / m["name"]) for m in mounts}
+        return nodes.get(mount["name"], self.folder / mount["name"])
 
     def _mount(self) -> None:
         for volume in self.template["spec"]["volumes"]:
@@ -223,16 +252,23 @@ class Pod:
         """After the image's own entry point, which only passes signals on."""
         return [*container.get("command", ()), *container.get("args", ())]
 
-    def _command(self, words: list[str]) -> list[str]:
+    def _command(self, words: list[str], container: Object) -> list[str]:
         programs = {"python": sys.executable, "redis-server": str(redis_program())}
-        return [programs.get(words[0], words[0]), *(self._placed(word) for word in words[1:])]
+        command = [programs.get(words[0], words[0]), *(self._placed(word) for word in words[1:])]
+        if not has_own_root():
+            return command
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        written = [str(self._place(m)) for m in container["volumeMounts"] if not m.get("readOnly")]
+        return ["unshare", "--mount", "--", "sh", "-ec", READ_ONLY_ROOT, "sh", *written, "--", *command]
 
-    def _environment(self, container: Object | None = None) -> dict[str, str]:
-        found = {"PATH": os.environ["PATH"], "HOME": str(self.folder / "tmp"), "OMP_WAIT_POLICY": "PASSIVE"}
-        found["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
-        for source in (container or self.container).get("envFrom", ()):
+    def _environment(self, container: Object) -> dict[str, str]:
+        tmp = str(self.folder / "tmp")
+        found = {"PATH": os.environ["PATH"], "HOME": tmp, "TMPDIR": tmp, "OMP_WAIT_POLICY": "PASSIVE"}
+        if self.component in ("prefill", "decode"):  # as in their images: with the kernels that are in it
+            found["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+        for source in container.get("envFrom", ()):
             found |= self.node.data("Secret", source["secretRef"]["name"])
-        for variable in (container or self.container).get("env", ()):
+        for variable in container.get("env", ()):
             text = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], self._value(variable))
             text = self.ip if text in ANY_ADDRESS else text
             found[variable["name"]] = self.node.resolve(self._placed(text))

@@ -132,7 +132,9 @@ def brought(value_set: str) -> set[str]:
     """Names of Secrets, ConfigMaps and a ServiceAccount that the user says exist."""
     values = values_of(value_set)
     names = {values.get(owner, {}).get("existingSecret") for owner in ("redis", "store", "apiKeys", "cluster")}
-    names.add(values.get("cluster", {}).get("tlsSecret"))
+    names |= {values.get("cluster", {}).get("tlsSecret"), values.get("caBundle", {}).get("configMap")}
+    told = (variable.get("valueFrom", {}) for variable in values.get("telemetry", {}).get("env", ()))
+    names |= {source["secretKeyRef"]["name"] for source in told if "secretKeyRef" in source}
     names |= {*values.get("image", {}).get("pullSecrets", ()), values.get("serviceAccount", {}).get("existing")}
     for block in (values.get("gateway", {}), values.get("workers", {})):
         names |= {source["configMapRef"]["name"] for source in block.get("envFrom", ())}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -79,10 +81,27 @@ def test_artifact_hub_learns_what_it_shows() -> None:
     said = chart["annotations"]
     assert said["artifacthub.io/license"] == "Apache-2.0"
     assert [change["kind"] for change in yaml.safe_load(said["artifacthub.io/changes"])]
+    kind, _, icon = chart["icon"].partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    assert ElementTree.fromstring(b64decode(icon)).tag.endswith("svg")
+
+
+# Parts that are Kubernetes' own, or that a setting's own words describe.
+OTHERS = ("env", "peers", "resources", "claims", "fallback", "ref", "classes", "null_step")
 
 
 def test_the_schema_describes_each_part_of_the_values() -> None:
-    parts = json.loads((CHART / "values.schema.json").read_text())["properties"]
-    commented = {line.partition(":")[0] for line in (CHART / "values.yaml").read_text().splitlines() if " # " in line}
-    assert parts.keys() & commented <= {name for name, part in parts.items() if part.get("description")}
-    assert parts["gateway"]["properties"]["replicas"]["description"] == "Pods, where nothing scales them"
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert [".".join(path) for path in undescribed(schema) if not {*path} & {*OTHERS}] == []
+    assert schema["properties"]["gateway"]["properties"]["replicas"]["description"] == "Pods, where nothing scales them"
+    assert schema["$defs"]["workerSettings"]["properties"]["kv_disk"]["description"].startswith("disk for KV blocks")
+
+
+def undescribed(at: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of what has no description."""
+    for key, part in {**at.get("properties", {}), **at.get("$defs", {})}.items():
+        if "description" not in part and key not in at.get("$defs", ()):
+            yield *path, key
+        yield from undescribed(part, (*path, key))
+    for inner in (at.get("items"), at.get("additionalProperties")):
+        yield from undescribed(inner, path) if isinstance(inner, dict) else ()

@@ -14,7 +14,7 @@ from tandem.local import RedisServer
 from tandem.registry import Registry
 from tests.checkpoints.hub_server import running_hub
 from tests.helm.chart import NAMESPACE, of_kind, render, rendered
-from tests.helm.pods import Node, Pod
+from tests.helm.pods import Node, Pod, has_own_root
 
 pytestmark = pytest.mark.outside
 
@@ -41,6 +41,15 @@ def test_a_request_is_answered_by_the_rendered_pods(node: Node) -> None:
     answer = httpx.post(url, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.skipif(not has_own_root(), reason="a root of its own is what root alone can give to a process")
+def test_a_pod_writes_to_its_volumes_alone(node: Node) -> None:
+    for component in ("gateway", "prefill", "decode", "kvstore", "redis"):
+        pod = pod_of(node, component)
+        for place, may in {"/app": False, "/": False, "/tmp": component != "redis"}.items():
+            done = pod.run(["touch", f"{place}/written"], 10)
+            assert (done.returncode == 0) is may, (component, place, done.stderr)
 
 
 def test_workers_are_known_by_the_names_and_addresses_of_their_pods(node: Node) -> None:
@@ -82,7 +91,7 @@ def test_pods_fetch_a_model_by_its_name(demo_model: Path, tmp_path: Path) -> Non
         secret = {"kind": "Secret", "metadata": {"name": "hub"}, "stringData": said}
         node = Node(tmp_path, [*render(values), secret], 75)
         try:
-            gateway = node.start(node.find("Deployment", "rel-gateway-demo"))
+            gateway = node.start(node.find("Deployment", "rel-gateway"))
             assert hub.weights_asked() == []
             decode = node.start(node.find("Deployment", "rel-decode"))
             decode.wait_ready()

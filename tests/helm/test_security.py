@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.helm.chart import Object, containers, of_kind, pod_templates, rendered
+from tests.helm.chart import Object, containers, of_kind, pod_templates, render, rendered, values_of
 from tests.helm.test_consistency import selects
 
 # Volumes that "restricted" allows; `image` is an OCI image, read-only.
@@ -114,6 +114,15 @@ def allows(policies: list[Object], to: dict[str, str], port: int, source: dict[s
             if not peers or any("podSelector" in p and selects(p["podSelector"], source) for p in peers):
                 return True
     return False
+
+
+def test_gpu_workers_that_choose_their_transports_may_choose_nccl() -> None:
+    values = values_of("gpu-4p8d")
+    values["workers"]["settings"]["transports"] = None
+    objects = render(values)
+    policies, pods = of_kind(objects, "NetworkPolicy"), [pod["metadata"]["labels"] for _, pod in pod_templates(objects)]
+    workers = [labels for labels in pods if component(labels) in WORKERS]
+    assert all(allows(policies, to, 40000, source) for to in workers for source in workers)
 
 
 def test_policies_let_through_the_architectures_edges_and_no_other(value_set: str) -> None:

@@ -49,6 +49,8 @@ Path = tuple[str | int, ...]
         ({"ingress": {"enabled": True}}, "models: demo: an Ingress or a route needs hostnames"),
         ({"gatewayApi": {"http": True}}, "gatewayApi.parents: name the Gateway"),
         ({"redis": {"url": "http://redis"}}, "'/redis/url'"),
+        ({"workers": {"autoscaling": {"fallback": {"replicas": 2}}}}, "'failureThreshold' required"),
+        ({"telemetry": {"endpoint": "collector:4317"}}, "'/telemetry/endpoint'"),
         ({"ipFamily": "both"}, "'/ipFamily': value must be one of 'IPv4', 'IPv6'"),
     ],
 )
@@ -126,7 +128,9 @@ def test_values_and_schema_have_the_same_keys() -> None:
 
     def structure(path: Path) -> bool:
         """As in Kubernetes, or a service's own: explained there."""
-        return bool({"resources", "settings", "env", "rollout"} & set(path)) or path[0] in ("pools", "global")
+        return bool({"resources", "settings", "env", "rollout", "behavior", "fallback", "ref"} & set(path)) or path[
+            0
+        ] in ("pools", "global")
 
     described = {path for path in keys(schema) if not structure(path)}
     given = {path for path in leaves(DEFAULTS) if not structure(path)}
@@ -145,7 +149,7 @@ def test_generated_parts_are_up_to_date() -> None:
 NAMED_BY_OTHERS = {("models", 0, "id"), ("pools", 0, "model")}
 WORDS: list[Any] = [
     "changed", "9Gi", "99mb", "https://changed.example", "IPv6", "redis://changed", "29%", "keda", "cuda", "none",
-    "Always", "NodePort", "claim", "baked", "decode", "/changed", "29s", "s3://changed", "rdma/other",
+    "Always", "NodePort", "claim", "baked", "decode", "/changed", "29s", "s3://changed", "rdma/other", "http/protobuf",
 ]  # fmt: skip
 LISTS: list[Any] = [
     ["changed"], [{"key": "changed"}], [{"podSelector": {}}], [{"name": "CHANGED", "value": "x"}], [{"name": "edge"}],
@@ -167,6 +171,8 @@ def changes(value: Any) -> list[Any]:
             {"NCCL_DEBUG": "INFO"},
             {"config.json": "1" * 64},
             DIGESTS,
+            {"failureThreshold": 3, "replicas": 2},
+            {"name": "prometheus"},
         ]
     return LISTS if isinstance(value, list) else WORDS
 
@@ -195,6 +201,7 @@ def contexts() -> dict[str, Values]:
     whole["inferencePool"]["endpointPicker"]["name"] = "picker"
     whole["workers"]["pairing"]["topologyKey"] = "rack"
     whole["workers"]["rdma"]["resource"] = "rdma/hca"
+    whole["caBundle"]["configMap"], whole["telemetry"]["endpoint"] = "ca", "http://collector:4317"
     keda, hpa = deepcopy(whole), deepcopy(whole)
     keda["workers"]["autoscaling"]["kind"] = hpa["workers"]["autoscaling"]["kind"] = "keda"
     keda["gateway"]["autoscaling"]["kind"], hpa["gateway"]["autoscaling"]["kind"] = "hpa", "keda"

@@ -32,6 +32,20 @@ capabilities:
 {{- else }}{{ list "/models" $weights.path | join "/" | trimSuffix "/" }}{{ end -}}
 {{- end }}
 
+{{/* OpenTelemetry's variables, but for those that a workload has in its own `env`. */}}
+{{- define "tandem.telemetry" -}}
+{{- $told := .root.Values.telemetry -}}
+{{- $own := list -}}
+{{- range (default dict .block).env }}{{ $own = append $own .name }}{{ end -}}
+{{- $all := $told.env -}}
+{{- if $told.endpoint -}}
+{{- $all = concat (list (dict "name" "OTEL_EXPORTER_OTLP_ENDPOINT" "value" $told.endpoint) (dict "name" "OTEL_EXPORTER_OTLP_PROTOCOL" "value" $told.protocol)) $all -}}
+{{- end -}}
+{{- range $all }}{{ if not (has .name $own) }}
+{{ list . | toYaml }}
+{{- end }}{{ end -}}
+{{- end }}
+
 {{/* What every process of the release is told. */}}
 {{- define "tandem.sharedEnv" -}}
 - name: TANDEM_REDIS_URL
@@ -48,6 +62,7 @@ capabilities:
 - name: TANDEM_TLS_CA
   value: /etc/tandem/tls/ca.crt
 {{- end }}
+{{- include "tandem.telemetry" . }}
 {{- end }}
 
 {{- define "tandem.sharedVolumes" -}}
@@ -61,6 +76,14 @@ capabilities:
 - name: tls
   secret: { secretName: {{ . }} }
 {{- end }}
+{{- with .root.Values.caBundle }}
+{{- if .configMap }}
+- name: ca
+  configMap:
+    name: {{ .configMap }}
+    items: [{ key: {{ .key }}, path: ca.crt }]
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "tandem.sharedMounts" -}}
@@ -68,6 +91,9 @@ capabilities:
 - { name: cluster, mountPath: /etc/tandem/cluster, readOnly: true }
 {{- if .root.Values.cluster.tlsSecret }}
 - { name: tls, mountPath: /etc/tandem/tls, readOnly: true }
+{{- end }}
+{{- if .root.Values.caBundle.configMap }}
+- { name: ca, mountPath: /etc/tandem/ca, readOnly: true }
 {{- end }}
 {{- end }}
 
@@ -91,8 +117,14 @@ capabilities:
   value: {{ .model.name | quote }}
 {{- end }}
 {{- if eq .component "gateway" }}
+{{- with .model }}
 - name: TANDEM_MODELS
-  value: {{ list .model.name | toJson | quote }}
+  value: {{ list .name | toJson | quote }}
+{{- end }}
+{{- with include "tandem.aliases" .root }}
+- name: TANDEM_ALIASES
+  value: {{ . | quote }}
+{{- end }}
 {{- if .root.Values.store.enabled }}
 - name: TANDEM_STORE_URL
   valueFrom: { secretKeyRef: { name: {{ include "tandem.storeSecret" .root }}, key: url } }
@@ -126,6 +158,12 @@ capabilities:
 {{- range $name, $value := .block.settings }}
 - name: TANDEM_{{ upper $name }}
   value: {{ include "tandem.text" $value | quote }}
+{{- end }}
+{{- if .block.cacheClaim }}
+- name: FLASHINFER_WORKSPACE_BASE
+  value: /var/cache/tandem
+- name: CUDA_CACHE_PATH
+  value: /var/cache/tandem/cuda
 {{- end }}
 {{- range $name, $value := dig "rdma" "nccl" dict .block }}
 - name: {{ $name }}
@@ -173,6 +211,10 @@ readinessProbe:
 {{- if has .component (list "prefill" "decode") }}
 - name: shm
   emptyDir: { medium: Memory, sizeLimit: {{ .block.sharedMemory | quote }} }
+{{- with .block.cacheClaim }}
+- name: cache
+  persistentVolumeClaim: { claimName: {{ . }} }
+{{- end }}
 {{- end }}
 {{- if and (eq .component "gateway") .root.Values.apiKeys.required }}
 - name: api-keys
@@ -200,6 +242,9 @@ readinessProbe:
 {{ include "tandem.sharedMounts" . }}
 {{- if has .component (list "prefill" "decode") }}
 - { name: shm, mountPath: /dev/shm }
+{{- if .block.cacheClaim }}
+- { name: cache, mountPath: /var/cache/tandem }
+{{- end }}
 {{- end }}
 {{- if and (eq .component "gateway") .root.Values.apiKeys.required }}
 - { name: api-keys, mountPath: /etc/tandem/api-keys, readOnly: true }
