@@ -3,7 +3,7 @@
 1 build      the role's service around an engine that stands ready
 2 serve      its gRPC service; not healthy yet
 3 register   a lease in the registry, renewed by a task; healthy from the first renewal on, or from the first link on
-4 drain      nothing new; until no request runs and no gateway holds a reservation, or `drain_s` is over
+4 drain      `stay`, then nothing new; until no request runs and no gateway holds a reservation, or `drain_s` is over
 5 end        after `stop` and the drain, or when the engine or any task has ended or a step does not: release the
              lease, hand over what still runs, close everything
 """
@@ -38,7 +38,7 @@ from tandem.worker.lease import Lease
 from tandem.worker.metrics import WorkerCollector
 from tandem.worker.model_files import ModelFilesService
 from tandem.worker.settings import FOLLOWED, WorkerSettings
-from tandem.worker.succession import succeed
+from tandem.worker.succession import stay, succeed
 
 log = structlog.get_logger(__name__)
 STOP_GRACE_S = 2.0
@@ -322,10 +322,13 @@ class Worker:
         return engine.busy_s > usual_s * (1 + self._starvation.now())
 
     async def _drain(self) -> bool:
+        drain_s = self.context.settings.drain_s
+        end = asyncio.get_running_loop().time() + drain_s
+        await stay(self._ports.registry, drain_s / 2)
         self._leaving.set()
         self._lease.renew_now()
         try:
-            async with asyncio.timeout(self.context.settings.drain_s):
+            async with asyncio.timeout_at(end):
                 while self._service.num_running() or await self._any_of(self._is_reserved):
                     await asyncio.sleep(DRAIN_CHECK_S)
         except TimeoutError:

@@ -11,11 +11,14 @@ import pytest
 
 from services.gateway import Gateway
 from services.gateway.__main__ import make_gateway
+from services.gateway.errors import Unavailable
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
 from tandem.local import RedisServer
-from tandem.registry import BlockReplica, ClusterView, ModelKey, Registry, Role
+from tandem.registry import THIS_RELEASE, BlockReplica, ClusterView, ModelKey, Registry, Role
+from tandem.registry.connection import RedisConnection
+from tandem.registry.scripts import FORMAT
 from tests.gateway.conftest import eventually, make_settings
 from tests.gateway.peers import MODEL as TINY
 from tests.gateway.peers import Peers
@@ -72,6 +75,21 @@ async def test_cached_tokens_are_found_by_the_prompts_tokens_and_salt(routing: R
     await routing.router.release(route)
     other = await routing.router.choose(wanted(salt="another tenant"), ())
     assert other.reason == "remote prefill: 0 prompt tokens cached there, 0 at decode; preferred"
+
+
+async def test_a_model_that_another_release_alone_serves_is_refused_with_both_named(server: RedisServer) -> None:
+    newer = Registry(RedisConnection(server.url, "tandem", 10.0, FORMAT + 1), 1.0)
+    await register_pool(newer)
+    here = Routing(Registry.connect(server.url, timeout=10.0), Disaggregation.PREFER)
+    await here.see()
+    with pytest.raises(Unavailable) as refused:
+        await here.router.choose(wanted(), ())
+    assert f"(registry format {FORMAT + 1}) are in this namespace; this is {THIS_RELEASE}" in refused.value.message
+    await register_pool(here.registry)
+    await here.see()
+    assert (await here.router.choose(wanted(), ())).decode.info.worker_id == "d0"
+    for registry in (newer, here.registry):
+        await registry.close()
 
 
 async def test_without_redis_hits_and_own_work_decide(routing: Routing, server: RedisServer) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from tandem.adapters import AdapterRef
 from tandem.local import RedisServer
@@ -19,7 +20,7 @@ from tandem.registry import THIS_RELEASE, GatewayAddress, NoWorkers, OtherReleas
 from tandem.registry.connection import RedisConnection
 from tandem.registry.named import parse_adapter
 from tandem.registry.scripts import FORMAT, key_prefix
-from tandem.worker.succession import succeed
+from tandem.worker.succession import stay, succeed
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.test_select import select
 from tests.release import ROOT, last_release, released_files
@@ -100,6 +101,42 @@ async def test_a_worker_waits_for_gateways_of_another_release_to_go(registry: Re
     await newer.close()
     async with asyncio.timeout(20):
         await waiting
+
+
+async def test_a_worker_waits_no_longer_than_its_bound_and_says_what_follows(
+    registry: Registry, newer: Registry
+) -> None:
+    serving = asyncio.create_task(newer.hold_client_lease())
+    await eventually(lambda: has_gateways(registry), "the other gateway has a lease")
+    with capture_logs() as logs:
+        async with asyncio.timeout(20):
+            await succeed(registry, wait_s=1.0)
+    assert [(line["log_level"], line.get("at_most_s"), line.get("waited_s")) for line in logs] == [
+        ("warning", 1.0, None),
+        ("error", None, 1.0),
+    ]
+    assert "leave them with none" in logs[-1]["event"]
+    serving.cancel()
+    await newer.close()
+
+
+async def test_a_worker_that_goes_while_another_release_comes_stays_for_gateways_of_its_own(
+    registry: Registry, newer: Registry
+) -> None:
+    serving = asyncio.create_task(newer.hold_client_lease())
+    await eventually(lambda: has_gateways(registry), "the gateway has a lease")
+    async with asyncio.timeout(20):
+        await stay(newer, 60.0)  # at once: no other release is here
+        await register_pool(registry)
+        await stay(registry, 60.0)  # at once: it has no gateway
+    staying = asyncio.create_task(stay(newer, 60.0))
+    _, still = await asyncio.wait({staying}, timeout=1.5)
+    assert still
+    await stay(newer, 0.5)  # and no longer than its bound
+    serving.cancel()
+    async with asyncio.timeout(20):
+        await staying
+    await newer.close()
 
 
 async def has_gateways(registry: Registry) -> bool:

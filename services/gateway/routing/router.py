@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -92,7 +93,7 @@ class Router:
         except RequestTooLarge as error:
             raise InvalidRequest(str(error), "max_tokens", "context_length_exceeded") from None
         except NoWorkers as error:
-            return self._after_refusal(error, request, held, exclude)
+            return await self._after_refusal(error, request, held, exclude)
 
     def _adapted(self, adapter: str) -> list[str]:
         """Generations of the workers that have it in memory."""
@@ -155,7 +156,7 @@ class Router:
         except RegistryUnavailable as error:
             log.warning("reservation not released yet", error=str(error))
 
-    def _after_refusal(
+    async def _after_refusal(
         self, refusal: NoWorkers, request: RouteRequest, held: dict[str, int], exclude: Collection[str]
     ) -> Route:
         """A Redis that came back empty knows a worker again from its next heartbeat on; the view still does."""
@@ -163,4 +164,11 @@ class Router:
             return self._offline.choose(request, held, exclude, str(refusal), Fallback.LAST_VIEW)
         except Unavailable:
             code = "no_link" if isinstance(refusal, NoProvenLink) else "no_workers"
-            raise Unavailable(str(refusal), code=code) from None
+            raise Unavailable("; ".join([str(refusal), *await self._other_releases()]), code=code) from None
+
+    async def _other_releases(self) -> list[str]:
+        """Names those whose workers are not routed to, where the model has none of this one."""
+        with suppress(RegistryUnavailable):
+            if not any(worker.info.key == self._model for worker in self._view.workers):
+                return list(map(str, await self._registry.releases.others()))
+        return []
