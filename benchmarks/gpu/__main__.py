@@ -3,22 +3,25 @@
     engine     decodes of a batch beside the memory's bandwidth (>= 0.8), a prompt beside the GEMM's peak (>= 0.6)
     transfer   KV between two processes on the device beside a copy within it (>= 0.7)
     serving    a prefill and a decode worker on one device beside one worker alone: TTFT (<= 1.1), ITL p99
+    vllm       one worker alone beside vLLM, where that is installed: TTFT, tokens a second
 
-A part that fails is named, and the others are measured.
+A part that fails is named, and the others are measured; the exit status is then 1. On `--device=cpu` all is measured at
+a scale that only shows that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.engine import copy_seconds, engine_rows
-from benchmarks.gpu.rows import FULL, ReportRow, Scale, report
-from benchmarks.gpu.serving import serving_rows
+from benchmarks.gpu.rows import SCALES, ReportRow, Scale, report
+from benchmarks.gpu.serving import serving_rows, vllm_rows
 from benchmarks.models import OUT, made
 from benchmarks.transfer import ORDERS, bandwidth
 
@@ -35,19 +38,21 @@ def transfer_rows(scale: Scale, model: Path) -> list[ReportRow]:
     return [ReportRow(f"KV by {scale.transport}", "GB/s", found.gb_s, "a copy within the device", copy, wanted=0.7)]
 
 
-PARTS: dict[str, Part] = {"engine": engine_rows, "transfer": transfer_rows, "serving": serving_rows}
+PARTS: dict[str, Part] = {"engine": engine_rows, "transfer": transfer_rows, "serving": serving_rows, "vllm": vllm_rows}
 
 
 def main() -> None:
-    options = _options()
-    if not torch.cuda.is_available():
+    options = options_of(sys.argv[1:])
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             f"benchmarks.gpu: torch {torch.__version__} sees no CUDA device; docs/gpu.md says what ran where"
         )
-    measure(FULL, made(FULL.shape), options.only.split(","), options.out)
+    scale = SCALES[options.device]
+    raise SystemExit(bool(measure(scale, made(scale.shape), options.only.split(","), options.out)))
 
 
-def measure(scale: Scale, model: Path, parts: list[str], out: Path) -> None:
+def measure(scale: Scale, model: Path, parts: list[str], out: Path) -> dict[str, str]:
+    """Returns which failed, and why."""
     rows, failed = list[ReportRow](), dict[str, str]()
     for name in parts:
         try:
@@ -59,13 +64,18 @@ def measure(scale: Scale, model: Path, parts: list[str], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report(scale, rows, failed), indent=1, default=str))
     print(f"written to {out}")
+    return failed
 
 
-def _options() -> argparse.Namespace:
+def options_of(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)} (default: all)")
+    parser.add_argument("--device", choices=SCALES, default="cuda")
     parser.add_argument("--out", type=Path, default=OUT / "gpu.json")
-    return parser.parse_args()
+    options = parser.parse_args(argv)
+    if unknown := set(options.only.split(",")) - set(PARTS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    return options
 
 
 if __name__ == "__main__":

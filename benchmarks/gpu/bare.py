@@ -1,24 +1,32 @@
 """`python3 benchmarks/gpu/bare.py BUNDLE`: on a machine with a GPU and no network, what it can say, smallest first.
 
-    install ─> device ─> transports ─> engine ─> cluster ─> benchmarks.gpu: engine, transfer, serving ─> vLLM's version
+    install ─> device ─> transports ─> engine ─> flashinfer ─> cluster ─> benchmarks.gpu, part by part
 
-Each has a bound, and its result lies in a file before the next one begins: NN-name.json, and NN-name.log as it comes.
-Needs nothing but Python before it has installed.
+Each has a bound, and its result is a line of bare.jsonl before the next one begins; bare.log has what they say as it
+comes, gpu-PART.json what was measured: six files, for places that carry few back. What is installed and compiled stays,
+so a second call with --only=… goes on where a first one ended. Needs nothing but Python before it has installed.
+`--device=cpu` rehearses the same commands without a GPU, at a small scale.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-TAIL = 4000
+SITE, COMPILED = ROOT / ".run" / "gpu-site", ROOT / ".run" / "flashinfer"
+TAIL, STOP_S = 4000, 45.0
 
 
 class Errand(NamedTuple):
@@ -28,80 +36,120 @@ class Errand(NamedTuple):
     needed: bool = False  # without it no other says anything
 
 
-def stages(bundle: Path, site: Path, out: Path) -> list[Errand]:
-    python, wheels = sys.executable, sorted(map(str, whole(bundle)))
-    pip = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
-    tests = [python, "-m", "pytest", "-q", "-rs", "-x", "-p", "no:cacheprovider"]
-    measure = [python, "-m", "benchmarks.gpu"]
-    up = f"{python} -m tandem up -d --sample 'import '; rc=$?; {python} -m tandem down; exit $rc"
-    versions = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name(0))"
+def stages(bundle: Path, site: Path, out: Path, device: str = "cuda") -> list[Errand]:
+    python, tests = sys.executable, [sys.executable, "-m", "pytest", "-q", "-rs", "-n0", "-p", "no:cacheprovider"]
+    measure = [python, "-m", "benchmarks.gpu", f"--device={device}"]
+    tandem = f"{python} -m tandem"
+    up = f"trap '{tandem} down --all' EXIT; trap 'exit 130' INT TERM; {tandem} up -d --sample 'import '"
+    versions = "import torch; print(torch.__version__, torch.version.cuda"
+    versions += ", torch.cuda.get_device_name(0))" if device == "cuda" else ")"
     return [
-        Errand("install", [*pip, f"--target={site}", *wheels], 240, needed=True),
+        Errand("install", [python, __file__, f"--unpack-to={site}", str(bundle)], 120, needed=True),
         Errand("device", [python, "-c", versions], 60, needed=True),
         Errand("transports", [*tests, "tests/gpu/test_transports.py"], 150),
-        Errand("engine", [*tests, "tests/gpu/test_engine.py"], 240),
+        Errand("engine", [*tests, "tests/gpu/test_engine.py", "-k", "not flashinfer"], 240),
+        Errand("flashinfer", [*tests, "tests/gpu/test_engine.py", "-k", "flashinfer"], 540),  # compiles its kernels
         Errand("cluster", ["sh", "-c", up], 180),
         *(
             Errand(f"gpu-{part}", [*measure, f"--only={part}", f"--out={out / f'gpu-{part}.json'}"], limit_s)
-            for part, limit_s in (("engine", 240), ("transfer", 120), ("serving", 420))
+            for part, limit_s in (("engine", 240), ("transfer", 120), ("serving", 420), ("vllm", 540))
         ),
-        Errand("vllm", [python, "-c", "import vllm; print(vllm.__version__)"], 120),
     ]
 
 
-def whole(bundle: Path) -> list[Path]:
-    """Wheels of all parts, those that were cut put together."""
-    wheels = list(bundle.glob("part*/*.whl"))
-    for first in bundle.glob("part*/*.whl.0"):
-        joined = bundle / first.stem
-        pieces = sorted(bundle.glob(f"part*/{first.stem}.*"), key=lambda path: int(path.suffix[1:]))
-        joined.write_bytes(b"".join(path.read_bytes() for path in pieces))
-        wheels.append(joined)
-    return wheels
+def unpack(bundle: Path, site: Path) -> None:
+    """All parts of the archive, wherever in the bundle, as one; nothing where that was done."""
+    parts = sorted(bundle.rglob("*.tar.xz.*"), key=lambda path: int(path.suffix[1:]))
+    packed = b"".join(part.read_bytes() for part in parts)
+    done, digest = site / "unpacked", sha256(packed).hexdigest()
+    if done.is_file() and done.read_text() == digest:
+        return
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:xz") as archive:
+        archive.extractall(site, filter="data")
+    done.write_text(digest)
 
 
-def run(todo: Sequence[Errand], out: Path, environment: Mapping[str, str]) -> dict[str, int | str]:
-    """Exit status by stage, or why there is none."""
+def run(todo: Sequence[Errand], out: Path, environment: Mapping[str, str], seconds: float) -> dict[str, int | str]:
+    """Exit status by stage, or why there is none; all of them within `seconds`."""
+    # A shell has what runs in its background ignore it, and what that starts: clusters would outlive their stage.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     out.mkdir(parents=True, exist_ok=True)
-    found = dict[str, int | str]()
-    for number, stage in enumerate(todo):
-        log = out / f"{number:02d}-{stage.name}.log"
-        started = time.monotonic()
-        found[stage.name] = status = _status(stage, log, environment)
-        result = {
-            "stage": stage.name, "status": status, "seconds": round(time.monotonic() - started, 1),
-            "tail": log.read_text(errors="replace")[-TAIL:],
-        }  # fmt: skip
-        (out / f"{number:02d}-{stage.name}.json").write_text(json.dumps(result, indent=1))
-        print(f"{stage.name}: {status} after {result['seconds']} s", flush=True)
-        if stage.needed and status != 0:
-            break
+    found, end = dict[str, int | str](), time.monotonic() + seconds
+    with (out / "bare.log").open("ab", buffering=0) as log, (out / "bare.jsonl").open("a", buffering=1) as results:
+        for stage in todo:
+            begun, place = time.monotonic(), log.tell()
+            log.write(f"\n=== {stage.name}\n".encode())
+            found[stage.name] = status = _status(stage, min(stage.limit_s, end - begun), log, environment)
+            took = round(time.monotonic() - begun, 1)
+            said = {"stage": stage.name, "status": status, "seconds": took, "tail": _tail(out / "bare.log", place)}
+            results.write(json.dumps(said) + "\n")
+            print(f"{stage.name}: {status} after {took} s", flush=True)
+            if stage.needed and status != 0:
+                break
     return found
 
 
-def _status(stage: Errand, log: Path, environment: Mapping[str, str]) -> int | str:
-    with log.open("w") as written:
+def _status(stage: Errand, limit_s: float, log: IO[bytes], environment: Mapping[str, str]) -> int | str:
+    if limit_s <= 0:
+        return "not begun: no time is left"
+    try:
+        process = subprocess.Popen(
+            stage.command, cwd=ROOT, env=dict(environment), stdout=log, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return f"not begun: {error}"
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        _stop(process)
+        return f"not done in {limit_s:.0f} s"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """It ends what it started, clusters too, where it can; they would hold the device's memory."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        os.killpg(process.pid, number)
         try:
-            done = subprocess.run(
-                stage.command, cwd=ROOT, env=dict(environment), stdout=written, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, timeout=stage.limit_s, check=False,
-            )  # fmt: skip
+            process.wait(STOP_S)
+            return
         except subprocess.TimeoutExpired:
-            return f"not done in {stage.limit_s:g} s"
-        except OSError as error:
-            return f"not begun: {error}"
-    return done.returncode
+            continue
+
+
+def _tail(log: Path, place: int) -> str:
+    with log.open("rb") as written:
+        written.seek(place)
+        return written.read().decode(errors="replace")[-TAIL:]
+
+
+def environment_of(site: Path, device: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "clients" / "python"), str(site), os.environ.get("PYTHONPATH", "")])
+    programs = os.pathsep.join([str(Path(sys.executable).parent), str(site / "bin"), os.environ.get("PATH", "")])
+    own = {"PYTHONPATH": path, "PATH": programs, "FLASHINFER_WORKSPACE_BASE": str(COMPILED), "PYTHONUNBUFFERED": "1"}
+    own["XDG_STATE_HOME"] = str(site.parent / "state")  # where clusters are noted: `down` ends no other
+    return os.environ | own | {"TANDEM_DEVICE": device, "TANDEM_KV_MEMORY": "1GiB" if device == "cuda" else "64MiB"}
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python3 benchmarks/gpu/bare.py BUNDLE  (results go to $OUT, or benchmarks/out/bare)")
-    out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "out" / "bare").resolve()
-    site = ROOT / ".run" / "gpu-site"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "clients" / "python"), str(site), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "TANDEM_DEVICE": "cuda", "TANDEM_KV_MEMORY": "1GiB"}
-    found = run(stages(Path(sys.argv[1]).resolve(), site, out), out, environment)
-    raise SystemExit(any(found.values()))
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu/bare.py", description=__doc__.splitlines()[0])
+    parser.add_argument("bundle", type=Path, help="folder of what `make gpu-bundle` made")
+    parser.add_argument("--only", default="", help="stages, by name (default: all)")
+    parser.add_argument("--seconds", type=float, default=3600, help="the most that all take together")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT") or ROOT / "benchmarks" / "out" / "bare")
+    parser.add_argument("--unpack-to", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.unpack_to:
+        unpack(options.bundle, options.unpack_to)
+        return
+    out = Path(options.out).resolve()
+    todo = stages(options.bundle.resolve(), SITE, out, options.device)
+    asked = options.only.split(",") if options.only else [stage.name for stage in todo]
+    if unknown := set(asked) - {stage.name for stage in todo}:
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(stage.name for stage in todo)}")
+    todo = [stage for stage in todo if stage.name in asked]
+    raise SystemExit(any(run(todo, out, environment_of(SITE, options.device), options.seconds).values()))
 
 
 if __name__ == "__main__":

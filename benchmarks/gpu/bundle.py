@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu.bundle`: wheels for a machine with a GPU, torch and Python 3.12, but no network.
 
-part1, part2, …  at most 60 MiB each, to be carried beside the repository, which has the demo model
-there           python3 benchmarks/gpu/bare.py build/gpu-bundle
+site.tar.xz.0, .1, …  what is to be on PYTHONPATH, in parts of at most 40 MiB, each carried beside the repository
+there                 python3 benchmarks/gpu/bare.py build/gpu-bundle
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
-from collections.abc import Mapping
+import tarfile
 from email.parser import Parser
 from functools import partial
 from pathlib import Path
@@ -21,23 +20,26 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "gpu-bundle"
-PART_MIB, MOST_PARTS = 60, 4
+ARCHIVE = "site.tar.xz"
+# The repository has 22 MiB more, and both together are to fit into 64.
+PART_MIB, MOST_PARTS = 40, 3
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
 # Names of what such a machine has.
 THERE = {
-    "anyio", "certifi", "click", "cupy-cuda13x", "filelock", "h11", "httpx", "huggingface-hub", "hypothesis", "idna",
-    "jinja2", "markupsafe", "numpy", "packaging", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "pyyaml",
-    "requests", "rich", "safetensors", "setuptools", "tokenizers", "torch", "tqdm",
+    "anyio", "certifi", "click", "cupy-cuda13x", "einops", "filelock", "h11", "httpx", "huggingface-hub", "hypothesis",
+    "idna", "jinja2", "markupsafe", "ninja", "numpy", "nvidia-ml-py", "packaging", "psutil", "pytest", "pytest-timeout",
+    "pytest-xdist", "pyyaml", "requests", "rich", "safetensors", "setuptools", "tabulate", "tokenizers", "torch",
+    "tqdm", "transformers",
 }  # fmt: skip
+# FlashInfer's, for kernels and ways to them that are not used here: 300 MiB. It imports without them.
+NOT_NEEDED = {"cuda-python", "cuda-tile", "nccl-extensions", "nccl4py", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"}
 # Where the wire format or a stub depends on the version, ours is carried too.
-# FlashInfer and what it imports are larger than the rest together: attention there is torch's, unless it is installed.
 WHEELS = (
-    "annotated-doc", "annotated-types", "fastapi", "fastapi-swagger", "gguf", "googleapis-common-protos", "granian",
-    "grpcio",
-    "grpcio-health-checking", "grpcio-reflection", "hiredis", "llguidance", "opentelemetry-api",
-    "opentelemetry-exporter-http-transport", "opentelemetry-exporter-otlp-common",
+    "annotated-doc", "annotated-types", "apache-tvm-ffi", "fastapi", "fastapi-swagger", "flashinfer-python", "gguf",
+    "googleapis-common-protos", "granian", "grpcio", "grpcio-health-checking", "grpcio-reflection", "hiredis",
+    "llguidance", "opentelemetry-api", "opentelemetry-exporter-http-transport", "opentelemetry-exporter-otlp-common",
     "opentelemetry-exporter-otlp-proto-common", "opentelemetry-exporter-otlp-proto-grpc",
     "opentelemetry-exporter-otlp-proto-http", "opentelemetry-proto", "opentelemetry-sdk",
     "opentelemetry-semantic-conventions", "orjson", "prometheus-client", "protobuf", "pydantic", "pydantic-core",
@@ -53,31 +55,13 @@ def main() -> None:
     options = parser.parse_args()
     out: Path = options.out
     shutil.rmtree(out, ignore_errors=True)
-    everything = out / "all"
-    for requirement in requirements((ROOT / "constraints.txt").read_text()):
-        download(requirement, everything)
-    for path in everything.iterdir():
-        if lacking := needs(path) - THERE - set(WHEELS):
-            raise SystemExit(f"{path.name} needs {', '.join(sorted(lacking))}: carry it, or see that it is there")
-    cut(everything, options.part_mib << 19)
-    sizes = {path.name: path.stat().st_size for path in everything.iterdir()}
-    for number, names in enumerate(parts(sizes, options.part_mib << 20), 1):
-        folder = out / f"part{number}"
-        folder.mkdir()
-        for name in names:
-            (everything / name).rename(folder / name)
-        print(f"{folder}: {len(names)} files, {sum(sizes[name] for name in names) / 2**20:.1f} MiB")
-    everything.rmdir()
-
-
-def cut(folder: Path, most: int) -> None:
-    """Larger files become NAME.0, NAME.1, …, which are put together where they are installed."""
-    for path in list(folder.iterdir()):
-        if path.stat().st_size > most:
-            with path.open("rb") as whole:
-                for number, piece in enumerate(iter(partial(whole.read, most), b"")):
-                    path.with_name(f"{path.name}.{number}").write_bytes(piece)
-            path.unlink()
+    install(requirements((ROOT / "constraints.txt").read_text()), site := out / "site")
+    if lacking := lacks(site):
+        raise SystemExit(f"{', '.join(sorted(lacking))} is needed: carry it, or see that it is there")
+    packed = pack(site, out / ARCHIVE)
+    shutil.rmtree(site)
+    for part in cut(packed, options.part_mib << 20):
+        print(f"{part}: {part.stat().st_size / 2**20:.1f} MiB")
 
 
 def requirements(constraints: str) -> list[str]:
@@ -89,34 +73,43 @@ def requirements(constraints: str) -> list[str]:
     return [f"{name}=={pinned[name]}" for name in WHEELS]
 
 
-def download(requirement: str, to: Path) -> None:
-    """A wheel for that machine."""
+def install(wanted: list[str], site: Path) -> None:
+    """As they are installed on that machine."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     platforms = [f"--platform={name}" for name in PLATFORMS]
     target = ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp", *platforms]
-    subprocess.run([*pip, "download", "-q", "--no-deps", *target, f"--dest={to}", requirement], check=True, timeout=300)
+    options = ["-q", "--no-deps", "--no-compile", f"--target={site}", *target]
+    subprocess.run([*pip, "install", *options, *wanted], check=True, timeout=600)
 
 
-def needs(wheel: Path) -> set[str]:
-    """Names of what it requires on that machine."""
-    with zipfile.ZipFile(wheel) as packed:
-        names = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
-        lines = Parser().parsestr(packed.read(names[0]).decode()).get_all("Requires-Dist", [])
+def lacks(site: Path) -> set[str]:
+    """Names of what is required by what is there, and is neither there nor on that machine."""
+    found = [Parser().parsestr(path.read_text()) for path in site.glob("*.dist-info/METADATA")]
+    lines = [line for one in found for line in one.get_all("Requires-Dist", [])]
     there = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.3", "extra": ""}
-    required = map(Requirement, lines)
-    return {_plain(one.name) for one in required if one.marker is None or one.marker.evaluate(there)}
+    needed = {_plain(one.name) for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate(there)}
+    return needed - THERE - NOT_NEEDED - {_plain(one["Name"]) for one in found}
 
 
-def parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names by part, the largest first, each to the first part that has room. ValueError where one fits nowhere."""
-    found, left = [list[str]() for _ in range(MOST_PARTS)], [most] * MOST_PARTS
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        place = next((place for place, room in enumerate(left) if room >= sizes[name]), None)
-        if place is None:
-            raise ValueError(f"{name}: {sizes[name]} bytes do not fit into parts with {left} bytes left")
-        found[place].append(name)
-        left[place] -= sizes[name]
-    return [names for names in found if names]
+def pack(site: Path, archive: Path) -> Path:
+    with tarfile.open(archive, "w:xz", preset=6) as packed:
+        packed.add(site, ".")
+    return archive
+
+
+def cut(file: Path, most: int) -> list[Path]:
+    """As FILE.0, FILE.1, …, which are put together where they are unpacked. SystemExit where they are too many."""
+    parts = []
+    with file.open("rb") as whole:
+        for number, piece in enumerate(iter(partial(whole.read, most), b"")):
+            parts.append(file.with_name(f"{file.name}.{number}"))
+            parts[-1].write_bytes(piece)
+    file.unlink()
+    if len(parts) > MOST_PARTS:
+        raise SystemExit(
+            f"{len(parts)} parts of {most >> 20} MiB are more than {MOST_PARTS}: carry less, or raise --part-mib"
+        )
+    return parts
 
 
 def _plain(name: str) -> str:

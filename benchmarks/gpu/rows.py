@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.models import Shape
 
-LIBRARIES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "flashinfer-python", "tandem")
+LIBRARIES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "flashinfer-python", "tandem", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,13 @@ FULL = Scale(
     batches=(1, 64), context=512, steps=128, prompt=4096, prompts=(4096, 32_768), transport="cuda_ipc", kv_mib=4096,
     copy_mib=2048, gemm=8192, rounds=5,
 )  # fmt: skip
+
+# Shows that everything runs; what it measures means nothing.
+SMALL = Scale(
+    device="cpu", dtype="float32", shape=Shape("tiny", 64, 2, 4, 2, 128, 4096, 512), batches=(1, 3), context=40,
+    steps=6, prompt=64, prompts=(64,), transport="tcp", kv_mib=4, copy_mib=4, gemm=64, rounds=1,
+)  # fmt: skip
+SCALES = {scale.device: scale for scale in (FULL, SMALL)}
 
 
 @dataclass(frozen=True, slots=True)

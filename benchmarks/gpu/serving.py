@@ -1,27 +1,32 @@
-"""Two clusters on one device, one after the other: what splitting a GPU between prefill and decode workers costs."""
+"""Clusters on one device, one after the other: what splitting a GPU between prefill and decode workers costs; and one
+worker alone beside vLLM, where that is installed."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import sys
+from collections.abc import Callable, Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks.gpu.rows import ReportRow, Scale
-from benchmarks.load import Job, LoadClient, disturbed, prompt
+from benchmarks.load import Job, LoadClient, closed_loop, disturbed, prompt
 from benchmarks.models import OUT
-from benchmarks.peers import MeasuredPeer
-from benchmarks.results import percentile
+from benchmarks.peers import MeasuredPeer, PeerUnavailable, of_tandem, serving_of_vllm
+from benchmarks.results import percentile, throughput
 from tandem.local import free_ports
 
 NAMES = {"aggregated": ("decode",), "split": ("prefill", "decode")}
+Figures = Callable[[LoadClient, Scale], Coroutine[Any, Any, dict[str, float]]]
+VLLM = "vllm.entrypoints.cli.main"
 
 
 def serving_rows(scale: Scale, model: Path) -> list[ReportRow]:
-    split, alone = (_measured(scale, model, name) for name in ("split", "aggregated"))
+    split, alone = (_measured(tandem(scale, name), scale, model, _beside_prompts) for name in ("split", "aggregated"))
     rows = [
         ReportRow(name, "ms", split[name], "aggregated", alone[name], wanted=1.1, better="lower")
         for name in split
@@ -31,24 +36,69 @@ def serving_rows(scale: Scale, model: Path) -> list[ReportRow]:
     return [*rows, ReportRow(gap, "ms", split[gap], "aggregated", alone[gap], better="lower")]
 
 
-def _measured(scale: Scale, model: Path, name: str) -> dict[str, float]:
-    def command(folder: Path, port: int) -> list[str]:
+def vllm_rows(scale: Scale, model: Path) -> list[ReportRow]:
+    """Raises PeerUnavailable where it is not installed, or does not start."""
+    if find_spec("vllm") is None:
+        raise PeerUnavailable("vLLM is not installed here")
+    ours, theirs = (_measured(peer, scale, model, _alone) for peer in (tandem(scale, "aggregated"), vllm(scale)))
+    return [
+        ReportRow(name, "ms", ours[name], "vLLM", theirs[name], better="lower")
+        if name.startswith("TTFT")
+        else ReportRow(name, "tok/s", ours[name], "vLLM", theirs[name])
+        for name in ours
+    ]
+
+
+def tandem(scale: Scale, name: str) -> MeasuredPeer:
+    def command(model: Path, port: int) -> list[str]:
         file = OUT / f"gpu-{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump(cluster(scale, folder, name, port)))
+        file.write_text(yaml.safe_dump(cluster(scale, model, name, port)))
         return [sys.executable, "-m", "tandem", "up", f"--file={file}", f"--logs={OUT / 'logs' / name}"]
 
-    with MeasuredPeer(f"gpu-{name}", name, command).running(model) as client:
-        return asyncio.run(_figures(client, scale))
+    return of_tandem(f"gpu-{name}", name, command)
 
 
-async def _figures(client: LoadClient, scale: Scale) -> dict[str, float]:
-    dice, found = random.Random(5), dict[str, float]()
+def vllm(scale: Scale) -> MeasuredPeer:
+    """With as much memory for KV, and as many tokens a step."""
+
+    def command(model: Path, port: int) -> list[str]:
+        told = serving_of_vllm(model, port, most_tokens=scale.shape.max_positions)
+        sizes = [f"--kv-cache-memory-bytes={scale.kv_mib << 20}", f"--max-num-batched-tokens={scale.prompt}"]
+        return [sys.executable, "-m", VLLM, *told, *sizes]
+
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return MeasuredPeer("gpu-vllm", "vLLM", command, "", "/health", offline, {"return_token_ids": True})
+
+
+def _measured(peer: MeasuredPeer, scale: Scale, model: Path, figures: Figures) -> dict[str, float]:
+    with peer.running(model) as client:
+        return asyncio.run(figures(client, scale))
+
+
+async def _beside_prompts(client: LoadClient, scale: Scale) -> dict[str, float]:
+    dice = random.Random(5)
+    found = await _first_tokens(client, scale, dice)
+    beside = await disturbed(client, dice, length=scale.prompt, every_s=2)
+    return found | {"ITL p99 beside prompts": beside["itl p99"]}
+
+
+async def _alone(client: LoadClient, scale: Scale) -> dict[str, float]:
+    dice = random.Random(5)
+    found = await _first_tokens(client, scale, dice)
+    for streams in scale.batches:
+        jobs = [Job(prompt(dice, scale.context), 2 * scale.steps) for _ in range(streams)]
+        answers = await closed_loop(client, jobs, streams)
+        found[f"answers of {streams} at once"] = throughput(answers)
+    return found
+
+
+async def _first_tokens(client: LoadClient, scale: Scale, dice: random.Random) -> dict[str, float]:
+    found = dict[str, float]()
     for length in scale.prompts:
         answers = [await client.send(Job(prompt(dice, length), 1)) for _ in range(scale.rounds)]
         found[f"TTFT of {length:,} tokens"] = 1e3 * percentile([answer.ttft for answer in answers], 50)
-    beside = await disturbed(client, dice, length=scale.prompt, every_s=2)
-    return found | {"ITL p99 beside prompts": beside["itl p99"]}
+    return found
 
 
 def cluster(scale: Scale, model: Path, name: str, port: int) -> dict[str, Any]:

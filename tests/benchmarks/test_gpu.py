@@ -12,22 +12,18 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import PARTS, measure
-from benchmarks.gpu.rows import FULL, ReportRow, Scale
+from benchmarks.gpu.rows import FULL, SMALL, ReportRow
 from benchmarks.gpu.serving import NAMES, cluster
-from benchmarks.models import Shape, made
+from benchmarks.models import made
 from services.gateway.settings import GatewaySettings
 from tandem.cluster import Cluster, check_settings
 from tandem.worker import WorkerSettings
 
-TINY = Scale(
-    device="cpu", dtype="float32", shape=Shape("tiny", 64, 2, 4, 2, 128, 4096, 512), batches=(1, 3), context=40,
-    steps=6, prompt=64, prompts=(64,), transport="tcp", kv_mib=4, copy_mib=4, gemm=64, rounds=1,
-)  # fmt: skip
 
-
+@pytest.mark.long
 def test_rows_have_ratios_versions_and_a_date_and_what_fails_is_named(tmp_path: Path) -> None:
-    out, model = tmp_path / "gpu.json", made(TINY.shape, tmp_path / "tiny")
-    measure(TINY, model, ["engine", "transfer"], out)
+    out, model = tmp_path / "gpu.json", made(SMALL.shape, tmp_path / "tiny")
+    measure(SMALL, model, ["engine", "transfer"], out)
     found = json.loads(out.read_text())
     assert found["failed"] == {}
     assert [row["name"] for row in found["rows"]] == [
@@ -37,7 +33,7 @@ def test_rows_have_ratios_versions_and_a_date_and_what_fails_is_named(tmp_path: 
     assert found["versions"]["torch"] == torch.__version__
     assert found["device"] == "cpu"
     assert found["date"].startswith("20")
-    measure(replace(TINY, prompt=1 << 20), model, ["engine", "unknown"], out)
+    measure(replace(SMALL, prompt=1 << 20), model, ["engine", "unknown"], out)
     found = json.loads(out.read_text())
     assert list(found["failed"]) == ["engine", "unknown"]
     assert "token_ids" in found["failed"]["engine"]
@@ -64,4 +60,4 @@ def test_without_a_device_it_says_so_in_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "sees no CUDA device" in done.stderr
-    assert set(PARTS) == {"engine", "transfer", "serving"}
+    assert set(PARTS) == {"engine", "transfer", "serving", "vllm"}

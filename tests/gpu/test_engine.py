@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
+from tandem.engine.device import open_device
 from tandem.engine.forward.attention import TorchAttention
 from tandem.engine.forward.decode_graphs import CudaCapture
 from tandem.engine.forward.flashinfer import FlashInfer
@@ -20,10 +21,11 @@ from tests.e2e.test_exact import prompt_of
 from tests.engine.test_sampler import sequence
 
 
-def engine(demo_model: Path, device: str, *, graphs: bool = False, dtype: str = "float32") -> Engine:
+def engine(demo_model: Path, device: str, *, graphs: bool = False, num_blocks: int = 256, swap: int = 0) -> Engine:
     return Engine(
         EngineConfig(
-            model_path=demo_model, model_name="demo", dtype=dtype, num_blocks=256, device=device, cuda_graphs=graphs
+            model_path=demo_model, model_name="demo", dtype="float32", num_blocks=num_blocks, device=device,
+            cuda_graphs=graphs, swap_memory=swap,
         )
     )  # fmt: skip
 
@@ -53,6 +55,37 @@ def test_tokens_equal_the_cpus(demo_model: Path, temperature: float, graphs: boo
     assert tokens(engine(demo_model, "cuda", graphs=graphs), requests) == tokens(engine(demo_model, "cpu"), requests)
 
 
+@pytest.mark.parametrize("swap", [0, 1 << 28])
+def test_tokens_of_preempted_sequences_equal_the_cpus(demo_model: Path, swap: int) -> None:
+    """Their KV is computed again, or goes to pinned memory and back."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    requests = [
+        Request(
+            str(n), prompt_of(40 + n, seed=n), SamplingParams(max_tokens=120, temperature=0.8, seed=n, ignore_eos=True)
+        )
+        for n in range(6)
+    ]
+    small = engine(demo_model, "cuda", num_blocks=24, swap=swap)
+    assert tokens(small, requests) == tokens(engine(demo_model, "cpu"), requests)
+    assert small.stats().num_preempted > 0
+
+
+def test_a_share_of_the_device_is_what_an_engine_takes_of_it(demo_model: Path) -> None:
+    free, total = torch.cuda.mem_get_info()
+    config = EngineConfig(demo_model, "demo", device="cuda", kv_budget_bytes=None, memory_share=0.3, max_num_seqs=64)
+    made = Engine(config)
+    taken = free - torch.cuda.mem_get_info()[0]
+    assert 0.25 * total < taken < 0.32 * total
+    assert made.stats().num_blocks > 1000
+
+
+def test_a_device_that_is_not_there_and_a_cache_that_does_not_fit_are_named(demo_model: Path) -> None:
+    with pytest.raises(ValueError, match="device: 'cuda:99', but this machine shows"):
+        open_device("cuda:99")
+    with pytest.raises(ValueError, match="kv_memory: weights and KV cache do not fit on cuda"):
+        Engine(EngineConfig(demo_model, "demo", device="cuda", kv_budget_bytes=1 << 42))
+
+
 @pytest.mark.parametrize("count", [1, 100, 1 << 17])
 def test_the_checksum_is_the_cpus(count: int) -> None:
     words = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(count))
@@ -71,28 +104,30 @@ def test_rows_go_out_and_in_through_this_machines_memory() -> None:
     assert torch.equal(there[[3, 1, 7]], here[[3, 1, 7]])
 
 
-def test_flashinfers_attention_is_ours() -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flashinfers_attention_is_ours(head_dim: int) -> None:
     flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer: the extra gpu")
-    kv = torch.randn(40, 2, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
+    kv = torch.randn(40, 2, 2, 16, head_dim, device="cuda", dtype=torch.bfloat16)
     counts, lengths = [1, 1, 20, 33], [5, 70, 20, 100]
     tables = [list(range(start, start + 10)) for start in range(0, 40, 10)]
-    q = torch.randn(sum(counts), 8, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(sum(counts), 8, head_dim, device="cuda", dtype=torch.bfloat16)
     # The third one's context is its first chunk, which ours reads from k and v: here, from the cache.
     past = kv[20:30].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :20]
-    k, v = (torch.cat([part.new_zeros(2, 2, 64), part, part.new_zeros(33, 2, 64)]) for part in past)
+    k, v = (torch.cat([part.new_zeros(2, 2, head_dim), part, part.new_zeros(33, 2, head_dim)]) for part in past)
     made = FlashInfer(flashinfer, kv, 8), TorchAttention(kv)
     theirs, ours = (attention.planned(counts, lengths, tables)(q, k, v, kv, Scope()) for attention in made)
     torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2)
 
 
-def test_flashinfer_within_graphs_is_ours() -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flashinfer_within_graphs_is_ours(head_dim: int) -> None:
     """Several sizes share what they plan in, and are replayed in turns."""
     flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer: the extra gpu")
-    kv = torch.randn(41, 2, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
+    kv = torch.randn(41, 2, 2, 16, head_dim, device="cuda", dtype=torch.bfloat16)
     attention, capture, dice = FlashInfer(flashinfer, kv, 8), CudaCapture(), random.Random(3)
     graphs = []
     for rows in (256, 24, 1):
-        q, attend = torch.zeros(rows, 8, 64, device="cuda", dtype=torch.bfloat16), attention.fixed((rows, 10), 40)
+        q, attend = torch.zeros(rows, 8, head_dim, device="cuda", dtype=torch.bfloat16), attention.fixed((rows, 10), 40)
         attend.prepare((), ())
         graphs.append((q, attend, capture(lambda attend=attend, q=q: attend(q, kv, Scope()))))
     for q, attend, replay in dice.choices(graphs, k=12):

@@ -51,6 +51,7 @@ def test_blocks_arrive_bit_for_bit(transport: str, monkeypatch: pytest.MonkeyPat
             push.push(layer, 0, [4, 5], kv)
         push.commit(b"").result(BOUND_S)
         assert ours.recv() == "commit"
+        assert (link.carrier == "NET/Socket") == (transport == "nccl"), link.carrier
         for layer, landed in zip(source, ours.recv(), strict=True):
             assert torch.equal(layer[[4, 5]].cpu(), torch.from_numpy(landed))
         ours.send("done")
