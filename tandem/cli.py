@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pkgutil import resolve_name
 
@@ -54,17 +56,30 @@ COMMANDS = {
 
 
 def main() -> None:
+    try:
+        try:
+            _run()
+        finally:
+            if sys.stdout:  # None where it was closed before
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # what read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _run() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command == "--version":
         print(f"tandem {__version__}")
         return
     if command not in COMMANDS:
         print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
-        raise SystemExit(0 if command in ("-h", "--help") else 2)
+        if command not in ("-h", "--help"):
+            raise SystemExit(2)
+        return
     starting()
     run = resolve_name(f"tandem.commands.{COMMANDS[command]}")
     settled()
-    try:
-        run(sys.argv[2:])
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    run(sys.argv[2:])

@@ -218,8 +218,9 @@ class DecodeSequences:
         held.num_tokens += len(output.tokens)
         held.num_outputs += 1
         if held.num_outputs == 1:
-            stats = self._engine.stats
-            output.batch_size, output.kv_usage = max(1, stats.num_running), stats.kv_usage
+            stats = self._engine.stats  # a short answer may have left since: at least itself, and a block of it
+            output.batch_size = max(1, stats.num_running)
+            output.kv_usage = max(1 / stats.num_blocks, stats.kv_usage)
         if held.span.is_recording() and not held.num_outputs & (held.num_outputs - 1):
             self._note_step(held)
         held.num_proposed_tokens, held.num_accepted_tokens = output.num_proposed_tokens, output.num_accepted_tokens

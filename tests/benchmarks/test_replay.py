@@ -83,6 +83,6 @@ async def test_a_fleet_answers_a_trace(trace: Path) -> None:
     assert found["answered"] == 8
     assert not found["errors"]
     assert all(one.remote and one.answer and one.answer.tokens == 3 for one in replayed)
-    # The first prompt of all is cached nowhere; the other worker fetches what it has in common with that.
-    assert found["hit_rate"] == pytest.approx(7 * 2 * BLOCK / (8 * 50))
-    assert found["prefilled_tokens"] == 8 * 50 - 7 * 2 * BLOCK
+    # What all have in common is computed once, or by both workers, where a fetch from the other comes too late.
+    assert found["prefilled_tokens"] in [8 * 50 - cached * 2 * BLOCK for cached in (7, 6)]
+    assert found["hit_rate"] == pytest.approx(1 - found["prefilled_tokens"] / (8 * 50))

@@ -93,7 +93,7 @@ def reply_nonsense() -> None:
 
 def _write_to_owner(data: bytes) -> None:
     """As memory that was overwritten might: on whichever sockets the fork has."""
-    for number in range(3, 64):
+    for number in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
         with suppress(OSError):
             os.write(number, data)
     time.sleep(10)

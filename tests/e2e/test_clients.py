@@ -102,7 +102,8 @@ def test_every_answer_says_which_way_it_went(client: OpenAI, shm_cluster: Runnin
     )
     *_, last = streamed.parse()
     with grpc.insecure_channel(shm_cluster.grpc) as channel:
-        call = llm_pb2_grpc.LLMServiceStub(channel).Generate(llm_pb2.GenerateRequest(model=MODEL, prompt="x = "))
+        asked = llm_pb2.GenerateRequest(model=MODEL, prompt="x = ", sampling=llm_pb2.SamplingParams(max_tokens=4))
+        call = llm_pb2_grpc.LLMServiceStub(channel).Generate(asked)
         *_, message = call
         trailers = dict(call.trailing_metadata())
     assert int(trailers["x-tandem-transfer-bytes"]) == message.path.transfer_bytes > 0

@@ -67,6 +67,23 @@ def test_generate_says_what_is_wrong() -> None:
     assert "UNAVAILABLE" in result.stderr or "DEADLINE_EXCEEDED" in result.stderr
 
 
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("ps",)])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "tandem", *arguments], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f"{sys.executable} -m tandem --help >&-"
+    result = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=200)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_generate_chats_and_stops(shm_cluster: RunningCluster) -> None:
     options = ["--address", shm_cluster.grpc, "--chat", "--max-tokens=40", "--top-p=0.9", "--seed=1"]
     whole = tandem("generate", "import os", *options)
@@ -87,6 +104,18 @@ def test_doctor_finds_a_whole_cluster_whole(shm_cluster: RunningCluster) -> None
     for whole in ("redis", "prefill-0", "decode-0", "gateway"):
         assert f"{whole}, integrity" in result.stdout
     assert "BROKEN" not in result.stdout
+
+
+def test_doctor_shows_each_pair_and_what_its_link_falls_back_from(tmp_path: Path, config_only: Path) -> None:
+    """NCCL does not start on a machine without a GPU."""
+    options = [f"--model-path={config_only}", "--engine=null", "--prefill=2", "--transports=nccl,tcp"]
+    with running_cluster(tmp_path, *options) as cluster:
+        result = tandem("doctor", f"--redis-url={cluster.redis_url}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for prefill in ("prefill-0", "prefill-1"):
+        assert re.search(rf"{prefill} -> decode-0  .* bytes over tcp .*; fell back from nccl: \S", result.stdout)
+        assert re.search(rf"^ +{prefill} +[0-9.]+ GB/s, one machine", result.stdout, re.MULTILINE)
+    assert re.search(r"^ +prefill -> decode +decode-0", result.stdout, re.MULTILINE)
 
 
 def test_doctor_checks_only_what_it_is_given(shm_cluster: RunningCluster) -> None:

@@ -25,7 +25,7 @@ def answer(cluster: RunningCluster, number: int) -> tuple[int, str]:
     }  # fmt: skip
     if number % 4 == 0:
         body["guided_regex"] = f"[a-z]{{1,{10 + number}}}"
-    said = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=BOUND_S)
+    said = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=2 * BOUND_S)
     return said.status_code, "" if said.status_code == 200 else said.text
 
 

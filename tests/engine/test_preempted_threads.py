@@ -15,7 +15,6 @@ from tandem.engine.kv.kv_cache import row_size
 from tandem.engine.lora import Adapter, LowRank, shapes_of
 from tandem.engine.models import Decoder, ModelConfig
 from tests.engine.test_kernels import SHAPES, fill, quantize_model, steps
-from tests.engine.tiny import can_compile
 
 pytestmark = pytest.mark.long
 SIZES = SHAPES[1]
@@ -23,13 +22,12 @@ TABLES = [list(range(32 * i, 32 * i + 32)) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def stalling(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Kernels whose threads sleep for up to 0.8 ms, before one piece of eight and before it is won."""
-    if not can_compile():
-        pytest.skip("no CPU with AVX512-BF16, or no C compiler")
-    library = load_library(tmp_path_factory.mktemp("stalling"), flags=["-DSTALLS=8"])
-    assert library is not None
-    return library
+def stalling(library: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The same kernels; their threads sleep for up to 0.8 ms, before one piece of eight and before it is won."""
+    folder, amx = tmp_path_factory.mktemp("stalling"), bool(library.tandem_has_amx())
+    stalling = load_library(folder, amx, flags=["-DSTALLS=8"])
+    assert stalling is not None
+    return stalling
 
 
 @pytest.mark.parametrize("kind", ["none", "int4", "ordered", "int8 KV", "adapters"])

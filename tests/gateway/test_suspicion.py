@@ -57,7 +57,7 @@ async def test_a_silent_registry_is_not_waited_for_beyond_the_deadline() -> None
     told = Told()
     told.silent = True
     async with asyncio.timeout(TOLD_S):
-        await told.suspicion().lost(["crashed"], 5, later(TOLD_S / 10))
+        await told.suspicion().lost([f"crashed-{i}" for i in range(20)], 5, later(TOLD_S / 10))
 
 
 async def test_who_is_named_is_one_until_past_the_place() -> None:

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from subprocess import PIPE
 
+import pytest
+
+from tandem.local import free_ports
+
 # A call that is under way when its server goes: gRPC's core has something to say then. The server is another process,
 # for its own end may print a traceback of the call that it cuts.
 SERVES = """
@@ -55,6 +59,28 @@ logs = telemetry.set_up("s", "i")
 asyncio.run(main())
 logs.close()
 """
+EXPORTS = """
+from opentelemetry import trace
+from tandem.process import telemetry
+
+held = telemetry.set_up("s", "i", traces=telemetry.Traces.BEGUN)
+with trace.get_tracer("t").start_as_current_span("s"):
+    pass
+held.close()
+"""
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_a_collector_that_is_not_there_is_an_event(protocol: str) -> None:
+    [port] = free_ports(1)
+    said = {
+        "OTEL_EXPORTER_OTLP_PROTOCOL": protocol, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+    }  # fmt: skip
+    exports = [sys.executable, "-c", EXPORTS]
+    done = subprocess.run(exports, env=os.environ | said, capture_output=True, text=True, timeout=60, check=True)
+    events = [json.loads(line)["event"] for line in (done.stdout + done.stderr).splitlines()]
+    assert any("export" in event for event in events), events
 
 
 def test_no_plain_line_of_grpc_stands_between_events() -> None:

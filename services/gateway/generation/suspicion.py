@@ -109,9 +109,9 @@ class Suspicion:
         self._losses |= {incarnation: Loss(num_written) for incarnation in incarnations}
         now = asyncio.get_running_loop().time
         patient_until = min(now() + self._patience_s, deadline)
-        await self._learn(deadline - now())
+        await self._learn(deadline)
         while len(self._losses) >= MAX_LOSSES and self._unknown() and now() < patient_until:
-            await self._learn(patient_until - now())
+            await self._learn(patient_until)
         if len(self._losses) - len(self._unknown()) >= MAX_LOSSES:
             raise Poison(list(self._losses))
 
@@ -123,10 +123,11 @@ class Suspicion:
     def _unknown(self) -> list[str]:
         return [incarnation for incarnation, loss in self._losses.items() if loss.death is None]
 
-    async def _learn(self, wait_s: float) -> None:
+    async def _learn(self, until: float) -> None:
+        now = asyncio.get_running_loop().time
         for incarnation in self._unknown():
-            patience_s = min(self._deaths.patience_s(incarnation), max(wait_s, 0.0))
-            death = await self._deaths.of(incarnation, patience_s)
+            patience_s = min(self._deaths.patience_s(incarnation), until - now())
+            death = await self._deaths.of(incarnation, max(patience_s, 0.0))
             if death is not None and self._choice_id not in death.named:
                 del self._losses[incarnation]
             else:

@@ -16,6 +16,7 @@ from functools import cache
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
+from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 
 from services.gateway.errors import GatewayError, WorkerLost
@@ -34,13 +35,13 @@ def tracer() -> Tracer:
 
 def incoming(headers: Mapping[str, str]) -> Context:
     """The caller's trace context."""
-    return Context() if _carriers().isdisjoint(headers) else propagate.extract(headers)
+    return Context() if _carriers(propagate.get_global_textmap()).isdisjoint(headers) else propagate.extract(headers)
 
 
 @cache
-def _carriers() -> frozenset[str]:
+def _carriers(propagator: TextMapPropagator) -> frozenset[str]:
     """The headers that may bring one."""
-    return frozenset(propagate.get_global_textmap().fields)
+    return frozenset(propagator.fields)
 
 
 def outgoing(span: Span) -> dict[str, str]:
