@@ -27,7 +27,8 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
 test: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## the tests, on real parts; one room's: ROOM=transfer
-	@$(PYTEST) -m "not long and not outside and not alone" $(ROOM_TESTS) $(ARGS)
+	@$(BIN)/python -m tests.gate -n 3 --dist loadfile --no-loadscope-reorder --durations=10 \
+	  -m "not long and not outside and not alone" $(ROOM_TESTS) $(ARGS)
 
 fast: $(VENV)/dev.stamp ## what needs no process and no weights, in a minute
 	@$(BIN)/python -m pytest -q -p tests.fast -m fast $$(grep -rlE 'mark\.fast' tests --include='test_*.py') $(ARGS)

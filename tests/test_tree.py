@@ -250,6 +250,12 @@ def test_time_chance_threads_and_sockets_are_used_in_shells_only() -> None:
     assert {name: found for name, found in offenders.items() if found} == {}
 
 
+def test_what_lands_is_held_to_lint_and_the_tests_alone() -> None:
+    """A gate that takes long is passed by nothing: the rest is `make check`."""
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in script if line.startswith("make ")] == ["make lint", "make test"]
+
+
 MAX_LINES, MAX_PARAMETERS, MAX_FILE_LINES = 40, 7, 400
 TOPS = ("tandem", "services", "clients", "benchmarks", "tests", "deploy", "examples", "models")
 # A docstring begins with the noun or verb of what it describes.
