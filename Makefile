@@ -13,7 +13,7 @@ STUBS := clients/python/tandem_client/stubs
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 
 .DEFAULT_GOAL := help
-.PHONY: help run test fast long check test-gpu gpu-bundle chaos soak guard lint protos bench plot docs lock pin chart-lint clean
+.PHONY: help run test fast check test-gpu gpu-bundle chaos soak lint protos bench plot docs lock pin chart-lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,33 +21,17 @@ help: ## this list
 run: $(VENV)/run.stamp ## serve the demo model on CPU: Redis, gateway, prefill, decode; one that talks: MODEL=smollm2
 	@$(BIN)/tandem up $(MODEL) --sample "$(if $(MODEL),Once upon a time,import )" $(ARGS)
 
-# Three files at a time, for many of them wait.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 # One room's tests alone: make test ROOM=transfer
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
 test: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## the tests, on real parts; one room's: ROOM=transfer
-	@$(BIN)/python -m tests.gate -n 3 --dist loadfile --no-loadscope-reorder --durations=10 \
-	  -m "not long and not outside and not alone" $(ROOM_TESTS) $(ARGS)
+	@$(BIN)/python -m tests.gate -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "not long and not alone" $(ROOM_TESTS) $(ARGS)
 
 fast: $(VENV)/dev.stamp ## what needs no process and no weights, in a minute
 	@$(BIN)/python -m pytest -q -p tests.fast -m fast $$(grep -rlE 'mark\.fast' tests --include='test_*.py') $(ARGS)
 
-# What a stranger, a hostile client or a flood meets; fuzz with ten times as many examples as in `make test`, and 10,000
-# random schedules of NCCL links.
-GUARD := tests/transfer/test_schedules.py tests/checkpoints/test_model_files.py tests/test_security.py tests/worker/test_fuzz.py tests/transfer/test_fuzz.py \
-  tests/registry/test_resp_fuzz.py tests/registry/test_limits.py tests/registry/test_connection.py \
-  $(addprefix tests/gateway/test_,access.py cors.py early_refusal.py fuzz.py hostile.py overload.py structured_fuzz.py) \
-  tests/e2e/test_secured.py
-AT_LENGTH := SCHEDULES=10000 $(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile=guard --timeout=1800 $(GUARD)
-
-long: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## the tests that take long and need nothing but this machine: the same promises over more processes
-	@$(PYTEST) -m long $(ROOM_TESTS) $(ARGS)
-
-check: long ## and what takes longest: 2,000 schedules of faults, images, pods, Ray, others' programs, hostile input
-	@$(PYTEST) -m outside
-	@$(AT_LENGTH)
-	@$(BIN)/python -m pytest -q -n0 -m alone
+check: $(VENV)/dev.stamp $(VENV)/schemas.stamp $(VENV)/prometheus.stamp ## what takes long, in parts of 15 minutes: PART=chaos; which there are: CONTRIBUTING.md
+	@$(BIN)/python -m tests.check $(PART)
 
 test-gpu: $(VENV)/dev.stamp ## what needs a CUDA device, which it names where there is none; then what that device gives, as JSON
 	@$(BIN)/python -m pytest -q -rs tests/gpu $(ARGS)
@@ -62,10 +46,6 @@ chaos: $(VENV)/dev.stamp ## N seeded schedules of faults over the whole cluster'
 soak: $(VENV)/dev.stamp ## a rolling restart; then MINUTES of traffic on real processes whose workers are replaced (MINUTES=30)
 	@$(BIN)/python -m pytest -n0 tests/chaos/rolling_restart.py
 	@$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(ARGS)
-
-guard: $(VENV)/dev.stamp ## the door: hostile input, strangers, limits, fuzz at length; then overload, measured
-	@$(AT_LENGTH) $(ARGS)
-	@$(BIN)/python -m benchmarks.overload
 
 lint: $(VENV)/dev.stamp ## ruff, mypy, buf (style and breaking changes)
 	@$(BIN)/ruff check .

@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 gc.disable()  # until test files have imported what they need
 
-# The same examples each time, and none fails for the time that it took. `make guard` looks for others.
+# The same examples each time, and none fails for the time that it took. `make check PART=fuzz` looks for others.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("guard", deadline=None, max_examples=1000)  # see tests/fuzzing.py
 settings.load_profile("tests")

@@ -1,4 +1,4 @@
-"""Cases that `make test` leaves to `make long`."""
+"""Cases that `make test` leaves to `make check`."""
 
 from __future__ import annotations
 

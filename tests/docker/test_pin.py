@@ -64,7 +64,7 @@ def pin(file: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.outside
+@pytest.mark.long
 @needs_skopeo
 def test_each_base_gets_the_digest_that_its_tag_has_now(registry: str, tmp_path: Path) -> None:
     old, new = f"@sha256:{64 * '1'}", f"@sha256:{sha256(INDICES['both']).hexdigest()}"
@@ -75,7 +75,7 @@ def test_each_base_gets_the_digest_that_its_tag_has_now(registry: str, tmp_path:
     assert file.read_text() == before.replace(":1.2", f":1.2{new}") + "\nFROM ${BASE}\n"
 
 
-@pytest.mark.outside
+@pytest.mark.long
 @needs_skopeo
 @pytest.mark.parametrize(("name", "said"), [("one", "there is none for arm64"), ("none", "404")])
 def test_a_base_that_is_not_for_every_cpu_or_not_there_is_refused(

@@ -30,7 +30,7 @@ from tandem.checkpoints.gguf import as_folder
 from tests.e2e.cluster import RunningCluster, eventually, running_cluster
 from tests.e2e.test_gateways import two_ports
 
-pytestmark = pytest.mark.outside
+pytestmark = pytest.mark.long
 CONTEXT = 131_072
 BOUND_S = 120.0
 TEMPLATE = (

@@ -27,7 +27,7 @@ def hub(demo_model: Path) -> Iterator[Hub]:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param((), marks=pytest.mark.long), pytest.param(("--ray=local",), marks=pytest.mark.outside)],
+    [pytest.param((), marks=pytest.mark.long), pytest.param(("--ray=local",), marks=pytest.mark.long)],
     ids=["here", "ray"],
 )
 def test_a_cluster_fetches_the_model_that_its_file_names(options: tuple[str, ...], hub: Hub, tmp_path: Path) -> None:

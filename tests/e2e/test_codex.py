@@ -27,7 +27,7 @@ from tests.e2e.test_anthropic_agent import BOUND_S, WORDS, AgentFleet, fleet, mo
 from tests.gateway.recorded import codex_bodies, shape
 
 __all__ = ["fleet", "model"]  # fixtures
-pytestmark = pytest.mark.outside
+pytestmark = pytest.mark.long
 PACKAGE = "@openai/codex@0.169.0-linux-x64"
 SCRIPT = ("echo one >> ran; echo hello > hello.txt", "echo two >> ran; cp hello.txt copy.txt", "echo three >> ran")
 CONFIG = """

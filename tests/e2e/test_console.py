@@ -15,7 +15,7 @@ from tests.gateway.test_recent_traces import key_ring
 
 CHROMIUM, DRIVER = shutil.which("chromium") or "", shutil.which("chromedriver") or ""
 pytestmark = [
-    pytest.mark.outside,
+    pytest.mark.long,
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on the PATH"),
 ]
 FLAGS = (

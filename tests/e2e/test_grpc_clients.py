@@ -73,7 +73,7 @@ def test_the_wheel_has_tandems_version() -> None:
     assert tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]["version"] == tandem.__version__
 
 
-@pytest.mark.outside
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_example_for_node(shm_cluster: RunningCluster, tmp_path: Path) -> None:
     if shutil.which("npm") is None:
@@ -84,7 +84,7 @@ def test_the_example_for_node(shm_cluster: RunningCluster, tmp_path: Path) -> No
     check_example(run(["node", folder / "generate.mjs", shm_cluster.grpc], env=env))
 
 
-@pytest.mark.outside
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_example_for_go_compiles(tmp_path: Path) -> None:
     """It is not run: Debian's packages of Go are too old for stubs of a proto with optional fields."""

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.cluster import RunningCluster, running_cluster
 
-pytestmark = [pytest.mark.outside, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 MODEL = "tandem-demo"
 PROGRAMS = Path(__file__).parent / "programs"
 FETCH_S, RUN_S = 1200.0, 600.0

@@ -16,7 +16,7 @@ from tests.checkpoints.hub_server import running_hub
 from tests.helm.chart import NAMESPACE, of_kind, render, rendered
 from tests.helm.pods import Node, Pod, has_own_root
 
-pytestmark = pytest.mark.outside
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.helm.chart import Object, Values, of_kind, render
 from tests.helm.pods import Node
 from tests.helm.rollouts import roll_all, under_load, until
 
-pytestmark = pytest.mark.outside
+pytestmark = pytest.mark.long
 # A new pod comes so much later than others, for want of a node.
 SLOW_S = 6.0
 

@@ -21,7 +21,7 @@ from tests.helm.rollouts import RolloutLoad, roll_all, under_load, until
 from tests.helm.test_rollout import values
 from tests.release import last_release, released_files
 
-pytestmark = pytest.mark.outside
+pytestmark = pytest.mark.long
 # A gateway that replaces another comes late, for want of a node: so long that workers of the last release would all
 # have gone, were they not waited for; and so long after those of this one were told to go.
 LATE_S, LATE_BACK_S = 25.0, 3.0

@@ -24,7 +24,7 @@ from tandem.local import free_ports
 from tandem.local.ray import ActorState, RayLauncher
 from tests.e2e.cluster import eventually
 
-pytestmark = [pytest.mark.outside, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 MEMORY = 80 * 2**20
 # Of nodes that Ray's autoscaler sets up by ssh; it asks for them all the same.
 COMMANDS = ("worker_setup_commands", "worker_start_ray_commands")

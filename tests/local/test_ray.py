@@ -34,7 +34,7 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import eventually
 
 PATIENT = {"interactive": {"ttft_s": 60}}  # a busy machine is slow to its first token
-pytestmark = [pytest.mark.outside, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 NODE = {"object_store_memory": 80 * 2**20, "include_log_monitor": False}
 RESTART_S, COMMAND_S, HEADLESS_S, CRASH_S, DOWN_S = 60.0, 150.0, 2.0, 5.0, 100.0
 # Else each raylet starts a worker a CPU for each driver that connects.

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster as Raylets
 from tandem.local import free_ports
 from tests.e2e.cluster import BOUND_S, eventually
 
-pytestmark = [pytest.mark.outside, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 NODE = {"object_store_memory": 80 * 2**20, "include_log_monitor": False}
 NO_SPARE_WORKERS = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
 START_S, STOP_S = 200.0, 100.0
