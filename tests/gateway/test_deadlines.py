@@ -5,10 +5,12 @@ import weakref
 import pytest
 
 from services.gateway.deadlines import SLOT_S, Bound, Deadlines
+from tests.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.fast
 
 
+@in_virtual_time
 async def test_each_is_called_once_in_order_and_never_early() -> None:
     loop, deadlines = asyncio.get_running_loop(), Deadlines()
     start, called = loop.time(), list[tuple[str, float]]()
@@ -23,6 +25,7 @@ async def test_each_is_called_once_in_order_and_never_early() -> None:
     assert called[3][1] >= 0.149
 
 
+@in_virtual_time
 async def test_what_an_earlier_one_of_its_slot_cancels_is_not_called() -> None:
     deadlines, called = Deadlines(), list[str]()
     at = asyncio.get_running_loop().time() + 0.01
@@ -33,6 +36,7 @@ async def test_what_an_earlier_one_of_its_slot_cancels_is_not_called() -> None:
     assert not deadlines
 
 
+@in_virtual_time
 async def test_a_call_that_raises_is_reported_and_holds_up_no_other() -> None:
     loop, deadlines, called, reported = asyncio.get_running_loop(), Deadlines(), list[str](), list[object]()
     loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
@@ -51,6 +55,7 @@ async def test_a_call_that_raises_is_reported_and_holds_up_no_other() -> None:
     assert reported == [error]
 
 
+@in_virtual_time
 async def test_a_bound_ends_its_block() -> None:
     deadlines, now = Deadlines(), asyncio.get_running_loop().time()
     bound = deadlines.until(now + 0.03)
@@ -60,6 +65,7 @@ async def test_a_bound_ends_its_block() -> None:
     assert not deadlines
 
 
+@in_virtual_time
 async def test_the_inner_of_two_bounds_ends_its_block_alone() -> None:
     deadlines, now = Deadlines(), asyncio.get_running_loop().time()
     with deadlines.until(now + 30):
@@ -69,6 +75,7 @@ async def test_the_inner_of_two_bounds_ends_its_block_alone() -> None:
     assert not deadlines
 
 
+@in_virtual_time
 async def test_a_bound_can_be_ended_at_once() -> None:
     deadlines = Deadlines()
     bound = deadlines.until(asyncio.get_running_loop().time() + 30)
@@ -77,6 +84,7 @@ async def test_a_bound_can_be_ended_at_once() -> None:
         await asyncio.sleep(30)
 
 
+@in_virtual_time
 async def test_a_cancellation_from_outside_stays_one() -> None:
     deadlines = Deadlines()
 
@@ -92,6 +100,7 @@ async def test_a_cancellation_from_outside_stays_one() -> None:
     assert not deadlines
 
 
+@in_virtual_time
 async def test_what_was_cancelled_is_not_kept_until_its_time() -> None:
     deadlines, now = Deadlines(), asyncio.get_running_loop().time()
     kept = deadlines.add(now + 600, print)
@@ -102,6 +111,7 @@ async def test_what_was_cancelled_is_not_kept_until_its_time() -> None:
     kept.cancel()
 
 
+@in_virtual_time
 async def test_a_bound_that_is_over_keeps_nothing_of_its_task() -> None:
     deadlines, now = Deadlines(), asyncio.get_running_loop().time()
 
@@ -117,6 +127,7 @@ async def test_a_bound_that_is_over_keeps_nothing_of_its_task() -> None:
         gc.enable()
 
 
+@in_virtual_time
 async def test_a_bound_may_be_ended_when_its_block_is_over() -> None:
     with Deadlines().until(asyncio.get_running_loop().time() + 30) as bound:
         pass

@@ -6,7 +6,6 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,29 +17,9 @@ from tandem.transfer import Link, LinkRuntime, LocalPeer, MemoryNetwork, Receive
 from tandem.transfer.runtime.loop import LoopDriver
 from tandem.transfer.runtime.receiver import BEGIN_SECONDS
 from tests.transfer.pair import DECODE, NUM_LAYERS, PREFILL, kv_cache
+from tests.virtual_time import run
 
 T = TypeVar("T")
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time passes only when nothing else is to be done."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.virtual = 0.0
-
-    def time(self) -> float:
-        return self.virtual
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:
-            self.virtual = max(self.virtual, min(timer.when() for timer in self._scheduled if not timer.cancelled()))
-        super()._run_once()
-
-
-def run(scene: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(scene())
 
 
 class TransferEnds:
