@@ -107,7 +107,9 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
         self.refusal = "refused for the test"
         self.num_sent = self.num_passed_on = 0
         self._streams: dict[str, asyncio.Queue[worker_pb2.WorkResponse | None]] = {}
-        self.cancels = False  # its streams where it ends them, as a worker does whose gateway is silent
+        self.last_status: grpc.StatusCode | None = (
+            None  # of streams that it ends, as a worker does whose gateway is silent
+        )
 
     async def Work(
         self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Any
@@ -119,8 +121,8 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.WorkResponse(incarnation=self.incarnation)
             while (message := await queue.get()) is not None:
                 yield message
-            if self.cancels:
-                await context.abort(grpc.StatusCode.CANCELLED, "the call was cancelled")
+            if self.last_status:
+                await context.abort(self.last_status, "the call was ended")
         finally:
             reading.cancel()
             self.ended()

@@ -11,6 +11,7 @@ from services.gateway.errors import Poison
 from services.gateway.generation.suspicion import LATE_S, TOLD_S, UNHEARD_TOKENS, Deaths, Suspicion
 from tandem.containment.crash_page import Death
 from tandem.registry import RegistryUnavailable
+from tests.virtual_time import in_virtual_time
 
 PATIENCE_S = 5.0
 
@@ -22,7 +23,8 @@ class Told:
         self.deaths: dict[str, Death] = {}
         self.asked: Counter[str] = Counter()
         self.gone = self.silent = False
-        self.of = Deaths(self._ask)
+        self.living: set[str] = set()
+        self.of = Deaths(self._ask, self.living.__contains__)
 
     def tell(self, incarnation: str, cause: str = "SIGSEGV", **named: int) -> None:
         self.deaths[incarnation] = Death(incarnation, cause, named)
@@ -42,6 +44,7 @@ def later(seconds: float = 60.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
+@in_virtual_time
 async def test_who_is_not_named_is_no_suspect() -> None:
     told = Told()
     told.tell("killed", "SIGKILL")
@@ -53,6 +56,21 @@ async def test_who_is_not_named_is_no_suspect() -> None:
     assert one.alone_until == 0
 
 
+@in_virtual_time
+async def test_one_whose_worker_answers_again_is_no_suspect() -> None:
+    """Whatever status its stream ended with, and whoever waits for word already; but a later end is looked at anew."""
+    told = Told()
+    one = told.suspicion()
+    asyncio.get_running_loop().call_later(TOLD_S / 2, told.living.add, "cancelled")
+    await one.lost(["cancelled"], 5, later())
+    assert one.alone_until == 0
+    told.living.clear()
+    told.tell("cancelled", a=6)
+    await one.lost(["cancelled"], 6, later())
+    assert one.alone_until == 8
+
+
+@in_virtual_time
 async def test_a_silent_registry_is_not_waited_for_beyond_the_deadline() -> None:
     told = Told()
     told.silent = True
@@ -60,6 +78,7 @@ async def test_a_silent_registry_is_not_waited_for_beyond_the_deadline() -> None
         await told.suspicion().lost([f"crashed-{i}" for i in range(20)], 5, later(TOLD_S / 10))
 
 
+@in_virtual_time
 async def test_who_is_named_is_one_until_past_the_place() -> None:
     told = Told()
     told.tell("first", a=7)
@@ -71,6 +90,7 @@ async def test_who_is_named_is_one_until_past_the_place() -> None:
     assert one.alone_until == 14, "it has passed where the first died: acquitted of that"
 
 
+@in_virtual_time
 async def test_two_deaths_at_a_place_are_poison() -> None:
     told = Told()
     told.tell("first", a=7, b=2)
@@ -85,6 +105,7 @@ async def test_two_deaths_at_a_place_are_poison() -> None:
     assert other.alone_until == 4
 
 
+@in_virtual_time
 async def test_only_the_first_goes_on_before_word_comes_late() -> None:
     """Two workers killed at once on a busy machine: hundreds of answers must not go on one by one for that."""
     told = Told()
@@ -96,6 +117,7 @@ async def test_only_the_first_goes_on_before_word_comes_late() -> None:
     assert later(0) - started < LATE_S
 
 
+@in_virtual_time
 async def test_of_what_nobody_tells_it_is_a_suspect_for_a_while() -> None:
     told = Told()
     one = told.suspicion()
@@ -108,6 +130,7 @@ async def test_of_what_nobody_tells_it_is_a_suspect_for_a_while() -> None:
     assert one.alone_until == 5 + UNHEARD_TOKENS + 1 + UNHEARD_TOKENS + 2
 
 
+@in_virtual_time
 async def test_behind_two_deaths_it_waits_to_hear_of_them() -> None:
     told = Told()
     one = told.suspicion()
@@ -126,12 +149,14 @@ async def test_behind_two_deaths_it_waits_to_hear_of_them() -> None:
         await waiting
 
 
+@in_virtual_time
 async def test_it_does_not_wait_beyond_its_deadline() -> None:
     one = Told().suspicion()
     async with asyncio.timeout(10):
         await one.lost(["first", "second"], 5, later(0.1))
 
 
+@in_virtual_time
 async def test_all_who_wait_ask_once() -> None:
     told = Told()
     told.tell("one", **{f"c{i}": 1 for i in range(100)})

@@ -31,6 +31,8 @@ RECONNECT_S = 0.1
 # By gRPC of an address where no process listens: this incarnation is no more.
 REFUSED = "connection refused"
 CONNECT_WAIT_S = 1.5
+# Statuses of an ended stream over a connection that stands: gRPC reports a cancelled handler as either of them.
+SENT_BY_A_PEER = {StatusCode.CANCELLED, StatusCode.INTERNAL}
 # Who has said nothing for so long, where three pings should have come, may be dead.
 SUSPECT_S = 0.9
 # A message is sent when it has grown so large, whatever else waits: long prompts share no limit with others.
@@ -60,7 +62,7 @@ class WorkerStream:
         self._call, self._judge = call, judge
         self._liveness = Liveness(asyncio.get_running_loop().time())
         self._silent = ""  # why the last call was given up
-        self._cancelled = False  # by the worker, which lives: it took this gateway for dead
+        self._ended_by_worker = False  # which lives: it took this gateway for dead
         self._mailboxes: dict[str, Mailbox] = {}
         self._asked: dict[str, Reply] = {}
         self._aborting: dict[str, Reply] = {}
@@ -174,7 +176,7 @@ class WorkerStream:
         try:
             while not self._closed_because:
                 reason = await self._talk()
-                self.fail(reason, ended=not (self._silent or self._cancelled))
+                self.fail(reason, ended=not (self._silent or self._ended_by_worker))
                 if REFUSED in reason.lower() or self._judge.dead_here(self._worker.process):
                     self._decided()
                 await asyncio.sleep(RECONNECT_S)
@@ -218,7 +220,7 @@ class WorkerStream:
             call = self._call(bool(self._silent))
         except OSError as error:
             return f"this gateway's certificate cannot be read: {error}"
-        self._cancelled = False
+        self._ended_by_worker = False
         self._silent, self._liveness = "", Liveness(asyncio.get_running_loop().time(), self._judge.starvation)
         watching = asyncio.create_task(self._watch(call))
         writing = asyncio.create_task(self._write(call))
@@ -232,7 +234,7 @@ class WorkerStream:
                 if self._closed_because:
                     return self._closed_because
         except aio.AioRpcError as error:
-            self._cancelled = error.code() is StatusCode.CANCELLED
+            self._ended_by_worker = error.code() in SENT_BY_A_PEER
             return f"its stream broke: {error.code().name}: {error.details()}"
         except asyncio.CancelledError:
             own = asyncio.current_task()
