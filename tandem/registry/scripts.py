@@ -6,9 +6,12 @@ slot.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha1
 from importlib.resources import files
+from types import MappingProxyType
 
 from tandem import __version__
 
@@ -34,9 +37,10 @@ class Script:
     sha: str
 
 
-def load_scripts(prelude: str = "") -> dict[str, Script]:
-    """By name. `prelude` is Lua that goes before everything; a simulation shadows `redis` there, to set the time."""
-    return {name: _load(name, prelude) for name in NAMES}
+@cache
+def load_scripts(prelude: str = "") -> Mapping[str, Script]:
+    """Returns scripts by name. `prelude` is Lua that goes first: a simulation shadows `redis` in it, for its time."""
+    return MappingProxyType({name: _load(name, prelude) for name in NAMES})
 
 
 def key_prefix(namespace: str, number: int = FORMAT) -> str:
