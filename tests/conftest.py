@@ -22,6 +22,8 @@ from xdist.scheduler.protocol import Scheduling
 from tandem.process import telemetry
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each of a client's connections reads the certificates that it trusts; the public ones would take 25 ms of CPU a time.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("trusted.pem"))
 
 gc.disable()  # until test files have imported what they need
 
@@ -33,16 +35,21 @@ settings.load_profile("tests")
 telemetry.set_up("tests", "tests", "warning")
 
 ROOT = Path(__file__).parents[1]
-# Their clusters are those of tests/e2e/conftest.py.
-SHARE_CLUSTERS = {f"tests/e2e/test_{name}.py" for name in ("clients", "commands", "exact", "prometheus", "structured")}
+# Files that share what takes long to start: clusters of a conftest.py, a server, an SDK that takes seconds to import.
+SHARED = {
+    "clusters": [f"tests/e2e/test_{name}.py" for name in ("clients", "commands", "exact", "prometheus", "structured")],
+    "a benchmark's server": ["tests/benchmarks/test_load.py", "tests/benchmarks/test_serving.py"],
+    "Anthropic's SDK": ["tests/gateway/test_messages_fields.py", "tests/gateway/test_strict_clients.py"],
+}
+SHARES = {file: what for what, files in SHARED.items() for file in files}
 
 
 class OneStart(LoadFileScheduling):
-    """Each file to one process, those that share clusters to the same: so each of these is started once."""
+    """Each file to one process, those that share something to the same: so each of these is started once."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "the shared clusters" if file in SHARE_CLUSTERS else file
+        return SHARES.get(file, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -28,6 +29,24 @@ from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_clust
 
 def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=200)
+
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Runs a command in this process; its exit status, output and errors."""
+
+    def said(command: str, *arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            resolve_name(f"tandem.commands.{COMMANDS[command]}")(list(arguments))
+        code = ended.value.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        return (code if isinstance(code, int) else 1, *capsys.readouterr())
+
+    return said
 
 
 def test_generate_streams_an_answer(shm_cluster: RunningCluster) -> None:
@@ -60,11 +79,10 @@ def test_the_example_runs(shm_cluster: RunningCluster) -> None:
     assert "{'temperature': " in done.stdout
 
 
-def test_generate_says_what_is_wrong() -> None:
-    result = tandem("generate", "x", "--model=any", "--address=127.0.0.1:1", "--timeout-s=2")
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert "UNAVAILABLE" in result.stderr or "DEADLINE_EXCEEDED" in result.stderr
+def test_generate_says_what_is_wrong(here: Said) -> None:
+    status, out, err = here("generate", "x", "--model=any", "--address=127.0.0.1:1", "--timeout-s=2")
+    assert (status, out) == (1, "")
+    assert "UNAVAILABLE" in err or "DEADLINE_EXCEEDED" in err
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("ps",)])
@@ -106,6 +124,7 @@ def test_doctor_finds_a_whole_cluster_whole(shm_cluster: RunningCluster) -> None
     assert "BROKEN" not in result.stdout
 
 
+@pytest.mark.long
 def test_doctor_shows_each_pair_and_what_its_link_falls_back_from(tmp_path: Path, config_only: Path) -> None:
     """NCCL does not start on a machine without a GPU."""
     options = [f"--model-path={config_only}", "--engine=null", "--prefill=2", "--transports=nccl,tcp"]
@@ -169,11 +188,11 @@ def test_a_worker_whose_id_is_taken_ends_with_the_reason(shm_cluster: RunningClu
     assert shm_cluster.pids("decode") == [decode]
 
 
-def test_doctor_without_a_cluster() -> None:
+def test_doctor_without_a_cluster(here: Said) -> None:
     addresses = ["--redis-url=redis://127.0.0.1:1", "--gateway-url=http://127.0.0.1:1", "--grpc-address=127.0.0.1:1"]
-    result = tandem("doctor", *addresses, "--timeout-s=1")
-    assert result.returncode == 1
-    assert "broken: redis, gateway, HTTP, gateway, gRPC" in result.stderr
+    status, _, err = here("doctor", *addresses, "--timeout-s=1")
+    assert status == 1
+    assert "broken: redis, gateway, HTTP, gateway, gRPC" in err
 
 
 @pytest.mark.long
@@ -215,10 +234,10 @@ def test_a_port_in_use_is_named_and_nothing_is_started(option: str, tmp_path: Pa
     assert not (tmp_path / "logs").exists()
 
 
-def test_ports_of_several_gateways_that_meet_others_are_named() -> None:
-    result = tandem("up", "--gateways=2", "--http-port=18000", "--grpc-port=18001")
-    assert result.returncode == 1
-    assert "--own-http-port of gateway-0: 18001 is --grpc-port of gateway-0, too" in result.stderr
+def test_ports_of_several_gateways_that_meet_others_are_named(here: Said) -> None:
+    status, _, err = here("up", "--gateways=2", "--http-port=18000", "--grpc-port=18001")
+    assert status == 1
+    assert "--own-http-port of gateway-0: 18001 is --grpc-port of gateway-0, too" in err
 
 
 def test_keys_are_where_up_looks_for_them(tmp_path: Path) -> None:
@@ -240,16 +259,16 @@ def test_a_worker_that_cannot_start_ends_the_command_at_once(tmp_path: Path) -> 
     assert "starting it again" not in result.stdout
 
 
-def test_a_bad_value_is_found_before_anything_starts() -> None:
-    result = tandem("up", "--dtype=float17")
-    assert result.returncode == 2
-    assert "--dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16' (got 'float17')" in result.stderr
+def test_a_bad_value_is_found_before_anything_starts(here: Said) -> None:
+    status, _, err = here("up", "--dtype=float17")
+    assert status == 2
+    assert "--dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16' (got 'float17')" in err
 
 
-def test_up_refuses_a_folder_that_holds_no_model(tmp_path: Path) -> None:
-    result = tandem("up", f"--model-path={tmp_path}")
-    assert result.returncode == 1
-    assert "model-path" in result.stderr
+def test_up_refuses_a_folder_that_holds_no_model(here: Said, tmp_path: Path) -> None:
+    status, _, err = here("up", f"--model-path={tmp_path}")
+    assert status == 1
+    assert "model-path" in err
 
 
 def test_every_command_that_is_listed_is_there() -> None:

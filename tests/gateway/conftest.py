@@ -69,6 +69,12 @@ def registry_wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return change
 
 
+@pytest.fixture(autouse=True)
+def helper_starts_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway's helper process costs a second of CPU, which a test on a busy machine is not to pay by taking long."""
+    monkeypatch.setattr("tandem.containment.sandbox.START_S", 3600.0)
+
+
 @pytest.fixture
 def settings(request: pytest.FixtureRequest, redis: RedisServer) -> GatewaySettings:
     """A test may ask for others, by `with_settings`."""

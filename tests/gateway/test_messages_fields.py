@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from anthropic import AsyncAnthropic, BadRequestError
 
 from services.gateway import Gateway
 from services.gateway.bodies import PromptBounds
@@ -18,6 +17,9 @@ from services.gateway.http.schema import validated
 from services.gateway.text import ChatTemplate, Tokenizer
 from tests.gateway.peers import MODEL
 from tests.gateway.tools.test_calls import CALL, PLACE, prompt_in, says
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 __all__ = ["says"]  # a fixture
 TEMPLATE = (
@@ -45,6 +47,8 @@ EPHEMERAL = {"type": "ephemeral"}
 @pytest.fixture
 async def anthropic(http: httpx.AsyncClient) -> AsyncIterator[AsyncAnthropic]:
     """Anthropic's client, which takes no answer that is not as its types say."""
+    from anthropic import AsyncAnthropic  # seconds, so only where a test asks for it
+
     async with AsyncAnthropic(
         base_url=str(http.base_url), api_key="none", max_retries=0, _strict_response_validation=True
     ) as client:
@@ -151,6 +155,8 @@ async def test_the_assistants_last_message_is_continued(
     await anthropic.messages.create(**ASKED | {"messages": [USER, {"role": "assistant", "content": ""}]})
     assert prompt_in(seen, tokenizer).endswith("<user>hi\n<assistant>False")
     used = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    from anthropic import BadRequestError
+
     with pytest.raises(BadRequestError, match="their results must follow"):
         await anthropic.messages.create(**ASKED | {"messages": [USER, {"role": "assistant", "content": [used]}]})
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
-from anthropic import AsyncAnthropic, NotFoundError
 from openai import AsyncOpenAI
 
 from services.gateway import GatewaySettings
@@ -16,6 +15,9 @@ from tests.gateway.conftest import TEXT, make_settings
 from tests.gateway.peers import MODEL
 from tests.gateway.test_kept import ended, kept
 from tests.gateway.tools.test_calls import says
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 __all__ = ["kept", "says"]  # fixtures
 CITY = {"type": "object", "properties": {"city": {"const": "Lund"}}, "required": ["city"]}
@@ -39,11 +41,15 @@ async def gpt(http: httpx.AsyncClient) -> AsyncIterator[AsyncOpenAI]:
 
 @pytest.fixture
 async def anthropic_client(http: httpx.AsyncClient) -> AsyncIterator[AsyncAnthropic]:
+    from anthropic import AsyncAnthropic  # seconds, so only where a test asks for it
+
     async with AsyncAnthropic(base_url=str(http.base_url), **STRICT) as client:
         yield client
 
 
 async def test_models(gpt: AsyncOpenAI, anthropic_client: AsyncAnthropic) -> None:
+    from anthropic import NotFoundError
+
     assert [model.id async for model in gpt.models.list()] == [MODEL]
     assert (await gpt.models.retrieve(MODEL)).id == MODEL
     assert [model.display_name async for model in anthropic_client.models.list()] == [MODEL]

@@ -42,7 +42,7 @@ late = asyncio.run(noise(int(sys.argv[1])))
 logs.close()
 sys.exit(0 if late < 5 else 1)
 """
-LINES = 1500
+LINES = 400
 
 
 LIMITED = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"

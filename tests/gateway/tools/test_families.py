@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 import tokenizers
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from services.gateway import Gateway
@@ -25,6 +24,9 @@ from tests.gateway.test_messages_fields import anthropic
 from tests.gateway.tiny_model import EOS, write_model
 from tests.gateway.tools import templates
 from tests.gateway.tools.test_calls import PLACE, TOOLS
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 __all__ = ["anthropic"]  # a fixture
 CONTEXT = 4096

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from anthropic import AsyncAnthropic
 from hypothesis import strategies as st
 
 from services.gateway import Gateway
@@ -18,6 +17,9 @@ from tests.gateway.tiny_model import EOS
 from tests.gateway.tools.test_calls import says
 from tests.gateway.tools.test_parts import SCHEMAS
 from tests.gateway.tools.test_whole_and_streamed import MARKS, written
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 __all__ = ["anthropic", "says"]  # fixtures
 TOOLS = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
