@@ -12,6 +12,7 @@ from tandem import native, precompile
 SOURCE = "#include <math.h>\ndouble tandem_root(double x) { return sqrt(x); }\n"
 
 
+@pytest.mark.long
 def test_the_wheel_compiles_what_gcc_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     source = tmp_path / "root.c"

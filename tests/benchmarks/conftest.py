@@ -8,6 +8,7 @@ import pytest
 from benchmarks.load import LoadClient
 from benchmarks.models import Shape, made
 from benchmarks.peers import known
+from tests.marks import long_but
 
 TINY = Shape("tiny", hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128, vocab=512, max_positions=512)
 
@@ -17,7 +18,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(TINY, tmp_path_factory.mktemp("models") / TINY.name)
 
 
-@pytest.fixture(scope="package", params=["tandem", pytest.param("transformers", marks=pytest.mark.long)])
+@pytest.fixture(scope="package", params=long_but([], ["tandem", "transformers"]))
 def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LoadClient]:
     with known()[request.param].running(tiny_model) as client:
         yield client

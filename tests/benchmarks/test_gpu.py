@@ -54,6 +54,7 @@ def test_a_ratio_is_missed_on_its_own_side() -> None:
     assert ReportRow("", "", 12.0, "", 10.0, better="lower").met is None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_device_it_says_so_in_one_line() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, timeout=120)

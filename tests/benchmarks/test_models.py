@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -10,6 +11,7 @@ from benchmarks.models import LARGE, SMALL, made
 from tests.benchmarks.conftest import TINY
 
 
+@pytest.mark.long
 def test_a_made_model_is_one_that_transformers_loads(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="auto")
     assert model.dtype == torch.bfloat16
@@ -26,6 +28,7 @@ def test_its_tokenizer_gives_text_back_and_fills_the_vocabulary(tiny_model: Path
     assert AutoTokenizer.from_pretrained(tiny_model).eos_token_id == 0
 
 
+@pytest.mark.long
 def test_the_same_shape_gives_the_same_weights(tiny_model: Path, tmp_path: Path) -> None:
     again = made(TINY, tmp_path / "again")
     assert (again / "model.safetensors").read_bytes() == (tiny_model / "model.safetensors").read_bytes()

@@ -60,7 +60,7 @@ class Planted:
 
 PLANTED: dict[str, Planted] = {}
 # Found within seconds.
-AT_ONCE = ("commit_without_all_frames", "share_blocks_across_salts", "emit_twice", "lose_the_end_of_an_answer")
+AT_ONCE = ("emit_twice",)
 
 
 def planted(

@@ -79,6 +79,7 @@ def test_a_model_comes_with_what_serves_it_and_no_more(server: Hub, tmp_path: Pa
     assert "is not in the cache" in said(ask(server, tmp_path, "org/whole", HF_HUB_OFFLINE="1"))
 
 
+@pytest.mark.long
 def test_one_file_of_several(server: Hub, tmp_path: Path) -> None:
     for model, file in (("org/files", "it-Q4_K_M.gguf"), ("org/files:q8_0", "it-Q8_0.gguf")):
         path = Path(ask(server, tmp_path, model).stdout.split()[0])
@@ -177,6 +178,7 @@ def test_fetch_goes_the_same_way(server: Hub, tmp_path: Path) -> None:
     assert not (tmp_path / "to" / "model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_fetch_writes_nowhere_else(server: Hub, tmp_path: Path) -> None:
     """As in a pod, whose root nobody may write to."""
     code = "import sys; from tandem.cli import main; main()"

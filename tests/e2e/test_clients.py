@@ -19,6 +19,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import BOUND_S, RunningCluster
+from tests.marks import long_but
 
 MODEL = "tandem-demo"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -118,7 +119,9 @@ def test_every_answer_says_which_way_it_went(client: OpenAI, shm_cluster: Runnin
         assert told["x-tandem-reason"].startswith("remote prefill: ")
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir() if path.is_file()))
+@pytest.mark.parametrize(
+    "name", long_but(["chat.sh", "generate.py"], sorted(path.name for path in EXAMPLES.iterdir() if path.is_file()))
+)
 def test_examples_run(shm_cluster: RunningCluster, name: str) -> None:
     command = {".py": sys.executable, ".mjs": "node", ".sh": "sh"}[Path(name).suffix]
     if shutil.which(command) is None:

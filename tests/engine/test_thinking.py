@@ -50,6 +50,7 @@ def test_an_answer_goes_on_elsewhere_behind_any_of_its_tokens(engine: Engine) ->
         assert run(engine, going_on, num_prior_tokens=written)["r"][0] == whole[written:]
 
 
+@pytest.mark.long
 def test_tokens_proposed_ahead_and_a_batch_change_nothing(engine: Engine) -> None:
     asked = {str(n): (prompt(n), budget(n, temperature=n % 2, seed=n)) for n in range(8)}
     alone = {name: run(engine, {name: one})[name] for name, one in asked.items()}

@@ -116,7 +116,13 @@ def test_silence_is_noticed_in_under_two_seconds_and_by_grpc_only_in_the_end() -
     assert set(rpc.KEEPALIVE) <= {*rpc.SERVER_OPTIONS} & {*rpc.CHANNEL_OPTIONS}
 
 
-@pytest.mark.parametrize(("dead_here", "why"), [(same_host.dead_here, "it is stopped"), (lambda _: "", "it is silent")])
+@pytest.mark.parametrize(
+    ("dead_here", "why"),
+    [
+        (lambda _: "", "it is silent"),
+        pytest.param(same_host.dead_here, "it is stopped", marks=pytest.mark.long),
+    ],
+)
 async def test_a_stopped_worker_is_noticed_and_found_again(dead_here: Callable[[str], str], why: str) -> None:
     with python(SERVER) as server:
         async with opened(server, dead_here=dead_here) as connection:

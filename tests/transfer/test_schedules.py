@@ -28,7 +28,7 @@ from tandem.transfer.transports.nccl_communicator import Communicators
 from tests.transfer import fake_nccl
 from tests.transfer.fake_nccl import FakeDevice, FakeNccl
 
-SCHEDULES = int(os.environ.get("SCHEDULES", "200"))
+SCHEDULES = int(os.environ.get("SCHEDULES", "60"))
 TURNS, TURN_S, END_S = 400, 0.002, 10.0
 LAYERS, BLOCKS = 2, 12
 SENDER, RECEIVER = LinkPeer("p", "p-1", "layout"), LinkPeer("d", "d-1", "layout")

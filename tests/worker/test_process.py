@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 STANDS_STILL = """
 import asyncio, time
 from tandem.process import loop_watch
@@ -27,6 +29,7 @@ def test_a_process_whose_loop_stands_still_ends_and_says_where() -> None:
     assert "in run" in done.stderr
 
 
+@pytest.mark.long
 def test_it_ends_though_nobody_reads_where() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
