@@ -6,6 +6,7 @@ Programs lie here, and run as `python -m benchmarks.serving`; what they share li
     peers, servers      what it is sent to beside Tandem
     fleet, frontends    null engines behind gateways; gateways beside other fronts
     transfer, gpu       programs of several files: KV transfer beside memcpy, a GPU beside its limits
+    regress             another: the working tree beside a commit, by CPU time
 
 `python -m benchmarks.serving` runs the workloads of `load` on Tandem and its peers, one after the other, and writes
 benchmarks/out/serving.json; `python -m benchmarks.chart` draws that file.

@@ -88,12 +88,15 @@ class MeasuredPeer:
 
 
 @contextmanager
-def started(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The command as the leader of a session; the whole session is gone when the block ends."""
+def started(
+    command: list[str], log: Path, environment: Mapping[str, str], folder: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command, run in `folder`, as the leader of a session; the whole session is gone when the block ends."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
-        )
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True,
+            cwd=folder,
+        )  # fmt: skip
     try:
         yield process
     finally:
