@@ -46,7 +46,7 @@ def main() -> None:
     settings = load(GatewaySettings, program="python -m services.gateway")
     traces = telemetry.set_up(
         "tandem-gateway",
-        f"gateway-{settings.own_http_port or settings.http_port}",
+        f"gateway-{settings.own_http_port or settings.http_port or os.getpid()}",
         settings.log_level,
         telemetry.Traces.BEGUN,
     )

@@ -87,7 +87,9 @@ CLOSING_S = 1.0
 
 
 class Door(Protocol):
-    """A server of one ASGI app."""
+    """A server of one ASGI app. `port` is the one it listens on, once it has started."""
+
+    port: int
 
     async def start(self) -> None:
         """Return once connections are taken. Raises OSError."""
@@ -314,10 +316,11 @@ class Gateway:
             self._run(door.run())
         self._run(self._tell_health())
         host = settings.reachable_host(self._ports.hostname)
-        own = settings.own_http_port or settings.http_port
-        addresses = (rpc.address(host, port) for port in (settings.http_port, self._grpc.port, own))
+        self.http_port = self._doors[0].port if self._doors else settings.http_port
+        own = settings.own_http_port or self.http_port
+        addresses = (rpc.address(host, port) for port in (self.http_port, self._grpc.port, own))
         self._ports.registry.announce(partial(self._announced, list(addresses)))
-        log.info("serving", http=settings.http_port, grpc=self._grpc.port)
+        log.info("serving", http=self.http_port, grpc=self._grpc.port)
 
     def _announced(self, addresses: list[str]) -> tuple[GatewayAddress, Demands]:
         demands = {key.text: llm.admission.demand for key, llm in self.front.llms.items()}

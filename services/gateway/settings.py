@@ -113,7 +113,7 @@ class GatewaySettings(ClusterSettings):
     cors_origins: tuple[str, ...] = Field(
         (), description="web pages that may ask from a browser: https://host[:port], or * for any; none: no page"
     )
-    http_port: int = Field(8000, ge=1, le=65535)
+    http_port: int = Field(8000, ge=0, le=65535, description="0 chooses a free one")
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 chooses a free one")
     own_http_port: int | None = Field(
         None,
@@ -210,8 +210,9 @@ class GatewaySettings(ClusterSettings):
 
     @model_validator(mode="after")
     def _shareable(self) -> GatewaySettings:
-        if self.shares_ports and not self.grpc_port:
-            raise ValueError("grpc-port: 0 chooses a free one, and with own-http-port others have to know it")
+        for name, port in (("http-port", self.http_port), ("grpc-port", self.grpc_port)):
+            if self.shares_ports and not port:
+                raise ValueError(f"{name}: 0 chooses a free one, and with own-http-port others have to know it")
         if self.own_http_port == self.http_port:
             raise ValueError(f"own-http-port: {self.own_http_port} is http-port, which others may share")
         return self

@@ -14,7 +14,6 @@ from services.gateway.errors import TimedOut
 from services.gateway.http import HttpServer
 from services.gateway.http.connections import SINCE_S
 from services.gateway.http.exchange import Exchange
-from tandem.local import free_ports
 
 pytestmark = pytest.mark.fast
 
@@ -32,12 +31,11 @@ LISTENING = pytest.mark.parametrize(
 
 @LISTENING
 async def test_it_answers_where_it_listens(host: str, url: str) -> None:
-    (port,) = free_ports(1)
-    server = HttpServer(app, host, port, False, header_timeout_s=5.0)
+    server = HttpServer(app, host, 0, False, header_timeout_s=5.0)
     await server.start()
     try:
         async with httpx.AsyncClient() as client:
-            assert (await client.get(f"http://{url}:{port}/")).status_code == 204
+            assert (await client.get(f"http://{url}:{server.port}/")).status_code == 204
     finally:
         await server.stop()
 
@@ -51,12 +49,11 @@ async def test_a_request_with_a_deadline_is_as_old_as_its_bytes(host: str, url: 
         ages.append(scope.get(SINCE_S, -1.0))
         await app(scope, receive, send)
 
-    (port,) = free_ports(1)
-    server = HttpServer(aged, host, port, False, header_timeout_s=5.0)
+    server = HttpServer(aged, host, 0, False, header_timeout_s=5.0)
     await server.start()
     request = b"GET / HTTP/1.1\r\nhost: x\r\nx-request-timeout-ms: 100\r\n\r\n"
     try:
-        reader, writer = await asyncio.open_connection(url.strip("[]"), port)
+        reader, writer = await asyncio.open_connection(url.strip("[]"), server.port)
         for pause_s in (0.3, 0.0, 0.3):
             writer.write(request)  # goes out at once
             time.sleep(pause_s)  # noqa: ASYNC251 - the loop is held up
@@ -64,7 +61,7 @@ async def test_a_request_with_a_deadline_is_as_old_as_its_bytes(host: str, url: 
                 assert b" 204 " in await reader.readuntil(b"\r\n\r\n")
         writer.close()
         async with httpx.AsyncClient() as client:
-            await client.get(f"http://{url}:{port}/")
+            await client.get(f"http://{url}:{server.port}/")
     finally:
         await server.stop()
     assert min(ages[0], ages[2]) >= 0.28, ages

@@ -258,10 +258,31 @@ async def test_a_port_that_is_taken(settings: GatewaySettings, peers: Peers, gat
         await make_gateway(settings).__aenter__()
 
 
+async def test_a_port_that_it_chooses_is_announced(settings: GatewaySettings, peers: Peers) -> None:
+    settings = settings.model_copy(update={"http_port": 0})
+    async with make_gateway(settings) as one, make_gateway(settings) as other:
+        assert 0 < one.http_port != other.http_port > 0
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{one.http_port}", timeout=60) as http:
+            assert (await http.get("/health")).status_code == 200
+
+        async def announced() -> bool:
+            found = {address.http for address in await peers.registry.gateways()}
+            return found == {f"127.0.0.1:{gateway.http_port}" for gateway in (one, other)}
+
+        await eventually(announced)
+
+
 @pytest.mark.parametrize(
-    ("grpc", "own", "words"), [(0, 9001, "grpc-port: 0 chooses"), (1, 9000, "own-http-port: 9000")]
+    ("http", "grpc", "own", "words"),
+    [
+        (9000, 0, 9001, "grpc-port: 0 chooses"),
+        (0, 9002, 9001, "http-port: 0 chooses"),
+        (9000, 1, 9000, "own-http-port: 9000"),
+    ],
 )
-def test_ports_that_cannot_be_shared_are_named(settings: GatewaySettings, grpc: int, own: int, words: str) -> None:
-    said = settings.model_dump() | {"http_port": 9000, "grpc_port": grpc, "own_http_port": own}
+def test_ports_that_cannot_be_shared_are_named(
+    settings: GatewaySettings, http: int, grpc: int, own: int, words: str
+) -> None:
+    said = settings.model_dump() | {"http_port": http, "grpc_port": grpc, "own_http_port": own}
     with pytest.raises(ValueError, match=words):
         GatewaySettings.model_validate(said)

@@ -23,21 +23,15 @@ POLL_S = 0.02
 
 
 class HttpServer:
-    """Serves one ASGI app on one address; `shared`: others may listen there, each for a part of what comes."""
+    """Serves one ASGI app on one address; `shared`: others may listen there, each for a part of what comes.
+
+    `port` is 0 until `start` has chosen a free one, where that was asked for.
+    """
 
     def __init__(self, app: Any, host: str, port: int, shared: bool, header_timeout_s: float, most: int = MOST) -> None:
         """`most`: connections at once; the next ones wait in the kernel."""
-        self._host = host
-        self._shared = shared
-        self._port = port
-        self._connections = Connections(app, port, most)
-        self._server = Server(
-            self._connections, address=host, port=port, interface=Interfaces.ASGINL, websockets=False,
-            log_enabled=False, backlog=2048, backpressure=most,
-            # HTTP/2 in the clear would be recognised by first bytes that are waited for without bound.
-            http=HTTPModes.http1,
-            http1_settings=HTTP1Settings(header_read_timeout=round(1000 * header_timeout_s)),
-        )  # fmt: skip
+        self._app, self._host, self.port, self._shared, self._most = app, host, port, shared, most
+        self._header_timeout_ms = round(1000 * header_timeout_s)
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -49,14 +43,30 @@ class HttpServer:
         """
         with socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) as probe:
             # Granian always listens with SO_REUSEPORT: that the address is another's would not show.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if self._shared else socket.SO_REUSEADDR, 1)
-            probe.bind((self._host, self._port))
+            is_free = self.port == 0
+            beside = socket.SO_REUSEPORT if self._shared or is_free else socket.SO_REUSEADDR
+            probe.setsockopt(socket.SOL_SOCKET, beside, 1)
+            probe.bind((self._host, self.port))
+            self.port = probe.getsockname()[1]
+            if not is_free:  # else it holds the port until Granian does
+                probe.close()
+            await self._listen()
+
+    async def _listen(self) -> None:
+        self._connections = Connections(self._app, self.port, self._most)
+        self._server = Server(
+            self._connections, address=self._host, port=self.port, interface=Interfaces.ASGINL, websockets=False,
+            log_enabled=False, backlog=2048, backpressure=self._most,
+            # HTTP/2 in the clear would be recognised by first bytes that are waited for without bound.
+            http=HTTPModes.http1,
+            http1_settings=HTTP1Settings(header_read_timeout=self._header_timeout_ms),
+        )  # fmt: skip
         self._task = asyncio.create_task(self._server.serve())
         async with asyncio.timeout(START_WAIT_S):
             while not await self._answers():
                 if self._task.done():
                     self._task.result()
-                    raise OSError(f"cannot listen on {self._host}:{self._port}")
+                    raise OSError(f"cannot listen on {self._host}:{self.port}")
                 await asyncio.sleep(POLL_S)
 
     async def run(self) -> None:
@@ -92,7 +102,7 @@ class HttpServer:
     async def _answers(self) -> bool:
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         try:
-            _, writer = await asyncio.open_connection(host, self._port)
+            _, writer = await asyncio.open_connection(host, self.port)
         except OSError:
             return False
         writer.close()
