@@ -50,7 +50,7 @@ soak: $(VENV)/dev.stamp ## a rolling restart; then MINUTES of traffic on real pr
 lint: $(VENV)/dev.stamp ## ruff, mypy, buf (style and breaking changes)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers 2
 	@$(BIN)/buf lint
 	@if git rev-parse --verify --quiet main:protos >/dev/null; then $(BIN)/buf breaking --against '.git#branch=main'; fi
 
@@ -92,9 +92,10 @@ $(VENV)/run.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
 	-@command -v gcc >/dev/null || command -v clang >/dev/null || $(PIP) ziglang  # a C compiler, for the kernels
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/run.stamp
+# All that `make run` needs is among it, so that a fresh clone installs once.
+$(VENV)/dev.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
 	@$(PIP) --editable '.[gateway,worker,local,loader,dev]' --editable clients/python
-	@touch $@
+	@touch $(VENV)/run.stamp $@
 
 # Prometheus and promtool, from Debian's archive without installing them; where neither is to be had, tests that need
 # them are skipped and say so.
