@@ -278,7 +278,7 @@ class Gateway:
         pool = WorkerPool(front.view, key, self._ports.connect, self._judging)
         cluster = ClusterAccess(
             self._make_router(registry, front.view, self._replica, key, now.disaggregation), pool, front.spans,
-            self._background, front.deadlines, self._turns, Deaths(registry.death, pool.lives),
+            self._background, front.deadlines, self._turns, Deaths(registry.death),
         )  # fmt: skip
         admission = Admission(FairQueue(_weights(now)), now.max_queued)
         metrics = front.metrics.of(key.name)

@@ -232,11 +232,11 @@ async def test_an_answer_goes_on_when_its_stream_breaks(
 
 
 @with_settings(migration_wait_s=30.0)
-@pytest.mark.parametrize("status", [grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, None])
+@pytest.mark.parametrize("status", [grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL])
 async def test_a_worker_that_ends_its_stream_has_not_crashed(
-    http: httpx.AsyncClient, peers: Peers, gateway: Gateway, status: grpc.StatusCode | None
+    http: httpx.AsyncClient, peers: Peers, gateway: Gateway, status: grpc.StatusCode
 ) -> None:
-    """It took its gateway for dead, so it lives: nobody is suspected, whatever gRPC makes of that end."""
+    """It took its gateway for dead, so it lives: nobody is suspected, whichever of both gRPC makes of that end."""
     peers.decode.step_s = 0.01
     request = asyncio.create_task(post(http, LONG))
     await eventually(lambda: received(gateway) > 5)

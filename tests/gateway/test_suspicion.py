@@ -23,8 +23,7 @@ class Told:
         self.deaths: dict[str, Death] = {}
         self.asked: Counter[str] = Counter()
         self.gone = self.silent = False
-        self.living: set[str] = set()
-        self.of = Deaths(self._ask, self.living.__contains__)
+        self.of = Deaths(self._ask)
 
     def tell(self, incarnation: str, cause: str = "SIGSEGV", **named: int) -> None:
         self.deaths[incarnation] = Death(incarnation, cause, named)
@@ -54,20 +53,6 @@ async def test_who_is_not_named_is_no_suspect() -> None:
     await one.lost(["crashed"], 5, later())
     await one.lost([], 5, later())
     assert one.alone_until == 0
-
-
-@in_virtual_time
-async def test_one_whose_worker_answers_again_is_no_suspect() -> None:
-    """Whatever status its stream ended with, and whoever waits for word already; but a later end is looked at anew."""
-    told = Told()
-    one = told.suspicion()
-    asyncio.get_running_loop().call_later(TOLD_S / 2, told.living.add, "cancelled")
-    await one.lost(["cancelled"], 5, later())
-    assert one.alone_until == 0
-    told.living.clear()
-    told.tell("cancelled", a=6)
-    await one.lost(["cancelled"], 6, later())
-    assert one.alone_until == 8
 
 
 @in_virtual_time

@@ -36,9 +36,9 @@ MAX_KNOWN = 256
 class Deaths:
     """How workers died, as far as it is known: asked for once for all who wait for it."""
 
-    def __init__(self, ask: Callable[[str], Awaitable[Death | None]], lives: Callable[[str], bool]) -> None:
-        """`ask` may raise RegistryUnavailable. `lives`: an incarnation has answered since its stream broke."""
-        self._ask, self._lives = ask, lives
+    def __init__(self, ask: Callable[[str], Awaitable[Death | None]]) -> None:
+        """`ask` may raise RegistryUnavailable."""
+        self._ask = ask
         self._known: dict[str, Death] = {}
         self._asking: dict[str, asyncio.Task[Death | None]] = {}
         self._asked_at: dict[str, float] = {}
@@ -65,8 +65,6 @@ class Deaths:
     async def _look(self, incarnation: str) -> Death | None:
         if incarnation in self._known:
             return self._known[incarnation]
-        if self._lives(incarnation):
-            return Death(incarnation)  # its stream broke, but it did not die: no choice is named
         if incarnation not in self._asking:
             asking = self._asking[incarnation] = asyncio.create_task(self._asked(incarnation))
             asking.add_done_callback(lambda _: self._asking.pop(incarnation))

@@ -104,10 +104,6 @@ class WorkerPool:
         known = self._connections.get(info.worker_id)
         return known is not None and known.info.incarnation == info.incarnation and known.connected
 
-    def lives(self, incarnation: str) -> bool:
-        """True if this incarnation answers. After its stream broke: has answered since."""
-        return any(one.info.incarnation == incarnation for one in self.all_connected())
-
     def answers(self, role: Role) -> bool:
         """True if some worker of that role answers now, whatever the registry says."""
         return any(connection.info.role is role for connection in self.all_connected())
