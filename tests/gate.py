@@ -40,9 +40,7 @@ def _both_runs(arguments: Sequence[str], cache: Path) -> int:
     for test in sorted(broken):
         print(f"broken: {test}")
     sys.stdout.flush()
-    if broken:
-        return pytest.ExitCode.TESTS_FAILED
-    return pytest.ExitCode.OK if again == pytest.ExitCode.TESTS_FAILED else again
+    return pytest.ExitCode.TESTS_FAILED if broken else again
 
 
 def _pytest(arguments: Sequence[str]) -> int:

@@ -107,9 +107,8 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
         self.refusal = "refused for the test"
         self.num_sent = self.num_passed_on = 0
         self._streams: dict[str, asyncio.Queue[worker_pb2.WorkResponse | None]] = {}
-        self.last_status: grpc.StatusCode | None = (
-            None  # of streams that it ends, as a worker does whose gateway is silent
-        )
+        # Status of streams that it ends, as a worker does whose gateway is silent.
+        self.last_status: grpc.StatusCode | None = None
 
     async def Work(
         self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Any
