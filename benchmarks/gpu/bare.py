@@ -37,7 +37,9 @@ class Errand(NamedTuple):
 
 
 def stages(bundle: Path, site: Path, out: Path, device: str = "cuda") -> list[Errand]:
-    python, tests = sys.executable, [sys.executable, "-m", "pytest", "-q", "-rs", "-n0", "-p", "no:cacheprovider"]
+    # The machine's libraries are of other releases than those tested with: their warnings are no errors there.
+    options = ["-q", "-rs", "-n0", "-p", "no:cacheprovider", "-W", "default"]
+    python, tests = sys.executable, [sys.executable, "-m", "pytest", *options]
     measure = [python, "-m", "benchmarks.gpu", f"--device={device}"]
     tandem = f"{python} -m tandem"
     up = f"trap '{tandem} down --all' EXIT; trap 'exit 130' INT TERM; {tandem} up -d --sample 'import '"

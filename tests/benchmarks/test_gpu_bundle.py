@@ -96,6 +96,15 @@ def test_each_stages_command_is_one_that_its_program_takes(tmp_path: Path, devic
     assert subprocess.run(["sh", "-n", "-c", todo["cluster"][2]], timeout=60).returncode == 0
 
 
+def test_a_warning_of_another_release_ends_no_test_there(tmp_path: Path) -> None:
+    (file := tmp_path / "test_old.py").write_text("def test():\n import warnings\n warnings.warn('x', FutureWarning)")
+    (command,) = (stage.command for stage in stages(tmp_path, tmp_path, tmp_path) if stage.name == "transports")
+    there = [*command[:-1], "-c", str(ROOT / "pyproject.toml"), str(file)]
+    here = [word for word in there if word not in ("-W", "default")]
+    statuses = [subprocess.run(said, cwd=tmp_path, timeout=60, check=False).returncode for said in (there, here)]
+    assert statuses == [pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED]
+
+
 def test_each_result_is_written_whatever_fails(tmp_path: Path) -> None:
     def python(code: str) -> list[str]:
         return [sys.executable, "-c", code]
