@@ -10,6 +10,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -83,7 +84,8 @@ def scaled(tmp_path: Path) -> Iterator[str]:
         nodes = psutil.Process(monitor.process.pid).children(recursive=True)
         monitor.process.kill()
         for process in nodes:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # with its parent
+                process.kill()
         ray.shutdown()
         raylets.shutdown()
 
