@@ -89,8 +89,10 @@ def test_the_example_for_node(shm_cluster: RunningCluster, tmp_path: Path) -> No
 def test_the_example_for_go_compiles(tmp_path: Path) -> None:
     """It is not run: Debian's packages of Go are too old for stubs of a proto with optional fields."""
     missing = [name for name in ("go", "protoc-gen-go", "protoc-gen-go-grpc") if shutil.which(name) is None]
-    if missing or not (GO_SOURCES / "src" / "google.golang.org" / "grpc").exists():
-        pytest.skip(f"to compile it here takes golang-go, golang-google-grpc-dev, protoc-gen-go-grpc: no {missing}")
+    missing += [name for name in ("grpc", "protobuf") if not (GO_SOURCES / "src" / "google.golang.org" / name).exists()]
+    if missing:
+        packages = "golang-go, golang-google-grpc-dev, golang-google-protobuf-dev, protoc-gen-go, protoc-gen-go-grpc"
+        pytest.skip(f"to compile it here takes {packages}: no {', '.join(missing)}")
     folder = shutil.copytree(EXAMPLES / "go", tmp_path / "src" / "tandem.example")
     env = os.environ | {
         "PROTOC": f"{sys.executable} -m grpc_tools.protoc", "PROTOS": str(ROOT / "protos"), "GO111MODULE": "off",
