@@ -288,7 +288,10 @@ async def test_decode_dies_while_the_prompt_is_prefilled(
 async def test_prefill_fails_and_decode_prefills_the_prompt(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway, how: str
 ) -> None:
-    """The decode worker that tells of a lost link lives, and is not left out of the second try."""
+    """The decode worker that tells of a lost link lives, and is not left out of the second try.
+
+    It may tell of a death before the gateway's own stream to the prefill worker breaks: an open one acquits nobody.
+    """
     peers.prefill.hold.clear()
     request = asyncio.create_task(post(http, SHORT))
     await eventually(lambda: bool(peers.prefill.running))
@@ -307,6 +310,8 @@ async def test_prefill_fails_and_decode_prefills_the_prompt(
     assert "after worker p: " in reason
     assert answer.json()["choices"][0]["text"] == TEXT
     assert peers.decode.senders == [peers.workers["p"].info.incarnation, ""]
+    suspected = [spec.alone_until > 0 for spec in peers.decode.seen]
+    assert suspected == [False, how != "refuses"]
     await everything_free(peers, gateway)
 
 
