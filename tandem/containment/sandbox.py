@@ -28,12 +28,12 @@ import signal
 import socket
 import subprocess
 import sys
-from asyncio.subprocess import Process
+import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 
@@ -41,6 +41,7 @@ from tandem.containment.sandboxed import DIED, RAISED, REPLY, Bounds, head_of
 from tandem.process import dying_with_parent
 
 T = TypeVar("T")
+Lane: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 LANES = 2
 MAX_WAITING = 256  # of one caller
 MAX_CALLERS = 256
@@ -133,8 +134,8 @@ class Sandbox:
                 await self._arrived.wait()
         while True:
             try:
-                async with self._helper() as (process, lanes), asyncio.TaskGroup() as group:
-                    group.create_task(_notice_death(process))
+                async with self._helper() as (ended, lanes), asyncio.TaskGroup() as group:
+                    group.create_task(_notice_death(ended))
                     for reader, writer in lanes:
                         group.create_task(self._serve(reader, writer))
             except* (OSError, EOFError, pickle.UnpicklingError) as errors:
@@ -142,23 +143,22 @@ class Sandbox:
             await asyncio.sleep(RESTART_S)
 
     @asynccontextmanager
-    async def _helper(self) -> AsyncIterator[tuple[Process, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]]:
+    async def _helper(self) -> AsyncIterator[tuple[asyncio.Future[int], list[Lane]]]:
+        """Its end, with its exit status, and its lanes."""
         async with AsyncExitStack() as stack:
             ends = [self._pair(stack) for _ in range(self._lanes)]
             theirs = [their.fileno() for _, their in ends]
             arguments = ",".join(map(str, theirs)), *self._preload
-            process = await asyncio.create_subprocess_exec(
-                *dying_with_parent(sys.executable, "-m", "tandem.containment", *arguments),
-                env=_environment(), pass_fds=theirs, start_new_session=True, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-            stack.push_async_callback(_end, process)
+            process = _started(theirs, arguments)
+            ended = _end_of(process)
+            stack.push_async_callback(_end, process, ended)
             self.pid = process.pid
             for _, their in ends:
                 their.close()
             lanes = [await asyncio.open_connection(sock=own.dup(), limit=BUFFER_BYTES) for own, _ in ends]
             for _, writer in lanes:
                 stack.callback(writer.close)
-            yield process, lanes
+            yield ended, lanes
 
     def _pair(self, stack: AsyncExitStack) -> tuple[socket.socket, socket.socket]:
         own, their = socket.socketpair()
@@ -251,23 +251,51 @@ def _death(code: int) -> CallFailed:
     return CallDied(_name(code))
 
 
-async def _notice_death(process: Process) -> None:
+def _started(passed: Sequence[int], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts it without a fork, whose handlers of gRPC may end the child by SIGSEGV while other threads call gRPC.
+
+    Popen starts programs by vfork, which runs no handlers; uvloop forks.
+    """
+    return subprocess.Popen(
+        dying_with_parent(sys.executable, "-m", "tandem.containment", *arguments),
+        env=_environment(), pass_fds=passed, start_new_session=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
+    """Its exit status, once it has one; a thread waits for it."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def tell(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    def wait() -> None:
+        code = process.wait()
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, code)
+
+    threading.Thread(target=wait, name="helper-end", daemon=True).start()
+    return ended
+
+
+async def _notice_death(ended: asyncio.Future[int]) -> None:
     """An idle helper's, too: the next call finds another.
 
     Raises:
         EOFError
     """
-    raise EOFError(f"it ended: {_name(await process.wait())}")
+    raise EOFError(f"it ended: {_name(await asyncio.shield(ended))}")
 
 
 def _name(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
-async def _end(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
+async def _end(process: subprocess.Popen[bytes], ended: asyncio.Future[int]) -> None:
+    process.kill()
+    await ended
 
 
 def _settle(result: asyncio.Future[Any], outcome: Any) -> None:

@@ -13,8 +13,11 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
+import grpc.aio
 import psutil
 import pytest
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tandem.containment.sandbox import CallDied, CallExhausted, Sandbox, SandboxBusy
 from tandem.containment.sandboxed import Bounds, MiB
@@ -195,6 +198,40 @@ async def test_a_call_under_way_in_two_lost_helpers_is_refused(sandbox: Sandbox)
     with pytest.raises(SandboxBusy, match="lost"):
         await call
     assert await sandbox.call(double, 2) == 4
+
+
+def test_a_helper_starts_beside_grpcs_calls_under_uvloop() -> None:
+    """As in a gateway. Of 100 that were forked, about 17 died before they began."""
+    code = f"from {__name__} import start_many; start_many()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "all alive\n"), done.stderr[-2000:]
+
+
+def start_many(times: int = 60) -> None:
+    async def run() -> None:
+        server = grpc.aio.server()
+        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            calls = [asyncio.create_task(call_for_ever(health_pb2_grpc.HealthStub(channel))) for _ in range(4)]
+            for _ in range(times):
+                async with Sandbox()._helper() as (ended, _lanes):
+                    await asyncio.sleep(0.01)
+                    assert not ended.done(), f"it ended: {ended.result()}"
+            for call in calls:
+                call.cancel()
+        await server.stop(None)
+
+    uvloop.run(run())
+    print("all alive")
+
+
+async def call_for_ever(stub: health_pb2_grpc.HealthStub) -> None:
+    while True:
+        await stub.Check(health_pb2.HealthCheckRequest())
 
 
 async def test_an_idle_helpers_death_costs_no_call(sandbox: Sandbox) -> None:
