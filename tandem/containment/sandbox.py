@@ -105,6 +105,7 @@ class Sandbox:
         self._preload, self._bounds, self._lanes = tuple(preload), bounds or Bounds(), lanes
         self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         self._arrived = asyncio.Event()
+        self._lost: list[_Waiting] = []
         self.pid: int | None = None
 
     async def call(self, function: Callable[..., T], *args: Any, caller: str = "", bounds: Bounds | None = None) -> T:
@@ -140,6 +141,7 @@ class Sandbox:
                         group.create_task(self._serve(reader, writer))
             except* (OSError, EOFError, pickle.UnpicklingError) as errors:
                 log.warning("the helper process was lost", why=repr(errors.exceptions[0]))
+            self._take_back()
             await asyncio.sleep(RESTART_S)
 
     @asynccontextmanager
@@ -179,14 +181,20 @@ class Sandbox:
             _settle(waiting.result, reply)
 
     def _lost_with(self, waiting: _Waiting) -> None:
-        """The helper went while it had this call, which the next one runs before others of its caller."""
+        """The helper went while it had this call; the next one runs it."""
         if waiting.lost_once:
             _settle(waiting.result, SandboxBusy("the helper process was lost"))
         elif not waiting.result.done():
             waiting.lost_once = True
             waiting.giving_up = asyncio.get_running_loop().call_later(WAIT_S, _give_up, waiting.result)
+            self._lost.append(waiting)
+
+    def _take_back(self) -> None:
+        """Calls of a helper that is gone, before others of their callers: only now does no lane of it take them."""
+        for waiting in self._lost:
             self._queues.setdefault(waiting.caller, deque()).appendleft(waiting)
             self._arrived.set()
+        self._lost.clear()
 
     async def _next(self) -> _Waiting:
         """The next caller's next call."""

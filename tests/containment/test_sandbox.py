@@ -200,6 +200,21 @@ async def test_a_call_under_way_in_two_lost_helpers_is_refused(sandbox: Sandbox)
     assert await sandbox.call(double, 2) == 4
 
 
+async def test_a_helper_that_is_found_dead_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a call, before its end is noticed: no other lane of it takes that call."""
+    monkeypatch.setattr("tandem.containment.sandbox._notice_death", lambda ended: asyncio.sleep(3600))
+    sandbox = Sandbox()
+    running = asyncio.create_task(sandbox.run())
+    lost = await helper(sandbox)
+    lost.kill()
+    async with asyncio.timeout(60):
+        while psutil.pid_exists(lost.pid):
+            await asyncio.sleep(0.01)
+    assert await sandbox.call(double, 2) == 4
+    running.cancel()
+    await asyncio.wait([running])
+
+
 def test_a_helper_starts_beside_grpcs_calls_under_uvloop() -> None:
     """As in a gateway. Of 100 that were forked, about 17 died before they began."""
     code = f"from {__name__} import start_many; start_many()"
