@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 
 from tandem import native
+from tandem.engine import float32
 from tandem.engine.kernels.build import AMX, INSTRUCTIONS, library_path
 from tandem.transfer.copy.copier import copier_path
 
@@ -20,6 +21,8 @@ def main() -> None:
     if platform.machine() not in X86_64:
         return
     print(copier_path(cpu=frozenset({"avx2"})))
+    for wider in ((), float32.WIDER):
+        print(float32.library_path(cpu=frozenset((*float32.INSTRUCTIONS, *wider))))
     for cpu in (INSTRUCTIONS, (*INSTRUCTIONS, *AMX)):
         print(library_path(cpu=frozenset(cpu)))
 

@@ -36,7 +36,7 @@ FLOORS = (
     ("tandem.process", "tandem.liveness", "tandem.containment", "tandem.checkpoints", "tandem.vocabulary"),
     ("tandem.rpc", "tandem.registry", "tandem.store", "tandem.tiers", "tandem.transfer", "tandem.grammar"),
     ("tandem.engine.types", "tandem.engine.step_cost", "tandem.engine.step_time", "tandem.engine.device"),
-    ("tandem.engine.scheduling", "tandem.engine.quantization"),
+    ("tandem.engine.scheduling", "tandem.engine.quantization", "tandem.engine.float32"),
     ("tandem.engine.kv", "tandem.engine.models"),
     ("tandem.engine.lora", "tandem.engine.weights"),
     ("tandem.engine.forward", "tandem.engine.sampling"),

@@ -177,7 +177,7 @@ class EngineConfig:
 
     As many sequences run as have a token in a step and a block in the cache, and no more than `max_num_seqs` if that is
     set. `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a
-    fingerprint of the weights. `cpu_kernels` False keeps to torch where the compiled kernels could be used;
+    fingerprint of the weights. `cpu_kernels` False keeps to torch where a whole pass could be computed in C;
     `cuda_graphs` replays steps that only decode. Through the folder
     `shared_cores` engines on one machine lend each other idle cores, beyond their own `num_threads`. `null` makes it a
     null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tandem import native
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +36,19 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Families:
 @pytest.fixture(scope="session")
 def llama(family: Families) -> Path:
     return family("llama3")[1]
+
+
+@pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine without the kernels for float32."""
+    from tandem.engine.float32 import float32_kernels
+
+    monkeypatch.setattr(native, "compilers", list)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no kernels"))
+    float32_kernels.cache_clear()
+    assert float32_kernels() is None
+    yield
+    float32_kernels.cache_clear()
 
 
 @pytest.fixture(scope="session", params=["any", "no AMX"])

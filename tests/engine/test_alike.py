@@ -52,11 +52,21 @@ def answered(engine: Engine, request: Request) -> tuple[SAID, list[torch.Tensor]
     return said, [kv.clone() for kv in in_order]
 
 
+@pytest.fixture(params=["float32_kernels", "torch_alone"])
+def computing(request: pytest.FixtureRequest) -> None:
+    """Computes with the kernels, where this machine can have them, and without."""
+    if request.param == "torch_alone":
+        request.getfixturevalue(request.param)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 8], indirect=True)
-@pytest.mark.usefixtures("threads")
-def test_a_row_of_a_product_does_not_depend_on_how_many_there_are() -> None:
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.usefixtures("threads", "computing")
+def test_a_row_of_a_product_does_not_depend_on_how_many_there_are(turned: bool) -> None:
+    """Takes weights as linear layers have them, and turned, as adapters do."""
     chance = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(size, generator=chance) for size in ((40, 768), (256, 768), (256,)))
+    weight = weight.t().contiguous().t() if turned else weight
     whole = linear(x, weight, bias)
     for count in range(1, 40):
         assert torch.equal(linear(x[-count:], weight, bias), whole[-count:]), count
@@ -77,7 +87,7 @@ def test_a_bfloat16_product_is_within_a_rounding_of_float64s(rows: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads", "computing")
 def test_numbers_do_not_depend_on_what_is_computed_beside_them() -> None:
     prompt, sampling = prompt_of(PROMPT, 1), SamplingParams(ANSWER, temperature=0.9, seed=5, logprobs=0)
     said, kv = answered(make_engine(512), Request("r", prompt, sampling))

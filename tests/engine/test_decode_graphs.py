@@ -79,6 +79,7 @@ def by_flashinfer(kv: Tensor, num_heads: int) -> PagedAttention:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
+@pytest.mark.usefixtures("torch_alone")  # whose operations are traced
 def test_replayed_steps_equal_plain_ones_and_touch_nobody_elses_blocks(
     sizes: Sizes, attention: Callable[[Tensor, int], PagedAttention], dtype: torch.dtype, tmp_path: Path
 ) -> None:

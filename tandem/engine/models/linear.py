@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.engine.float32 import float32_kernels
 from tandem.engine.quantization import Fp8Weight, QuantizedWeight
 
-# A BLAS sums in another order for fewer rows, and for what is left over of a multiple where threads share the rows.
-# MKL's strict mode knows one order; it is read at the first product. Others are given rows in fours.
+# What the float32 kernels do not compute goes to a BLAS, which sums in another order for fewer rows, and for what is
+# left over of a multiple where threads share the rows. MKL's strict mode knows one order; it is read at the first
+# product. Others are given rows in fours.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 ROWS_ALIKE = 4
 # Without the instructions for it torch multiplies bfloat16 number by number: a product of so many rows or more is
@@ -67,9 +69,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As torch's; where that is exact, each row's sums go the same way."""
     if _SLOW_BFLOAT16 and len(x) >= ROWS_WIDENED and x.is_cpu and x.dtype is torch.bfloat16:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
-    if not is_exact(x) or not (missing := -len(x) % ROWS_ALIKE):
-        return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
+    return _exact_linear(x, weight, bias) if is_exact(x) else F.linear(x, weight, bias)
+
+
+def _exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # The weights of adapters lie turned.
+    if weight.stride(1) == 1 and (kernels := float32_kernels()) is not None:
+        return kernels.linear(x, weight, bias)
+    if missing := -len(x) % ROWS_ALIKE:
+        return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
+    return F.linear(x, weight, bias)
 
 
 def dense(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
