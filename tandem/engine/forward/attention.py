@@ -6,7 +6,8 @@
 
 In torch, per group of sequences that ask equally many tokens: gather their blocks, mask what lies ahead, SDPA; a
 prompt's first chunk needs nothing of the cache: its own k, v, and SDPA's causal way. `flashinfer` has the other one.
-In float32 on a CPU a token's attention is the same bit for bit whatever lies beside it in a step (`attention_alone`).
+In float32 on a CPU a token's attention is the same bit for bit whatever lies beside it in a step: by `float32`'s
+kernels, and where they cannot compute it by `attention_alone`.
 
 A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row), with rows as kv_cache.py has them.
 """

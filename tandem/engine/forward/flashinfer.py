@@ -34,6 +34,7 @@ from tandem.engine.forward.attention import (
     StepAttend,
     TorchAttention,
 )
+from tandem.engine.forward.float32 import cpu_attention_for
 from tandem.engine.models import Scope
 
 log = structlog.get_logger(__name__)
@@ -59,7 +60,7 @@ class Library(Protocol):
 def paged_attention_for(kv: Tensor, num_heads: int, scopes: Iterable[Scope] = ()) -> PagedAttention:
     """Attention for a cache: FlashInfer's where it works here, else torch's, and the log says why."""
     if not kv.is_cuda:
-        return TorchAttention(kv)
+        return cpu_attention_for(kv, scopes)
     reason = misfit(kv, scopes)
     if not reason:
         try:
