@@ -6,14 +6,15 @@ be made: those who fill one ask for it by name.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate, chain
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from tandem.tally import CounterTally, HistogramTally
 
 
 class MetricKind(StrEnum):
@@ -36,6 +37,14 @@ class Series:
     def exposed_as(self) -> str:
         return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
 
+    def counter_tally(self, registry: CollectorRegistry) -> CounterTally:
+        """For one thread."""
+        return CounterTally(self, registry)
+
+    def histogram_tally(self, registry: CollectorRegistry) -> HistogramTally:
+        """For one thread."""
+        return HistogramTally(self, registry)
+
     def counter(self, registry: CollectorRegistry) -> Counter:
         return Counter(self.name, self.text, self.labels, registry=registry)
 
@@ -53,28 +62,6 @@ class Series:
     def histogram_family(self) -> HistogramMetricFamily:
         """For a collector that adds buckets when it is asked."""
         return HistogramMetricFamily(self.name, self.text, labels=self.labels)
-
-
-class BucketCounts:
-    """A histogram that one thread counts in, without the locks of prometheus_client's own."""
-
-    def __init__(self, series: Series) -> None:
-        self._series = series
-        self._sum = 0.0
-        self._counts = [0] * (len(series.buckets) + 1)  # with those beyond the last bound
-
-    def add(self, value: float) -> int:
-        """Returns its bucket."""
-        self._sum += value
-        bucket = bisect_left(self._series.buckets, value)
-        self._counts[bucket] += 1
-        return bucket
-
-    def family(self, labels: Sequence[str]) -> HistogramMetricFamily:
-        family = self._series.histogram_family()
-        bounds = *map(str, self._series.buckets), "+Inf"
-        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
-        return family
 
 
 class CappedValues:

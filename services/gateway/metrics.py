@@ -8,9 +8,9 @@ fallback  a choice that did not take the path it should: no pair could take it, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission, PriorityClass
@@ -20,16 +20,17 @@ from services.gateway.genai_metrics import GenAIMetrics
 from services.gateway.settings import CLASSES, ClassName, ClassSettings
 from services.gateway.tenant_metrics import TenantMetrics
 from services.gateway.workers import WorkerPool
-from tandem.metrics import GATEWAY, ITL, BucketCounts
+from tandem.metrics import GATEWAY, ITL
 from tandem.process import metrics_server
 from tandem.registry import BlockReplica, ClusterView, LiveWorker, ModelStatus, Role, Wakefulness
+from tandem.tally import BucketCounts, Count
 from tandem.v1 import llm_pb2
 
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}
 
 LOOKED_AT = (
     "vllm:time_to_first_token_seconds_bucket", "tandem_slo_requests_total", "tandem_goodput_tokens_total",
-    "tandem_requests_total",
+    "tandem_requests_total", "vllm:generation_tokens_total", "vllm:inter_token_latency_seconds_bucket",
 )  # fmt: skip
 NUM_GAPS = len(ITL) + 1  # with those beyond the last bound
 
@@ -48,16 +49,13 @@ class FrontMetrics:
         self.of_models: dict[str, Metrics] = {}
         self._of_the_gone: dict[str, float] = {}  # so that totals never fall
         self.genai = GenAIMetrics()
-        requests = GATEWAY["tandem_requests"].counter(self.registry)
-        self._errors = GATEWAY["tandem_errors"].counter(self.registry)
-        transfer_bytes = GATEWAY["tandem_kv_transfer_bytes"].counter(self.registry)
-        self._fallbacks = GATEWAY["tandem_fallbacks"].counter(self.registry)
-        self._refused = GATEWAY["tandem_refused_after_seconds"].histogram(self.registry)
-        # Looked up once for each value of a label, not for each request.
-        self._requests = cache(lambda path, status: requests.labels(path, str(status)))
-        self._transfer_bytes = cache(transfer_bytes.labels)
-        self._aliases = GATEWAY["tandem_alias_requests"].counter(self.registry)
-        self._waits = GATEWAY["tandem_on_demand_wait_seconds"].histogram(self.registry)
+        self._requests = GATEWAY["tandem_requests"].counter_tally(self.registry)
+        self._errors = GATEWAY["tandem_errors"].counter_tally(self.registry)
+        self._transfer_bytes = GATEWAY["tandem_kv_transfer_bytes"].counter_tally(self.registry)
+        self._fallbacks = GATEWAY["tandem_fallbacks"].counter_tally(self.registry)
+        self._refused = GATEWAY["tandem_refused_after_seconds"].histogram_tally(self.registry)
+        self._aliases = GATEWAY["tandem_alias_requests"].counter_tally(self.registry)
+        self._waits = GATEWAY["tandem_on_demand_wait_seconds"].histogram_tally(self.registry)
 
     def of(self, model: str) -> Metrics:
         """Made when the model is first served."""
@@ -67,7 +65,7 @@ class FrontMetrics:
 
     def request(self, path: str, status: int) -> None:
         """One request has ended; 499 is a client that left."""
-        self._requests(path, status).inc()
+        self._requests.labels(path, str(status)).inc()
 
     def error(self, error: GatewayError) -> None:
         """A request has ended with it."""
@@ -88,7 +86,7 @@ class FrontMetrics:
     def path(self, path: llm_pb2.Path, fallback: str) -> None:
         """The path one choice took, and why it is not the one it should be; empty where it is."""
         if path.transport:
-            self._transfer_bytes(path.transport).inc(path.transfer_bytes)
+            self._transfer_bytes.labels(path.transport).inc(path.transfer_bytes)
         if fallback:
             self._fallbacks.labels(PATHS[path.kind], fallback).inc()
 
@@ -149,11 +147,11 @@ class Metrics:
         self.tenants, self.genai = TenantMetrics(registry, model, classes, max_tenants), front.genai
         self.request, self.error, self.path = front.request, front.error, front.path
 
-        def counter(name: str) -> Counter:
-            return GATEWAY[name].counter(registry).labels(model)
+        def counter(name: str) -> Count:
+            return GATEWAY[name].counter_tally(registry).labels(model)
 
-        def histogram(name: str) -> Histogram:
-            return GATEWAY[name].histogram(registry).labels(model)
+        def histogram(name: str) -> BucketCounts:
+            return GATEWAY[name].histogram_tally(registry).labels(model)
 
         self.num_waiting = self.num_running = 0
         for name, count in (("waiting", lambda: self.num_waiting), ("running", lambda: self.num_running)):
@@ -161,20 +159,15 @@ class Metrics:
         self.ttft = histogram("vllm:time_to_first_token_seconds")
         self.ended = _Ended(histogram, counter)
         self.route_s = histogram("tandem_route_seconds")
-        self.written = _TokenCollector(model)
-        registry.register(self.written)
+        self.gaps, self.tokens = histogram("vllm:inter_token_latency_seconds"), counter("vllm:generation_tokens")
         self.prefix_cache_queries = counter("vllm:prefix_cache_queries")
         self.prefix_cache_hits = counter("vllm:prefix_cache_hits")
         self.proposed_tokens = counter("vllm:spec_decode_num_draft_tokens")
         self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens")
-        success = GATEWAY["vllm:request_success"].counter(registry)
+        self._success = GATEWAY["vllm:request_success"].counter_tally(registry)
         self.migrations = counter("tandem_migrations")
-        queued = GATEWAY["vllm:request_queue_time_seconds"].histogram(registry)
-        by_fingerprint = GATEWAY["tandem_model_requests"].counter(registry)
-        # Looked up once for each value of a label, not for each request.
-        self._success = cache(lambda reason: success.labels(model, reason))
-        self._queued = cache(lambda kind: queued.labels(model, kind.label))
-        self.of_fingerprint = cache(lambda fingerprint: by_fingerprint.labels(model, fingerprint))
+        self._queued = GATEWAY["vllm:request_queue_time_seconds"].histogram_tally(registry)
+        self._of_fingerprints = GATEWAY["tandem_model_requests"].counter_tally(registry)
         self._admissions: list[Admission] = []
         self._pools: list[WorkerPool] = []
         self._watch()
@@ -184,15 +177,18 @@ class Metrics:
         """Counts one choice that is accepted now. `trace_id`: of a trace that is kept, to be found from its numbers."""
         return Meter(self, now, {"trace_id": trace_id} if trace_id else None)
 
+    def of_fingerprint(self, fingerprint: str) -> Count:
+        return self._of_fingerprints.labels(self._model, fingerprint)
+
     def success(self, reason: str) -> None:
-        self._success(reason).inc()
+        self._success.labels(self._model, reason).inc()
 
     def refused(self, seconds: float) -> None:
         """One request got a 429, so long after it had arrived."""
         self._front.refused(seconds, self._model)
 
     def queued(self, kind: PriorityClass, seconds: float) -> None:
-        self._queued(kind).observe(seconds)
+        self._queued.labels(self._model, kind.label).observe(seconds)
 
     def begin(self, admission: Admission, pool: WorkerPool) -> None:
         """From now on they serve the model."""
@@ -209,7 +205,6 @@ class Metrics:
     def add_to(self, found: dict[str, float]) -> None:
         """Its part of the totals."""
         _add(found, self.registry.restricted_registry(LOOKED_AT))
-        _add(found, self.written)
 
     def _watch(self) -> None:
         """Report who waits, who is inside and how full KV caches are, as of when Prometheus asks."""
@@ -273,10 +268,10 @@ class Totals:
 class Meter:
     """One choice, from waiting to running to its end. `close` it."""
 
-    __slots__ = ("_born", "_exemplar", "_first", "_last", "_metrics", "_now", "_num_tokens", "_written", "gaps")
+    __slots__ = ("_all_gaps", "_born", "_exemplar", "_first", "_last", "_metrics", "_now", "_num_tokens", "gaps")
 
     def __init__(self, metrics: Metrics, now: Callable[[], float], exemplar: dict[str, str] | None) -> None:
-        self._metrics, self._written, self._exemplar = metrics, metrics.written, exemplar
+        self._metrics, self._all_gaps, self._exemplar = metrics, metrics.gaps, exemplar
         self._now = now
         self._born = self._first = self._last = now()
         self._num_tokens = 0
@@ -289,7 +284,7 @@ class Meter:
             return
         now = self._now()
         if self._num_tokens:
-            self.gaps[self._written.gaps.add((now - self._last) / num_tokens)] += 1
+            self.gaps[self._all_gaps.observe((now - self._last) / num_tokens)] += 1
         else:
             self._first = now
             self._metrics.ttft.observe(now - self._born, self._exemplar)
@@ -297,7 +292,7 @@ class Meter:
             self._metrics.num_running += 1
         self._num_tokens += num_tokens
         self._last = now
-        self._written.num_tokens += num_tokens
+        self._metrics.tokens.value += num_tokens
 
     @property
     def itl_s(self) -> float | None:
@@ -335,7 +330,7 @@ class Meter:
 class _Ended:
     """Observes each choice that ended well, or each request, once."""
 
-    def __init__(self, histogram: Callable[[str], Histogram], counter: Callable[[str], Counter]) -> None:
+    def __init__(self, histogram: Callable[[str], BucketCounts], counter: Callable[[str], Count]) -> None:
         self.max_generated = histogram("vllm:request_max_num_generation_tokens")
         self.params_n = histogram("vllm:request_params_n")
         self.params_max_tokens = histogram("vllm:request_params_max_tokens")
@@ -349,21 +344,6 @@ class _Ended:
         self.generated = histogram("vllm:request_generation_tokens")
         self.cached_tokens = counter("vllm:prompt_tokens_cached")
         self.prompt_tokens = counter("vllm:prompt_tokens")
-
-
-class _TokenCollector(Collector):
-    """Tokens and the times between them. Counted by one thread, without the locks of prometheus_client's own."""
-
-    def __init__(self, model: str) -> None:
-        self._labels = (model,)
-        self.num_tokens = 0
-        self.gaps = BucketCounts(GATEWAY["vllm:inter_token_latency_seconds"])
-
-    def collect(self) -> Iterator[Metric]:
-        tokens = GATEWAY["vllm:generation_tokens"].family()
-        tokens.add_metric(self._labels, self.num_tokens)
-        yield tokens
-        yield self.gaps.family(self._labels)
 
 
 class _SleepersCollector(Collector):

@@ -41,10 +41,10 @@ class TenantMetrics:
     ) -> None:
         self._model, self._classes = model, classes
         self._tenant = CappedValues(max_tenants)
-        self._requests = GATEWAY["tandem_slo_requests"].counter(registry)
-        self._goodput = GATEWAY["tandem_goodput_tokens"].counter(registry)
-        self._tokens = GATEWAY["tandem_tenant_tokens"].counter(registry)
-        self._ttft = GATEWAY["tandem_tenant_ttft_seconds"].histogram(registry)
+        self._requests = GATEWAY["tandem_slo_requests"].counter_tally(registry)
+        self._goodput = GATEWAY["tandem_goodput_tokens"].counter_tally(registry)
+        self._tokens = GATEWAY["tandem_tenant_tokens"].counter_tally(registry)
+        self._ttft = GATEWAY["tandem_tenant_ttft_seconds"].histogram_tally(registry)
         objective = GATEWAY["tandem_slo_objective"].gauge(registry)
         for name, settings in classes.items():
             objective.labels(model, name).set(settings.objective)

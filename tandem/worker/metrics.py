@@ -11,7 +11,8 @@ from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 from tandem.engine import EngineStats
-from tandem.metrics import WORKER, BucketCounts
+from tandem.metrics import WORKER
+from tandem.tally import BucketCounts
 from tandem.tiers import TierStats
 
 
@@ -23,8 +24,8 @@ class StepCounts:
         self._sequences = BucketCounts(WORKER["tandem_batch_sequences"])
 
     def add(self, num_tokens: int, num_sequences: int) -> None:
-        self._tokens.add(num_tokens)
-        self._sequences.add(num_sequences)
+        self._tokens.observe(num_tokens)
+        self._sequences.observe(num_sequences)
 
     def families(self, labels: Sequence[str]) -> Iterator[Metric]:
         yield self._tokens.family(labels)

@@ -1,0 +1,107 @@
+"""Counters and histograms that one thread counts in, such as a gateway's event loop: without the locks and the looking
+up of prometheus_client's own, which cost a request more than its way to a worker. Any thread may collect them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import Exemplar, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from tandem.metrics import Series
+
+
+class Count:
+    """A counter's value, for some values of its labels."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        self.value += amount
+
+
+class BucketCounts:
+    """A histogram's counts and sum, for some values of its labels."""
+
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_series", "_sum")
+
+    def __init__(self, series: Series) -> None:
+        self._series, self._bounds = series, series.buckets
+        self._sum = 0.0
+        self._counts = [0] * (len(series.buckets) + 1)  # with those beyond the last bound
+        self._exemplars: dict[int, Exemplar] = {}
+
+    def observe(self, value: float, exemplar: Mapping[str, str] | None = None) -> int:
+        """Returns its bucket. `exemplar`: labels that lead to where the value comes from."""
+        self._sum += value
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
+        if exemplar:
+            self._exemplars[bucket] = Exemplar(dict(exemplar), value)
+        return bucket
+
+    def family(self, labels: Sequence[str]) -> HistogramMetricFamily:
+        family = self._series.histogram_family()
+        self.add_to(family, labels)
+        return family
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        bounds, found = (*map(str, self._bounds), "+Inf"), self._exemplars.copy()
+        counts = enumerate(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric(labels, [(*one, found[at]) if at in found else one for at, one in counts], self._sum)
+
+
+class CounterTally(Collector):
+    """A counter, by the values of its labels."""
+
+    def __init__(self, series: Series, registry: CollectorRegistry) -> None:
+        self._series = series
+        self._found: dict[tuple[str, ...], Count] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Count:
+        if (found := self._found.get(values)) is None:
+            assert len(values) == len(self._series.labels), f"{self._series.name} has labels {self._series.labels}"
+            found = self._found[values] = Count()
+        return found
+
+    def describe(self) -> Iterator[Metric]:
+        yield self._series.family()
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._series.family()
+        for labels, found in list(self._found.items()):
+            family.add_metric(labels, found.value)
+        yield family
+
+
+class HistogramTally(Collector):
+    """A histogram, by the values of its labels."""
+
+    def __init__(self, series: Series, registry: CollectorRegistry) -> None:
+        self._series = series
+        self._found: dict[tuple[str, ...], BucketCounts] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> BucketCounts:
+        if (found := self._found.get(values)) is None:
+            assert len(values) == len(self._series.labels), f"{self._series.name} has labels {self._series.labels}"
+            found = self._found[values] = BucketCounts(self._series)
+        return found
+
+    def describe(self) -> Iterator[Metric]:
+        yield self._series.histogram_family()
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._series.histogram_family()
+        for labels, found in list(self._found.items()):
+            found.add_to(family, labels)
+        yield family
